@@ -9,6 +9,7 @@ import msgspec
 from rollout_engine._structs import UserStruct
 from rollout_engine.class_names import name_of
 from rollout_engine.errors import ConfigError, refused
+from rollout_engine.outputs import Quantization
 from rollout_engine.peer_options import ENGINE_PEERS
 from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.toml_files import TomlFile
@@ -148,6 +149,10 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     fp32_head: bool = False
     """On a CPU, logits of a bfloat16 model in float32: the head's products are added in float32 and not rounded. Have
     the trainer do the same by `exact.enable(model, fp32_head=True)`. A float32 model's logits are float32 anyway."""
+    quantization: Quantization | None = None
+    """"int8": on a CPU, layers multiply by weights rounded to 8 bits, a quarter of the bytes that a decode step reads
+    in float32. Log-probs are then no trainer's, and completions say so (`CompletionOutput.quantization`); they still
+    do not depend on the batch. Embeddings, head and norms are not rounded. See docs/exactness.md."""
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     """Threads of the model's forward, of each rank where there are several. None: torch's own setting, by default one
     per physical core, divided among the ranks."""
@@ -232,6 +237,8 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"fp32_head=True and {other} are both set: a float32 head is computed by the CPU's row-independent "
                 "products alone. Give one of them."
             )
+        if self.quantization is not None:
+            self._check_quantization()
         if self.compile and self.deterministic is True:
             raise ConfigError(
                 "compile=True and deterministic=True are both set: what is compiled rounds otherwise than the trainer. "
@@ -244,6 +251,20 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             self._check_ranks()
         if not self.model:
             raise ConfigError(refused("model", self.model, "a checkpoint directory or a hub id"))
+
+    def _check_quantization(self) -> None:
+        found = {
+            'device="cuda"': (self.device == "cuda", "a device has no kernel for rounded weights"),
+            "deterministic=False": (self.deterministic is False, "rounded weights run by row-independent products"),
+            f"tensor_parallel_size={self.tensor_parallel_size}": (
+                self.tensor_parallel_size > 1,
+                "ranks have the bits of one engine that is not rounded",
+            ),
+        }
+        for other, (is_set, reason) in found.items():
+            if is_set:
+                mine = f"quantization={self.quantization!r}"
+                raise ConfigError(f"{mine} and {other} are both set: {reason}. Give one of them.")
 
     def _check_ranks(self) -> None:
         found = {

@@ -8,12 +8,15 @@ import numpy as np
 from rollout_engine.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Quantization = Literal["int8"]
+"""How an engine rounds the weights of layers."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, end) of a completion were sampled by `policy_version`, over KV no older than `kv_min_version`.
 
-    Exact (equal bit for bit to the trainer's forward) where the two versions are equal.
+    Exact (equal bit for bit to the trainer's forward) where the two versions are equal, and the completion's
+    `quantization` is None.
     """
 
     start: int
@@ -74,6 +77,8 @@ class CompletionOutput(msgspec.Struct):
     completion but the last, which was not computed. Those of the token before a sampled one are the ones that it was
     sampled with, by the version of its span. "delta": the first output begins with the prompt's. None unless
     `return_routed_experts`, and where nothing was sampled."""
+    quantization: Quantization | None = None
+    """"int8": the weights of layers were rounded, so log-probs are close to the trainer's and not equal to them."""
 
     def logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob]]:
         """Return for each token {token id: Logprob}: the sampled token first, then the most likely ones.

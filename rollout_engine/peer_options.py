@@ -15,7 +15,7 @@ _NO_REMOTE_CODE = "code of checkpoints is never run; the architecture must be on
 _NO_REVISION = "download the revision first (huggingface_hub.snapshot_download) and give its directory as model"
 _ADD_LORA = "leave it out: add_lora(LoRARequest(...)) works at any time"
 _ALWAYS_ON = "it is always on; leave it out"
-_NO_QUANTIZATION = "weights are float32, bfloat16 or float16 (dtype=...), never quantized"
+_QUANTIZATION = "checkpoints are not quantized; quantization='int8' rounds the weights of layers at load, on a CPU"
 
 ENGINE_PEERS: Peers = {
     "vLLM's": {
@@ -55,7 +55,6 @@ ENGINE_PEERS: Peers = {
         "pipeline_parallel_size": _NO_PARALLEL,
         "preemption_mode": "preempted requests are always recomputed; leave it out",
         "profiler_config": "give profiler_dir, and the rest to start_profile",
-        "quantization": _NO_QUANTIZATION,
         "revision": _NO_REVISION,
         "rope_scaling": "edit config.json in a copy of the checkpoint",
         "rope_theta": "edit config.json in a copy of the checkpoint",
@@ -76,11 +75,11 @@ ENGINE_PEERS: Peers = {
         "attn_implementation": "attention runs by our own kernels; leave it out",
         "cache_dir": "set the environment variable HF_HOME, or give a directory as model",
         "device_map": "give device='cpu' or device='cuda'",
-        "load_in_4bit": _NO_QUANTIZATION,
-        "load_in_8bit": _NO_QUANTIZATION,
+        "load_in_4bit": _QUANTIZATION,
+        "load_in_8bit": _QUANTIZATION,
         "low_cpu_mem_usage": _ALWAYS_ON,
         "pretrained_model_name_or_path": "give model",
-        "quantization_config": _NO_QUANTIZATION,
+        "quantization_config": _QUANTIZATION,
         "torch_dtype": "give dtype",
     },
     "TorchRL's": {

@@ -30,6 +30,7 @@ from rollout_engine.faces.verb_methods import BlockingVerbs, Face
 from rollout_engine.lora_request import LoRALike
 from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import TokenTexts
+from rollout_engine.provenance import attach
 from rollout_engine.reward_functions import RewardFunctions
 from rollout_engine.rollout_arguments import RolloutArguments, check_for_prompts, run_to_end
 from rollout_engine.rollout_batch import Layout
@@ -341,7 +342,8 @@ class RolloutPolicy(BlockingVerbs):
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
 
         float32, 0 outside the mask. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
-        as the weights are the same and the engine is deterministic. `lora`: the adapter that scores; None: the base
+        as the weights are the same and the engine is deterministic. `provenance.rollout_note(result)` is their mark:
+        with `quantization`, they are those of rounded weights. `lora`: the adapter that scores; None: the base
         model alone. `replay_routing`: send tokens to the experts of batch["routed_experts"], which
         `return_routed_experts` gives. After `timeout` seconds it raises `CallTimeoutError`; for anything but a rollout,
         `RequestError`.
@@ -366,7 +368,9 @@ class RolloutPolicy(BlockingVerbs):
         logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
         for (place, first), result in zip(scored, results, strict=True):
             logprobs[place][first:] = torch.from_numpy(np.asarray(result))
-        return logprobs.masked_fill_(~assistant, 0.0)
+        logprobs.masked_fill_(~assistant, 0.0)
+        attach(logprobs, self._batcher.note(temperature or 1.0, is_packed="cu_seqlens" in batch.keys()))
+        return logprobs
 
     def _listeners(
         self, on_group: OnGroup | None, log_to: str | os.PathLike[str] | None, lora: LoRALike | None

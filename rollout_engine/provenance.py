@@ -7,6 +7,8 @@ serve to report mistakes early, never to decide what is computed.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from rollout_engine.outputs import Quantization
+
 
 class RolloutNote(NamedTuple):
     """Note on the tokens of a rollout."""
@@ -19,6 +21,8 @@ class RolloutNote(NamedTuple):
     """Whether rows hold several sequences end to end."""
     fp32_head: bool = False
     """Whether an engine of another dtype computed float32 logits."""
+    quantization: Quantization | None = None
+    """How the engine rounded the weights of layers; None: not at all."""
 
 
 class LogprobsNote(NamedTuple):
@@ -54,6 +58,11 @@ def logprobs_note(tensor: object) -> LogprobsNote | None:
 
 def mismatches(trainer: LogprobsNote, rollout: RolloutNote) -> Iterator[str]:
     """Settings that make a trainer's log-probs differ from a rollout's, with advice; sentences without a full stop."""
+    if rollout.quantization is not None:
+        yield (
+            f"The engine rounds the weights of layers (quantization={rollout.quantization!r}), the trainer does not: "
+            "correct for it by importance weights, or leave quantization out of the engine's options"
+        )
     if trainer.dtype != rollout.dtype:
         yield (
             f"The trainer computes in {trainer.dtype}, the engine sampled in {rollout.dtype}: load the model with "

@@ -45,6 +45,7 @@ class GroupBatcher:
         self._frontend = frontend
         self._dtype = info.dtype
         self._fp32_head = info.dtype != "float32" and info.config.fp32_head
+        self._quantization = info.config.quantization
         self._pad_token_id = _pad_token_id(frontend)
         self._counting = threading.Lock()
 
@@ -57,9 +58,12 @@ class GroupBatcher:
             episodes = [each for group in groups if isinstance(group, EpisodeGroup) for each in group.episodes]
             batch = episode_batch(episodes, self._frontend.inputs.codec, pad_token_id=self._pad_token_id, layout=layout)
         temperature = _logprob_temperature([group.params for group in groups])
-        note = RolloutNote(self._dtype, temperature, layout == "packed", self._fp32_head)
-        attach(batch["tokens", "full"], note)
+        attach(batch["tokens", "full"], self.note(temperature, is_packed=layout == "packed"))
         return batch
+
+    def note(self, temperature: float | None, *, is_packed: bool) -> RolloutNote:
+        """The note on what the engine computed."""
+        return RolloutNote(self._dtype, temperature, is_packed, self._fp32_head, self._quantization)
 
     def _batch_of_prompts(self, groups: Sequence[Group], layout: Layout) -> RolloutBatch:
         rewards = [group.rewards for group in groups if group.rewards is not None]

@@ -8,8 +8,8 @@ A line has the keys of `rollout_engine.batches.jsonl`, and these:
     weights     {policy version: digest of the weights} for the versions that sampled; null where the version had passed
                 before its group ended
     lora        {name, revision, digest} of the adapter; null without one
-    engine      model, dtype, fp32_head, deterministic, logits_processors, and what it ran on (`ModelInfo.made_with`);
-                step_trace where it writes one
+    engine      model, dtype, fp32_head, quantization, deterministic, logits_processors, and what it ran on
+                (`ModelInfo.made_with`); step_trace where it writes one
 """
 
 import os
@@ -114,6 +114,7 @@ def describe_engine(policy: BlockingVerbs) -> dict[str, Any]:
         "model": config.model,
         "dtype": info.dtype,
         "fp32_head": config.fp32_head,
+        "quantization": config.quantization,
         "deterministic": config.deterministic,
         "logits_processors": list(config.logits_processors),
         **({} if config.step_trace is None else {"step_trace": config.step_trace}),

@@ -197,9 +197,9 @@ def _compare(piece: _Piece, made: Sample) -> None:
 def _causes(sample: Sample, engine: Mapping[str, Any], adapters: Mapping[str, str]) -> Iterator[str]:
     """Yield each setting or version that decides bits and differs from a line of the log."""
     logged = sample["engine"]
-    for name in ("dtype", "fp32_head", "deterministic", "logits_processors"):
-        if logged[name] != engine[name]:
-            yield f"another {name}: it was {logged[name]!r}, and is {engine[name]!r}"
+    for name in ("dtype", "fp32_head", "quantization", "deterministic", "logits_processors"):
+        if (was := logged.get(name)) != engine[name]:  # lines of older versions have no quantization
+            yield f"another {name}: it was {was!r}, and is {engine[name]!r}"
     for name, was in logged["made_with"].items():
         if was != (now := engine["made_with"].get(name)):
             yield f"another {name}: it was {was!r}, and is {now!r}"

@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_log(sample)
     logged = samples[0]["engine"]
     options: dict[str, Any] = {name: logged[name] for name in ("dtype", "fp32_head", "deterministic")}
+    options["quantization"] = logged.get("quantization")  # lines of older versions have none
     options |= {"logits_processors": tuple(logged["logits_processors"])} | overrides.engine
     with RolloutPolicy.from_pretrained(arguments.model or logged["model"], **options) as policy:
         reports = replay(policy, samples, arguments.weights)

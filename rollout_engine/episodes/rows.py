@@ -107,6 +107,7 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         seed=episode.turn_seed(row.seat, 0),
         error=episode.error,
         routed_experts=_routed_experts(samples, len(row.row.prompt) + len(response)),
+        quantization=samples[0][1].quantization if samples else None,
     )
     prompt = codec.decode(row.row.prompt) if row.row.prompt else ""
     return RequestOutput(str(episode.key), prompt, row.row.prompt, None, [completion], True, 0)

@@ -28,7 +28,7 @@ logger = logging.getLogger("rollout_engine")
 SCHEMA = 1
 """Number of the tables above; a directory with a higher one is not read."""
 _PLAN, _SAMPLES = "sweep.json", "samples.jsonl"
-_ENGINE_BITS = ("dtype", "fp32_head", "deterministic", "logits_processors")
+_ENGINE_BITS = ("dtype", "fp32_head", "quantization", "deterministic", "logits_processors")
 """Settings of an engine that decide what is drawn."""
 
 
@@ -202,8 +202,8 @@ def _check_same(before: dict[str, Any], plan: dict[str, Any], out: str) -> None:
                 what = f"the one that {out} has results of; it differs in {', '.join(keys)}"
                 raise RequestError.for_field(kind, name, what, hint)
     for name in _ENGINE_BITS:
-        if before["engine"][name] != plan["engine"][name]:
-            bound = f"{before['engine'][name]!r}, which sampled what is in {out}"
+        if (was := before["engine"].get(name)) != plan["engine"][name]:  # older ledgers have no quantization
+            bound = f"{was!r}, which sampled what is in {out}"
             raise RequestError.for_field(name, plan["engine"][name], bound, hint)
 
 

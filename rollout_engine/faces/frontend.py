@@ -65,7 +65,11 @@ class Frontend:
             config, codec, client.info, seed=seed, first_sequence_id=first_sequence_of(index)
         )
         self.streams = OpenStreams(
-            codec, client.abort, stream_interval=config.stream_interval, on_closed=self.spans.request
+            codec,
+            client.abort,
+            stream_interval=config.stream_interval,
+            on_closed=self.spans.request,
+            quantization=config.quantization,
         )
         self._ids = RequestIds(self.streams.__contains__)
         self._admitting = threading.Lock()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from rollout_engine.messages import EngineCoreRequest, Pooled, PromptLogprobs
-from rollout_engine.outputs import PoolingOutput, RequestMetrics, RequestOutput
+from rollout_engine.outputs import PoolingOutput, Quantization, RequestMetrics, RequestOutput
 from rollout_engine.results.sample import Sample
 from rollout_engine.seeds import child_seed
 from rollout_engine.text.detokenizer import Detokenizer
@@ -32,6 +32,7 @@ class OpenRequest:
         codec: TextCodec | None,
         trace_headers: Mapping[str, str] | None = None,
         num_kept: int | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         params = request.params
         self.trace_headers = trace_headers
@@ -62,7 +63,11 @@ class OpenRequest:
         """Number of samples that have not ended."""
         self.metrics = RequestMetrics(time.monotonic())
         self.samples = [
-            Sample(index, child_seed(request.seed, index), params, _detokenizer(codec, request), self.metrics)
+            Sample(
+                *(index, child_seed(request.seed, index), params, _detokenizer(codec, request)),
+                metrics=self.metrics,
+                quantization=quantization,
+            )
             for index in range(params.n)
         ]
 

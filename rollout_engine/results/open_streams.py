@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from rollout_engine.errors import EngineDeadError, RolloutEngineError
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.metrics import RequestStats
-from rollout_engine.outputs import RequestOutput
+from rollout_engine.outputs import Quantization, RequestOutput
 from rollout_engine.results.open_request import OpenRequest
 from rollout_engine.results.output_processor import OutputProcessor
 from rollout_engine.text.tokenizer import TextCodec
@@ -52,9 +52,12 @@ class OpenStreams:
         *,
         stream_interval: int = 1,
         on_closed: Callable[[OpenRequest, BaseException | None], None] = lambda request, error: None,
+        quantization: Quantization | None = None,
     ) -> None:
-        """`abort` ends sequences in the core."""
-        self._processor = OutputProcessor(codec, stream_interval=stream_interval, on_closed=on_closed)
+        """`abort` ends sequences in the core; `quantization`: that of the engine."""
+        self._processor = OutputProcessor(
+            codec, stream_interval=stream_interval, on_closed=on_closed, quantization=quantization
+        )
         self._abort = abort
         self._streams: dict[int, weakref.KeyedRef[OpenRequest, Stream]] = {}
         """Streams by the id of their first sequence; the key is the request."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.metrics import RequestStats
-from rollout_engine.outputs import RequestOutput
+from rollout_engine.outputs import Quantization, RequestOutput
 from rollout_engine.results.open_request import OpenRequest
 from rollout_engine.results.request_timer import RequestTimer
 from rollout_engine.results.sample import Sample
@@ -31,9 +31,14 @@ class OutputProcessor:
         *,
         stream_interval: int = 1,
         on_closed: Callable[[OpenRequest, BaseException | None], None] = lambda request, error: None,
+        quantization: Quantization | None = None,
     ) -> None:
-        """`on_closed` is called once per request: when its last sample has ended, or when it is discarded before."""
+        """`on_closed` is called once per request: when its last sample has ended, or when it is discarded before.
+
+        `quantization`: that of the engine.
+        """
         self._codec = codec
+        self._quantization = quantization
         self._stream_interval = stream_interval
         self._on_closed = on_closed
         self._requests: dict[str, OpenRequest] = {}
@@ -71,7 +76,7 @@ class OutputProcessor:
         the lowest index; samples that failed or were aborted do not count. None: all are returned.
         """
         assert request_id not in self._requests, "the caller has checked the id"
-        opened = OpenRequest(request_id, request, prompt, self._codec, trace_headers, num_kept)
+        opened = OpenRequest(request_id, request, prompt, self._codec, trace_headers, num_kept, self._quantization)
         self._requests[request_id] = opened
         for sequence_id, sample in zip(opened.sequence_ids, opened.samples, strict=True):
             self._owners[sequence_id], self._live[sequence_id] = opened, sample

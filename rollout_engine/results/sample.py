@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollout_engine.messages import SequenceEnd
-from rollout_engine.outputs import CompletionOutput, FinishReason, RequestMetrics, VersionSpan
+from rollout_engine.outputs import CompletionOutput, FinishReason, Quantization, RequestMetrics, VersionSpan
 from rollout_engine.results.routed_column import RoutedColumn
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.text.detokenizer import Detokenizer
@@ -24,17 +24,26 @@ class Sample:
     __slots__ = (
         *("_asked_ids", "_cumulative_logprob", "_id_logprobs", "_index", "_kept_logprob_mass"),
         *("_kv_min_version", "_logprobs", "_metrics", "_num_read", "_num_rendered_chars", "_num_summed"),
-        *("_policy_version", "_routed_experts", "_sampled_ranks", "_seed", "_spans", "_stop_reason", "_text"),
-        *("_token_ids", "_top_logprobs", "_undecodable", "error", "finish_reason", "is_watched", "num_rendered"),
+        *("_policy_version", "_quantization", "_routed_experts", "_sampled_ranks", "_seed", "_spans"),
+        *("_stop_reason", "_text", "_token_ids", "_top_logprobs", "_undecodable"),
+        *("error", "finish_reason", "is_watched", "num_rendered"),
     )
 
     def __init__(
-        self, index: int, seed: int, params: SamplingParams, text: Detokenizer | None, metrics: RequestMetrics
+        self,
+        index: int,
+        seed: int,
+        params: SamplingParams,
+        text: Detokenizer | None,
+        metrics: RequestMetrics,
+        quantization: Quantization | None = None,
     ) -> None:
+        """`quantization`: that of the engine."""
         self.is_watched = params.output_kind != "final_only" or params.stops_on_text
         """Whether each token matters as it comes: the request streams, or its text may stop it."""
         self._index = index
         self._seed = seed
+        self._quantization = quantization
         self._text = text
         self._undecodable: str | None = None
         """Why it has no text, if the tokenizer raised."""
@@ -156,6 +165,7 @@ class Sample:
             sampled_ranks=None if self._sampled_ranks is None else np.array(self._sampled_ranks[start:], np.int32),
             token_id_logprobs=self._id_logprobs_from(start),
             routed_experts=None if self._routed_experts is None else self._routed_experts.stacked(start),
+            quantization=self._quantization,
         )
 
     def _id_logprobs_from(self, start: int) -> np.ndarray | None:

@@ -78,6 +78,7 @@ CONFIG_EXTREMES = {
     "skip_tokenizer_init": [True, False],
     "admission": ["queue", "reject", "maybe"],
     "fp32_head": [True, False, 1],
+    "quantization": [None, "int4", True],  # "int8" draws other tokens: tests/parity/test_int8.py
     "on_long": ["refuse", "clamp", "cut"],
     "logits_processors": [(), ("no_such_module:Class",), ("os:getcwd",), ("nonsense",)],
     "worker_extensions": [(), ("no_such_module:Class",), ("os:getcwd",), ("nonsense",)],

@@ -67,7 +67,8 @@ def score(
 
     They are what sampling those tokens at `temperature` would have returned ("tempered"). Steps of requests run between
     two batches of sequences; weights are those of the beginning to the end. `lora`: an adapter that the engine has, or
-    its name; None: the base model alone. `routed_experts`: of each pair, as `CompletionOutput.routed_experts`, those
+    its name; None: the base model alone. With `EngineConfig(quantization=...)` they are those of the rounded weights,
+    and not a trainer's. `routed_experts`: of each pair, as `CompletionOutput.routed_experts`, those
     that its tokens go to in a mixture of experts; what is missing or -1 its routers choose. Raises `RequestError`, and
     after `timeout` seconds `CallTimeoutError` (a `TimeoutError`).
     """

@@ -86,6 +86,7 @@ class CpuBackend:
             f"device cpu{described_ranks(loaded.num_ranks)}, dtype {_described_dtype(loaded)}, "
             f"{torch.get_num_threads()} threads, "
             f"deterministic {self.is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"
+            f"{'' if config.quantization is None else f'layers in {config.quantization}, '}"
             f"decoder {'modules' if reason is not None else 'compiled'}, "
             f"{describe_pool(config, loaded, self.num_blocks)}"
         )
@@ -129,7 +130,18 @@ def _described_dtype(loaded: LoadedModel) -> str:
 
 
 def _made_deterministic(config: EngineConfig, loaded: LoadedModel) -> bool:
-    reason = make_deterministic(loaded.module, loaded.geometry, fp32_head=config.fp32_head, cut=loaded.cut)
+    as_int8 = config.quantization is not None
+    reason = make_deterministic(
+        loaded.module, loaded.geometry, fp32_head=config.fp32_head, as_int8=as_int8, cut=loaded.cut
+    )
+    if reason is not None and as_int8:
+        raise ConfigError(f"quantization={config.quantization!r} is not possible: {reason}. Leave it out.")
+    if as_int8:
+        logger.warning(
+            "quantization=%r: layers multiply by rounded weights, so log-probs, those of score() too, are close to the "
+            "trainer's and not equal to them.",
+            config.quantization,
+        )
     if reason is not None and config.deterministic is True:
         raise ConfigError(f"deterministic=True is not possible: {reason}. Use deterministic=False.")
     if reason is not None:

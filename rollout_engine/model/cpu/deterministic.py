@@ -9,6 +9,7 @@ from rollout_engine.kernels.linear import NotInvariant
 from rollout_engine.kernels.paged_attention import prove_row_invariance
 from rollout_engine.model.cpu.row_invariance import make_row_invariant, unproven_parts
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.packing.int8_layers import round_layers
 from rollout_engine.model.packing.linear_groups import linear_groups
 from rollout_engine.model.packing.output_head import set_float32_head
 from rollout_engine.model.ranks.cut import ModelCut
@@ -16,11 +17,17 @@ from rollout_engine.model.ranks.wiring import connect
 
 
 def make_deterministic(
-    module: nn.Module, geometry: Sequence[LayerGeometry], *, fp32_head: bool = False, cut: ModelCut | None = None
+    module: nn.Module,
+    geometry: Sequence[LayerGeometry],
+    *,
+    fp32_head: bool = False,
+    as_int8: bool = False,
+    cut: ModelCut | None = None,
 ) -> str | None:
     """Make `module` row-invariant, in place; returns why rows may still depend on their batch, or None.
 
-    `fp32_head`: see `output_head`. `cut`: how it is cut over ranks, which all call this together.
+    `fp32_head`: see `output_head`. `as_int8`: see `int8_layers`. `cut`: how it is cut over ranks, which all call this
+    together.
 
     Raises `ConfigError` where this CPU does not allow it.
     """
@@ -31,6 +38,8 @@ def make_deterministic(
         if cut is not None:
             connect(module, cut)
         set_float32_head(module, fp32_head)
+        if as_int8:
+            round_layers(module)
         for group in linear_groups(module):
             group.prove()
     except NotInvariant as problem:

@@ -89,6 +89,8 @@ class LinearGroup:
         """Products return zeros, inside `without_products`."""
         self.float32_out = False
         """Whether results are float32 whatever the dtype of the weights. Call `prove` after setting it."""
+        self.as_int8 = False
+        """Whether the weights are rounded to int8 codes, in the engine alone. Call `prove` after setting it."""
         self.add_to: Callable[[Tensor, Tensor], None] | None = None
         """Called with x [R, K] and its products [R, sum of N], to add to these in place; in the engine alone."""
         self._operand: linear.Operand | None = None
@@ -102,11 +104,11 @@ class LinearGroup:
 
     def __getstate__(self) -> dict[str, object]:
         """Copies start unpacked: the packed operand is derived, and oneDNN's layout cannot be copied."""
-        return {"children": self.children, "float32_out": self.float32_out}
+        return {"children": self.children, "float32_out": self.float32_out, "as_int8": self.as_int8}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["children"])  # type: ignore[misc]
-        self.float32_out = state["float32_out"]
+        self.float32_out, self.as_int8 = state["float32_out"], state["as_int8"]
 
     def output(self, slot: int, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N of child `slot`]."""
@@ -120,7 +122,7 @@ class LinearGroup:
 
     def prove(self) -> None:
         """Find a plan whose rows do not depend on their batch. Raises `kernels.linear.NotInvariant`."""
-        self.plan = linear.plan_for(self.weight(), float32_out=self.float32_out)
+        self.plan = linear.plan_for(self.weight(), float32_out=self.float32_out, as_int8=self.as_int8)
 
     def repack(self) -> None:
         """Pack the live weights."""

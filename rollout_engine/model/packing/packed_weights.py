@@ -4,8 +4,8 @@
                                                       while steps go on; at a step boundary the two change places
 
 A weight that our own kernel multiplies by, and that nothing else reads (`weight_reads`), exists packed only: after
-`take_over` the module's parameter is on meta. Memory for the next copies is allocated during an update, and kept
-between updates while it is small.
+`take_over` the module's parameter is on meta. Int8 codes do not give their weight back, which therefore stays.
+Memory for the next copies is allocated during an update, and kept between updates while it is small.
 """
 
 import math
@@ -38,7 +38,7 @@ class PackedWeights:
 
     def __init__(self, module: nn.Module, num_ranks: int = 1) -> None:
         groups = linear_groups(module)
-        own = [group for group in groups if group.plan.kernel == linear.OWN]
+        own = [group for group in groups if group.plan.kernel == linear.OWN and not group.as_int8]
         _tie_embeddings(module, own)
         self._module, self._num_ranks = module, num_ranks
         read = storages_read(module) if own else set()

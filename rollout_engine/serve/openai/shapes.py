@@ -40,10 +40,11 @@ def of_versions(sample: CompletionOutput, live_version: int) -> dict[str, Any]:
     """Which weights made the tokens: `version_spans` [start, end, policy version, oldest version of the KV read].
 
     `weight_version` is that of the last token, or the live one where there is none yet. Where spans differ, the
-    weights changed on the way.
+    weights changed on the way. `quantization` is there where the engine has one.
     """
     spans = sample.version_spans
-    return {"version_spans": spans, "weight_version": spans[-1].policy_version if spans else live_version}
+    found = {"version_spans": spans, "weight_version": spans[-1].policy_version if spans else live_version}
+    return found if sample.quantization is None else found | {"quantization": sample.quantization}
 
 
 def weight_versions(sample: CompletionOutput) -> list[dict[str, Any]]:
