@@ -1,5 +1,6 @@
 """Tests and benchmarks that need a GPU say at once what is missing, and write nothing."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,9 @@ def here(tmp_path):
 @pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
 def test_a_target_of_make_without_a_device_fails_with_one_sentence_and_writes_nothing(here, target):
     before = files_of(here)
-    run = subprocess.run(["make", target, f"PYTHON={sys.executable}"], cwd=here, capture_output=True, text=True)
+    alone = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")}
+    command = ["make", target, f"PYTHON={sys.executable}"]
+    run = subprocess.run(command, cwd=here, capture_output=True, text=True, env=alone)
     said, made = run.stderr.splitlines()
     assert run.returncode and run.stdout == ""
     assert said == "This needs a GPU, and device='cuda' is not possible: torch finds no CUDA device."
