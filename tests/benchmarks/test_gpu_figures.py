@@ -57,8 +57,15 @@ def test_a_trainer_of_other_weights_is_told_from_the_exact_one(tmp_path):
         llm.shutdown()
 
 
+@pytest.fixture
+def device_assumed(monkeypatch):
+    monkeypatch.setattr(gpu, "require_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some device")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.usefixtures("device_assumed")
 def test_a_part_that_fails_leaves_its_error_in_the_results(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gpu", "--parts", "limits", "--results", str(tmp_path)])
     gpu.main()
@@ -66,6 +73,7 @@ def test_a_part_that_fails_leaves_its_error_in_the_results(tmp_path, monkeypatch
     assert "error" in json.loads(path.read_text())["figures"]["limits"]
 
 
+@pytest.mark.usefixtures("device_assumed")
 def test_a_trace_lies_beside_the_figures(tmp_path, monkeypatch, capsys):
     events = [{"ph": "M", "name": "thread_name"}]
     monkeypatch.setattr(gpu, "_run", lambda part, seconds: {"events": events, "decode": {"busy_share": 0.9}})
@@ -76,6 +84,7 @@ def test_a_trace_lies_beside_the_figures(tmp_path, monkeypatch, capsys):
     assert traces.read(figures.with_suffix(".trace.json.gz")) == events
 
 
+@pytest.mark.usefixtures("device_assumed")
 def test_parts_that_hang_end_within_nine_minutes_and_each_is_accounted_for(tmp_path, monkeypatch, capsys):
     now = [1000.0]
 

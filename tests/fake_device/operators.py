@@ -118,7 +118,7 @@ def _launched(device: Any, func: Any, args: Any, kwargs: Any, given: list[tuple[
         device.launch(name, operator.run)
         return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
     if func._schema.returns and not _returns_tensors(func):
-        raise NotImplementedError(f"{func} on the fake device")
+        raise TypeError(f"{func} is not known to the fake device")
     made = tree_map_only(Tensor, device.empty_as, _forms(func, raw_args, raw_kwargs))
     if name not in _FACTORIES:
         operator.outs = [device.view(each) for each in _tensors_in(made)]

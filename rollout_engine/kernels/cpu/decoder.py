@@ -226,7 +226,7 @@ def _check_product(name: str, product: Product, shape: tuple[int, int], dtype: t
     came = (weight.out_features, weight.in_features)
     if came != shape or weight.dtype != dtype:
         raise ValueError(f"{name} should be {dtype} {shape}, and is {weight.dtype} {came}")
-    addresses(weight)
+    addresses(name, weight)
     if product.bias is not None:
         address(f"the bias of {name}", product.bias, dtype, shape[:1])
 

@@ -92,14 +92,14 @@ def codes_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tupl
     return panels, units, columns * (4 // dtype.itemsize)
 
 
-def addresses(weight: PackedWeight) -> tuple[int, int | None]:
+def addresses(name: str, weight: PackedWeight) -> tuple[int, int | None]:
     """Addresses of the panels and scales. Raises `ValueError` where they are not those of such a weight."""
     shape = panels_shape(weight.out_features, weight.in_features, weight.dtype)
     if weight.scales is None:
-        return address("the panels of a weight", weight.panels, torch.int32, shape), None
+        return address(f"the panels of {name}", weight.panels, torch.int32, shape), None
     of_codes = codes_shape(weight.out_features, weight.in_features, weight.dtype)
-    codes = address("the codes of a weight", weight.panels, torch.int8, of_codes)
-    return codes, address("the scales of a weight", weight.scales, torch.float32, (shape[0] * PANEL,))
+    codes = address(f"the codes of {name}", weight.panels, torch.int8, of_codes)
+    return codes, address(f"the scales of {name}", weight.scales, torch.float32, (shape[0] * PANEL,))
 
 
 def pack(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
@@ -180,7 +180,7 @@ def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, float32_out:
     rows, in_features = x.shape
     if in_features != weight.in_features or x.dtype is not weight.dtype:
         raise argument_error("x", x, f"{weight.dtype} [R, {weight.in_features}] like the weight")
-    panels, scales = addresses(weight)
+    panels, scales = addresses("weight", weight)
     out = torch.empty(rows, weight.out_features, dtype=torch.float32 if float32_out else x.dtype)
     is_bf16 = x.dtype == torch.bfloat16
     call = _Call(

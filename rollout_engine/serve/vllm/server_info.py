@@ -51,4 +51,5 @@ async def server_info(served: Served, asked: Asked) -> Reply:
         "internal_states": [{"weight_version": str(served.weight_version)}],
     }
     about = {"engine": "rollout-engine", "version": version("rollout-engine"), "weight_version": served.weight_version}
-    return Reply({**flat, **about, "vllm_config": vllm_config, "engine_config": msgspec.to_builtins(config)})
+    engine_config = msgspec.to_builtins(config) | {"block_size": info.block_size}  # a number, which clients read
+    return Reply({**flat, **about, "vllm_config": vllm_config, "engine_config": engine_config})

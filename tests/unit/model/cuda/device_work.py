@@ -190,7 +190,10 @@ def a_shadow_is_freed(fake):
 
 
 def decode_graphs_replayed(fake):
-    """Graphs over static memory, padded batches, and weights that leave the device and come back."""
+    """Graphs over static memory, padded batches, and weights that leave the device and come back.
+
+    After that a graph is captured again when a step needs it.
+    """
     model = SimpleNamespace(module=nn.Linear(1, 1, device=CUDA), device=CUDA, weight=torch.ones(1).to(CUDA))
     model.kv = SimpleNamespace(block_size=4)
     model.attention = SimpleNamespace(plan=lambda batch: None)
@@ -198,14 +201,15 @@ def decode_graphs_replayed(fake):
     model.decoder = SimpleNamespace(vocab_size=10, write_logits=fill)
     with mock.patch.object(decode_graphs, "draw_plainly", lambda *args: None), torch.inference_mode():
         graphs = DecodeGraphs(model, SequenceRows(8, CUDA), 4, vocab_size=10, shares_prefixes=False)
+        graphs.capture_all()
         memory = CudaWeightMemory([model.weight], SimpleNamespace(graphs=graphs))
-        for count in (4, 3, 1, 3):
-            logits, _ = graphs.run(_decode_step(graphs, count))
-            assert Download(logits[:, 0]).wait().tolist() == [1 + row for row in range(count)]
-            assert graphs.described() == "3 of 3"
-            if count == 1:
-                memory.release(forget=False)
-                memory.take_back()
+        for counts, num_graphs in ((4, 3, 1), 3), ((3, 1, 2), 3), ((2,), 1):
+            for count in counts:
+                logits, _ = graphs.run(_decode_step(graphs, count))
+                assert Download(logits[:, 0]).wait().tolist() == [1 + row for row in range(count)]
+            assert graphs.described() == f"{num_graphs} of 3"
+            memory.release(forget=False)
+            memory.take_back()
 
 
 def _decode_step(graphs, count):

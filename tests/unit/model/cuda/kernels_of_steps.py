@@ -98,12 +98,13 @@ def watch() -> set[str]:
 
 
 class Drawn(upload.Download):
-    """Where no kernel draws: token 0 of each row, whose draw succeeded."""
+    """Where no kernel draws: token 0 of each row, whose draw succeeded, and log-probs of 0."""
 
     def wait(self) -> Tensor:
-        outcome = torch.zeros_like(super().wait())
-        outcome[:, 2] = Status.DRAWN
-        return outcome
+        found = torch.zeros_like(super().wait())
+        if found.dtype == torch.float64:  # an outcome, and not log-probs of a prompt
+            found[:, 2] = Status.DRAWN
+        return found
 
 
 def draw_token_0() -> None:
