@@ -1,7 +1,7 @@
 """Attention of a trainer: whole sequences, with gradients, equal bit for bit to the engine's paged attention.
 
 A batch row is one sequence, or several end to end (packed rows). The forward is the paged kernel; the backward is
-torch, one KV tile at a time. Shapes are those of `kernels.paged_attention`.
+C++ where that can be built, else torch, one KV tile at a time. Shapes are those of `kernels.paged_attention`.
 """
 
 import functools
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu import attention as compiled
+from rollout_engine.kernels.cpu.attention_backward import attention_gradients
 from rollout_engine.kernels.paged_attention import KV_TILE, TilePlan, attend, padded_rows, scores_of
 
 DenseKernel = Callable[
@@ -72,10 +73,27 @@ class DenseAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         params: AttentionParams = ctx.params
         grad_sinks = None if sinks is None else _grad_of_sinks(grad, out, lse, sinks)
-        sequences = UnpackedSequences.of(q, ctx.lengths, k.shape[1])
-        by_head = (q, k, v, out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1), grad.transpose(1, 2))
-        grads = _backward_of_sequences(*(sequences.unpack(x) for x in by_head), sequences.plan, params)
-        return *(sequences.pack(x).to(q.dtype) for x in grads), None, grad_sinks, None, None
+        is_compiled = q.is_cpu and compiled.supports(q.dtype)
+        find = attention_gradients if is_compiled else _attention_gradients
+        grads = find(q, k, v, out, lse, grad, params, ctx.lengths)
+        return *(x.to(q.dtype) for x in grads), None, grad_sinks, None, None
+
+
+def _attention_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    params: AttentionParams,
+    lengths: Sequence[int] | None = None,
+) -> tuple[Tensor, ...]:
+    """Eager twin of `kernels.cpu.attention_backward.attention_gradients`."""
+    sequences = UnpackedSequences.of(q, lengths, k.shape[1])
+    by_head = (q, k, v, out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1), grad.transpose(1, 2))
+    grads = _backward_of_sequences(*(sequences.unpack(x) for x in by_head), sequences.plan, params)
+    return tuple(sequences.pack(x) for x in grads)
 
 
 def _backward_of_sequences(

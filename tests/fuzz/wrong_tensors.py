@@ -22,6 +22,7 @@ from torch import Tensor
 from rollout_engine import exact
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu import attention, decoder, gemm, rows, sampling
+from rollout_engine.kernels.cpu.attention_backward import attention_gradients
 from rollout_engine.kernels.token_logprobs import token_logprobs
 from rollout_engine.testing import tiny_model
 
@@ -211,7 +212,14 @@ def attention_calls() -> Iterator[Call]:
             return attention.attend_dense(q, k, v, AttentionParams(0.3), sinks)[0]
 
         dense = (x[None].transpose(1, 2).contiguous() for x in (q, k, v))
-        yield Call("attend dense", attend_dense, dict(zip("qkv", dense, strict=True), sinks=floats(4)))
+        dense = dict(zip("qkv", dense, strict=True))
+        yield Call("attend dense", attend_dense, dense | dict(sinks=floats(4)))
+
+        def gradients(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Any:
+            return attention_gradients(q, k, v, out, lse, grad, AttentionParams(0.3))
+
+        results = dict(out=floats(1, 6, 4, 8, dtype=dtype), grad=floats(1, 6, 4, 8, dtype=dtype), lse=floats(1, 6, 4))
+        yield Call("attention gradients", gradients, dense | results)
 
 
 def decoder_calls() -> Iterator[Call]:

@@ -1,12 +1,15 @@
 """A trainer's attention against torch's own attention: values, gradients, windows, soft caps."""
 
 import math
+import random
 
 import pytest
 import torch
 
 from rollout_engine.kernels import dense_attention
 from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.cpu.attention import attend_dense
+from rollout_engine.kernels.cpu.attention_backward import attention_gradients
 from rollout_engine.kernels.cpu.build import load_kernels
 from rollout_engine.kernels.dense_attention import DenseAttention
 
@@ -18,6 +21,7 @@ def implementation(request, monkeypatch):
         monkeypatch.setattr(dense_attention.compiled, "supports", lambda dtype: False)
     elif load_kernels() is None:
         pytest.skip("no C++ compiler here")
+    return request.param
 
 
 def reference(q, k, v, params, sinks=None):
@@ -88,6 +92,50 @@ def test_a_token_does_not_depend_on_what_follows_or_stands_beside_it(thread_coun
         for length in (1, 2, 63, 64, 65, 131, 199):
             part = DenseAttention.apply(q[1:3, :, :length], k[1:3, :, :length], v[1:3, :, :length], params)
             assert torch.equal(part, whole[1:3, :length])
+
+
+def test_gradients_do_not_depend_on_threads_or_on_what_stands_beside_them(implementation, thread_count):
+    if implementation == "twin":
+        pytest.skip("torch's products may round differently in another batch")
+    params = AttentionParams(0.25)
+    packed = [torch.randn(1, heads, sum(LENGTHS), 16) for heads in (6, 2, 2)]
+    out_grad = torch.randn(1, sum(LENGTHS), 6, 16)
+
+    def gradients(first, end, lengths):
+        leaves = [x[:, :, first:end].detach().requires_grad_() for x in packed]
+        DenseAttention.apply(*leaves, params, None, None, lengths).backward(out_grad[:, first:end])
+        return [x.grad for x in leaves]
+
+    thread_count(2)
+    together = gradients(0, sum(LENGTHS), LENGTHS)
+    for threads in (1, 2):
+        thread_count(threads)
+        start = 0
+        for length in LENGTHS:
+            for alone, whole in zip(gradients(start, start + length, None), together, strict=True):
+                assert torch.equal(alone, whole[:, :, start : start + length])
+            start += length
+
+
+@pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_any_shape_are_those_of_the_twin(dtype):
+    rng = random.Random(0)
+    for _ in range(40):
+        kv_heads, group = rng.choice([(1, 1), (2, 3), (3, 1), (1, 72), (2, 8)])
+        dk, dv = rng.choice([(16, 16), (5, 33), (48, 7), (64, 64), (96, 20)])
+        lengths = [rng.choice([1, 2, 31, 63, 64, 65, 130]) for _ in range(rng.randrange(1, 5))]
+        params = AttentionParams(dk**-0.5, rng.choice([0, 0, 1, 9, 64, 100]), softcap=rng.choice([0.0, 0.0, 2.0]))
+        strided = [torch.randn(1, sum(lengths), n, d + 3).to(dtype) for n, d in (
+            (kv_heads * group, dk), (kv_heads, dk), (kv_heads, dv), (kv_heads * group, dv)
+        )]  # fmt: skip
+        q, k, v = (x[..., 3:].transpose(1, 2) for x in strided[:3])
+        out, lse = attend_dense(q, k, v, params, None, lengths)
+        given = (q, k, v, out, lse, strided[3][..., 3:])
+        mine = attention_gradients(*given, params, lengths)
+        exact = given if dtype == torch.float32 else [x.double() for x in given]
+        for found, right in zip(mine, dense_attention._attention_gradients(*exact, params, lengths), strict=True):
+            torch.testing.assert_close(found, right.float(), atol=1e-5 * float(right.abs().max() + 1), rtol=1e-4)
 
 
 LENGTHS = [65, 1, 200, 1, 34, 99]
