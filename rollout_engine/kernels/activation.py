@@ -23,7 +23,7 @@ _CUBE = 0.044715
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x), computed in float32 and rounded once to `x.dtype`; any shape and strides."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Elementwise.apply(x, _silu, _silu_derivative)
+        return _Elementwise.apply(x, _silu, torch.ops.aten.silu_backward)
     return _silu(x)
 
 
@@ -33,7 +33,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     0.5 x (1 + tanh u) is computed as x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3).
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Elementwise.apply(x, _gelu, _gelu_derivative)
+        return _Elementwise.apply(x, _gelu, _gelu_backward)
     return _gelu(x)
 
 
@@ -69,33 +69,24 @@ def _contiguous_float32(x: Tensor) -> Tensor:
     return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
 
 
-def _silu_derivative(x: Tensor) -> Tensor:
-    x32 = x.float()
-    sigmoid = torch.sigmoid(x32)
-    return sigmoid * (1 + x32 * (1 - sigmoid))
-
-
-def _gelu_derivative(x: Tensor) -> Tensor:
-    """Derivative of x s(v), s the logistic function: s + x s (1 - s) v'."""
-    x = x.float()
-    s = torch.sigmoid(_SLOPE * (x + _CUBE * x**3))
-    return s + x * s * (1 - s) * _SLOPE * (1 + 3 * _CUBE * x * x)
+def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
 
 
 class _Elementwise(torch.autograd.Function):
-    """Applies `function`; `derivative` gives its float32 derivative."""
+    """Applies `function`; `backward_of(grad, x)` is the gradient of x."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]
+        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], backward_of: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.derivative = derivative
+        ctx.backward_of = backward_of
         return function(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (grad.float() * ctx.derivative(ctx.saved_tensors[0])).to(grad.dtype), None, None
+        return ctx.backward_of(grad, *ctx.saved_tensors), None, None
 
 
 class _GatedSiLU(torch.autograd.Function):
@@ -107,5 +98,4 @@ class _GatedSiLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        grad_gate = ((grad * up).float() * _silu_derivative(gate)).to(gate.dtype)
-        return grad_gate, grad * _silu(gate), None
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * _silu(gate), None

@@ -227,11 +227,10 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grad.to(x.dtype)  # float32 for a float32 head
         grads = grad.split([len(w) for w in weights], dim=-1)
         needs = ctx.needs_input_grad
-        grad_x = (
-            sum((g @ w for g, w in zip(grads[1:], weights[1:], strict=True)), grads[0] @ weights[0])
-            if needs[0]
-            else None
-        )
+        grad_x = grads[0] @ weights[0] if needs[0] else None
+        if grad_x is not None:
+            for part, weight in zip(grads[1:], weights[1:], strict=True):
+                grad_x.addmm_(part, weight)
         grad_w = [g.t() @ x if need else None for g, need in zip(grads, needs[3:], strict=False)]
         grad_b = [g.sum(0) if need else None for g, need in zip(grads, needs[3 + ctx.num_weights :], strict=False)]
         return grad_x, None, None, *grad_w, *grad_b
