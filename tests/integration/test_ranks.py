@@ -6,6 +6,11 @@ from contextlib import contextmanager
 import numpy as np
 import psutil
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rollout_engine import LLM, EngineConfig, LoRARequest, SamplingParams
 from rollout_engine.errors import (
@@ -70,6 +75,10 @@ def all_of(engine, architecture, **fields):
     return [*found, results_of(engine, SAMPLED), engine.collective_rpc("get_weight_digest")[0]]
 
 
+def num_preemptions(engine):
+    return engine.llm_engine.stats.num_preemptions
+
+
 @contextmanager
 def running(path, num_ranks, **options):
     engine = started(path, num_ranks, **options)
@@ -99,23 +108,22 @@ def whole(checkpoint):
 
 def test_ranks_give_the_bits_of_one_process(engine, whole):
     assert all_of(engine, "qwen3") == all_of(whole, "qwen3")
-    stats = [each.llm_engine.stats for each in (engine, whole)]
-    assert stats[0].num_preemptions == stats[1].num_preemptions > 0
+    assert num_preemptions(engine) == num_preemptions(whole) > 0
 
 
 def test_updates_in_flight_change_the_same_tokens_to_the_same_bits(engine, whole):
     assert with_updates(engine.llm_engine) == with_updates(whole.llm_engine)
 
 
-def with_updates(engine):
+def with_updates(engine, architecture="qwen3"):
     """Samples of requests that go on through updates, of each the versions of its tokens."""
-    engine.update_weights(tiny_model("qwen3"), version=10, reset_version=True)
+    engine.update_weights(tiny_model(architecture), version=10, reset_version=True)
     ids = [engine.add_request(f"r{i}", each, SAMPLED) for i, each in enumerate(PROMPTS)]
     ended, updates = {}, {3: ("keep", 3), 7: ("recompute", 4), 12: ("keep", 5)}
     for step in range(1000):
         if step in updates:
             kv, seed = updates[step]
-            report = engine.update_weights(tiny_model("qwen3", seed=seed), kv=kv, staging="shadow")
+            report = engine.update_weights(tiny_model(architecture, seed=seed), kv=kv, staging="shadow")
             assert report.num_in_flight > 0
         ended |= {output.request_id: output for output in engine.step() if output.finished}
         if not engine.has_unfinished_requests():
@@ -132,21 +140,40 @@ def with_updates(engine):
     ("qwen2", 4, {}),
     ("qwen3_moe", 4, {}),
     ("mixtral", 4, {}),
+    ("mixtral", 4, dict(dtype="bfloat16")),
     ("qwen3", 4, dict(dtype="bfloat16")),
 ])  # fmt: skip
 def test_more_models_and_ranks_give_the_bits_of_one_process(tmp_path, architecture, num_ranks, options):
     path = tiny_checkpoint(tmp_path, architecture)
     with running(path, 1, **options) as whole, running(path, num_ranks, **options) as cut:
         assert all_of(cut, architecture) == all_of(whole, architecture)
+        assert num_preemptions(cut) == num_preemptions(whole) > 0
+        assert with_updates(cut.llm_engine, architecture) == with_updates(whole.llm_engine, architecture)
 
 
 @pytest.mark.slow
-def test_one_key_head_is_held_by_every_rank(tmp_path):
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_one_key_head_is_held_by_every_rank(tmp_path, num_ranks):
     path = tiny_checkpoint(tmp_path, "qwen3", num_key_value_heads=1)
-    with running(path, 1) as whole, running(path, 2) as cut:
+    with running(path, 1) as whole, running(path, num_ranks) as cut:
         assert all_of(cut, "qwen3", num_key_value_heads=1) == all_of(whole, "qwen3", num_key_value_heads=1)
+        assert num_preemptions(cut) == num_preemptions(whole) > 0
         usages = [each.collective_rpc("get_memory_usage") for each in (cut, whole)]
+    assert [len(ranks) for ranks in usages] == [num_ranks, 1]
     assert {rank["kv_cache"] for ranks in usages for rank in ranks} == {usages[1][0]["kv_cache"]} != {0}
+
+
+@pytest.mark.slow
+def test_ranks_without_a_token_for_their_experts_go_along(tmp_path):
+    """A step of one token needs two of eight experts: two of four ranks have nothing to compute."""
+    path = tiny_checkpoint(tmp_path, "mixtral")
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, logprobs=0, ignore_eos=True)
+    with running(path, 1) as whole, running(path, 4) as cut:
+        experts = cut.collective_rpc("get_weight_rows", args=["model.layers.0.mlp.experts.down_proj"])
+        assert [len(part) for part in experts] == [2, 2, 2, 2]
+        results = [each.generate(PROMPTS[-1:], params, use_tqdm=False)[0].outputs[0] for each in (cut, whole)]
+    found, expected = ([list(each.token_ids), plain(each.logprobs)] for each in results)
+    assert found == expected and len(found[0]) == 12
 
 
 def test_each_rank_holds_its_part_of_weights_and_of_the_pool(engine, whole):
@@ -207,7 +234,7 @@ def test_a_rank_that_fails_half_way_makes_all_ranks_ask_for_a_whole_update(engin
     assert results_of(engine, SAMPLED) == before
 
 
-def test_updates_and_digests_make_no_weight_whole(engine, monkeypatch):
+def test_updates_digests_and_saves_make_no_weight_whole(engine, monkeypatch, tmp_path):
     def refuse(self, name):
         raise AssertionError(f"{name} is made whole")
 
@@ -217,6 +244,40 @@ def test_updates_and_digests_make_no_weight_whole(engine, monkeypatch):
     report = engine.update_weights(model)
     assert report.digest == total_digest(describe_all(model.state_dict().items()))
     assert engine.collective_rpc("get_weight_digest") == [report.digest] * 2
+    engine.save_sharded_state(tmp_path / "state")
+    assert load_file(tmp_path / "state" / "rank-0-of-2.safetensors").keys() == model.state_dict().keys()
+
+
+class AllocatedBytes(TorchDispatchMode):
+    """Counts tensors that are made inside: `peak` is the most bytes of them that were there at once."""
+
+    def __init__(self):
+        super().__init__()
+        self._made, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        storages = [each.untyped_storage() for each in tree_leaves(out) if isinstance(each, Tensor)]
+        self._made |= {s._cdata: (StorageWeakRef(s), s.nbytes()) for s in storages if s._cdata not in given}
+        self._made = {key: each for key, each in self._made.items() if not each[0].expired()}
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._made.values()))
+        return out
+
+
+def test_whole_values_are_made_one_tensor_at_a_time(engine, monkeypatch):
+    monkeypatch.setattr(team_weights, "WINDOW_BYTES", 4096)
+    model = tiny_model("qwen3", seed=6)
+    engine.update_weights(model)
+    weights = engine.llm_engine.frontend.client.driver.executor.updater.weights
+    with AllocatedBytes() as allocated:
+        for name, tensor in model.state_dict().items():
+            value = weights.values(name)
+            assert value.numpy().tobytes() == tensor.numpy().tobytes(), name
+            del value
+    assert isinstance(weights, TeamWeights)
+    largest = max(tensor.nbytes for tensor in model.state_dict().values())
+    assert largest <= allocated.peak < 2 * largest, "a whole one, and the rows of rank 0"
 
 
 @pytest.mark.parametrize("options, match", [
