@@ -117,8 +117,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most tokens of one sequence, prompt included. None: the checkpoint's, capped so that one fits the KV pool."""
     block_size: Positive | Literal["auto"] = "auto"
     """Tokens per KV block; divides 64, the KV tile. "auto": 16 on a CPU; 64 on a device, whose attention reads whole
-    tiles faster. No result depends on it. Prompts share the KV of whole blocks of what they begin with: where many
-    begin alike for fewer than 64 tokens and then differ, give 16 (docs/tuning.md)."""
+    tiles faster. No result depends on it, but for last bits on a device without `deterministic`, where the batch moves
+    them too. Prompts share the KV of whole blocks of what they begin with: where many begin alike for fewer than 64
+    tokens and then differ, give 16 (docs/tuning.md)."""
     kv_cache_bytes: Positive | None = None
     """Size of the KV pool. None: on a CPU, the smaller of 4 GiB and a quarter of the available memory;
     on a device, what `gpu_memory_utilization` leaves. A given size leaves room for updates to you."""

@@ -3,7 +3,7 @@
     python tests/benchmarks/attention_gpu.py --json
     python tests/benchmarks/attention_gpu.py --tune decode      # other shapes of the products, fastest first
 
-32 (or 16) query and 8 key/value heads of 128 channels, bfloat16, blocks of 16 in random order. Every figure is the
+32 (or 16) query and 8 key/value heads of 128 channels, bfloat16, blocks of 64 in random order. Every figure is the
 median of replays of a CUDA graph that goes through several layers, each with a pool of its own, so that no cache holds
 their KV. Bytes are those of keys and values, each counted once per sequence.
 """
@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollout_engine.kernels.attention_params import AttentionParams
-from rollout_engine.kernels.triton import tiling as tilings
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention, Prefixes
 from rollout_engine.kernels.triton.shared_prefix import shared_prefixes
 from rollout_engine.kernels.triton.tiling import Tiling
 
-BLOCK_SIZE, DIM, NUM_KV_HEADS = 16, 128, 8
+BLOCK_SIZE, DIM, NUM_KV_HEADS = 64, 128, 8
 DTYPE = torch.bfloat16
 PARAMS = AttentionParams(DIM**-0.5)
 BYTES_PER_POSITION = NUM_KV_HEADS * 2 * DIM * DTYPE.itemsize
@@ -107,7 +106,7 @@ class Bench:
         tables, num_blocks = _tables(lengths, samples, shared)
         count = len(lengths)
         limits = Limits(count, count, max(lengths))
-        attention = PagedAttention(heads, limits, DEVICE, deterministic=deterministic)
+        attention = PagedAttention(heads, limits, DEVICE, deterministic=deterministic, block_size=BLOCK_SIZE)
         lens = torch.tensor(lengths, dtype=torch.int32)
         prefixes = None
         if shared:
@@ -220,19 +219,20 @@ def _candidates(
     stages: tuple[int, ...],
     programs: tuple[int, ...],
 ) -> Iterator[tuple[str, Tiling]]:
-    base: Tiling = getattr(tilings, kind)(4, DIM, DIM, DTYPE.itemsize)
+    base = Heads(32, NUM_KV_HEADS, DIM, DIM, DTYPE).tiling(kind)
     for height, tile, *rest in itertools.product(heights, tiles, warps, stages, programs):
         yield kind, Tiling(height, tile, tile, *rest, deterministic=False, skips_masks=base.skips_masks)
 
 
 @contextmanager
 def _tiling(kind: str, tiling: Tiling) -> Iterator[None]:
-    usual = getattr(tilings, kind)
-    setattr(tilings, kind, lambda *args: tiling)
+    """Use `tiling` for this kind as it is, whatever the heads."""
+    usual = Heads.tiling
+    Heads.tiling = lambda heads, asked, *args: tiling if asked == kind else usual(heads, asked, *args)
     try:
         yield
     finally:
-        setattr(tilings, kind, usual)
+        Heads.tiling = usual
 
 
 def _named(tiling: Tiling) -> str:

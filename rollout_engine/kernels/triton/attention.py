@@ -84,6 +84,7 @@ def attend(
         (read_strides, out_strides, _score_factors(params), shape),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        maxnreg=tiling.max_registers,
         enable_fp_fusion=is_fused,
     )
     if not work.is_whole:

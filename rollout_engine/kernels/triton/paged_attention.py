@@ -34,10 +34,14 @@ class Heads(NamedTuple):
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
-    def tiling(self, kind: str, shared_bytes: int = tilings.SHARED_BYTES) -> Tiling:
-        """The tiling of this kind, a function's name in `tiling`, for these heads and a device's shared memory."""
+    def tiling(self, kind: str, shared_bytes: int = tilings.SHARED_BYTES, block_size: int = 1) -> Tiling:
+        """The tiling of this kind, a function's name in `tiling`, for these heads and a device's shared memory.
+
+        `block_size`: KV positions of a block.
+        """
         sizes = self.group, self.dim_k, self.dim_v, self.dtype.itemsize
-        return tilings.fitted(getattr(tilings, kind)(*sizes), *sizes, shared_bytes)
+        made = tilings.fitted(getattr(tilings, kind)(*sizes), *sizes, shared_bytes)
+        return tilings.with_third_program(made, *sizes, shared_bytes, block_size) if kind == "decode" else made
 
 
 class Limits(NamedTuple):
@@ -83,13 +87,15 @@ class PagedAttention:
         *,
         deterministic: bool = False,
         num_processors: int | None = None,
+        block_size: int = 1,
     ) -> None:
-        """`num_processors` defaults to the device's own number."""
+        """`num_processors` defaults to the device's own number. `block_size`: KV positions of a block; 1 suits all.
+        Where it is whole tiles, more programs decode, and the last bits may be others unless `deterministic`."""
         self._heads = heads
         processors, shared_bytes = _processors(torch.device(device))
         processors = num_processors or processors
         kinds = ["deterministic"] * 3 if deterministic else ["decode", "shared_prefix", "prefill"]
-        decode, prefix, chunk = (heads.tiling(kind, shared_bytes) for kind in kinds)
+        decode, prefix, chunk = (heads.tiling(kind, shared_bytes, block_size) for kind in kinds)
         self.decode = _Stage(heads, limits, decode, 1, processors, device)
         self.prefix = _Stage(heads, limits, prefix, prefix.block_m // heads.group, processors, device)
         self.chunk = _Stage(heads, limits, chunk, chunk.block_m // heads.group, processors, device, deterministic)

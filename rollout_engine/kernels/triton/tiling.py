@@ -6,6 +6,8 @@ SHARED_BYTES = 227 * 1024
 """Shared memory that a program of a Hopper may have; a consumer's Blackwell allows 99 KiB."""
 _RESERVED_BYTES = 1024
 """Of a multiprocessor's shared memory, for each program."""
+_REGISTERS = 65_536
+"""Of a multiprocessor; a thread has them in eights."""
 _STAGE_BYTES = 32 * 1024
 """Limit of keys and values of one tile: three in flight for each of two programs fit a multiprocessor's 227 KiB."""
 _DETERMINISTIC_UNIT = 512
@@ -30,6 +32,12 @@ class Tiling(NamedTuple):
     skips_masks: bool = False
     """Tiles without masked keys are processed by a separate loop."""
 
+    @property
+    def max_registers(self) -> int | None:
+        """Registers of a thread with which all programs of a multiprocessor run at once; None: a thread's most, 255."""
+        share = _REGISTERS // (self.programs_per_processor * self.num_warps * 32)
+        return share // 8 * 8 if share < 256 else None
+
     def slots(self, max_context: int, max_items: int, num_kv_heads: int, num_programs: int) -> int:
         """Parts that one program may store in the workspace."""
         if not self.deterministic:
@@ -45,16 +53,35 @@ def fitted(tiling: Tiling, group: int, dim_k: int, dim_v: int, element_bytes: in
     """
 
     def fits() -> bool:
-        share = (shared_bytes + _RESERVED_BYTES) // tiling.programs_per_processor - _RESERVED_BYTES
-        tiles = tiling.num_stages // 2 * tiling.tile * (dim_k + dim_v)
-        queries_and_weights = tiling.block_m * (dim_k + tiling.tile)
-        return (tiles + queries_and_weights) * element_bytes + _RESERVED_BYTES <= share
+        return _fits(tiling, dim_k, dim_v, element_bytes, shared_bytes)
 
     if not fits():
         tiling = tiling._replace(num_stages=3)
     while not fits() and not tiling.deterministic and tiling.block_m > _rows(group, 32):
         tiling = tiling._replace(block_m=tiling.block_m // 2)
     return tiling if fits() else tiling._replace(programs_per_processor=1)
+
+
+def with_third_program(
+    tiling: Tiling, group: int, dim_k: int, dim_v: int, element_bytes: int, shared_bytes: int, block_size: int
+) -> Tiling:
+    """`tiling`, of decode, with a third program on a multiprocessor, where a tile is within one block and it fits.
+
+    Such a tile takes few registers to address: with up to 128 channels each, 168 hold all that a thread needs.
+    """
+    third = tiling._replace(programs_per_processor=3)
+    is_small = dim_k + dim_v <= 256 and element_bytes == 2 and tiling.block_m == 16
+    is_within_block = block_size % tiling.tile == 0
+    return third if is_small and is_within_block and _fits(third, dim_k, dim_v, element_bytes, shared_bytes) else tiling
+
+
+def _fits(tiling: Tiling, dim_k: int, dim_v: int, element_bytes: int, shared_bytes: int) -> bool:
+    """Whether the shared memory of a multiprocessor holds the tiling's programs, with channels padded to products."""
+    dim_k, dim_v = (next_power_of_2(max(dim, 16)) for dim in (dim_k, dim_v))
+    share = (shared_bytes + _RESERVED_BYTES) // tiling.programs_per_processor - _RESERVED_BYTES
+    tiles = tiling.num_stages // 2 * tiling.tile * (dim_k + dim_v)
+    queries_and_weights = tiling.block_m * (dim_k + tiling.tile)
+    return (tiles + queries_and_weights) * element_bytes + _RESERVED_BYTES <= share
 
 
 def decode(group: int, dim_k: int, dim_v: int, element_bytes: int) -> Tiling:

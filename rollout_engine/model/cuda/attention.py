@@ -107,12 +107,15 @@ class CudaAttention:
         device: torch.device,
         *,
         deterministic: bool,
+        block_size: int,
     ) -> None:
+        """`block_size`: KV positions of a block."""
         heads = [Heads(g.num_heads, g.num_kv_heads, g.head_dim_k, g.head_dim_v, dtype) for g in geometry]
         self._windows: dict[Heads, set[int]] = {each: set() for each in heads}
         for each, layer in zip(heads, geometry, strict=True):
             self._windows[each].add(layer.sliding_window or 0)
-        made = {each: PagedAttention(each, limits, device, deterministic=deterministic) for each in self._windows}
+        how = {"deterministic": deterministic, "block_size": block_size}
+        made = {each: PagedAttention(each, limits, device, **how) for each in self._windows}
         self._plans = made
         self._of_layer = [made[each] for each in heads]
 

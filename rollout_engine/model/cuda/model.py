@@ -44,7 +44,8 @@ class CudaModel:
         self.kv = CudaKVPool(
             geometry, num_blocks=num_blocks, block_size=block_size, dtype=weight.dtype, device=weight.device
         )
-        self.attention = CudaAttention(geometry, limits, weight.dtype, weight.device, deterministic=deterministic)
+        how = {"deterministic": deterministic, "block_size": block_size}
+        self.attention = CudaAttention(geometry, limits, weight.dtype, weight.device, **how)
         if deterministic and not fused:
             raise UnsupportedStructure("its layers run as modules")
         self.decoder = None

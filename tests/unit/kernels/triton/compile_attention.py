@@ -31,9 +31,9 @@ EVERYTHING = dict.fromkeys(("has_window", "has_softcap", "has_sinks", "has_initi
 
 def attention(kind: str, heads: tuple[int, int], dim: int, block_size: int, **flags: bool) -> Any:
     """The attention kernel of one of `tilings`, in bfloat16, and its programs on a multiprocessor."""
-    tiling = Heads(*heads, dim, dim, torch.bfloat16).tiling(kind, SHARED_BYTES[TARGET.arch])
+    tiling = Heads(*heads, dim, dim, torch.bfloat16).tiling(kind, SHARED_BYTES[TARGET.arch], block_size)
     shape = shape_of(tiling, heads, dim, block_size, **flags)
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, "maxnreg": tiling.max_registers}
     made = compiled(attention_kernel, attention_arguments(), {"SHAPE": shape}, **options)
     return made, tiling.programs_per_processor
 
@@ -65,6 +65,12 @@ def sharing() -> Any:
 KERNELS = {
     "decode": lambda: attention("decode", (16, 8), 128, 64),
     "decode, blocks of 16": lambda: attention("decode", (16, 8), 128, 16),
+    "decode, 256 channels": lambda: attention("decode", (16, 8), 256, 64),
+    "decode, 64 channels": lambda: attention("decode", (14, 2), 64, 64),
+    "decode, 80 channels": lambda: attention("decode", (32, 8), 80, 64),
+    "decode, 32 query heads": lambda: attention("decode", (32, 1), 128, 64),
+    "decode, after a prefix": lambda: attention("decode", (16, 8), 128, 64, has_initial=True),
+    "decode, everything in whole blocks": lambda: attention("decode", (16, 8), 128, 64, **EVERYTHING),
     "decode, everything": lambda: attention("decode", (14, 2), 64, 48, **EVERYTHING),
     "shared prefix": lambda: attention("shared_prefix", (32, 8), 128, 16, writes_parts=True, has_sinks=True),
     "prefill": lambda: attention("prefill", (16, 8), 128, 16),
@@ -117,7 +123,7 @@ def shape_of(tiling: Tiling, heads: tuple[int, int], dim: int, block_size: int, 
     )
 
 
-def compiled(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], **options: int) -> Any:
+def compiled(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], **options: int | None) -> Any:
     """Compiled with pointers and strides in multiples of 16, as torch gives them."""
     signature = arguments | dict.fromkeys(constants, "constexpr")
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

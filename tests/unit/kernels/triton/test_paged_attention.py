@@ -38,10 +38,11 @@ def contexts(device):
     return made
 
 
-def run(contexts, *, deterministic, params=PARAMS, grouped=False, sinks=None):
+def run(contexts, *, deterministic, params=PARAMS, grouped=False, sinks=None, num_processors=2):
     device = contexts.device
     heads = Heads(*HEADS, DIM, DIM, torch.float32)
-    attention = PagedAttention(heads, Limits(64, 5, 150), device, deterministic=deterministic, num_processors=2)
+    limits, how = Limits(64, 5, 150), {"deterministic": deterministic, "num_processors": num_processors}
+    attention = PagedAttention(heads, limits, device, **how)
     prefixes = None
     if grouped:
         shared = shared_prefixes(
@@ -149,3 +150,36 @@ def test_tilings_fit_a_multiprocessor_and_hold_every_group():
                 chosen = heads.tiling(kind)
                 assert chosen.block_m >= max(16, group) and chosen.unit % chosen.tile == 0
                 assert chosen.tile * 2 * dim * element_bytes <= 32 * 1024 or chosen.tile == 16
+
+
+def test_decode_has_a_third_program_only_where_tiles_are_within_a_block_and_all_three_fit():
+    narrow = Heads(16, 8, 128, 128, torch.bfloat16)
+    assert narrow.tiling("decode", block_size=64).programs_per_processor == 3
+    assert narrow.tiling("decode", block_size=64).max_registers == 168
+    others = {
+        "blocks of 16": narrow.tiling("decode", block_size=16),
+        "99 KiB of shared memory": narrow.tiling("decode", 99 * 1024, block_size=64),
+        "wide heads": Heads(16, 8, 256, 256, torch.bfloat16).tiling("decode", block_size=64),
+        "float32": Heads(16, 8, 128, 128, torch.float32).tiling("decode", block_size=64),
+        "many heads of one KV head": Heads(32, 1, 64, 64, torch.bfloat16).tiling("decode", block_size=64),
+    }
+    for name, chosen in others.items():
+        assert (chosen.programs_per_processor, chosen.max_registers) == (2, None), name
+
+
+def test_nothing_but_decode_depends_on_the_size_of_a_block():
+    for kind in ("shared_prefix", "prefill", "deterministic"):
+        for dim in (64, 128, 256):
+            heads = Heads(16, 8, dim, dim, torch.bfloat16)
+            assert heads.tiling(kind, block_size=64) == heads.tiling(kind, block_size=16)
+            assert heads.tiling(kind).max_registers is None
+
+
+def test_bits_of_the_fast_mode_depend_on_the_number_of_programs_and_those_in_order_do_not(contexts):
+    """Where the line of units is cut, two softmaxes are merged. So only the exact mode promises bits."""
+    fast, exact = (
+        [run(contexts, deterministic=mode, num_processors=count) for count in (2, 3)] for mode in (False, True)
+    )
+    assert not torch.equal(*fast)
+    torch.testing.assert_close(*fast, atol=2e-6, rtol=1e-5)
+    assert torch.equal(*exact)

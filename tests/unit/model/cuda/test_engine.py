@@ -76,7 +76,8 @@ def test_tokens_and_logprobs_are_those_of_the_cpu(engine_on, params):
 
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_size_of_blocks_changes_no_bit(engine_on, deterministic):
-    """Of 16 tokens, as elsewhere here, and of 64, a device's default: whole tiles of attention."""
+    """Of 16 tokens, as elsewhere here, and of 64, a device's default: whole tiles of attention. In float32 as many
+    programs decode with either."""
     prompts = [[5] * 70 + [each] for each in (6, 7)]
     options = {"max_model_len": 96, "deterministic": deterministic}
     small, large = (engine_on("device", block_size=size, **options) for size in (16, 64))
