@@ -23,6 +23,7 @@ _SIGNS: dict[str, "State"] = {
     "more slowly": "falls back",
     "speculation='auto' is off": "falls back",
     "deterministic='auto' is off": "not exact",
+    "layers multiply by rounded weights": "not exact",
 }
 """Parts of the lines that loading a model logs -> what they say of it."""
 
