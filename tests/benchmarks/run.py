@@ -8,6 +8,7 @@ python tests/benchmarks/run.py http                                  what the HT
 python tests/benchmarks/run.py speculation --rounds 7                what drafted tokens bring
 python tests/benchmarks/run.py lora --rounds 7                       what LoRA adapters cost
 python tests/benchmarks/run.py structured --rounds 9                 what structured outputs cost
+python tests/benchmarks/run.py int8 --rounds 5                       what weights rounded to int8 gain and cost
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -37,6 +38,7 @@ import memory
 import own_process
 import psutil
 import results
+import rounding
 import speculation
 import startup
 import structured
@@ -266,6 +268,18 @@ def measure_structured(run: Run) -> None:
     engine.close()
 
 
+def measure_int8(run: Run) -> None:
+    engines = rounding.Engines(run.directory("M"))
+    prompts = FreshPrompts(SHAPES["M"]["vocab_size"])
+    for num in rounding.BATCHES:
+        name = f"int8 / exact, M, {num} sequence{'s' if num > 1 else ''}"
+        run.keep(name, lambda n=num: engines.rates(n, prompts, run.rounds))
+    for dtype in rounding.DTYPES:
+        run.keep(f"int8, log-probs, M, {dtype}", lambda d=dtype: engines.differences(d, prompts))
+        run.keep(f"int8, megabytes, M, {dtype}", lambda d=dtype: engines.megabytes(d))
+    engines.close()
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     **{shape: lambda run, s=shape: measure_throughput(run, s) for shape in SHAPES},
     "costs": measure_costs,
@@ -286,6 +300,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "draft_model": measure_draft_model,
     "lora": measure_loras,
     "structured": measure_structured,
+    "int8": measure_int8,
 }
 
 

@@ -143,3 +143,21 @@ def test_the_figures_of_the_performance_page_are_committed_ones(tools):
         assert 100 * figures[what]["cost"] == rounded(share)
     assert text.count("<!-- generated: figures -->") == 1
     assert not [name for name in figures if f"| {name} |" not in tools["figures"].markdown()]
+
+
+def test_the_figures_of_int8_are_committed_ones():
+    text, figures = (DOCS / "exactness.md").read_text(encoding="utf-8"), committed_figures()
+    rates = re.findall(r"^\| (1|8|64) " + r"\| ([\d.]+) " * 6 + r"\|$", text, re.MULTILINE)
+    assert len(rates) == 3
+    for num, *columns in rates:
+        figure = figures[f"int8 / exact, M, {num} sequence{'' if num == '1' else 's'}"]
+        for dtype, (exact, int8, ratio) in {"float32": columns[:3], "bfloat16": columns[3:]}.items():
+            assert figure[f"{dtype} exact, tokens per CPU second"] == rounded(exact)
+            assert figure[f"{dtype} int8, tokens per CPU second"] == rounded(int8)
+            assert figure[f"{dtype} int8 / exact"] == rounded(ratio)
+    costs = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) MB \| ([\d.]+) MB \|$", text, re.MULTILINE)
+    assert len(costs) == 2
+    for dtype, largest, mean, weights, codes in costs:
+        apart, memory = figures[f"int8, log-probs, M, {dtype}"], figures[f"int8, megabytes, M, {dtype}"]
+        assert [apart["largest"], apart["mean"]] == [rounded(largest), rounded(mean)]
+        assert [memory["weights"], memory["codes"]] == [rounded(weights), rounded(codes)]
