@@ -59,11 +59,12 @@ class Scheduler:
         decodes = any(sequence.num_tokens - sequence.num_computed_tokens == 1 for sequence in self.running)
         self._prefill_budget = self._config.max_prefill_beside_decode if decodes else sys.maxsize
         if not num_in_flight or self._running_fit():
-            budget = self._schedule_running(step, self._config.max_num_batched_tokens)
+            most = self._config.max_num_batched_tokens
+            budget = self._schedule_running(step, most)
             if not num_in_flight or self.running:
-                self._schedule_waiting(step, budget)
+                budget = self._schedule_waiting(step, budget)
             if self.speculator is not None and not num_in_flight:
-                self.speculator.add_drafts(step)
+                self.speculator.add_drafts(step, most - budget)
         step.work.finished_sequence_ids += self._take_finished()
         self._advance(step)
         assert step.rows or num_in_flight or not self.num_queued, "work, but nothing scheduled"
@@ -178,7 +179,7 @@ class Scheduler:
                 budget -= num_tokens
         return budget
 
-    def _schedule_waiting(self, step: Step, budget: int) -> None:
+    def _schedule_waiting(self, step: Step, budget: int) -> int:
         num_passed = 0
         while budget and len(self.running) < self._max_num_seqs:
             sequence = min(self.waiting[num_passed : num_passed + 1] + self.parked[:1], default=None)
@@ -192,6 +193,7 @@ class Scheduler:
             num_tokens = self._take_tokens(sequence, budget)
             self._schedule_tokens(step, sequence, num_tokens)
             budget -= num_tokens
+        return budget
 
     def _running_fit(self) -> bool:
         """Whether all running sequences can go on without taking blocks from any."""

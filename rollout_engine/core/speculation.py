@@ -10,8 +10,9 @@ stands behind a wrong draft is dropped, and its KV overwritten.
 Drafts are added where they shorten the work. A step of R rows takes as long as `CoreConfig.step_seconds` says, measured
 at load; a draft is right as often as others were that had as many agreeing tokens before them. The draft that is
 likeliest to be right comes first, and as many are added as give the most tokens a second. Where not even drafts that
-are always right would give a fifth more, no sequence is looked at; and where drafts are right too seldom, only so many
-that looking takes no more than a two-hundredth of the time.
+are always right would give a fifth more, no sequence is looked at; and where drafts are right too seldom, four at most
+are, in so few steps that it takes no more than a four-hundredth of the time. That is decided once for sixteen steps,
+unless the batch becomes half or twice as large; a step in which no sequence is looked at takes no time for drafts.
 """
 
 import math
@@ -40,10 +41,12 @@ _LEAST_POSSIBLE_GAIN = 1.2
 """Tokens a second by drafts that are always right, over those without, below which sequences are not followed."""
 _SECONDS_TO_FOLLOW = 10e-6
 """Host time for each sequence that is followed in a step."""
-_SHARE_TO_PROBE = 0.005
+_SHARE_TO_PROBE = 0.0025
 """Share of the time that is spent on following sequences while drafts do not pay."""
+_MAX_PROBED = 4
+"""Sequences that are followed at once while drafts do not pay: enough to learn in one run of steps that they would."""
 _STEPS_PER_CHOICE = 16
-"""Steps of the same size for which that is decided at once."""
+"""Steps of about the same size for which that is decided at once."""
 _CHOICES_PER_LOOK = 8
 """While drafts do not pay, sequences are followed in one such run of steps of so many: a step without costs nothing."""
 _NUM_REMEMBERED = 64
@@ -74,17 +77,25 @@ class Speculator:
         self.model = model
         """Drafts of a small model, where there is one."""
         self._every = self._num_steps_left = 0
-        """Which sequences are followed, and for how many more steps of these sizes."""
+        """Which sequences are followed, and for how many more steps of about these sizes."""
         self._sizes = (0, 0)
         self._num_choices = 0
         """Since sequences were followed, while drafts do not pay."""
+        self._weighed: tuple[int, int, float] | None = None
+        self._pays, self._one_in = False, 0
+        """What `_weigh` said of these sizes and this rate."""
 
-    def add_drafts(self, step: Step) -> None:
-        """Extend decode rows by drafts, where that gives more tokens a second. No step may be in flight."""
-        num_rows, num_samples = step.work.num_scheduled_tokens, len(step.work.samples)
+    def add_drafts(self, step: Step, num_rows: int) -> None:
+        """Extend decode rows by drafts, where that gives more tokens a second. No step may be in flight.
+
+        `num_rows`: tokens that the step computes.
+        """
+        num_samples = len(step.work.samples)
         if not num_samples:
             return
-        if (num_rows, num_samples) != self._sizes or not self._num_steps_left:
+        rows, samples = self._sizes
+        is_near = rows < 2 * num_rows < 4 * rows and samples < 2 * num_samples < 4 * samples
+        if not is_near or not self._num_steps_left:
             self._sizes, self._num_steps_left = (num_rows, num_samples), _STEPS_PER_CHOICE
             self._every = self._which_to_follow(num_rows, num_samples)
         self._num_steps_left -= 1
@@ -122,15 +133,26 @@ class Speculator:
 
         Where drafts do not pay, some sequences are followed now and then, to see whether they would be right.
         """
-        if not self._uses_index or self._gain(1.0, num_rows, num_samples) < _LEAST_POSSIBLE_GAIN:
+        if not self._uses_index:
             return 0
-        if self._gain(self._rates.mean, num_rows, num_samples) >= LEAST_EXPECTED_GAIN:
-            return 1
-        seconds = self._costs.of(num_rows) + SECONDS_PER_TOKEN * num_samples
-        every = math.ceil(num_samples * _SECONDS_TO_FOLLOW / (_SHARE_TO_PROBE * seconds))
-        num_choices = min(every, _CHOICES_PER_LOOK)
+        weighed = (num_rows, num_samples, self._rates.mean)
+        if weighed != self._weighed:
+            self._weighed, (self._pays, self._one_in) = weighed, self._weigh(num_rows, num_samples)
+        if self._pays or not self._one_in:
+            return int(self._pays)
+        num_choices = min(self._one_in, _CHOICES_PER_LOOK)
         self._num_choices = (self._num_choices + 1) % num_choices
-        return 0 if self._num_choices else math.ceil(every / num_choices)
+        if self._num_choices:
+            return 0
+        return math.ceil(max(self._one_in / num_choices, num_samples / _MAX_PROBED))
+
+    def _weigh(self, num_rows: int, num_samples: int) -> tuple[bool, int]:
+        """Whether drafts pay; and k where one sequence in k may be followed all the time to see that, 0 for none."""
+        if self._gain(1.0, num_rows, num_samples) < _LEAST_POSSIBLE_GAIN:
+            return False, 0
+        pays = self._gain(self._rates.mean, num_rows, num_samples) >= LEAST_EXPECTED_GAIN
+        seconds = self._costs.of(num_rows) + SECONDS_PER_TOKEN * num_samples
+        return pays, math.ceil(num_samples * _SECONDS_TO_FOLLOW / (_SHARE_TO_PROBE * seconds))
 
     def _gain(self, rate: float, num_rows: int, num_samples: int) -> float:
         """Tokens a second with drafts that are right at this rate, over those without."""
@@ -138,7 +160,7 @@ class Speculator:
         best = 0.0
         for num in (1, 2, 4, 8):
             if num <= most:
-                gained = num_samples * sum(rate**place for place in range(num + 1))
+                gained = num_samples * (num + 1 if rate == 1 else (1 - rate ** (num + 1)) / (1 - rate))
                 seconds = self._costs.of(num_rows + num * num_samples) + SECONDS_PER_TOKEN * gained
                 best = max(best, gained / (seconds + _SECONDS_TO_FOLLOW * num_samples))
         return best * (self._costs.of(num_rows) + SECONDS_PER_TOKEN * num_samples) / num_samples

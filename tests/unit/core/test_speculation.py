@@ -87,6 +87,31 @@ def test_where_drafts_do_not_pay_few_sequences_are_followed_now_and_then(make_ri
     choices = [speculator._which_to_follow(8, 8) for _ in range(64)]
     assert choices.count(0) == 7 * 8
     share_followed = sum(1 / every for every in choices if every) / len(choices)
-    assert 0.0025 < share_followed * 8 * 10e-6 / (1e-3 + 8 * 40e-6) < 0.0055
+    assert 0.00125 < share_followed * 8 * 10e-6 / (1e-3 + 8 * 40e-6) < 0.00275
     speculator._rates.mean = 0.9  # of what was followed then
     assert speculator._which_to_follow(8, 8) == 1
+
+
+@pytest.mark.parametrize("num_samples", [3, 5, 64, 100])
+def test_where_drafts_do_not_pay_at_most_four_sequences_are_followed_at_once(make_rig, num_samples):
+    rig = make_rig(speculation=SpeculationConfig(), step_seconds=((1, 0.1), (64, 0.1)), max_num_batched_tokens=1024)
+    speculator = rig.core._scheduler.speculator
+    speculator._rates.mean = 0.0
+    choices = [speculator._which_to_follow(num_samples, num_samples) for _ in range(16)]
+    assert any(choices)
+    assert all(1 <= len(range(0, num_samples, every)) <= 4 for every in choices if every)
+
+
+def test_a_batch_that_shrinks_slowly_is_decided_about_once_in_sixteen_steps(make_rig, monkeypatch):
+    rig = make_rig(speculation=SpeculationConfig(), step_seconds=CHEAP_ROWS)
+    if rig.config.async_scheduling:
+        pytest.skip("nothing is drafted behind a step in flight")
+    speculator, decided = rig.core._scheduler.speculator, []
+    monkeypatch.setattr(speculator, "_which_to_follow", lambda *sizes: decided.append(sizes) or 0)
+    monkeypatch.setattr(speculator, "_follow_rows", lambda step: pytest.fail("nothing is to be followed"))
+    for i in range(8):
+        rig.add(str(i), prompt=[i], max_tokens=20 - i)
+    rig.run()
+    sizes = [len(work.samples) for work in rig.works if work.samples]
+    assert sizes == [8] * 13 + [7, 6, 5, 4, 3, 2, 1]
+    assert decided == [(8, 8), (4, 4), (2, 2), (1, 1)], "at first, and where half is left"
