@@ -4,7 +4,7 @@
     rollout-engine view runs/grpo --html page.html --tokenizer Qwen/Qwen3-0.6B
 
 The page needs no network, the terminal the extra [view]. The files are those of `rollout(log_to=...)` and `to_jsonl`;
-of a directory all that are named rollouts*.jsonl, at any depth.
+of a directory all that are named rollouts*.jsonl, or samples.jsonl as an evaluation's is, at any depth.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_engine.batches.rollout_files import read_jsonl
+from rollout_engine.cli.terminal import require_terminal
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.outputs import TokenTexts
 from rollout_engine.text.tokenizer import TextCodec
@@ -22,6 +23,8 @@ try:
     from rollout_engine.viewing.terminal import RolloutViewer
 except ModuleNotFoundError:  # the extra is not installed
     RolloutViewer = None  # type: ignore[assignment,misc]
+
+_NAMES = ("rollouts*.jsonl", "samples.jsonl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Write the page, or open the view in the terminal."""
     paths = _files(arguments.path)
+    if arguments.html is None:
+        _require_view()
     samples = [sample for path in paths for sample in read_jsonl(path)]
     if not samples:
         raise RequestError(f"{arguments.path} has no rollouts.")
     texts = _token_texts(arguments.tokenizer, samples)
     title = f"Rollouts of {arguments.path}"
     if arguments.html is None:
-        _open_terminal(samples, title, texts)
+        RolloutViewer(viewed(samples, texts), title).run()
         return
     try:
         write_page(samples, arguments.html, title=title, token_text=texts)
@@ -52,19 +57,19 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{arguments.html}: {len(samples)} samples of {len(paths)} files; open it in a browser")
 
 
-def _open_terminal(samples: list[dict[str, Any]], title: str, texts: TokenText) -> None:
+def _require_view() -> None:
     if RolloutViewer is None:
         advice = 'pip install "rollout-engine[view]", or write a page with --html FILE'
         raise ConfigError(f"view: looking in the terminal needs the packages rich and textual: {advice}.")
-    RolloutViewer(viewed(samples, texts), title).run()
+    require_terminal("view", "write a page with --html FILE")
 
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(path.rglob("rollouts*.jsonl"))
+    found = sorted(file for name in _NAMES for file in path.rglob(name))
     if not found:
-        raise RequestError.for_field("path", str(path), "a directory with files named rollouts*.jsonl")
+        raise RequestError.for_field("path", str(path), f"a directory with files named {' or '.join(_NAMES)}")
     return found
 
 

@@ -11,6 +11,7 @@ knows. The live view needs the extra [view]; --once prints the state of now and 
 import argparse
 from pathlib import Path
 
+from rollout_engine.cli.terminal import require_terminal
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.tracking.run_watch import RunWatch
 from rollout_engine.viewing.samples import visible
@@ -46,6 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     if Dashboard is None:
         advice = 'pip install "rollout-engine[view]", or look once with --once'
         raise ConfigError(f"watch: the live view needs the packages rich and textual: {advice}.")
+    require_terminal("watch", "look once with --once")
 
     def read(columns: int) -> list[str]:
         watch.read()
@@ -65,10 +67,11 @@ def lines_of(watch: RunWatch, columns: int) -> list[str]:
     lines = [visible(str(watch.directory)), head]
     if watch.num_bad_lines:
         lines.append(f"{watch.num_bad_lines} lines cannot be read, and are left out")
-    if not series:
-        return [*lines, "", "Nothing to show yet: waiting for steps, or for 32 rollouts."]
-    lines += ["", *(["of every 32 rollouts, since no steps are logged:"] if watch.is_estimated else [])]
-    lines += table(series, columns)
+    if series:
+        lines += ["", *(["of every 32 rollouts, since no steps are logged:"] if watch.is_estimated else [])]
+        lines += table(series, columns)
+    else:
+        lines += ["", "No statistics yet: waiting for steps (steps.jsonl), or for 32 rollouts (rollouts*.jsonl)."]
     if watch.samples:
         lines += ["", "newest samples:"]
         for sample in list(watch.samples)[-_NUM_SAMPLES:]:

@@ -61,6 +61,18 @@ def test_filters_and_sorting(open_page):
     wait_for(lambda: count(browser).startswith("8 of 24"))
 
 
+def test_a_row_of_the_list_shows_all_of_its_two_lines(open_page):
+    [sample] = rollouts(1, 1)
+    evaluation = {
+        "checkpoint": "runs/steps/100",
+        "task": "spell_backward",
+        "setting": "plain temperature=0.7, top_k=50",
+    }
+    browser = open_page([sample, sample | {"evaluation": evaluation | {"correct": True, "answer": None}}])
+    cut = "return [...document.querySelectorAll('.row')].map(row => row.scrollHeight > row.clientHeight)"
+    assert browser.execute_script(cut) == [False, False]
+
+
 def test_the_keyboard_alone_suffices(open_page):
     samples = rollouts(2, 3)
     browser = open_page(samples)

@@ -12,7 +12,7 @@ from rollout_engine.serve.served import Served
 
 
 async def list_models(served: Served, asked: Asked) -> Reply:
-    """The model that is served, with its longest sequence the kinds of requests that it serves, and its adapters."""
+    """The model that is served, with its longest sequence, the kinds of requests that it serves, and its adapters."""
     info = served.engine.frontend.client.info
     model: dict[str, Any] = {
         "id": served.model,

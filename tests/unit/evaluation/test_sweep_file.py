@@ -101,3 +101,21 @@ def test_a_missing_file_is_told(tmp_path):
 def test_an_override_without_a_value_is_told(read):
     with pytest.raises(ConfigError, match="write key=value"):
         read(GOOD, "num_samples")
+
+
+def test_the_sweep_file_of_the_page_is_what_the_page_says(tmp_path):
+    page = (EXAMPLE.parents[1] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    path = tmp_path / "sweep.toml"
+    path.write_text(page.split("```toml\n")[1].split("```")[0])
+    found = read_sweep_file(path)
+    assert found.model == "model"
+    sweep = {"settings": {"hot": {"max_tokens": 16}}, "grid": {"temperature": [0.7, 1.0]}}
+    task = {"name": "letters", "rows": "letters.jsonl", "reward_fn": "rewards:has_letter"}
+    expected = {
+        "sweep": sweep | {"checkpoints": None},
+        "num_samples": 4,
+        "k": [1, 4],
+        "out": "runs/eval",
+        "tasks": [task],
+    }
+    assert {name: found.arguments[name] for name in expected} == expected

@@ -59,7 +59,7 @@ def test_long_files_come_in_pieces_and_a_line_beyond_the_limit_is_skipped(tmp_pa
 
 def test_steps_and_rollouts_are_followed_as_they_grow(tmp_path):
     watch = RunWatch(tmp_path)
-    assert not watch.read() and "Nothing to show yet" in lines_of(watch, 100)[-1]
+    assert not watch.read() and "No statistics yet" in lines_of(watch, 100)[-1]
     steps = StepLog(tmp_path / "run")
     steps(loss=2.0, zebra=1.0)
     write_lines(tmp_path / "run" / "rollouts.jsonl", rollouts(2, 2))
@@ -86,6 +86,15 @@ def test_without_steps_statistics_are_of_every_32_rollouts(tmp_path):
     assert series["entropy"][1] == pytest.approx(-sum(drawn) / len(drawn))
     assert series["staleness/max"] == [1, 1]  # groups 0 to 3, 4 to 7: a version each two
     assert any("since no steps are logged" in line for line in lines_of(watch, 100))
+
+
+def test_the_newest_samples_are_shown_before_there_are_statistics(tmp_path):
+    write_lines(tmp_path / "rollouts.jsonl", rollouts(1, 3))
+    watch = RunWatch(tmp_path)
+    watch.read()
+    shown = lines_of(watch, 100)
+    assert any(line.startswith("No statistics yet") for line in shown)
+    assert [f"answer {index}" in line for index, line in enumerate(shown[-3:])] == [True] * 3
 
 
 def test_tokens_per_second_are_those_that_came_between_looks(tmp_path):
@@ -166,6 +175,11 @@ def test_mistakes_are_answered_in_one_line(capsys, arguments, message):
     assert message in capsys.readouterr().err
     with pytest.raises(RequestError):
         RunWatch("missing")
+
+
+def test_the_live_view_is_refused_where_no_terminal_is(tmp_path, capsys):
+    assert main(["watch", str(tmp_path)]) == 2
+    assert "is not a terminal" in (said := capsys.readouterr().err) and "--once" in said
 
 
 def test_without_the_extra_looking_once_works_and_the_live_view_says_what_to_install(tmp_path, capsys, monkeypatch):

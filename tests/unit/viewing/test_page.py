@@ -56,9 +56,10 @@ def test_the_page_may_load_nothing(tmp_path):
 def test_the_command_takes_files_and_directories(tmp_path, capsys):
     write_lines(tmp_path / "a" / "rollouts.jsonl", rollouts(2, 2))
     write_lines(tmp_path / "b" / "rollouts-1.jsonl", rollouts(1, 2))
+    write_lines(tmp_path / "evaluation" / "samples.jsonl", rollouts(1, 3))
     assert main(["view", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
-    assert "6 samples of 2 files" in capsys.readouterr().out
-    assert len(data_of(tmp_path / "page.html")["samples"]) == 6
+    assert "9 samples of 3 files" in capsys.readouterr().out
+    assert len(data_of(tmp_path / "page.html")["samples"]) == 9
 
 
 def test_the_command_says_what_is_missing(tmp_path, capsys):
@@ -69,3 +70,5 @@ def test_the_command_says_what_is_missing(tmp_path, capsys):
     assert "--html" in capsys.readouterr().err
     assert main(["view", str(tmp_path), "--html", "x.html", "--tokenizer", str(tmp_path / "none")]) == 2
     assert "tokenizer" in capsys.readouterr().err
+    assert main(["view", str(tmp_path)]) == 2
+    assert "is not a terminal" in (said := capsys.readouterr().err) and "--html FILE" in said
