@@ -70,8 +70,8 @@ def test_a_conversation_is_embedded_by_the_chat_template(client, policy):
 
 def test_openais_own_client_reads_embeddings(policy):
     with HttpServer(policy, ServeOptions(port=0)) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-")
-        found = client.embeddings.create(model="default", input=["hello"])
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-") as client:
+            found = client.embeddings.create(model="default", input=["hello"])
     (expected,) = pooled(policy, ["hello"], kind="last", normalize=True)
     assert np.array_equal(np.float32(found.data[0].embedding), expected)
 
