@@ -17,7 +17,10 @@ def leftovers():
     return Leftovers()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "ahead"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, marks=pytest.mark.slow, id="in turn"), pytest.param(True, id="ahead")],
+)
 def engine(request, checkpoint, leftovers):
     with AsyncLLM(checkpoint, **OPTIONS, async_scheduling=request.param) as engine:
         yield engine

@@ -72,8 +72,14 @@ def run_round(directory, draft_model, rng, num_rounds=4):
     return num_tokens, drafted, accepted
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("architecture", "dtype"), [("qwen3", torch.float32), ("llama", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "kind"),
+    [
+        *(("qwen3", torch.float32, kind) for kind in KINDS),
+        ("llama", torch.bfloat16, "copy"),
+        *(pytest.param("llama", torch.bfloat16, kind, marks=pytest.mark.slow) for kind in KINDS[1:]),
+    ],
+)
 def test_a_draft_model_changes_nothing(checkpoint, drafter, architecture, dtype, kind):
     rng = random.Random(f"draft model {architecture} {kind}")
     draft_model = drafter(kind, architecture, dtype)

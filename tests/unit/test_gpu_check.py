@@ -35,7 +35,7 @@ def here(tmp_path):
 
 
 @without_device
-@pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
+@pytest.mark.parametrize("target", ["test-gpu", pytest.param("bench-gpu", marks=pytest.mark.slow)])
 def test_a_target_of_make_without_a_device_fails_with_one_sentence_and_writes_nothing(here, target):
     before = files_of(here)
     alone = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")}
@@ -49,7 +49,7 @@ def test_a_target_of_make_without_a_device_fails_with_one_sentence_and_writes_no
 
 
 @without_device
-@pytest.mark.parametrize("module", ["tests.gpu_report", "tests.benchmarks.gpu"])
+@pytest.mark.parametrize("module", ["tests.gpu_report", pytest.param("tests.benchmarks.gpu", marks=pytest.mark.slow)])
 def test_a_program_for_a_device_fails_alike_without_one(here, module):
     before = files_of(here)
     run = subprocess.run([sys.executable, "-m", module], cwd=here, capture_output=True, text=True)
