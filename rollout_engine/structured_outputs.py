@@ -26,7 +26,10 @@ def check_structured_outputs(given: Mapping[str, Any] | None) -> None:
     if given is None:
         return
     if len(given) != 1 or next(iter(given)) not in KINDS:
-        raise RequestError.for_field(_FIELD, sorted(given), f"a dict with one of {', '.join(map(repr, KINDS))}")
+        hint = (
+            "Give a JSON schema as {'json': schema}." if {"type", "properties", "$ref", "anyOf"} & given.keys() else ""
+        )
+        raise RequestError.for_field(_FIELD, sorted(given), f"a dict with one of {', '.join(map(repr, KINDS))}", hint)
     kind, value = next(iter(given.items()))
     if kind == "choice":
         _check_choices(value)

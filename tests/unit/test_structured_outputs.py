@@ -22,6 +22,7 @@ TAG = {"begin": "<a>", "schema": {}, "end": ""}
         ({}, "'json', 'regex', 'grammar', 'choice', 'structural_tag'"),
         ({"json": {}, "regex": "a"}, "a dict with one of"),
         ({"jsn": {}}, "a dict with one of"),
+        ({"type": "object", "properties": {}}, "Give a JSON schema as {'json': schema}."),
         ({"json": 3}, "structured_outputs['json']=3"),
         ({"json": "{"}, "JSON text"),
         ({"json": nested(64)}, "at most 64 dicts and lists"),

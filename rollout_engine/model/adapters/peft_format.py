@@ -74,7 +74,10 @@ def _values(request: LoRARequest) -> tuple[Mapping[str, Any], dict[str, Any]]:
         return _read_config(Path(request.path)), dict(_read_tensors(Path(request.path)))
     if request.tensors is None:
         bound = "given, or tensors with config"
-        raise RequestError.for_field("path", None, bound, f"The engine has no values of '{request.name}'.")
+        hint = f"The engine has no values of '{request.name}'."
+        if "/" in request.name:
+            hint += f" To read it from that directory, give LoRARequest('NAME', path='{request.name}')."
+        raise RequestError.for_field("path", None, bound, hint)
     if request.config is None:
         hint = "Give what adapter_config.json says, such as peft_model.peft_config['default'], or {'lora_alpha': 16}."
         raise RequestError.for_field("config", None, "given with tensors", hint)

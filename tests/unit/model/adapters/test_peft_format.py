@@ -138,3 +138,8 @@ def test_files_that_cannot_be_read_are_named(adapter, tmp_path, file, spoil, mat
     with pytest.raises(RequestError, match=match) as caught:
         read_adapter(saved)
     assert file in str(caught.value) and caught.value.field == "path"
+
+
+def test_a_directory_given_as_a_name_is_told_where_it_belongs():
+    with pytest.raises(RequestError, match=r"give LoRARequest\('NAME', path='adapters/math'\)"):
+        read_adapter(LoRARequest("adapters/math"))
