@@ -109,6 +109,11 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     False: a larger KV pool, for weights that stay or change in place (`staging="inplace"`), which stops steps."""
     cuda_graphs: bool = True
     """On a device, replay steps in which every sequence decodes as captured graphs."""
+    attention_backend: Literal["ours", "torch", "flashinfer"] = "ours"
+    """On a device without `deterministic`, whose kernels compute attention. "ours": any structure. "torch":
+    FlashAttention 3, on compute capability 9.0, with torch 2.13 and `flash-attn-3`. "flashinfer": FlashInfer where
+    sequences decode, with the extra `flashinfer`. Compared with ours at load, and refused where they differ
+    (docs/tuning.md)."""
     compile: bool = False
     """On a device, run layers that our kernels do not run as a whole (`decoder modules` in the start-up line) by
     `torch.compile`, where a trial at load finds that right and faster. What is compiled rounds otherwise than a
@@ -240,6 +245,11 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if self.quantization is not None:
             self._check_quantization()
+        if self.attention_backend != "ours" and self.deterministic is True:
+            raise ConfigError(
+                f"attention_backend={self.attention_backend!r} and deterministic=True are both set: only our own "
+                "kernels have bits that do not depend on the batch. Give one of them."
+            )
         if self.compile and self.deterministic is True:
             raise ConfigError(
                 "compile=True and deterministic=True are both set: what is compiled rounds otherwise than the trainer. "

@@ -19,7 +19,6 @@ _QUANTIZATION = "checkpoints are not quantized; quantization='int8' rounds the w
 
 ENGINE_PEERS: Peers = {
     "vLLM's": {
-        "attention_backend": "attention runs by our own kernels; leave it out",
         "chat_template": "give it to generate, chat or rollout",
         "compilation_config": "see compile=... and cuda_graphs=...",
         "cpu_offload_gb": "weights stay where the model runs; leave it out",

@@ -7,6 +7,7 @@ import tomllib
 from .conftest import PACKAGES, ROOT
 
 IMPORT_NAMES = {
+    "flashinfer-python": "flashinfer",
     "huggingface-hub": "huggingface_hub",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
     "opentelemetry-sdk": "opentelemetry",

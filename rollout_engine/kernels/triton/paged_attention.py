@@ -102,6 +102,11 @@ class PagedAttention:
         self._prefix_parts = empty_parts(limits.num_sequences, heads.num_heads, dim_v=heads.dim_v, device=device)
         self._batch: Batch | None = None
 
+    @property
+    def prefix_shape(self) -> tuple[int, int]:
+        """(KV positions per unit, tokens per item) of prefixes that sequences share."""
+        return self.prefix.tiling.unit, self.prefix.tokens_per_item
+
     def plan(self, batch: Batch, sliding_windows: set[int]) -> None:
         """Plan the work of `batch` for `attend`, for all the layers' `sliding_windows`, 0 for none.
 

@@ -14,6 +14,7 @@ from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.triton.rounding import compiles_kernels
 from rollout_engine.model.cuda import decoder_trial
 from rollout_engine.model.cuda.attention import Limits
+from rollout_engine.model.cuda.attention_trial import check_attention
 from rollout_engine.model.cuda.captured_graphs import can_capture
 from rollout_engine.model.cuda.compile_trial import compiled_layers
 from rollout_engine.model.cuda.compiled_layers import CompiledLayers
@@ -62,6 +63,8 @@ class CudaBackend:
         self._config, self._loaded = config, loaded
         deterministic = self.is_deterministic = config.deterministic is True
         self._fused = runs_fused(loaded, deterministic=deterministic, block_size=config.tokens_per_block)
+        device = next(loaded.module.parameters()).device
+        check_attention(config.attention_backend, loaded.geometry, loaded.dtype, device, config.tokens_per_block)
         self.packed = PackedWeights(loaded.module)
         model_len = config.max_model_len or loaded.max_model_len
         self._compiled = self._compiled_layers(model_len) if config.compile else None
@@ -83,10 +86,12 @@ class CudaBackend:
         stream = copy_stream_for(model.device)
         self.shadow_memory = CudaShadowMemory(stream)
         self.upload = PinnedUpload(stream) if model.device.type == "cuda" else None
+        attention = "" if config.attention_backend == "ours" else f"attention {config.attention_backend}, "
         decoder = "fused" if self._fused else "modules" if self._compiled is None else "modules, layers compiled"
         self.choices = (
             f"device {model.device}, dtype {loaded.dtype}, deterministic {deterministic}, "
-            f"decoder {decoder}, graphs {graphs.described() if (graphs := self.runner.graphs) is not None else 'off'}, "
+            f"decoder {decoder}, {attention}"
+            f"graphs {graphs.described() if (graphs := self.runner.graphs) is not None else 'off'}, "
             f"{describe_pool(config, loaded, self.num_blocks)}"
         )
 
@@ -117,6 +122,7 @@ class CudaBackend:
             fused=self._fused,
             deterministic=self._config.deterministic is True,
             compiled=self._compiled,
+            attention_backend=self._config.attention_backend,
         )
 
     def _graphs(self, model: CudaModel) -> DecodeGraphs:
@@ -125,7 +131,7 @@ class CudaBackend:
             self.runner.rows,
             self._config.max_num_seqs,
             vocab_size=self._loaded.vocab_size,
-            shares_prefixes=self._config.enable_prefix_caching,
+            shares_prefixes=self.runner.shared_unit is not None,
         )
 
     def _compiled_layers(self, context: int) -> CompiledLayers | None:

@@ -38,14 +38,19 @@ class CudaModel:
         fused: bool,
         deterministic: bool = False,
         compiled: CompiledLayers | None = None,
+        attention_backend: str = "ours",
     ) -> None:
         weight = next(module.parameters())
         self.module, self.limits, self.device = module, limits, weight.device
         self.kv = CudaKVPool(
             geometry, num_blocks=num_blocks, block_size=block_size, dtype=weight.dtype, device=weight.device
         )
-        how = {"deterministic": deterministic, "block_size": block_size}
-        self.attention = CudaAttention(geometry, limits, weight.dtype, weight.device, **how)
+        self.attention = CudaAttention(
+            *(geometry, limits, weight.dtype, weight.device),
+            deterministic=deterministic,
+            block_size=block_size,
+            backend=attention_backend,
+        )
         if deterministic and not fused:
             raise UnsupportedStructure("its layers run as modules")
         self.decoder = None
