@@ -240,7 +240,7 @@ def test_blocks_are_copied_without_a_wait(plant):
     [
         ("gemma2", {"max_num_seqs": 3}),  # layers run as modules
         ("qwen3", {"deterministic": True, "max_num_seqs": 2}),
-        ("qwen3", {"num_kv_blocks": 4, "enable_prefix_caching": False}),
+        ("qwen3", {"num_kv_blocks": 4, "block_size": 16, "enable_prefix_caching": False}),
     ],
     ids=["modules", "deterministic", "preempted"],
 )
