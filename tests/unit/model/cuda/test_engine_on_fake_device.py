@@ -26,6 +26,9 @@ from tests.fake_device.device import FakeDevice
 from tests.fake_device.plants import Plant
 from tests.unit.model.cuda.conftest import OPTIONS
 
+GUARDS_MEMORY = True
+"""Harsh memory would be other memory to the fake device: `harsh_if_asked` leaves these tests out."""
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels have to run in Triton's interpreter")
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL |= {"intermediate_size": 32, "head_dim": 16}

@@ -19,6 +19,9 @@ from tests.fake_device.device import FakeDevice
 from tests.fake_device.plants import Plant
 from tests.unit.model.cuda import device_work as work
 
+GUARDS_MEMORY = True
+"""Harsh memory would be other memory to the fake device: `harsh_if_asked` leaves these tests out."""
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels have to run in Triton's interpreter")
 
 
