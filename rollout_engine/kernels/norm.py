@@ -48,13 +48,17 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        if rows.supports(x, weight):
+            grads = rows.norm_gradients(x, weight, grad, ctx.epsilon, of_x=of_x, of_weight=of_weight)
+            return grads[0], None if grads[1] is None else grads[1].to(weight.dtype), None, None
         normalised, scale = _normalised(x, ctx.epsilon)
         grad32 = grad.float()
         grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
+        if of_x:
             inner = grad32 * weight.float()
             mean = (inner * normalised).mean(-1, keepdim=True)
             grad_x = inner.sub_(normalised * mean).mul_(scale).to(x.dtype)
-        if ctx.needs_input_grad[1]:
+        if of_weight:
             grad_weight = (grad32 * normalised).flatten(0, -2).sum(0).to(weight.dtype)
         return grad_x, grad_weight, None, None

@@ -4,6 +4,8 @@
 // projection are read in place; the elements of a row are contiguous, and so are outputs.
 #include "rows.h"
 
+#include <algorithm>
+
 namespace {
 
 struct Operand {
@@ -40,6 +42,31 @@ void norm(const Rows& a) {
     });
 }
 
+struct NormGradients {
+    Operand x;
+    const void *weight, *grad;  // [size], [outer, inner, size]
+    void* grad_x;               // [outer, inner, size], or null
+    float* grad_weights;        // zeros [outer * inner / chunk, rounded up; size], to be added up, or null
+    int64_t outer, inner, size;
+    int64_t chunk;  // rows whose gradients of the weight one thread adds up, in their order
+    int64_t is_bf16;
+    int64_t threads;
+    double epsilon;
+};
+
+template <typename T>
+void norm_gradients(const NormGradients& a) {
+    const int64_t total = a.outer * a.inner;
+#pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
+    for (int64_t begin = 0; begin < total; begin += a.chunk) {
+        float* grad_weight = a.grad_weights ? a.grad_weights + begin / a.chunk * a.size : nullptr;
+        for (int64_t i = begin; i < std::min(begin + a.chunk, total); i++)
+            rows::norm_gradients_row(row_of<T>(a.x, i / a.inner, i % a.inner), (const T*)a.weight,
+                                     (const T*)a.grad + i * a.size, a.grad_x ? (T*)a.grad_x + i * a.size : nullptr,
+                                     grad_weight, a.size, (float)a.epsilon);
+    }
+}
+
 template <typename T>
 void activate(const Rows& a) {
     for_rows<T>(a, [&](int64_t outer, int64_t inner, T* out) {
@@ -51,4 +78,7 @@ void activate(const Rows& a) {
 }  // namespace
 
 extern "C" void rows_norm(const Rows* a) { a->is_bf16 ? norm<bf16>(*a) : norm<float>(*a); }
+extern "C" void rows_norm_gradients(const NormGradients* a) {
+    a->is_bf16 ? norm_gradients<bf16>(*a) : norm_gradients<float>(*a);
+}
 extern "C" void rows_activate(const Rows* a) { a->is_bf16 ? activate<bf16>(*a) : activate<float>(*a); }

@@ -1,5 +1,5 @@
-// Operations on a row of activations: RMSNorm, SiLU, SiLU times a second operand, rotation by position, sum. One pass
-// each; float32 inside; rounded where the Hugging Face modules round. A row's bits depend on that row alone.
+// Operations on a row of activations: RMSNorm and its gradients, SiLU, SiLU times a second operand, rotation by position,
+// sum. float32 inside; rounded where the Hugging Face modules round. A row's bits depend on that row alone.
 #pragma once
 
 #include <cmath>
@@ -30,23 +30,62 @@ VEC_INLINE void map(const T* a, const T* b, T* out, int64_t size, Function f) {
     if (rest) vec::store(out + i, f(vec::load(a + i, rest), vec::load(b + i, rest)), rest);
 }
 
+// Sum over the elements of a row; f(so far, first, n) adds elements [first, first + n) to a vector of sums. Element i goes
+// to sum (i / 16) % 4, so the order is that of `size` alone.
+template <typename Function>
+VEC_INLINE float sum_over(int64_t size, Function f) {
+    F sums[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= size; i += 4 * LANES)
+        for (int k = 0; k < 4; k++) sums[k] = f(sums[k], i + k * LANES, LANES);
+    for (int k = 0; i < size; i += LANES, k++) sums[k] = f(sums[k], i, size - i < LANES ? (int)(size - i) : LANES);
+    return vec::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <typename T>
+VEC_INLINE F load(const T* p, int n) {
+    return n == LANES ? vec::load(p) : vec::load(p, n);
+}
+
+template <typename T>
+VEC_INLINE void store(T* p, F x, int n) {
+    n == LANES ? vec::store(p, x) : vec::store(p, x, n);
+}
+
+// 1 / sqrt(mean(x^2) + epsilon)
+template <typename T>
+VEC_INLINE float inverse_rms(const T* x, int64_t size, float epsilon) {
+    const float squares = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
+        const F v = load(x + i, n);
+        return vec::fma(v, v, sum);
+    });
+    return 1.0f / std::sqrt(squares / size + epsilon);
+}
+
 // weight * round(x / sqrt(mean(x^2) + epsilon)): the formula of Llama, Qwen2 and Qwen3 in transformers.
 template <typename T>
 void norm_row(const T* x, const T* weight, T* out, int64_t size, float epsilon) {
-    F squares[4] = {};  // element i goes to sum (i / 16) % 4, so the order is that of `size` alone
-    int64_t i = 0;
-    for (; i + 4 * LANES <= size; i += 4 * LANES)
-        for (int k = 0; k < 4; k++) {
-            const F v = vec::load(x + i + k * LANES);
-            squares[k] = vec::fma(v, v, squares[k]);
-        }
-    for (int k = 0; i < size; i += LANES, k++) {
-        const F v = i + LANES <= size ? vec::load(x + i) : vec::load(x + i, (int)(size - i));
-        squares[k] = vec::fma(v, v, squares[k]);
-    }
-    const float mean = vec::sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / size;
-    const float scale = 1.0f / std::sqrt(mean + epsilon);
+    const float scale = inverse_rms(x, size, epsilon);
     map(x, weight, out, size, [=](F v, F w) LAMBDA_INLINE { return w * rounded(v * scale, x); });
+}
+
+// Gradients of y = w n, n = x s, s = 1 / rms: dx = s (w dy - n mean(n w dy)), and dw += dy n. Either may be null.
+template <typename T>
+void norm_gradients_row(const T* x, const T* weight, const T* grad, T* grad_x, float* grad_weight, int64_t size,
+                        float epsilon) {
+    const float scale = inverse_rms(x, size, epsilon);
+    const float mean = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
+        const F inner = vec::product(load(grad + i, n), load(weight + i, n));
+        return vec::fma(inner, vec::product(load(x + i, n), vec::set1(scale)), sum);
+    }) / size;
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = size - i < LANES ? (int)(size - i) : LANES;
+        const F dy = load(grad + i, n), normal = vec::product(load(x + i, n), vec::set1(scale));
+        if (grad_weight) store(grad_weight + i, vec::fma(dy, normal, load(grad_weight + i, n)), n);
+        if (!grad_x) continue;
+        const F inner = vec::product(dy, load(weight + i, n));
+        store(grad_x + i, vec::product(vec::fma(normal, vec::set1(-mean), inner), vec::set1(scale)), n);
+    }
 }
 
 VEC_INLINE F silu(F x) { return x / (1.0f + vec::exp(-x)); }
@@ -75,14 +114,10 @@ void rotate_row(T* x, const T* cos, const T* sin, int64_t size) {
     const int64_t half = size / 2;
     for (int64_t i = 0; i < half; i += LANES) {
         const int n = (int)(half - i < LANES ? half - i : LANES);
-        auto at = [n](const T* p) LAMBDA_INLINE { return n == LANES ? vec::load(p) : vec::load(p, n); };
-        const F low = at(x + i), high = at(x + half + i);
-        const F new_low = product(low, at(cos + i), x) - product(high, at(sin + i), x);
-        const F new_high = product(high, at(cos + half + i), x) + product(low, at(sin + half + i), x);
-        if (n == LANES)
-            vec::store(x + i, new_low), vec::store(x + half + i, new_high);
-        else
-            vec::store(x + i, new_low, n), vec::store(x + half + i, new_high, n);
+        const F low = load(x + i, n), high = load(x + half + i, n);
+        const F new_low = product(low, load(cos + i, n), x) - product(high, load(sin + i, n), x);
+        const F new_high = product(high, load(cos + half + i, n), x) + product(low, load(sin + half + i, n), x);
+        store(x + i, new_low, n), store(x + half + i, new_high, n);
     }
 }
 

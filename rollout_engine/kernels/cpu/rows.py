@@ -12,6 +12,9 @@ from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error
 _SMALL = 1 << 15
 """Number of elements below which a second thread does not pay."""
 
+_CHUNK = 64
+"""Rows whose gradients of a norm's weight are added up before those of others: in this order on any number of threads."""
+
 _Layout = tuple[int, int, int, int]
 """(outer, inner, outer stride, inner stride) of the rows of a tensor, in elements."""
 
@@ -34,6 +37,15 @@ class _Rows(ctypes.Structure):
     ]
 
 
+class _NormGradients(ctypes.Structure):
+    _fields_ = [
+        *_Rows._fields_[:3],
+        *((name, c_void_p) for name in ("weight", "grad", "grad_x", "grad_weights")),
+        *((name, c_int64) for name in ("outer", "inner", "size", "chunk", "is_bf16", "threads")),
+        ("epsilon", c_double),
+    ]
+
+
 def supports(x: Tensor, other: Tensor | None = None) -> bool:
     """Whether the kernels are available for these tensors: both float32, or both bfloat16, on the CPU."""
     same_dtype = other is None or other.dtype is x.dtype
@@ -47,6 +59,33 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     address("weight", weight, x.dtype, x.shape[-1:] or (1,))
     x, layout = _readable(x)
     return _run("rows_norm", x, layout, weight, (0, 0, 0, 0), epsilon)
+
+
+def norm_gradients(
+    x: Tensor, weight: Tensor, grad: Tensor, epsilon: float, *, of_x: bool, of_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x [..., D] in its dtype and of `weight` [D] in float32, those asked for; `grad` is that of the result.
+
+    Raises `ValueError` as `norm` does.
+    """
+    check_floats("x", x)
+    size = x.shape[-1]
+    weight, grad = weight.contiguous(), grad.contiguous()
+    x, (outer, inner, *strides) = _readable(x)
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if of_x else None
+    grad_weights = torch.zeros(-(-outer * inner // _CHUNK), size) if of_weight else None
+    args = _NormGradients(
+        x.data_ptr(),
+        *strides,
+        address("weight", weight, x.dtype, (size,)),
+        address("grad", grad, x.dtype, tuple(x.shape)),
+        None if grad_x is None else grad_x.data_ptr(),
+        None if grad_weights is None else grad_weights.data_ptr(),
+        *(outer, inner, size, _CHUNK, x.dtype is torch.bfloat16, _num_threads(x)),
+        epsilon,
+    )
+    build.declared(rows_norm_gradients=(None, c_void_p)).rows_norm_gradients(ctypes.addressof(args))
+    return grad_x, None if grad_weights is None else grad_weights.sum(0)
 
 
 def activate(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -80,11 +119,15 @@ def _run(name: str, x: Tensor, layout: _Layout, other: Tensor | None, other_layo
         inner,
         x.size(-1) if x.dim() else 1,
         x.dtype is torch.bfloat16,
-        1 if x.numel() < _SMALL else torch.get_num_threads(),
+        _num_threads(x),
         epsilon,
     )
     getattr(build.load_kernels(), name)(ctypes.byref(args))
     return out
+
+
+def _num_threads(x: Tensor) -> int:
+    return 1 if x.numel() < _SMALL else torch.get_num_threads()
 
 
 def _readable(x: Tensor) -> tuple[Tensor, _Layout]:

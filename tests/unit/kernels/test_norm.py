@@ -56,5 +56,43 @@ def test_gradients_are_those_of_the_module(side):
     assert torch.equal(only_x, mine[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 33, 64, 200])
+def test_gradients_are_those_of_float64(side, dtype, size):
+    wide, weight = torch.randn(2, 70, 5 * size).to(dtype), torch.randn(size).to(dtype).requires_grad_()
+    x = wide[..., size : 4 * size].view(2, 70, 3, size).requires_grad_()  # heads of a fused projection
+    grad = torch.randn(2, 70, 3, size).to(dtype)
+    mine = torch.autograd.grad(rms_norm(x, weight, 1e-5), (x, weight), grad)
+    x64, weight64 = (each.detach().double().requires_grad_() for each in (x, weight))
+    wanted = torch.autograd.grad(weight64 * x64 * (x64.square().mean(-1, keepdim=True) + 1e-5).rsqrt(), (x64, weight64), grad)
+    eps = torch.finfo(dtype).eps
+    for got, expected in zip(mine, wanted, strict=True):
+        assert got.dtype is dtype
+        torch.testing.assert_close(got.double(), expected, rtol=4 * eps, atol=4 * eps * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_depend_on_no_thread_count_and_those_of_a_row_on_no_batch(thread_count, dtype):
+    x, weight, grad = (torch.randn(*shape, 257).to(dtype) for shape in ((300,), (), (300,)))
+
+    def gradients(rows):
+        given = x[rows].requires_grad_(), weight.clone().requires_grad_()
+        return torch.autograd.grad(rms_norm(*given, 1e-6), given, grad[rows])
+
+    of_x, of_weight = gradients(slice(None))
+    for threads in (1, 2):
+        thread_count(threads)
+        again = gradients(slice(None))
+        assert torch.equal(again[0], of_x)
+        assert torch.equal(again[1], of_weight)
+        for rows in (slice(0, 1), slice(299, 300), slice(3, 200)):
+            assert torch.equal(gradients(rows)[0], of_x[rows])
+
+
 def test_no_rows_give_no_rows(side):
-    assert rms_norm(torch.empty(0, 8), torch.ones(8), 1e-6).shape == (0, 8)
+    x, weight = torch.empty(0, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    out = rms_norm(x, weight, 1e-6)
+    assert out.shape == (0, 8)
+    of_x, of_weight = torch.autograd.grad(out.sum(), (x, weight))
+    assert of_x.shape == (0, 8)
+    assert torch.equal(of_weight, torch.zeros(8))
