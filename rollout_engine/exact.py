@@ -26,6 +26,7 @@ from rollout_engine.model.backends import arithmetic_of
 from rollout_engine.model.cpu.backend import CpuBackend
 from rollout_engine.model.modules.next_token_logprobs import (
     NextTokens,
+    logits_at,
     next_tokens,
     right_padded_next_tokens,
     shared_next_tokens,
@@ -231,9 +232,13 @@ def _entropies(logits: Tensor, temperature: float) -> Tensor:
 def _packed_logprobs(
     model: nn.Module, input_ids: Tensor, real: Tensor, position_ids: Tensor, temperature: float
 ) -> Tensor:
-    mask = None if real.all() else real
-    outputs = model(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
-    found = next_tokens(outputs.logits[:, :-1], input_ids, (real & ~starts_of(position_ids))[:, 1:])
+    wanted = (real & ~starts_of(position_ids))[:, 1:]
+    inputs = dict(input_ids=input_ids, attention_mask=None if real.all() else real, position_ids=position_ids)
+    if len(input_ids) == 1 and _enabled(model) is not None:
+        logits = logits_at(wanted[0].nonzero()[:, 0], model, **inputs)
+        found = NextTokens(logits, input_ids[:, 1:][wanted], wanted)
+    else:
+        found = next_tokens(model(**inputs, use_cache=False).logits[:, :-1], input_ids, wanted)
     return found.spread(found.logprobs(temperature, _kernel(model)), input_ids.shape[1] - 1)
 
 

@@ -48,8 +48,14 @@ def shared_next_tokens(model: nn.Module, input_ids: Tensor, real: Tensor) -> Nex
     """Do as `right_padded_next_tokens`, but compute once what rows begin with alike, and no padding."""
     rows = SharedRows.of(input_ids, real)
     with sharing_prefixes():
-        outputs = model(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False)
-    return NextTokens(outputs.logits[0].index_select(0, rows.sources), rows.targets, rows.wanted, rows.places)
+        logits = logits_at(rows.sources, model, input_ids=rows.input_ids, position_ids=rows.position_ids)
+    return NextTokens(logits, rows.targets, rows.wanted, rows.places)
+
+
+def logits_at(tokens: Tensor, model: nn.Module, **inputs: Tensor | None) -> Tensor:
+    """Logits [M, V] behind `tokens` int64 [M] of a single row of `inputs`; the head computes no others."""
+    logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=tokens).logits
+    return logits.flatten(0, 1)
 
 
 def right_padded_logprobs(
