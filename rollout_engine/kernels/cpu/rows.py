@@ -13,7 +13,7 @@ _SMALL = 1 << 15
 """Number of elements below which a second thread does not pay."""
 
 _CHUNK = 64
-"""Rows whose gradients of a norm's weight are added up before those of others: in this order on any number of threads."""
+"""Rows whose gradients of a norm's weight are added up first: in this order on any number of threads."""
 
 _Layout = tuple[int, int, int, int]
 """(outer, inner, outer stride, inner stride) of the rows of a tensor, in elements."""
@@ -64,9 +64,9 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def norm_gradients(
     x: Tensor, weight: Tensor, grad: Tensor, epsilon: float, *, of_x: bool, of_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x [..., D] in its dtype and of `weight` [D] in float32, those asked for; `grad` is that of the result.
+    """Those asked for of the gradients of x [..., D], in its dtype, and of `weight` [D], in float32.
 
-    Raises `ValueError` as `norm` does.
+    `grad` is the gradient of the result. Raises `ValueError` as `norm` does.
     """
     check_floats("x", x)
     size = x.shape[-1]

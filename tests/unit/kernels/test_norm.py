@@ -64,7 +64,8 @@ def test_gradients_are_those_of_float64(side, dtype, size):
     grad = torch.randn(2, 70, 3, size).to(dtype)
     mine = torch.autograd.grad(rms_norm(x, weight, 1e-5), (x, weight), grad)
     x64, weight64 = (each.detach().double().requires_grad_() for each in (x, weight))
-    wanted = torch.autograd.grad(weight64 * x64 * (x64.square().mean(-1, keepdim=True) + 1e-5).rsqrt(), (x64, weight64), grad)
+    normal = x64 * (x64.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    wanted = torch.autograd.grad(weight64 * normal, (x64, weight64), grad)
     eps = torch.finfo(dtype).eps
     for got, expected in zip(mine, wanted, strict=True):
         assert got.dtype is dtype
