@@ -171,7 +171,7 @@ def _read_header(file: SnapshotFile, check: Callable[[], None]) -> Iterator[Stor
     header = bytearray(length)
     file.fetch(memoryview(header), 8)
     what = f"{path} is not a safetensors file: its header is not valid"
-    raw = decode_json(header, dict[str, msgspec.Raw], what)
+    raw = decode_json(header, dict[str, msgspec.Raw], what, f" {_AGAIN}")
     raw.pop("__metadata__", None)
     if len(raw) > MAX_NAMES:
         raise ManifestMismatch(f"{path} has {len(raw)} tensors: at most {MAX_NAMES} are read.")
@@ -181,7 +181,7 @@ def _read_header(file: SnapshotFile, check: Callable[[], None]) -> Iterator[Stor
     for name, entry in declared:
         if entry.data_offsets[0] != end:
             what = f"tensor '{name}' begins at byte {entry.data_offsets[0]} of the data, the one before ends at {end}"
-            raise ManifestMismatch(f"{path} is not a valid safetensors file: {what}.")
+            raise ManifestMismatch(f"{path} is not a valid safetensors file: {what}. {_AGAIN}")
         end = entry.data_offsets[1]
         yield StoredTensor(name, entry.dtype, entry.shape, file, 8 + length + entry.data_offsets[0], check)
 
@@ -189,7 +189,8 @@ def _read_header(file: SnapshotFile, check: Callable[[], None]) -> Iterator[Stor
 def _checked(path: Path, name: str, raw: msgspec.Raw, num_bytes: int) -> _Declared:
     """The entry of one tensor, after checks: shape and dtype fit its bytes, which are within `num_bytes` of data."""
     check_name(name)
-    declared = decode_json(bytes(raw), _Declared, f"{path}: the header's entry of tensor '{name}' is not valid")
+    what = f"{path}: the header's entry of tensor '{name}' is not valid"
+    declared = decode_json(bytes(raw), _Declared, what, f" {_AGAIN}")
     check_shape(name, declared.shape, f"{path}: tensor ")
     start, end = declared.data_offsets
     dtype = STORED_DTYPES.get(declared.dtype)
@@ -198,7 +199,7 @@ def _checked(path: Path, name: str, raw: msgspec.Raw, num_bytes: int) -> _Declar
     shape = list(declared.shape)
     if start < 0 or end - start != math.prod(shape) * dtype.itemsize:
         what = f"{declared.dtype} of shape {shape} does not fill bytes {start} to {end}"
-        raise ManifestMismatch(f"{path}: tensor '{name}' is mislabelled: {what}.")
+        raise ManifestMismatch(f"{path}: tensor '{name}' is mislabelled: {what}. {_AGAIN}")
     if end > num_bytes:
         what = f"tensor '{name}' ends at byte {end} of the data, the file has {num_bytes}"
         raise ManifestMismatch(f"{path} is cut short: {what}. {_AGAIN}")

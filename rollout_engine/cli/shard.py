@@ -8,10 +8,13 @@ save_sharded_state.
 """
 
 import argparse
+import os
+from pathlib import Path
 
 from rollout_engine import LLM
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.errors import ConfigError
+from rollout_engine.model.loading.sharded_state import require_new
 
 _SMALL = {"skip_tokenizer_init": True, "log_stats": False}
 
@@ -29,6 +32,9 @@ def run(arguments: argparse.Namespace) -> None:
     if overrides.sampling:
         names = ", ".join(overrides.sampling)
         raise ConfigError(f"{names}: nothing is sampled; shard takes fields of EngineConfig.")
+    directory = Path(os.path.abspath(arguments.directory))
+    require_new(directory)  # before the model is loaded, which may take minutes
     with LLM(arguments.model, **(_SMALL | overrides.engine)) as engine:
-        engine.save_sharded_state(arguments.directory)
-    print(f"{arguments.directory}: load it with load_format=sharded and the same tensor_parallel_size")
+        engine.save_sharded_state(str(directory))
+    num_ranks = len(list(directory.glob("rank-*.safetensors")))
+    print(f"{arguments.directory}: load it with load_format=sharded tensor_parallel_size={num_ranks}")

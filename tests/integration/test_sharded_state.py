@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout_engine import LLM, SamplingParams
+from rollout_engine.cli import shard
+from rollout_engine.cli.main import main
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, DirtyWeightsError, RequestError
 from rollout_engine.kernels.cpu import turns
@@ -132,18 +134,38 @@ def test_a_state_of_other_ranks_is_refused(of_one, of_two):
         LLM(str(of_one), load_format="sharded", tensor_parallel_size=2, skip_tokenizer_init=True)
 
 
+def test_a_state_that_is_loaded_as_a_checkpoint_is_refused_as_what_it_is(of_one):
+    with pytest.raises(ConfigError, match="is a sharded state, not a checkpoint: give load_format='sharded', and the"):
+        load_model(EngineConfig(model=str(of_one)))
+
+
+@pytest.mark.parametrize("change", [
+    lambda content: content[:20] + b"x" + content[21:],  # a name
+    lambda content: content.replace(b"F32", b"F16", 1),
+    lambda content: content.replace(b"]}", b"]]", 1),
+])  # fmt: skip
+def test_a_damaged_header_is_refused_with_what_to_do(copied, change):
+    file = copied / "rank-0-of-1.safetensors"
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ConfigError, match=r"rank-0-of-1.safetensors.* (Save|Copy) .*again"):
+        load(copied)
+
+
 @needs_ranks
-def test_a_torn_file_of_another_rank_is_refused_by_its_name(of_two, tmp_path):
+def test_a_torn_file_of_another_rank_is_refused_by_its_name_alone(of_two, tmp_path, caplog):
     path = shutil.copytree(of_two, tmp_path / "torn")
     file = path / "rank-1-of-2.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(ConfigError, match="rank-1-of-2.safetensors is cut short: tensor "):
         LLM(str(path), load_format="sharded", tensor_parallel_size=2, skip_tokenizer_init=True)
+    assert [each.levelname for each in caplog.records] == ["CRITICAL"], "no warning that rank 0's model is at fault"
 
 
 def test_a_missing_file_is_refused_by_its_name(copied):
     (copied / "rank-0-of-1.safetensors").unlink()
-    with pytest.raises(ConfigError, match="rank-0-of-1.safetensors cannot be opened: No such file"):
+    with pytest.raises(
+        ConfigError, match="rank-0-of-1.safetensors is missing: the state has a file for each of its 1 ranks. Copy"
+    ):
         load(copied)
 
 
@@ -213,7 +235,9 @@ def test_another_dtype_is_refused(of_one):
 @needs_ranks
 def test_nothing_is_written_over(cut_engine, of_two, tmp_path):
     before = (of_two / "sharded.json").read_bytes()
-    with pytest.raises(RequestError, match="save_sharded_state: path=.* it is there already, and nothing is written"):
+    with pytest.raises(
+        RequestError, match="save_sharded_state: path=.* not there yet, or is empty. Nothing is written over: give"
+    ):
         cut_engine.save_sharded_state(of_two)
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match="path="):
@@ -224,6 +248,16 @@ def test_nothing_is_written_over(cut_engine, of_two, tmp_path):
     (tmp_path / "empty").mkdir()
     cut_engine.save_sharded_state(tmp_path / "empty")
     assert (tmp_path / "empty" / "sharded.json").is_file()
+
+
+def test_the_command_says_how_to_load_and_refuses_a_taken_directory_at_once(checkpoint, tmp_path, capsys, monkeypatch):
+    arguments = ["shard", str(checkpoint), str(tmp_path / "state")]
+    assert main(arguments) == 0
+    assert "state: load it with load_format=sharded tensor_parallel_size=1" in capsys.readouterr().out
+    load(tmp_path / "state")
+    monkeypatch.delattr(shard, "LLM")  # nothing is loaded before it refuses
+    assert main(arguments) == 2
+    assert "Nothing is written over: give another, or remove it first." in capsys.readouterr().err
 
 
 @needs_ranks

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.cpu import attention as compiled
+from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.cpu.flat_batch import SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
@@ -41,6 +42,8 @@ def _unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], cu
                 return "its logits or hidden states differ from its modules'"
     except UnsupportedStructure as reason:
         return str(reason)
+    except BrokenTurnsError:  # another rank has failed
+        raise
     except Exception as problem:  # foreign modules may fail in any way
         return f"the compiled decoder fails on its parts ({type(problem).__name__}: {problem})"
     if not all(map(_same_bits, ours.kv.tensors(), theirs.kv.tensors())):

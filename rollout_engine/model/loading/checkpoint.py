@@ -13,6 +13,8 @@ from sync.checkpoint import INDEX_FILE, SINGLE_FILE, StoredTensor, is_checkpoint
 from sync.errors import SyncError
 
 DESCRIPTION_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+STATE_FILE = "sharded.json"
+"""The list of a sharded state (`sharded_state`), which is no checkpoint."""
 _SECOND_COPIES = ["*/*", "consolidated*"]
 """The same weights again, in formats of other programs."""
 
@@ -50,6 +52,11 @@ def read_entries(directory: Path) -> list[StoredTensor]:
         raise ConfigError(
             f"{directory} has its weights in {pickles[0]}, a pickle, which can run code when read; only safetensors is "
             "loaded. Convert it: from_pretrained(...).save_pretrained(...) writes safetensors."
+        )
+    if (directory / STATE_FILE).is_file():
+        raise ConfigError(
+            f"{directory} is a sharded state, not a checkpoint: give load_format='sharded', and the "
+            "tensor_parallel_size that it was saved with."
         )
     raise ConfigError(
         f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}: give one with weights, or load_format='dummy'."

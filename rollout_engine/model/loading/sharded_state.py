@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.model.loading.checkpoint import DESCRIPTION_FILES, as_config_errors
+from rollout_engine.model.loading.checkpoint import DESCRIPTION_FILES, STATE_FILE, as_config_errors
 from rollout_engine.model.modules.loaded_model import ModelFiles
 from sync.base import Metadata
 from sync.checkpoint import CONFIG_FILE, read_tensor_file
@@ -32,11 +32,11 @@ from sync.manifest import TensorSpec, WeightManifest, decode_json, dtype_name, f
 from sync.tensor_file import write_tensor_file
 from sync.tensor_writer import HOST_WRITER
 
-STATE_FILE = "sharded.json"
 _FORM = 1
 """Version of the layout. A reader refuses later ones."""
+_NEW = "a directory that is not there yet, or is empty"
 _NOT_COPIED = ("*.index.json", STATE_FILE)
-_AGAIN = "Save the state again (save_sharded_state)."
+_AGAIN = "Save the state again (save_sharded_state, or rollout-engine shard)."
 
 WriteShards: TypeAlias = Callable[[Path], Sequence[list[TensorSpec]]]
 """Has every rank write its file into a directory; returns what each has written."""
@@ -100,6 +100,11 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
         weights, each with its digest.
         """
         path = directory / shard_name(rank, len(self.shards))
+        if not os.path.lexists(path):
+            raise ConfigError(
+                f"{path} is missing: the state has a file for each of its {len(self.shards)} ranks. Copy the whole "
+                "directory, or save the state again."
+            )
         shard = {spec.name: spec for spec in self.shards[rank].tensors}
         _check_forms(path, {n: (dtype_name(t.dtype), tuple(t.shape)) for n, t in targets.items()}, _forms_of(shard))
         with as_config_errors():
@@ -144,8 +149,7 @@ def save_state(path: Path, files: ModelFiles, dtype: str, version: int, write_sh
     `path` has all of it when this returns, and nothing after an error. Raises `RequestError` where it cannot be
     written, or the files of the model are not those that were loaded.
     """
-    if os.path.lexists(path) and not (path.is_dir() and not os.listdir(path)):
-        raise _refused(path, "it is there already, and nothing is written over. Give another, or remove it first.")
+    require_new(path)
     unfinished = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}")
     with _refusing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,6 +164,14 @@ def save_state(path: Path, files: ModelFiles, dtype: str, version: int, write_sh
             _sync_directory(path.parent)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def require_new(path: Path) -> None:
+    """Raise `RequestError` where something is at `path`, unless it is an empty directory."""
+    with _refusing(path):
+        is_new = not os.path.lexists(path) or (path.is_dir() and not os.listdir(path))
+    if not is_new:
+        raise _refused(path, "Nothing is written over: give another, or remove it first.", _NEW)
 
 
 def _copy_files(files: ModelFiles, to: Path) -> None:
@@ -218,6 +230,6 @@ def _refusing(path: Path) -> Iterator[None]:
         raise _refused(path, f"{type(problem).__name__}: {problem}.") from problem
 
 
-def _refused(path: Path, why: str) -> RequestError:
-    error = RequestError.for_field("path", str(path), "a directory that can be written", why)
+def _refused(path: Path, why: str, bound: str = "a directory that can be written") -> RequestError:
+    error = RequestError.for_field("path", str(path), bound, why)
     return RequestError(f"save_sharded_state: {error}", field="path", value=str(path), bound=error.bound)

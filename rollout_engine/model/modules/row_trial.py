@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.modules.heads import trunk_of
 from rollout_engine.model.packing.linear_groups import without_products
 
@@ -71,7 +72,7 @@ def unproven_operations(module: nn.Module) -> list[str]:
             module(input_ids=tokens, use_cache=False)
             with watch:
                 module(input_ids=tokens, use_cache=False)
-    except ConfigError:
+    except (ConfigError, BrokenTurnsError):  # the second: another rank has failed, which says nothing of this module
         raise
     except Exception as problem:  # foreign modules may fail in any way
         return [f"its forward, which fails on two tokens ({type(problem).__name__}: {problem})"]
