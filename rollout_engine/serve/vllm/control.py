@@ -152,8 +152,20 @@ async def load_lora(served: Served, asked: Asked) -> Reply:
     body: LoadLoraBody = asked.body
     served.check_model(body.base_model_name)
     revision = await revision_of(served, body.lora_name, body.revision, load_inplace=body.load_inplace)
-    info = await served.engine.add_lora(LoRARequest(body.lora_name, body.lora_path, revision=revision))
+    try:
+        info = await served.engine.add_lora(LoRARequest(body.lora_name, body.lora_path, revision=revision))
+    except RequestError as problem:
+        raise _by_route_names(problem) from problem
     return Reply({"success": True, "message": f"LoRA adapter '{info.name}' is served.", "adapter": info})
+
+
+def _by_route_names(problem: RequestError) -> RequestError:
+    """The same error of a field of `LoRARequest` that this route calls otherwise."""
+    name = {"name": "lora_name", "path": "lora_path"}.get(problem.field)
+    if name is None:
+        return problem
+    text = str(problem).replace(f"{problem.field}=", f"{name}=", 1)
+    return RequestError(text, field=name, value=problem.value, bound=problem.bound)
 
 
 async def revision_of(served: Served, name: str, revision: int | None, *, load_inplace: bool) -> int:

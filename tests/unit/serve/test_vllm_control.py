@@ -142,6 +142,9 @@ def test_adapters_are_loaded_named_as_models_and_unloaded(client, tmp_path):
     assert "revision" in client.problem("/v1/load_lora_adapter", other)["message"]
     assert client.post("/load_lora_adapter", other | {"load_inplace": True})["adapter"]["revision"] == 1
     assert tokens("math") != first
-    assert "cannot be read" in client.problem("/v1/load_lora_adapter", body | {"lora_path": "/nowhere"})["message"]
+    problem = client.problem("/v1/load_lora_adapter", body | {"lora_path": "/nowhere"})
+    assert "cannot be read" in problem["message"] and problem["param"] == "lora_path"
+    problem = client.problem("/v1/load_lora_adapter", body | {"lora_name": ""})
+    assert problem["message"].startswith("lora_name=''") and problem["param"] == "lora_name"
     assert client.post("/v1/unload_lora_adapter", {"lora_name": "math"})["success"]
     assert "no adapter" in client.problem("/unload_lora_adapter", {"lora_name": "math"}, status=404)["message"]
