@@ -1,6 +1,5 @@
 """A prompt is computed once: for its n samples, and for the next request that shares it."""
 
-import statistics
 import time
 
 import pytest
@@ -33,16 +32,17 @@ def test_a_known_prompt_is_at_its_first_token_after_a_block(directory):
         assert spent == [(4, 4 * 1024), (1, 4 * 16)]
 
 
+@pytest.mark.slow
 def test_a_known_prompt_reaches_its_first_token_ten_times_sooner(directory):
     with LLM(directory, log_stats=False, max_num_batched_tokens=1024) as llm:
         params = SamplingParams(max_tokens=1)
         llm.generate([[9] * 1024], params, use_tqdm=False)
-        ratios = []
-        for trial in range(3):
+        pairs = []
+        for trial in range(5):
             prompts = [[3 + (7 * i + 13 * trial + k * k) % 250 for k in range(1024)] for i in range(4)]
-            cold, warm = (_seconds(llm, prompts, params) for _ in range(2))
-            ratios.append(cold / warm)
-        assert statistics.median(ratios) >= 10, ratios
+            pairs.append([_seconds(llm, prompts, params) for _ in range(2)])
+        cold, warm = map(min, zip(*pairs, strict=True))
+        assert cold / warm >= 10, pairs
 
 
 def _seconds(llm, prompts, params):
