@@ -13,6 +13,7 @@ from rollout_engine.model.cpu.ranked_decoder import decoder_ranks
 from rollout_engine.model.cpu.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
 from rollout_engine.model.modules.decoder_structure import DecoderLayer, decoder_structure, require
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.rotary import RotaryTable, rotary_limit
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
 from rollout_engine.model.packing.packed_embedding import PackedEmbedding
 from rollout_engine.model.ranks.cut import ModelCut
@@ -38,6 +39,7 @@ class CpuDecoder:
         self._structure, self._pool = decoder_structure(module, geometry), pool
         self._ranks = None if cut is None else decoder_ranks(cut, self._structure)
         self._vocab_size = module.config.vocab_size
+        self._rotary = RotaryTable(self._structure.rotary, rotary_limit(module.config))
         embedding, head = self._structure.embedding, self._structure.head
         require(type(embedding) in (nn.Embedding, PackedEmbedding), "its embedding is more than a table")
         require(head is None or type(head) is RowInvariantLinear, "lm_head was not replaced by RowInvariantLinear")
@@ -69,13 +71,13 @@ class CpuDecoder:
         """
         decoder, parts = self._current(), self._structure
         hidden = parts.embedding(token_ids)
-        cos, sin = parts.rotary(hidden[None], position_ids=positions[None])
+        cos, sin = self._rotary.rows(positions, hidden)
         adapters = None if adapter_rows is None else (self._current_adapters(), adapter_rows)
-        decoder.run(hidden, cos[0], sin[0], plan, adapters)
-        states = parts.norm(hidden[state_rows]) if len(state_rows) else hidden[:0]
+        decoder.run(hidden, cos, sin, plan, adapters)
+        states = parts.norm(hidden.index_select(0, state_rows)) if len(state_rows) else hidden[:0]
         if parts.head is None:
             return LogitRows.of(states[:0]), states
-        return LogitRows(parts.norm(hidden[rows]), parts.head, self._vocab_size), states
+        return LogitRows(parts.norm(hidden.index_select(0, rows)), parts.head, self._vocab_size), states
 
     def release(self) -> None:
         """Let go of packed weights and of the memory of activations until the next step."""

@@ -1,4 +1,4 @@
-"""The length up to which rotary frequencies do not depend on the batch.
+"""Rotary tables, and the length up to which rotary frequencies do not depend on the batch.
 
 Frequencies of the kinds "dynamic" and "longrope" change for every token of a batch once its longest row, padding
 included, passes the original length. Up to that length they are constant, and a row does not depend on its batch.
@@ -6,8 +6,12 @@ included, passes the original length. Up to that length they are constant, and a
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+
+_LEAST_ROWS = 1024
+"""Positions in a table at first."""
 
 
 def rotary_limit(config: PretrainedConfig) -> int | None:
@@ -21,6 +25,35 @@ def rotary_limit(config: PretrainedConfig) -> int | None:
         elif kind == "dynamic":
             limits.append(config.max_position_embeddings)
     return min(limits, default=None)
+
+
+class RotaryTable:
+    """Rotary cosines and sines of positions, computed once by a Hugging Face module and looked up from then on.
+
+    It grows with the positions that are asked for. The module computes each batch where frequencies may depend on it:
+    past `limit`, the `rotary_limit`, and in a module that is not of transformers.
+    """
+
+    def __init__(self, rotary: nn.Module, limit: int | None) -> None:
+        is_known = type(rotary).__module__.startswith("transformers.")
+        self._rotary, self._limit = rotary, limit if is_known else 0
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def rows(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, head_dim] of positions int64 [T], in the dtype and on the device of `like`."""
+        end = int(positions.max()) + 1 if len(positions) else 0
+        if self._limit is not None and end > self._limit:
+            return self._computed(positions, like)
+        if self._table is None or len(self._table[0]) < end or self._table[0].dtype != like.dtype:
+            size = max(_LEAST_ROWS, 1 << (end - 1).bit_length())
+            size = size if self._limit is None else min(size, self._limit)
+            self._table = self._computed(torch.arange(size, device=like.device), like)
+        cos, sin = self._table
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _computed(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rotary(like[None], position_ids=positions[None])
+        return cos[0], sin[0]
 
 
 def refuse_long_batches(model: nn.Module) -> None:
