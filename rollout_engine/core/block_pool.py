@@ -5,42 +5,56 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """Reference counts and one free list, every operation O(1).
+    """Reference counts and free blocks, every operation O(1).
 
-    free list   |front: reused first                back: reused last|
-                | content worthless | content cached, oldest first   |
+    reused first  | content worthless | never used | content cached, oldest first |  reused last
+
+    Memory of blocks that were never used need not exist yet, so it is taken only where content would be lost otherwise.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._num_references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._num_used = 0
+        """Blocks from this number on were never used."""
+        self._worthless: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
         """Blocks without a reference."""
-        return len(self._free)
+        return len(self._worthless) + self.num_blocks - self._num_used + len(self._cached)
 
     def allocate(self) -> int:
-        """Take the block at the front, with one reference. The caller has checked `num_free`."""
-        block, _ = self._free.popitem(last=False)
+        """Take a free block, with one reference. The caller has checked `num_free`."""
+        if self._worthless:
+            block, _ = self._worthless.popitem()
+        elif self._num_used < self.num_blocks:
+            block = self._num_used
+            self._num_used += 1
+        else:
+            block, _ = self._cached.popitem(last=False)
         self._num_references[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """Add a reference; a free block (found through the prefix cache) leaves the free list."""
+        """Add a reference; a free block (found through the prefix cache) is free no more."""
         if self._num_references[block] == 0:
-            del self._free[block]
+            del self._cached[block]
         self._num_references[block] += 1
 
     def release(self, block: int, *, worth_keeping: bool) -> None:
-        """Drop a reference. With the last one the block goes to the back of the free list, or to its front."""
+        """Drop a reference. With the last one the block is free; `worth_keeping`: its content is cached."""
         assert self._num_references[block] > 0, f"block {block} released without a reference"
         self._num_references[block] -= 1
         if self._num_references[block] == 0:
-            self._free[block] = None
-            if not worth_keeping:
-                self._free.move_to_end(block, last=False)
+            (self._cached if worth_keeping else self._worthless)[block] = None
+
+    def forget_contents(self) -> None:
+        """What free blocks hold is worth nothing any more."""
+        fewer, more = sorted((self._worthless, self._cached), key=len)
+        more.update(fewer)
+        self._worthless, self._cached = more, OrderedDict()
 
     def is_shared(self, block: int) -> bool:
         """Whether writing into `block` would change another sequence's context."""
@@ -51,5 +65,5 @@ class BlockPool:
         counted = Counter(block for table in tables for block in table)
         for block, count in enumerate(self._num_references):
             assert count == counted[block], f"block {block}: {count} references, {counted[block]} in tables"
-            assert (block in self._free) == (count == 0), f"block {block}: {count} references, free list disagrees"
-        assert len(self._free) <= self.num_blocks, "more free blocks than blocks"
+            num_places = (block in self._worthless) + (block in self._cached) + (block >= self._num_used)
+            assert num_places == (count == 0), f"block {block}: {count} references, and free {num_places} times"

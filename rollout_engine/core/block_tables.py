@@ -128,6 +128,12 @@ class BlockTables:
     def clear_cache(self) -> None:
         """Forget every known prefix."""
         self._cache.clear()
+        self._pool.forget_contents()
+
+    def start_version(self, version: int) -> None:
+        """From now on KV is of this policy version; that of earlier ones is not found again."""
+        self.policy_version = version
+        self._pool.forget_contents()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Recount references and compare every table with what its sequence claims."""

@@ -219,7 +219,7 @@ class EngineCore:
             self._tables.clear_cache()
         if kv == "recompute" or not grows:
             self._scheduler.recompute_all()
-        self._tables.policy_version = version
+        self._tables.start_version(version)
         return self.num_unfinished_requests
 
     def commit_draft(self) -> int:

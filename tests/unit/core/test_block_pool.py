@@ -15,6 +15,27 @@ def test_worthless_blocks_are_reused_before_cached_ones_and_those_oldest_first()
     assert take_all(pool) == [blocks[3], blocks[1], blocks[0], blocks[2]]
 
 
+def test_memory_that_was_never_written_is_taken_before_cached_content_is_lost():
+    pool = BlockPool(5)
+    first, second = pool.allocate(), pool.allocate()
+    pool.release(first, worth_keeping=True)
+    pool.release(second, worth_keeping=False)
+    assert take_all(pool) == [second, 2, 3, 4, first]
+
+
+@pytest.mark.parametrize("num_cached", range(4))
+def test_blocks_are_used_again_before_new_ones_once_their_contents_are_forgotten(num_cached):
+    pool = BlockPool(9)
+    used = [pool.allocate() for _ in range(4)]
+    for block in used[:3]:
+        pool.release(block, worth_keeping=block < num_cached)
+    pool.forget_contents()
+    pool.check_integrity([[3]])
+    pool.release(3, worth_keeping=True)
+    taken = take_all(pool)
+    assert (sorted(taken[:3]), taken[3:]) == ([0, 1, 2], [4, 5, 6, 7, 8, 3])
+
+
 def test_a_shared_block_is_free_only_after_its_last_release():
     pool = BlockPool(1)
     block = pool.allocate()

@@ -241,6 +241,18 @@ def test_cached_blocks_never_cross_versions(make_rig):
     rig.assert_clean()
 
 
+@pytest.mark.parametrize("forget", ["commit", "reset"])
+def test_blocks_of_forgotten_kv_are_written_again_before_new_ones(make_rig, forget):
+    rig = make_rig(block_size=4)
+    for turn in range(6):
+        rig.add(f"turn {turn}", range(turn, turn + 16), max_tokens=4)
+        rig.run()
+        assert rig.commit(turn + 1) == 0 if forget == "commit" else rig.core.reset_prefix_cache()
+    written = {block for work in rig.works for row in work.scheduled for block in row.block_ids}
+    assert written == set(range(5))
+    rig.assert_clean()
+
+
 def test_keep_goes_on_over_old_kv_and_says_so(make_rig_in_turn):
     rig = make_rig_in_turn()
     rig.add("a", max_tokens=4)
