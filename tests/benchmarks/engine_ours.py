@@ -30,7 +30,8 @@ class Engine:
         self._trainer: torch.nn.Module | None = None
 
     def run(self, prompts: list[list[int]], **settings: Any) -> int:
-        """Tokens sampled."""
+        """Tokens sampled; known prefixes are forgotten before, as after a weight update."""
+        self._llm.reset_prefix_cache()
         results = self._llm.generate(prompts, sampling_params(**settings), use_tqdm=False)
         return sum(len(sample.token_ids) for result in results for sample in result.outputs)
 

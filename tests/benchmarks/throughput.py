@@ -11,7 +11,6 @@ from workers import Worker
 from rollout_engine.cli.ceilings import Ceilings, Work
 
 OURS = "ours"
-_WARM_UP_TOKENS = 8
 _LONG_SECONDS = 60.0
 """A peer whose round takes longer than this is measured once."""
 _PAUSE_SECONDS = 0.3
@@ -19,9 +18,12 @@ _PAUSE_SECONDS = 0.3
 
 
 def measure(workers: dict[str, Worker], work: Work, prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
-    """Median tokens per second of each engine, ours over each peer's, and the share of this run's ceilings."""
+    """Median tokens per second of each engine, ours over each peer's, and the share of this run's ceilings.
+
+    The first run of each does not count: memory that no request has touched yet costs page faults.
+    """
     for worker in workers.values():
-        _run(worker, work._replace(num_sampled_tokens=min(work.num_sampled_tokens, _WARM_UP_TOKENS)), prompts)
+        _run(worker, work, prompts)
     rates: dict[str, list[float]] = {name: [] for name in workers}
     for name, worker in _turns(workers, rates, work, rounds):
         time.sleep(_PAUSE_SECONDS)
