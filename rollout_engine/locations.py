@@ -5,9 +5,44 @@ import os
 import re
 from pathlib import Path
 
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+
 from rollout_engine.errors import ConfigError
 
+DESCRIPTION_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+WEIGHT_FILES = ["*.safetensors"]
+_SECOND_COPIES = [*(f"*/{name}" for name in DESCRIPTION_FILES + WEIGHT_FILES if name != "*.jinja"), "consolidated*"]
+"""The same weights again, in formats of other programs. Templates may be in a folder of their own."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_LOCAL = "give the path of a local directory"
+_LOG_IN = "log in (hf auth login, or HF_TOKEN)"
+
+
+def find_directory(name: str, *, weights: bool, field: str = "model") -> Path:
+    """The local directory of `name`: a path, or a hub id, whose files are downloaded (`weights`: also its weights).
+
+    The hub is asked once; where it cannot be reached, its cache is used. Raises `ConfigError` naming `field` when there
+    is no such directory and neither the hub nor its cache has one.
+    """
+    path = Path(located(field, name))
+    if path.is_dir():
+        return path
+    wanted = DESCRIPTION_FILES + (WEIGHT_FILES if weights else [])
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))
+    except Exception as problem:  # absent and forbidden are OSErrors, a proxy's are of the HTTP client's own kinds
+        missing = f"the path does not exist ({describe_missing(Path(name))})"
+        reason, advice = _explain(name, problem)
+        raise ConfigError(
+            f"{field}='{name}': {missing}, and as a hub id it could not be fetched: {reason}. {advice}."
+        ) from None
 
 
 def located(field: str, name: str) -> str:
@@ -38,3 +73,29 @@ def describe_missing(path: Path) -> str:
     close = difflib.get_close_matches(wanted, names, n=1)
     hint = f" Did you mean '{there / close[0]}'?" if close else ""
     return f"{there} has no '{wanted}'.{hint}".removesuffix(".")
+
+
+def _explain(name: str, problem: Exception) -> tuple[str, str]:
+    """Why the hub gave nothing, and what to do."""
+    cause = problem.__cause__ or problem
+    cache = f"its cache {constants.HF_HUB_CACHE}"
+    if type(problem).__name__ == "IncompleteSnapshotError":  # older versions of huggingface_hub have none
+        advice = f"Download the rest where there is a network (hf download {name}), or {_LOCAL}"
+        return f"the hub cannot be reached, and {cache} has only a part of it", advice
+    if isinstance(cause, OfflineModeIsEnabled):
+        advice = f"{_LOCAL.capitalize()}, or unset HF_HUB_OFFLINE to download it"
+        return f"HF_HUB_OFFLINE is set, and {cache} has no copy", advice
+    if isinstance(cause, GatedRepoError):
+        advice = f"Ask for access at https://huggingface.co/{name} and {_LOG_IN}, or {_LOCAL}"
+        return "the hub gives it only to accounts that have asked for access", advice
+    if isinstance(cause, RepositoryNotFoundError):
+        return "the hub has no such model, or it is private", f"Check the spelling, {_LOG_IN}, or {_LOCAL}"
+    if isinstance(cause, HFValidationError | ValueError):
+        return _first_line(cause), f"Check the spelling, or {_LOCAL}"
+    advice = f"{_LOCAL.capitalize()}, or download it where there is a network (hf download {name})"
+    return f"the hub cannot be reached ({_first_line(cause)}), and {cache} has no copy", advice
+
+
+def _first_line(problem: Exception) -> str:
+    lines = str(problem).strip().splitlines() or ["no details"]
+    return f"{type(problem).__name__}: {lines[0].removesuffix('.')}"

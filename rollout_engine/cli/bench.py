@@ -24,6 +24,7 @@ import rollout_engine
 from rollout_engine.cli import ceilings, machine
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.errors import RequestError
+from rollout_engine.locations import find_directory
 
 _SAMPLING = {"n": 8, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 _ENGINE = {"skip_tokenizer_init": True, "log_stats": False}
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _rounds(llm: Any, model: str, work: ceilings.Work, params: Any, rounds: int) -> Iterator[float]:
     """Tokens per second of each round after the first."""
-    vocab_size = AutoConfig.from_pretrained(model, trust_remote_code=False).vocab_size
+    vocab_size = AutoConfig.from_pretrained(find_directory(model, weights=False), trust_remote_code=False).vocab_size
     rng = random.Random(0)
     for i in tqdm(range(rounds + 1), desc="bench", unit="round", delay=2, disable=not sys.stderr.isatty()):
         prompts = [[rng.randrange(vocab_size) for _ in range(work.num_prompt_tokens)] for _ in range(work.num_prompts)]

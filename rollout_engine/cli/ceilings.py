@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from rollout_engine.kernels import linear
+from rollout_engine.locations import find_directory
 
 _READ_BYTES = 1 << 30
 _PREFILL_ROWS = 512
@@ -93,7 +94,8 @@ class Ceilings(NamedTuple):
 
 def measure(model: str, dtype: torch.dtype, work: Work) -> Ceilings:
     """Measure the limits of `work` on a checkpoint (directory or hub id) in `dtype`, with torch's current threads."""
-    dims = Dimensions.of(AutoConfig.from_pretrained(model, trust_remote_code=False), dtype)
+    hf_config = AutoConfig.from_pretrained(find_directory(model, weights=False), trust_remote_code=False)
+    dims = Dimensions.of(hf_config, dtype)
     num_steps = max(work.num_sampled_tokens - 1, 1)  # the prompt's own step samples the first token
     bandwidth = read_bandwidth()
     step_products = [*dims.layers, dims.head]

@@ -33,6 +33,7 @@ from rollout_engine.cli.prompts import add_prompts, read_prompts
 from rollout_engine.cli.tuning import Comparison, Options, Proposal, Round, Trial, propose
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.locations import find_directory
 
 _SAMPLING = {"n": 8, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 _ENGINE = {"log_stats": False}
@@ -190,7 +191,8 @@ def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> tuple[list[
     if arguments.prompt or arguments.file:
         found = [given.prompt for given in read_prompts(arguments)]
         return found, [len(each) if isinstance(each, list) else max(len(json.dumps(each)) // 3, 1) for each in found]
-    vocab_size = AutoConfig.from_pretrained(config.model, trust_remote_code=False).get_text_config().vocab_size
+    hf_config = AutoConfig.from_pretrained(find_directory(config.model, weights=False), trust_remote_code=False)
+    vocab_size = hf_config.get_text_config().vocab_size
     source, lengths = random.Random(0), [arguments.prompt_tokens] * arguments.prompts
     return [[source.randrange(vocab_size) for _ in range(length)] for length in lengths], lengths
 

@@ -7,11 +7,11 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, DirtyWeightsError, refused
 from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.step_costs import measure_steps
+from rollout_engine.locations import find_directory
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.backend import Backend
 from rollout_engine.model.cpu.backend import CpuBackend
 from rollout_engine.model.kv_size import bytes_per_block, cap_model_len
-from rollout_engine.model.loading.checkpoint import find_directory
 from rollout_engine.model.loading.loader import load_model
 from rollout_engine.model.loading.vocabulary import first_difference
 from rollout_engine.model.modules.loaded_model import LoadedModel

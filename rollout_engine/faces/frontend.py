@@ -33,7 +33,7 @@ from rollout_engine.telemetry.stat_loggers import all_loggers
 from rollout_engine.telemetry.stat_thread import MetricsReader, StatThread
 from rollout_engine.text.input_processor import CheckedPrompt, InputProcessor, Params, at_index, one_each
 from rollout_engine.text.prompts import Prompt
-from rollout_engine.text.tokenizer import TextCodec
+from rollout_engine.text.tokenizer import TextCodec, tokenizer_directory
 from sync.owner_process import OwnerProcess
 
 Wake = Callable[[Stream], None]
@@ -96,7 +96,8 @@ class Frontend:
         )
         codecs: list[TextCodec | None] = []
         try:
-            client = start(config, lambda: codecs.append(TextCodec.from_config(config)))
+            directory = tokenizer_directory(config)  # a model that is nowhere is one error, before any process starts
+            client = start(config, lambda: codecs.append(TextCodec.from_config(config, directory)))
         except BaseException:
             spans.close()
             raise

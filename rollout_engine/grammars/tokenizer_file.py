@@ -3,12 +3,13 @@
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout_engine.grammars.vocabulary import GrammarError
-from rollout_engine.locations import located
+from rollout_engine.locations import find_directory
 
 
 def tokenizer_text(name: str, field: str) -> str:
     """The tokenizer of a directory or hub id as `tokenizer.json` has it. Raises `GrammarError`."""
-    return serialized(AutoTokenizer.from_pretrained(located(field, name), trust_remote_code=False))
+    directory = find_directory(name, weights=False, field=field)
+    return serialized(AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True))
 
 
 def serialized(hf: PreTrainedTokenizerBase) -> str:

@@ -1,10 +1,9 @@
 """Reads the sampling settings that a checkpoint recommends; they are never applied automatically."""
 
-from pathlib import Path
-
 from transformers import GenerationConfig
 
 from rollout_engine.errors import ConfigError
+from rollout_engine.locations import find_directory
 from rollout_engine.sampling_params import SamplingParams
 
 _FILE = "generation_config.json"
@@ -26,10 +25,14 @@ def read_default_params(model: str) -> SamplingParams:
     for a value out of bounds.
     """
     try:
-        found = GenerationConfig.from_pretrained(model)
+        directory = find_directory(model, weights=False)
+    except ConfigError:  # it is where the engine runs, on another machine
+        return SamplingParams()
+    try:
+        found = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except OSError as problem:
-        if (Path(model) / _FILE).is_file():
-            raise ConfigError(f"{Path(model) / _FILE} cannot be read: {problem}") from problem
+        if (directory / _FILE).is_file():
+            raise ConfigError(f"{directory / _FILE} cannot be read: {problem}") from problem
         return SamplingParams()
     values = {ours: getattr(found, theirs, None) for theirs, ours in _FIELDS.items()}
     if found.do_sample is False:

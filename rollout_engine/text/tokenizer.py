@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.locations import describe_missing, located
+from rollout_engine.locations import find_directory
 from rollout_engine.text.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
 
 logger = logging.getLogger("rollout_engine")
@@ -33,21 +33,27 @@ class TextCodec:
                 self._tables[skipped] = TokenBytes(hf.backend_tokenizer, skipped)
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> "TextCodec | None":
-        """Load an engine's tokenizer; None with `skip_tokenizer_init`. Raises `ConfigError`."""
+    def from_config(cls, config: EngineConfig, directory: Path | None = None) -> "TextCodec | None":
+        """Load an engine's tokenizer; None with `skip_tokenizer_init`. Raises `ConfigError`.
+
+        `directory`: what `tokenizer_directory` has found; None: look for it.
+        """
         if config.skip_tokenizer_init:
             return None
-        return cls.from_pretrained(config.tokenizer or config.model, "tokenizer" if config.tokenizer else "model")
+        return cls.from_pretrained(*_named(config), directory)
 
     @classmethod
-    def from_pretrained(cls, name: str, field: str = "tokenizer") -> "TextCodec":
-        """Load from a directory or hub id. Raises `ConfigError`; `field` is the option that gave `name`."""
-        name = located(field, name)
-        try:
-            hf = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    def from_pretrained(cls, name: str, field: str = "tokenizer", directory: Path | None = None) -> "TextCodec":
+        """Load from a directory or hub id. Raises `ConfigError`; `field` is the option that gave `name`.
+
+        `directory`: where the files of `name` are, if that is known.
+        """
+        directory = directory or find_directory(name, weights=False, field=field)
+        try:  # the whole directory is here: transformers would ask the hub for each file, over and over
+            hf = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         except Exception as problem:  # a broken file may raise anything
-            missing = "" if Path(name).exists() else f"the path does not exist ({describe_missing(Path(name))}); "
-            raise _cannot_load(name, f"{missing}{type(problem).__name__}: {problem}") from problem
+            raise _cannot_load(name, f"{type(problem).__name__}: {problem}".removesuffix(".")) from problem
+        hf.name_or_path = name
         if len(hf) <= len(hf.added_tokens_decoder):  # the loader returns an empty one where the files are missing
             raise _cannot_load(name, "it has no vocabulary; are its files (tokenizer.json) there?")
         return cls(hf)
@@ -168,6 +174,19 @@ class TextCodec:
         if self.hf.is_fast:  # without the clean-up of `decode`, which rewrites earlier text
             return str(self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=False))
         return str(self.hf.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def tokenizer_directory(config: EngineConfig) -> Path | None:
+    """The local directory of an engine's tokenizer; None with `skip_tokenizer_init`. Raises `ConfigError`."""
+    if config.skip_tokenizer_init:
+        return None
+    name, field = _named(config)
+    return find_directory(name, weights=False, field=field)
+
+
+def _named(config: EngineConfig) -> tuple[str, str]:
+    """The directory or hub id of an engine's tokenizer, and the option that gave it."""
+    return (config.tokenizer, "tokenizer") if config.tokenizer else (config.model, "model")
 
 
 def _backend(hf: PreTrainedTokenizerBase) -> Tokenizer | None:

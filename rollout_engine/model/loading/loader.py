@@ -13,8 +13,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
+from rollout_engine.locations import find_directory
 from rollout_engine.model.admission.gate import admit, build_module, position_limit
-from rollout_engine.model.loading.checkpoint import as_config_errors, find_directory, read_entries
+from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME

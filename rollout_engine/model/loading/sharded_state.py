@@ -22,7 +22,8 @@ import xxhash
 from torch import Tensor
 
 from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.model.loading.checkpoint import DESCRIPTION_FILES, STATE_FILE, as_config_errors
+from rollout_engine.locations import DESCRIPTION_FILES
+from rollout_engine.model.loading.checkpoint import STATE_FILE, as_config_errors
 from rollout_engine.model.modules.loaded_model import ModelFiles
 from sync.base import Metadata
 from sync.checkpoint import CONFIG_FILE, read_tensor_file

@@ -6,8 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_engine.errors import ConfigError
-from rollout_engine.model.loading import checkpoint
-from rollout_engine.model.loading.checkpoint import INDEX_FILE, SINGLE_FILE, find_directory, read_entries
+from rollout_engine.model.loading.checkpoint import INDEX_FILE, SINGLE_FILE, read_entries
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -153,34 +152,3 @@ def test_pickled_weights_are_refused_with_the_reason(tmp_path):
 def test_a_directory_without_weights_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="has neither model.safetensors nor"):
         read_entries(tmp_path)
-
-
-def test_a_file_is_no_directory(single):
-    with pytest.raises(ConfigError, match="is a file"):
-        find_directory(str(single / SINGLE_FILE), weights=True)
-
-
-def test_an_unreachable_hub_is_one_clear_error(monkeypatch):
-    def offline(*args, **kwargs):
-        raise OSError("no network\nand a long story")
-
-    monkeypatch.setattr(checkpoint.huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(
-        ConfigError, match=r"some/model.*path does not exist \(.*\), and as a hub id.*OSError: no network\)"
-    ):
-        find_directory("some/model", weights=True)
-
-
-@pytest.mark.parametrize("weights", [True, False])
-def test_the_hub_is_asked_for_no_pickles_and_for_weights_only_when_wanted(monkeypatch, tmp_path, weights):
-    asked = {}
-
-    def download(model, allow_patterns, ignore_patterns):
-        asked.update(model=model, patterns=allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr(checkpoint.huggingface_hub, "snapshot_download", download)
-    assert find_directory("some/model", weights=weights) == tmp_path
-    assert asked["model"] == "some/model"
-    assert ("*.safetensors" in asked["patterns"]) == weights
-    assert not any("bin" in pattern or "py" in pattern for pattern in asked["patterns"])
