@@ -11,6 +11,7 @@ samples.parquet.
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,9 +33,12 @@ def run(arguments: argparse.Namespace) -> None:
     """Evaluate, write the files, and print the estimates."""
     file = read_sweep_file(arguments.file, arguments.overrides)
     sys.path.insert(0, str(arguments.file.parent.resolve()))  # functions that the file names
-    with RolloutPolicy.from_pretrained(file.model, **file.engine) as policy:
-        resume, shown = not arguments.no_resume, sys.stderr.isatty()
-        report = policy.evaluate(**file.arguments, resume=resume, use_tqdm=shown)
+    file.check()
+    with ExitStack() as stack:
+        with file.located():
+            policy = stack.enter_context(RolloutPolicy.from_pretrained(file.model, **file.engine))
+            resume, shown = not arguments.no_resume, sys.stderr.isatty()
+            report = policy.evaluate(**file.arguments, resume=resume, use_tqdm=shown)
     out = Path(file.arguments["out"])
     report.to_jsonl(out / "table.jsonl")
     report.to_html(out / "report.html")

@@ -1,13 +1,15 @@
 """Reads a sweep file (TOML): a model, and the arguments of `RolloutPolicy.evaluate`."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, refused, unknown_name
-from rollout_engine.evaluation.sweep import SET_BY_EVALUATE
-from rollout_engine.evaluation.tasks import EvalTask
+from rollout_engine.errors import ConfigError, RequestError, refused, unknown_name
+from rollout_engine.evaluation.sweep import SET_BY_EVALUATE, as_sweep
+from rollout_engine.evaluation.tasks import EvalTask, prepare_tasks
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.toml_files import Key, TomlFile, set_key, value_of
 
@@ -26,21 +28,75 @@ class SweepFile(NamedTuple):
     """Options of `RolloutPolicy.from_pretrained`."""
     arguments: dict[str, Any]
     """Arguments of `RolloutPolicy.evaluate`."""
+    source: TomlFile
+    overridden: tuple[str, ...] = ()
+    """Names of the keys that the file did not set."""
+
+    def check(self) -> None:
+        """Check settings, and read rows, functions and environments of the tasks, before a model is loaded.
+
+        Raises `ConfigError` with the line of the key at fault.
+        """
+        for name, setting in (self.arguments["sweep"]["settings"] or {}).items():
+            with self._at(("settings", name), f"[settings.{name}]", setting):
+                SamplingParams(**setting)
+        with self.located():
+            as_sweep(self.arguments["sweep"]).named_settings()
+        for index, task in enumerate(self.arguments["tasks"]):
+            with self._at(("tasks", index), f"[[tasks]] {index + 1}", task):
+                prepare_tasks([task])
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Re-raise the errors of a block as `ConfigError`, with the line of the key that they name."""
+        try:
+            yield
+        except (ConfigError, RequestError) as problem:
+            if any(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", str(problem)) for name in self.overridden):
+                raise
+            raise self.source.located(ConfigError(str(problem)), {}) from problem
+
+    @contextmanager
+    def _at(self, table: Key, label: str, content: Mapping[str, Any]) -> Iterator[None]:
+        """Re-raise the errors of a table's keys, with the line of the key at fault, or else of the first."""
+        try:
+            yield
+        except (ConfigError, RequestError) as problem:
+            text = str(problem)
+            named = re.match(r"\w+", getattr(problem, "field", "") or text)
+            key = named[0] if named and named[0] in content else None
+            if key is None:  # a file that is wrong inside is named itself
+                paths = {name: value for name, value in content.items() if isinstance(value, str) and value}
+                key = next((name for name, value in paths.items() if text.startswith(value)), None)
+            place = self.source.place((*table, key or next(iter(content))))
+            raise ConfigError(f"{place}: {label}: {text}{self._hint(key, content)}") from problem
+
+    def _hint(self, key: str | None, task: Mapping[str, Any]) -> str:
+        """Where a file or a function is looked for, if that may be the mistake."""
+        beside = Path(self.source.path).parent
+        if key in ("reward_fn", "answer"):
+            return f" Modules are looked for beside the sweep file, in {beside.resolve()}, before all others."
+        if key != "rows" or not isinstance(task["rows"], str) or Path(task["rows"]).exists():
+            return ""
+        found = beside / task["rows"]
+        there = f" Beside the sweep file there is one: give '{found}'." if found.exists() else ""
+        return f" Paths count from the working directory, {Path.cwd()}.{there}"
 
 
 def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
     """The content of a file, with overrides such as `num_samples=4` and `engine.dtype=float32`.
 
     Raises `ConfigError` for a file that cannot be read, and for an unknown key, with its line and the closest name.
-    Values are checked where they are used.
+    Values are checked by `SweepFile.check`, or where they are used.
     """
     file = TomlFile.read(path, _EXAMPLE)
-    content = file.content
+    content, overridden = file.content, []
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"'{override}' is not an option: write key=value, as num_samples=4.")
         set_key(content, key, value_of(text))
+        overridden.append(key.rpartition(".")[2])
     check = _Keys(file)
     check.known((), content, _TOP)
     for table in ("engine", "settings", "grid"):
@@ -64,7 +120,7 @@ def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
     sweep = {"settings": content.get("settings") or None, "grid": content.get("grid", {})}
     sweep["checkpoints"] = content.get("checkpoints")
     arguments = {name: content[name] for name in _ARGUMENTS if name in content} | {"sweep": sweep}
-    return SweepFile(content["model"], content.get("engine", {}), arguments)
+    return SweepFile(content["model"], content.get("engine", {}), arguments, file, tuple(overridden))
 
 
 class _Keys:

@@ -119,3 +119,75 @@ def test_the_sweep_file_of_the_page_is_what_the_page_says(tmp_path):
         "tasks": [task],
     }
     assert {name: found.arguments[name] for name in expected} == expected
+
+
+TASKS = """\
+model = "some/model"
+out = "runs/eval"
+
+[settings.cool]
+max_tokens = 4
+temperature = 0.5
+
+[[tasks]]
+rows = "good.jsonl"
+reward_fn = "sweep_rewards:right"
+
+[[tasks]]
+name = "second"
+rows = "good.jsonl"
+reward_fn = "sweep_rewards:right"
+"""
+SECOND = TASKS[TASKS.index("name =") :]
+
+
+@pytest.fixture
+def task_files(tmp_path, monkeypatch):
+    (tmp_path / "good.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "cut.jsonl").write_text('{"prompt": "a"}\n{"prompt":\n')
+    (tmp_path / "sweep_rewards.py").write_text("def right(completions):\n    return [1.0 for _ in completions]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line", "told"),
+    [
+        ("good.jsonl", "goood.jsonl", 14, "[[tasks]] 2: rows='goood.jsonl' is not allowed"),
+        ("good.jsonl", "goood.jsonl", 14, "Paths count from the working directory, /"),
+        ("good.jsonl", "cut.jsonl", 14, "[[tasks]] 2: cut.jsonl, line 2: no JSON object"),
+        ("rewards:right", "rewards:rigth", 15, "[[tasks]] 2: reward_fn='sweep_rewards:rigth' is not allowed"),
+        ("sweep_rewards:", "rewardz:", 15, "No module named 'rewardz'. Modules are looked for beside the sweep file"),
+        ('reward_fn = "sweep_rewards:right"\n', "", 13, "[[tasks]] 2: reward_fn= is needed beside rows="),
+        ('\nreward_fn = "', '\nnum_prompts = "4"\nreward_fn = "', 15, "[[tasks]] 2: num_prompts='4' is not allowed"),
+    ],
+)
+def test_a_wrong_value_of_a_task_is_told_with_its_line(read, task_files, before, after, line, told):
+    assert before in SECOND
+    found = read(TASKS.replace(SECOND, SECOND.replace(before, after)))
+    with pytest.raises(ConfigError) as refusal:
+        found.check()
+    assert f"sweep.toml:{line}: " in str(refusal.value) and told in str(refusal.value)
+
+
+def test_rows_that_are_beside_the_file_are_found_for_the_user(read, task_files, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"Beside the sweep file there is one: give '{tmp_path}/good.jsonl'"):
+        read(TASKS).check()
+
+
+def test_a_wrong_value_of_a_setting_or_the_grid_is_told_with_its_line(read, task_files):
+    read(TASKS).check()
+    with pytest.raises(ConfigError, match=r"sweep.toml:6: \[settings.cool\]: temperature='hot' is not allowed"):
+        read(TASKS.replace("0.5", '"hot"')).check()
+    with pytest.raises(ConfigError, match=r"sweep.toml:9: .*top_p=7"):
+        read(TASKS.replace("[[tasks]]", "[grid]\ntop_p = [0.5, 7.0]\n\n[[tasks]]", 1)).check()
+
+
+def test_an_override_is_not_looked_for_in_the_file(read, task_files):
+    found = read(TASKS, "engine.max_num_seqs=0")
+    with pytest.raises(ConfigError, match=r"^max_num_seqs=0"), found.located():
+        raise ConfigError("max_num_seqs=0 is not allowed")
+    with pytest.raises(ConfigError, match=r"sweep.toml:1: model='some/model'"), found.located():
+        raise ConfigError("model='some/model': the path does not exist")
