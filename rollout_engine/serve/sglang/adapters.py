@@ -6,6 +6,7 @@ import msgspec
 
 from rollout_engine.errors import RequestError
 from rollout_engine.lora_request import LoRARequest
+from rollout_engine.serve.adapter_problems import by_route_names
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
 from rollout_engine.serve.sglang.weights import tensors_of
@@ -41,10 +42,11 @@ async def load_lora_from_tensors(served: Served, asked: Asked) -> Reply:
         raise RequestError.for_field("load_format", body.load_format, "'safetensors', or left out")
     revision = await revision_of(served, body.lora_name, body.revision, load_inplace=body.load_inplace)
     pairs = await run_in_thread(tensors_of, body.serialized_tensors, "serialized_tensors")
-    request = LoRARequest(body.lora_name, tensors=dict(pairs), revision=revision, config=body.config_dict)
-    info = await served.engine.add_lora(request)
-    if body.pinned:
-        info = await served.engine.pin_lora(body.lora_name)
+    with by_route_names({"name": "lora_name", "tensors": "serialized_tensors", "config": "config_dict"}):
+        request = LoRARequest(body.lora_name, tensors=dict(pairs), revision=revision, config=body.config_dict)
+        info = await served.engine.add_lora(request)
+        if body.pinned:
+            info = await served.engine.pin_lora(body.lora_name)
     loaded = {each.name: each.name for each in await served.engine.list_loras()}
     message = f"LoRA adapter '{info.name}' is served."
     return Reply({"success": True, "message": message, "loaded_adapters": loaded, "adapter": info})

@@ -7,6 +7,7 @@ import msgspec
 from rollout_engine.core.lifecycle import PauseMode
 from rollout_engine.errors import RequestError
 from rollout_engine.lora_request import LoRARequest
+from rollout_engine.serve.adapter_problems import by_route_names
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
@@ -152,20 +153,9 @@ async def load_lora(served: Served, asked: Asked) -> Reply:
     body: LoadLoraBody = asked.body
     served.check_model(body.base_model_name)
     revision = await revision_of(served, body.lora_name, body.revision, load_inplace=body.load_inplace)
-    try:
+    with by_route_names({"name": "lora_name", "path": "lora_path"}):
         info = await served.engine.add_lora(LoRARequest(body.lora_name, body.lora_path, revision=revision))
-    except RequestError as problem:
-        raise _by_route_names(problem) from problem
     return Reply({"success": True, "message": f"LoRA adapter '{info.name}' is served.", "adapter": info})
-
-
-def _by_route_names(problem: RequestError) -> RequestError:
-    """The same error of a field of `LoRARequest` that this route calls otherwise."""
-    name = {"name": "lora_name", "path": "lora_path"}.get(problem.field)
-    if name is None:
-        return problem
-    text = str(problem).replace(f"{problem.field}=", f"{name}=", 1)
-    return RequestError(text, field=name, value=problem.value, bound=problem.bound)
 
 
 async def revision_of(served: Served, name: str, revision: int | None, *, load_inplace: bool) -> int:
@@ -188,8 +178,14 @@ class UnloadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def unload_lora(served: Served, asked: Asked) -> Reply:
     """Remove an adapter."""
     name = asked.body.lora_name
-    if not await served.engine.remove_lora(name):
-        raise HttpProblem(404, f"There is no adapter '{name:.200}'.", field="lora_name")
+    if not name:
+        raise RequestError.for_field("lora_name", name, "the name of an adapter that is loaded")
+    with by_route_names({}):
+        is_removed = await served.engine.remove_lora(name)
+    if not is_removed:
+        names = ", ".join(f"'{adapter.name}'" for adapter in await served.engine.list_loras())
+        known = f"this server has {names}" if names else "none is loaded"
+        raise HttpProblem(404, f"There is no adapter '{name:.200}': {known}.", field="lora_name")
     return Reply({"success": True, "message": f"LoRA adapter '{name}' is removed."})
 
 

@@ -2,13 +2,14 @@
 
 import base64
 import pickle
+import re
 
 import pytest
 from safetensors.torch import save
 
 from rollout_engine import RolloutPolicy
 from rollout_engine.serve.app import App
-from rollout_engine.testing import random_adapter, tiny_model
+from rollout_engine.testing import random_adapter, save_adapter, tiny_model
 
 from .conftest import Client
 
@@ -111,3 +112,30 @@ def test_an_unknown_adapter_is_named_in_the_shape_of_the_dialect(client):
 def test_trainers_are_told_how_many_adapters_there_may_be(client):
     config = client.send("GET", "/server_info").json()["vllm_config"]["lora_config"]
     assert config == {"max_loras": 2, "max_lora_rank": 64}
+
+
+def test_what_is_wrong_with_an_adapter_is_said_in_the_words_of_the_routes(client, tmp_path):
+    load(client)
+    save_adapter(tmp_path, random_adapter(tiny_model(), "math", seed=1))
+    body = {"lora_name": "math", "lora_path": str(tmp_path)}
+
+    def said(path, body, status=400):
+        problem = client.problem(path, body, status=status)
+        assert not re.search(r"add_lora|remove_lora|lora_request|LoRARequest|or None", problem["message"])
+        return problem["param"], problem["message"]
+
+    param, text = said("/v1/load_lora_adapter", body)
+    assert param == "revision" and '"load_inplace": true' in text and "POST /v1/unload_lora_adapter" in text
+    param, text = said("/v1/load_lora_adapter", body | {"lora_path": "/nowhere"})
+    assert param == "lora_path" and text.startswith("/nowhere/adapter_config.json cannot be read")
+    assert said("/v1/load_lora_adapter", body | {"lora_path": ""})[0] == "lora_path"
+    assert said("/v1/unload_lora_adapter", {"lora_name": ""})[0] == "lora_name"
+    assert "this server has 'math'" in said("/v1/unload_lora_adapter", {"lora_name": "maths"}, status=404)[1]
+    tensors = tensors_body("other")
+    param, text = said("/load_lora_adapter_from_tensors", tensors | {"config_dict": {}})
+    assert param == "config_dict.lora_alpha" and text.startswith("config_dict.lora_alpha=None")
+    assert said("/load_lora_adapter_from_tensors", tensors | {"lora_name": ""})[0] == "lora_name"
+    for name in ("other", "math"):
+        load(client, name=name, pinned=True)
+    _, text = said("/v1/load_lora_adapter", body | {"lora_name": "third"}, status=409)
+    assert text.startswith("no slot is free for 'third'") and "POST /v1/unload_lora_adapter" in text
