@@ -3,6 +3,7 @@
 A block below `<!-- needs: PACKAGE -->` runs by itself, behind the page's other blocks, where that package is installed.
 """
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -77,3 +78,14 @@ def test_the_guide_has_every_family_with_its_extra():
         row = re.search(rf"^\| `{name}` \|([^|]*)\|([^|]*)\|", text, re.MULTILINE)
         assert row and (f"`{family.extra}`" if family.extra else "none") in row.group(1), name
         assert f'make_env("{name}' in row.group(2), name
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "trainers.md"], ids=lambda page: page.name)
+def test_what_a_trainer_of_trl_writes_goes_to_runs(page):
+    blocks = [ast.parse(text) for _, text in BLOCK.findall(page.read_text()) if "GRPOConfig(" in text]
+    calls = [each for block in blocks for each in ast.walk(block) if isinstance(each, ast.Call)]
+    made = [call for call in calls if getattr(call.func, "id", "") == "GRPOConfig"]
+    assert made
+    for call in made:  # without these TRL leaves trainer_output/ with a checkpoint where it runs
+        options = {each.arg: ast.unparse(each.value) for each in call.keywords}
+        assert options["save_strategy"] == "'no'" and options["output_dir"] in ("'runs/trl'", "out")
