@@ -201,5 +201,8 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``Did you mean 'temperature'?`` if one of `known` is close to `name`, else ""."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=_CLOSE)
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
+    if not close and len(longer := [each for each in names if each.endswith(f"_{name}")]) == 1:  # path: lora_path
+        close = longer
     return f"Did you mean '{close[0]}'?" if close else ""

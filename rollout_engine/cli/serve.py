@@ -16,7 +16,7 @@ from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.errors import ConfigError
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.serve.options import ServeOptions
-from rollout_engine.serve.server import HttpServer
+from rollout_engine.serve.server import HttpServer, check_server
 
 _KEYS = {"api_key": "ROLLOUT_ENGINE_API_KEY", "admin_key": "ROLLOUT_ENGINE_ADMIN_KEY"}
 
@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
         return_tokens_as_token_ids=arguments.return_tokens_as_token_ids,
         **keys,
     )
+    check_server(options)
     engine = AsyncLLM(arguments.model, num_replicas=arguments.replicas, **overrides.engine)
     try:
         server = HttpServer(engine, options)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import RolloutEngineError
+from rollout_engine.errors import RolloutEngineError, did_you_mean
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.serve.access import Guard
@@ -66,7 +66,8 @@ class App:
         """The row for a request. Raises `HttpProblem` 404 and 405."""
         rows = self._routes.get(path) or self._routes.get(path.rstrip("/"))
         if rows is None:
-            raise HttpProblem(404, f"There is no route {path:.200}: docs/server.md lists all.")
+            meant = did_you_mean(path[:_MAX_ID_CHARS], self._routes) or "GET /v1/models says what is served."
+            raise HttpProblem(404, f"There is no route {path:.200}. {meant} (docs/server.md lists all.)")
         route = rows.get("GET" if method == "HEAD" else method)
         if route is None:
             allowed = ", ".join(sorted(rows))

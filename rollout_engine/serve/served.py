@@ -83,7 +83,8 @@ class Served:
             known = f"'{self.model}'" + "".join(f", the adapter '{each}'" for each in names)
             kind = "model" if field == "model" else "adapter"
             what = f"The {kind} '{name:.200}' does not exist: this server has {known}"
-            raise HttpProblem(404, f"{what}. POST /v1/load_lora_adapter adds one.", field=field)
+            advice = f"Give one of these, or leave {field} out; POST /v1/load_lora_adapter adds an adapter"
+            raise HttpProblem(404, f"{what}. {advice}.", field=field)
         return name
 
     def check_open(self) -> None:

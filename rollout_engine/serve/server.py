@@ -67,6 +67,12 @@ class HttpServer:
             self._thread.join()
 
 
+def check_server(options: ServeOptions) -> None:
+    """Raise `ConfigError` where `HttpServer` would, before an engine has been loaded in vain."""
+    _import_uvicorn(options)
+    _listening(options).close()
+
+
 def _listening(options: ServeOptions) -> socket.socket:
     kind = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     made = socket.socket(kind, socket.SOCK_STREAM)
@@ -84,15 +90,9 @@ def _listening(options: ServeOptions) -> socket.socket:
 
 def _uvicorn(app: App) -> Any:
     options = app.served.options
-    try:
-        import uvicorn
+    uvicorn, connections = _import_uvicorn(options)
 
-        connections = connections_of(options.max_connections)
-    except ImportError as problem:
-        what = f"The HTTP server needs packages that are not installed ({problem})"
-        raise ConfigError(f'{what}: pip install "rollout-engine[server]".') from problem
-
-    class Server(uvicorn.Server):
+    class Server(uvicorn.Server):  # type: ignore[misc,name-defined]
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             app.served.is_ending = True
             super().handle_exit(sig, frame)
@@ -110,3 +110,14 @@ def _uvicorn(app: App) -> Any:
             timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
         )
     )
+
+
+def _import_uvicorn(options: ServeOptions) -> tuple[Any, Any]:
+    """The package, and the class of connections. Raises `ConfigError` without the extra `server`."""
+    try:
+        import uvicorn
+
+        return uvicorn, connections_of(options.max_connections)
+    except ImportError as problem:
+        what = f"The HTTP server needs packages that are not installed ({problem})"
+        raise ConfigError(f'{what}: pip install "rollout-engine[server]".') from problem

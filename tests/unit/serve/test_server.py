@@ -196,3 +196,28 @@ def test_an_address_in_use_is_named(server, policy):
 def test_options_that_are_not_safe_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         ServeOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/v1/model", "Did you mean '/v1/models'?"),
+        ("/chat/completions", "Did you mean '/v1/chat/completions'?"),
+        ("/", "GET /v1/models says what is served."),
+    ],
+)
+def test_a_route_that_is_not_there_names_one_that_is(server, path, told):
+    response = httpx2.get(f"{server.url}{path}")
+    assert response.status_code == 404 and told in response.json()["error"]["message"]
+
+
+def test_a_model_that_is_not_served_is_told_what_is(server):
+    body = {"model": "gpt-4", "prompt": "x", "max_tokens": 1}
+    said = httpx2.post(f"{server.url}/v1/completions", json=body).json()["error"]["message"]
+    assert "Give one of these, or leave model out" in said
+
+
+def test_a_field_without_its_first_word_is_known(server):
+    body = {"lora_name": "math", "path": "/nowhere"}
+    said = httpx2.post(f"{server.url}/v1/load_lora_adapter", json=body).json()["error"]["message"]
+    assert said.endswith("Unknown field 'path'. Did you mean 'lora_path'?")
