@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what came of the samples. Returns 1 where one differs."""
-    overrides, samples = parse_overrides(arguments.overrides), read_jsonl(arguments.file)
+    overrides, samples = parse_overrides(arguments.overrides), read_jsonl(_one_file(arguments.file))
     if arguments.explain:
         return _explain(arguments, samples)
     if arguments.sample is not None:
@@ -60,6 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     num_equal = sum(report.is_equal for report in reports)
     print(f"{num_equal} of {len(reports)} samples made again, equal to the bit")
     return int(num_equal < len(reports))
+
+
+def _one_file(path: Path) -> Path:
+    """The file. Raises `RequestError` for a directory, with the files in it."""
+    if not path.is_dir():
+        return path
+    found = ", ".join(str(file) for file in sorted(path.rglob("*.jsonl"))[:5])
+    raise RequestError.for_field("file", str(path), "one file of rollouts", f"In this directory: {found or 'none'}.")
 
 
 def _explain(arguments: argparse.Namespace, samples: list[dict[str, Any]]) -> int:

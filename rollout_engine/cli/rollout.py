@@ -6,6 +6,7 @@
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -19,18 +20,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `rollout`."""
     parser.add_argument("model", help="checkpoint directory or hub id")
     add_prompts(parser)
-    parser.add_argument("--out", type=Path, help="file to write; standard output without it")
+    parser.add_argument("--out", type=Path, help="file to write, in place of what it had; standard output without it")
     add_overrides(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Roll out every prompt and write one line per sample."""
     overrides, given = parse_overrides(arguments.overrides), read_prompts(arguments)
-    if arguments.out and not arguments.out.parent.is_dir():
-        raise RequestError(f"--out {arguments.out} cannot be written: make the folder {arguments.out.parent} first.")
+    if arguments.out is not None:
+        _check_out(arguments.out)
     params = rollout_engine.SamplingParams(**overrides.sampling)
     with rollout_engine.RolloutPolicy.from_pretrained(arguments.model, **overrides.engine) as policy:
         names = dict.fromkeys(name for each in given for name in each.columns)
         columns = {name: [each.columns.get(name) for each in given] for name in names}
         batch = policy.rollout([each.prompt for each in given], params, columns=columns, use_tqdm=sys.stderr.isatty())
     rollout_engine.to_jsonl(batch, arguments.out or sys.stdout)
+    if arguments.out is not None:
+        print(f"{batch.shape[0]} samples in {arguments.out}", file=sys.stderr)
+
+
+def _check_out(out: Path) -> None:
+    """Raise `RequestError` where `out` cannot be written, before there is anything to lose."""
+    if not out.parent.is_dir():
+        raise RequestError(f"--out {out} cannot be written: make the folder {out.parent} first.")
+    if out.is_dir():
+        raise RequestError(f"--out {out} cannot be written: it is a folder. Name a file, as {out}/rollouts.jsonl.")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise RequestError(f"--out {out} cannot be written: permission is denied. Name a file that you may write.")

@@ -5,9 +5,9 @@ import sys
 from rollout_engine.errors import ConfigError
 
 
-def require_terminal(command: str, advice: str) -> None:
+def require_terminal(advice: str) -> None:
     """Raise `ConfigError`, with what to do instead, unless standard input and output are a terminal."""
     for name in ("stdin", "stdout"):
         stream = getattr(sys, name)
         if stream is None or not stream.isatty():
-            raise ConfigError(f"{command}: {name} is not a terminal, so nothing can be drawn or typed there: {advice}.")
+            raise ConfigError(f"{name} is not a terminal, so nothing can be drawn or typed there: {advice}.")

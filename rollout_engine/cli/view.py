@@ -14,6 +14,7 @@ from typing import Any
 from rollout_engine.batches.rollout_files import read_jsonl
 from rollout_engine.cli.terminal import require_terminal
 from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.locations import describe_missing
 from rollout_engine.outputs import TokenTexts
 from rollout_engine.text.tokenizer import TextCodec
 from rollout_engine.viewing.page import write_page
@@ -60,11 +61,14 @@ def run(arguments: argparse.Namespace) -> None:
 def _require_view() -> None:
     if RolloutViewer is None:
         advice = 'pip install "rollout-engine[view]", or write a page with --html FILE'
-        raise ConfigError(f"view: looking in the terminal needs the packages rich and textual: {advice}.")
-    require_terminal("view", "write a page with --html FILE")
+        raise ConfigError(f"Looking in the terminal needs the packages rich and textual: {advice}.")
+    require_terminal("write a page with --html FILE")
 
 
 def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        hint = f"{describe_missing(path)}.".replace("?.", "?")
+        raise RequestError.for_field("path", str(path), "a file of rollouts, or a directory with some", hint)
     if not path.is_dir():
         return [path]
     found = sorted(file for name in _NAMES for file in path.rglob(name))

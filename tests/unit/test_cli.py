@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -195,12 +196,33 @@ def test_chat_wraps_prompts_in_messages(checkpoint, capsys):
     assert len(ids) > len("hi")
 
 
+@pytest.mark.parametrize("name", ["folder", "no/such/out.jsonl"])
+def test_rollout_finds_out_before_it_samples_that_a_file_cannot_be_written(tmp_path, capsys, name):
+    (tmp_path / "folder").mkdir()
+    assert run("rollout", str(tmp_path / "no model"), "--prompt", "a", "--out", str(tmp_path / name)) == 2
+    assert f"--out {tmp_path / name} cannot be written: " in capsys.readouterr().err
+
+
+def test_replay_of_a_directory_names_the_files_in_it(tmp_path, capsys):
+    (tmp_path / "samples.jsonl").write_text("")
+    assert run("replay", str(tmp_path)) == 2
+    assert f"must be one file of rollouts. In this directory: {tmp_path}/samples.jsonl." in capsys.readouterr().err
+
+
+def test_serve_finds_out_before_it_loads_a_model_that_a_port_is_taken(tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert run("serve", str(tmp_path / "no model"), "--port", port) == 2
+    assert f"port={port} cannot be listened on" in capsys.readouterr().err
+
+
 def test_rollout_writes_one_line_per_sample_that_replays(checkpoint, tmp_path, capsys):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "ab", "answer": [4, "b"]}\n\n"longer prompt"\n')
     out = tmp_path / "rollouts.jsonl"
     options = ("n=2", "max_tokens=4", "seed=3", POOL)
     assert run("rollout", checkpoint, "--file", str(prompts), "--out", str(out), *options) == 0
+    assert f"4 samples in {out}" in capsys.readouterr().err
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["group_id"], line["sample_index"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [line["prompt"] for line in lines] == ["ab", "ab", "longer prompt", "longer prompt"]

@@ -72,3 +72,7 @@ def test_the_command_says_what_is_missing(tmp_path, capsys):
     assert "tokenizer" in capsys.readouterr().err
     assert main(["view", str(tmp_path)]) == 2
     assert "is not a terminal" in (said := capsys.readouterr().err) and "--html FILE" in said
+    assert said.startswith("rollout-engine view: stdin is not")
+    assert main(["view", str(tmp_path / "rollout.jsonl")]) == 2
+    said = capsys.readouterr().err
+    assert f"Did you mean '{tmp_path / 'rollouts.jsonl'}'?" in said and "terminal" not in said and "?." not in said
