@@ -200,9 +200,13 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``Did you mean 'temperature'?`` if one of `known` is close to `name`, else ""."""
+    """Return ``Did you mean 'temperature'?`` if one of `known` is close to `name`, else "".
+
+    Close too is the only one that begins or ends with it, as `lora_path` does for `path`.
+    """
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
-    if not close and len(longer := [each for each in names if each.endswith(f"_{name}")]) == 1:  # path: lora_path
+    longer = [each for each in names if len(name) > 2 and (each.startswith(name) or each.endswith(f"_{name}"))]
+    if not close and len(longer) == 1:
         close = longer
     return f"Did you mean '{close[0]}'?" if close else ""

@@ -47,8 +47,11 @@ def check(batch: Any, logprobs: Tensor, temperature: float = 1.0) -> ExactReport
         logprobs: entry `[:, i]` belongs to token `i + 1` of `batch["tokens", "full"]`.
         temperature: that of `logprobs`; read only where they carry no note of it.
 
-    Raises `ValueError` for log-probs of another shape.
+    Raises `ValueError` for anything but a rollout, and for log-probs of another shape.
     """
+    if not hasattr(batch, "keys"):
+        what = f"batch must be what RolloutPolicy.rollout returned, got {type(batch).__name__}"
+        raise ValueError(f"{what}: call exact.check(batch, logprobs).")
     theirs = batch["log_probs", "full"][:, 1:]
     if logprobs.shape != theirs.shape:
         raise ValueError(

@@ -96,6 +96,6 @@ def _explain(name: str, problem: Exception) -> tuple[str, str]:
     return f"the hub cannot be reached ({_first_line(cause)}), and {cache} has no copy", advice
 
 
-def _first_line(problem: Exception) -> str:
+def _first_line(problem: BaseException) -> str:
     lines = str(problem).strip().splitlines() or ["no details"]
     return f"{type(problem).__name__}: {lines[0].removesuffix('.')}"

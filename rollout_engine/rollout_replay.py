@@ -8,6 +8,7 @@ of one turn that one version of the weights sampled, is made again by itself: it
 """
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -93,6 +94,9 @@ def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[A
 
     Raises `RequestError` for a sample that does not say how it was sampled, as `rollout(log_to=...)` does.
     """
+    if isinstance(samples, str | os.PathLike):
+        bound = "samples: read_jsonl(path) reads those of a file"
+        raise RequestError.for_field("samples", os.fspath(samples), bound)
     reports: list[ReplayReport] = []
     pieces: list[_Piece] = []
     for sample in samples:

@@ -260,3 +260,8 @@ def test_the_command_makes_a_sample_again(policy, checkpoint, log, tmp_path, cap
     assert "9 of 18 samples made again, equal to the bit" in out and "other weights: digest" in out
     assert main(["replay", str(log), "--sample", "18", *options]) == 2
     assert "--sample=18" in capsys.readouterr().err
+
+
+def test_a_path_in_place_of_samples_is_refused():
+    with pytest.raises(RequestError, match=r"samples='rollouts.jsonl' is not allowed: must be .*read_jsonl\(path\)"):
+        replay(None, "rollouts.jsonl")

@@ -120,6 +120,13 @@ def test_log_probs_one_column_off_and_nan_are_recognised(trainer, batch):
     assert "1 of the trainer's log-probs are NaN" in report.cause and report.largest_difference == torch.inf
 
 
+def test_what_is_no_rollout_is_refused(batch):
+    with pytest.raises(
+        ValueError, match=r"batch must be what RolloutPolicy.rollout returned, got Tensor: call exact.chec"
+    ):
+        exact.check(batch["tokens", "full"], batch["log_probs", "full"])
+
+
 def test_another_shape_is_refused(batch):
     with pytest.raises(ValueError, match=r"one for each token after the first.*got \(4,"):
         exact.check(batch, batch["log_probs", "full"])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_engine import LLM, AsyncLLM, ConfigError, EngineConfig, RequestError, RolloutPolicy, SamplingParams
-from rollout_engine.errors import unknown_name
+from rollout_engine.errors import did_you_mean, unknown_name
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.peer_options import CALL_PEERS, ENGINE_PEERS, SAMPLING_PEERS, SPECULATION_PEERS
 from rollout_engine.speculation_config import SpeculationConfig
@@ -199,3 +199,17 @@ def test_a_clone_has_the_changes_and_is_checked():
     with pytest.raises(RequestError, match="temperature=-1"):
         params.clone(temperature=-1)
     assert config(seed=3).clone(dtype="bf16") == config(seed=3, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("path", ["lora_name", "lora_path"], "lora_path"),
+        ("temp", ["temperature", "top_p"], "temperature"),
+        ("lora", ["layout", "lora_request"], "lora_request"),
+        ("max", ["max_num_seqs", "max_model_len"], None),
+        ("n", ["num_samples"], None),
+    ],
+)
+def test_the_only_name_that_begins_or_ends_so_was_probably_meant(name, known, meant):
+    assert did_you_mean(name, known) == (f"Did you mean '{meant}'?" if meant else "")
