@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if Dashboard is None:
         advice = 'pip install "rollout-engine[view]", or look once with --once'
-        raise ConfigError(f"watch: the live view needs the packages rich and textual: {advice}.")
+        raise ConfigError(f"The live view needs the packages rich and textual: {advice}.")
     require_terminal("look once with --once")
 
     def read(columns: int) -> list[str]:
