@@ -28,6 +28,7 @@ from contextlib import nullcontext
 from io import TextIOBase
 from typing import Any, TextIO
 
+import msgspec
 from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
@@ -108,7 +109,19 @@ def line_of(sample: dict[str, Any]) -> str:
             where = f"columns[{name!r}] of group {sample['group_id']}, sample {sample['sample_index']}"
             hint = f"{problem}. Convert it, or leave it out with batch.exclude({name!r})."
             raise RequestError.for_field(where, value, "something that JSON can represent", hint) from problem
-    return _dumps(sample)
+    return (
+        "{" + ", ".join(f"{_dumps(name)}: {_numbers(value) or _dumps(value)}" for name, value in sample.items()) + "}"
+    )
+
+
+def _numbers(value: Any) -> str | None:
+    """A list of finite numbers, as most of a line is, as JSON in a tenth of the time; None where it is not one."""
+    try:
+        if type(value) is list and value and math.isfinite(sum(value)):
+            return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, OverflowError):
+        pass
+    return None
 
 
 def _dumps(value: Any) -> str:

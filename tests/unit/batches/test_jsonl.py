@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tensordict import NonTensorStack
 
 from rollout_engine import RequestError, to_jsonl
+from rollout_engine.batches.jsonl import line_of
 from rollout_engine.batches.layout import places
 
 LAYOUTS = ["padded", "packed"]
@@ -105,3 +107,30 @@ def test_arrays_and_tensors_in_columns_are_lists(make_batch, tmp_path):
     batch["mixed"] = NonTensorStack({"a": np.float32(0.1)}, {"b": torch.tensor([1, 2])})
     rows = written(batch, tmp_path / "file")
     assert [row["columns"]["mixed"] for row in rows] == [{"a": float(np.float32(0.1))}, {"b": [1, 2]}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1.5, -0.0, 5e-324, 1.7976931348623157e308, 1e16, 0.1, -3],
+        [1.7976931348623157e308] * 2,
+        [2**70, 2**63, -(2**70)],
+        [True, 1],
+        [1, None, "é\u2028"],
+        [[1, 2], [3]],
+        [],
+        "\ud800",
+        {"a": [1.0]},
+        0,
+    ],
+    ids=repr,
+)
+def test_a_line_says_what_json_would(value):
+    read = json.loads(line_of({"columns": {}, "value": value}))
+    assert repr(read) == repr({"columns": {}, "value": value})
+
+
+@pytest.mark.parametrize("value", [[1.0, math.nan], [math.inf], [-math.inf, math.inf]], ids=repr)
+def test_numbers_that_json_does_not_have_are_no_line(value):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        line_of({"columns": {}, "value": value})
