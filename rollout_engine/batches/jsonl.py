@@ -109,9 +109,18 @@ def line_of(sample: dict[str, Any]) -> str:
             where = f"columns[{name!r}] of group {sample['group_id']}, sample {sample['sample_index']}"
             hint = f"{problem}. Convert it, or leave it out with batch.exclude({name!r})."
             raise RequestError.for_field(where, value, "something that JSON can represent", hint) from problem
-    return (
-        "{" + ", ".join(f"{_dumps(name)}: {_numbers(value) or _dumps(value)}" for name, value in sample.items()) + "}"
-    )
+    parts: list[str] = []
+    others: dict[str, Any] = {}
+    for name, value in sample.items():
+        numbers = _numbers(value)
+        if numbers is None:
+            others[name] = value
+            continue
+        parts += [_dumps(others)[1:-1]] if others else []
+        parts.append(f"{_dumps(name)}: {numbers}")
+        others = {}
+    parts += [_dumps(others)[1:-1]] if others else []
+    return f"{{{', '.join(parts)}}}"
 
 
 def _numbers(value: Any) -> str | None:
@@ -124,15 +133,14 @@ def _numbers(value: Any) -> str | None:
     return None
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_listed)
-
-
 def _listed(value: Any) -> Any:
     """Convert arrays, tensors and their scalars to lists and numbers."""
     if not hasattr(value, "tolist"):
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
     return value.tolist()
+
+
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_listed).encode
 
 
 def _value(key: Key, value: Any, batch: TensorDictBase, where: Places, row: int) -> Any:
