@@ -137,7 +137,7 @@ def test_the_figures_of_the_performance_page_are_committed_ones(tools):
         figure = figures[f"training step, {step}"]
         assert list(figure["step_ms"].values()) == [rounded(plain), rounded(exact), rounded(packed)]
         assert [figure["step_ratio"], figure["packed_step_ratio"]] == [rounded(ratio), rounded(packed_ratio)]
-    costs = re.findall(r"^\| ([^|]+) \| ([\d.]+) % \|", text, re.MULTILINE)
+    costs = re.findall(r"^\| ([^|]+) \| (-?[\d.]+) % \|", text, re.MULTILINE)
     assert len(costs) == 3
     for what, share in costs:
         assert 100 * figures[what]["cost"] == rounded(share)
