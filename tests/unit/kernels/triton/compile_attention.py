@@ -6,6 +6,7 @@ The interpreter accepts what the compiler does not; this is the other half of th
 """
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -21,7 +22,7 @@ from rollout_engine.kernels.triton.attention_shape import Lists, Output, Parts, 
 from rollout_engine.kernels.triton.merge_kernel import merge_kernel
 from rollout_engine.kernels.triton.paged_attention import Heads
 from rollout_engine.kernels.triton.tiling import Tiling
-from tests.unit.kernels.triton.compile_calls_for_hopper import row_stats
+from tests.unit.kernels.triton.compile_calls_for_hopper import dumped, row_stats
 
 SHARED_BYTES = {90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Shared memory that a program may have, by compute capability: Hopper, and Blackwell for servers and for consumers."""
@@ -85,6 +86,19 @@ KERNELS = {
 }
 
 
+def tile_instructions(kernel: Any) -> int:
+    """Instructions that a warp issues for a tile: of the shortest loop with matrix products; 0 without such a loop."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", dumped(kernel, "-sass"))]
+    lengths = []
+    for end, text in code:
+        start = re.search(r"BRA.*0x([0-9a-f]+)", text)
+        if start and int(start[1], 16) < end:
+            loop = [text for at, text in code if int(start[1], 16) <= at <= end]
+            if any(re.search(r"\b\w*MMA\b", text) for text in loop):
+                lengths.append(len(loop))
+    return min(lengths, default=0)
+
+
 def attention_arguments() -> dict[str, Any]:
     """Types of the attention kernel's arguments."""
     parts, strides = Parts("*fp32", "*fp32", "*fp32"), ("i32", "i32", "i32")
@@ -144,5 +158,5 @@ if __name__ == "__main__":
     for name in sys.argv[2:] or KERNELS:
         made = KERNELS[name]()
         made, programs = made if isinstance(made, tuple) else (made, 1)
-        stats[name] = row_stats(made) | {"programs": programs}
+        stats[name] = row_stats(made) | {"programs": programs, "tile_instructions": tile_instructions(made)}
     print(json.dumps(stats, indent=1))

@@ -87,16 +87,21 @@ def call_sampling(dtype: torch.dtype) -> None:
 
 def row_stats(kernel: Any) -> dict[str, int]:
     """Registers, bytes of stack (spills) and of shared memory, and instructions that show a good kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    usage = dumped(kernel, "-res-usage")
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
     ptx = kernel.asm["ptx"]
     wide = len(re.findall(r"ld\.global[.\w]*\.v(?:4\.b32|2\.b64)", ptx))
     counts = {name: ptx.count(name) for name in ("wgmma.mma", "mma.sync", "cp.async.cg", "div.full")}
     sizes = {"shared": kernel.metadata.shared, "threads": 32 * kernel.metadata.num_warps}
     return {"registers": registers, "stack": stack, "wide_loads": wide} | sizes | counts
+
+
+def dumped(kernel: Any, what: str) -> str:
+    """What cuobjdump prints of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return subprocess.run([CUOBJDUMP, what, file.name], check=True, capture_output=True, text=True).stdout
 
 
 def main() -> None:
