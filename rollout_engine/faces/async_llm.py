@@ -15,7 +15,7 @@ from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.faces.verb_methods import AsyncVerbs, Face
 from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.placements import connect_client, start_client
+from rollout_engine.fleet.placements import client_starter, connect_client
 from rollout_engine.fleet.replica_health import ReplicaHealth
 from rollout_engine.lora_request import LoRALike, LoRARequest
 from rollout_engine.metrics import StatLogger
@@ -58,7 +58,7 @@ class AsyncLLM(AsyncVerbs):
         **engine_kwargs: Any,
     ) -> None:
         config = EngineConfig.from_kwargs(model=model, **engine_kwargs)
-        start = partial(start_client, num_replicas=num_replicas, placement=placement, ray_address=ray_address)
+        start = client_starter(num_replicas=num_replicas, placement=placement, ray_address=ray_address)
         self.frontend = Frontend.start(config, start, stat_loggers)
 
     @classmethod

@@ -16,7 +16,7 @@ from rollout_engine.faces.load_balancer import LoadBalancer
 from rollout_engine.faces.verb_methods import BlockingVerbs, wait_for
 from rollout_engine.fleet.balancer import Balancer, BalancerStats, StrategyName
 from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.placements import start_fleet
+from rollout_engine.fleet.placements import fleet_starter
 from rollout_engine.fleet.replica_health import ReplicaHealth
 from rollout_engine.lora_request import LoRALike
 from rollout_engine.metrics import StatLogger
@@ -77,8 +77,7 @@ class RolloutService(BlockingVerbs):
             hint = "RolloutService.from_pretrained takes a path and options."
             raise ConfigError(refused("config", config, "an EngineConfig", hint))
         routing = Balancer(balancer, prefix_length=prefix_length, overload_threshold=overload_threshold)
-        where: Any = dict(placement=placement, ray_address=ray_address)
-        start = partial(start_fleet, num_replicas=num_replicas, balancer=routing, **where)
+        start = fleet_starter(num_replicas=num_replicas, placement=placement, ray_address=ray_address, balancer=routing)
         return cls(Frontend.start(config, start, stat_loggers))
 
     @classmethod

@@ -1,6 +1,8 @@
 """Where the replicas of a fleet run: by name, `placement="processes"` or `placement="ray"`, or by address."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.client import EngineClient
@@ -14,6 +16,9 @@ from rollout_engine.fleet.ray_provider import RayProvider
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import ProcessClient
 
+StartClient: TypeAlias = Callable[[EngineConfig, Callable[[], object]], EngineClient]
+"""`start(config, meanwhile)` starts what a config asks for, and calls `meanwhile` as it loads."""
+StartFleet: TypeAlias = Callable[[EngineConfig, Callable[[], object]], FleetClient]
 PLACEMENTS = ("processes", "ray")
 """Processes of this machine, or actors of a Ray cluster."""
 
@@ -33,22 +38,20 @@ def make_provider(placement: str, ray_address: str | None = None) -> Provider:
     return ProcessProvider()
 
 
-def start_fleet(
-    config: EngineConfig,
-    meanwhile: Callable[[], object] = lambda: None,
+def fleet_starter(
     *,
     num_replicas: int = 1,
     placement: str = "processes",
     ray_address: str | None = None,
     balancer: Balancer | None = None,
-) -> FleetClient:
-    """Start a fleet, of one replica too, and wait until all are loaded.
+) -> StartFleet:
+    """A function that starts a fleet, of one replica too, and waits until all are loaded, as `FleetClient.start` does.
 
-    Raises as `make_provider` and `FleetClient.start`.
+    What is not allowed raises `ConfigError` here, before anything of the model is read; also as `make_provider`.
     """
     check_count(num_replicas)
     provider = make_provider(placement, ray_address)
-    return FleetClient.start(config, meanwhile, num_replicas=num_replicas, provider=provider, balancer=balancer)
+    return partial(FleetClient.start, num_replicas=num_replicas, provider=provider, balancer=balancer)
 
 
 def connect_client(address: str | Sequence[str], *, keys: Keys | None, hang_seconds: float) -> EngineClient:
@@ -62,21 +65,12 @@ def connect_client(address: str | Sequence[str], *, keys: Keys | None, hang_seco
     return FleetClient.start(provider.read_config(), num_replicas=provider.num_cores, provider=provider)
 
 
-def start_client(
-    config: EngineConfig,
-    meanwhile: Callable[[], object] = lambda: None,
-    *,
-    num_replicas: int = 1,
-    placement: str = "processes",
-    ray_address: str | None = None,
-) -> EngineClient:
-    """Start the engines of a face and wait until they are loaded: one in a process of its own, or a fleet.
+def client_starter(
+    *, num_replicas: int = 1, placement: str = "processes", ray_address: str | None = None
+) -> StartClient:
+    """A function that starts the engines of a face: one in a process of its own, or a fleet, as `fleet_starter`.
 
-    On Ray one replica is a fleet too: its core may be on another node, and is started again when it dies. Raises as
-    `make_provider` and `FleetClient.start`.
+    On Ray one replica is a fleet too: its core may be on another node, and is started again when it dies.
     """
-    check_count(num_replicas)
-    provider = make_provider(placement, ray_address)
-    if num_replicas == 1 and isinstance(provider, ProcessProvider):
-        return ProcessClient.start(config, meanwhile)
-    return FleetClient.start(config, meanwhile, num_replicas=num_replicas, provider=provider)
+    start = fleet_starter(num_replicas=num_replicas, placement=placement, ray_address=ray_address)
+    return ProcessClient.start if num_replicas == 1 and placement == "processes" else start
