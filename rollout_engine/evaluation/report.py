@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from rollout_engine.evaluation.votes import majority_at_k, pass_at_k
 from rollout_engine.outputs import TokenTexts
 from rollout_engine.viewing.samples import TokenText
 
-Row = dict[str, Any]
+Row: TypeAlias = dict[str, Any]
+_Prompts: TypeAlias = dict[int, list[dict[str, Any]]]
+"""Number of a prompt -> its samples."""
 
 
 class EvalReport:
@@ -33,8 +35,9 @@ class EvalReport:
         self.plan, self._token_text = plan, token_text
         self.samples = _ordered(plan, samples)
         """One dict per sample, as `read_jsonl` returns it, by checkpoint, task, setting, prompt and index."""
-        self._values = {cell: _values(prompts, plan["k"]) for cell, prompts in _by_prompt(self.samples).items()}
-        self.table: list[Row] = [row for cell in self._values for row in self._estimates(cell)]
+        by_prompt = _by_prompt(self.samples)
+        self._values = {cell: _values(prompts, plan["k"]) for cell, prompts in by_prompt.items()}
+        self.table: list[Row] = [row for cell, prompts in by_prompt.items() for row in self._estimates(cell, prompts)]
         """A dict for each checkpoint, task, setting and metric: its mean over prompts ("value"), the ends of its 95 %
         interval ("low", "high"; None with one prompt), "num_prompts", "num_samples", and the policy "versions" that
         sampled. Metrics: "mean" (of rewards), "pass@k", "maj@k", "length" (tokens), "truncated" (share)."""
@@ -83,9 +86,9 @@ class EvalReport:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
-    def _estimates(self, cell: Cell) -> Iterable[Row]:
-        samples = [sample for sample in self.samples if Cell.of(sample) == cell]
-        versions = sorted({version for sample in samples for version in sample["policy_version"]} - {-1})
+    def _estimates(self, cell: Cell, prompts: _Prompts) -> Iterable[Row]:
+        samples = [sample for group in prompts.values() for sample in group]
+        versions = sorted(set().union(*(sample["policy_version"] for sample in samples)) - {-1})
         for metric, values in self._values[cell].items():
             estimate = mean_interval(np.array(list(values.values())))
             counts = {"num_prompts": len(values), "num_samples": len(samples), "versions": versions}
@@ -117,22 +120,23 @@ def _ordered(plan: Mapping[str, Any], samples: Iterable[dict[str, Any]]) -> list
     return sorted(samples, key=key)
 
 
-def _by_prompt(samples: Iterable[dict[str, Any]]) -> dict[Cell, dict[int, list[dict[str, Any]]]]:
-    found: dict[Cell, dict[int, list[dict[str, Any]]]] = {}
+def _by_prompt(samples: Iterable[dict[str, Any]]) -> dict[Cell, _Prompts]:
+    found: dict[Cell, _Prompts] = {}
     for sample in samples:
         found.setdefault(Cell.of(sample), {}).setdefault(sample["group_id"], []).append(sample)
     return found
 
 
-def _values(prompts: Mapping[int, Sequence[dict[str, Any]]], ks: Sequence[int]) -> dict[str, dict[int, float]]:
+def _values(prompts: _Prompts, ks: Sequence[int]) -> dict[str, dict[int, float]]:
     """Metric -> prompt -> its value. Prompts with fewer than k samples have no pass@k."""
     found: dict[str, dict[int, float]] = {"mean": {}}
     found |= {f"{name}@{k}": {} for name in ("pass", "maj") for k in ks} | {"length": {}, "truncated": {}}
     for prompt, samples in prompts.items():
         correct = [sample["evaluation"]["correct"] for sample in samples]
         answers = [sample["evaluation"]["answer"] for sample in samples]
+        versions_of = [sample["policy_version"] for sample in samples]
         found["mean"][prompt] = _mean(sample["reward"] for sample in samples)
-        found["length"][prompt] = _mean(sum(v >= 0 for v in sample["policy_version"]) for sample in samples)
+        found["length"][prompt] = _mean(len(versions) - versions.count(-1) for versions in versions_of)
         found["truncated"][prompt] = _mean(sample["truncated"] for sample in samples)
         for k in ks:
             if k <= len(samples):
