@@ -4,8 +4,9 @@ python tests/benchmarks/push_delta.py [--shape L] [--rounds 5] [--share 0.03] [-
 
 Three kinds of pushes by shared memory take turns: of everything (`delta=False`), after a change of neighbouring pieces
 of 512 KiB (some layers are trained, the others are frozen), and after a change of as many pieces, spread at random. A
-ratio is the median time of such a push over that of a push of everything. A stall is the time in which no step could
-begin. `--dtype` is the engine's; the default is what it chooses for this machine.
+ratio is the median time of such a push over that of a push of everything. Digesting all weights, with nothing else, is
+what no push of changes can go below. A stall is the time in which no step could begin. `--dtype` is the engine's; the
+default is what it chooses for this machine.
 """
 
 import argparse
@@ -26,7 +27,8 @@ from works import MAX_MODEL_LEN, SHAPES, write_config
 
 from rollout_engine import AsyncLLM
 from rollout_engine.outputs import UpdateReport
-from sync.digests import PIECE_BYTES
+from sync.digests import PIECE_BYTES, piece_digests
+from sync.threads import in_threads
 
 
 def change(trainer: torch.nn.Module, share: float, *, spread: bool) -> None:
@@ -38,13 +40,23 @@ def change(trainer: torch.nn.Module, share: float, *, spread: bool) -> None:
         parameter.data.view(-1)[start // parameter.itemsize] += random.uniform(1, 2)
 
 
+def digest_seconds(trainer: torch.nn.Module) -> float:
+    """How long it takes to digest all weights, on as many threads as a push has."""
+    weights = [parameter.detach() for parameter in trainer.parameters()]
+    start = time.perf_counter()
+    in_threads(piece_digests, weights, torch.get_num_threads(), [weight.nbytes for weight in weights])
+    return time.perf_counter() - start
+
+
 def measure(push: Callable[..., UpdateReport], trainer: torch.nn.Module, rounds: int, share: float) -> dict[str, Any]:
     """The figure; the first push makes fresh pages and does not count."""
     times: dict[str, list[float]] = {}
     stalls: dict[str, list[float]] = {}
     sent: dict[str, list[int]] = {}
+    digesting: list[float] = []
     push(trainer)
     for _ in range(rounds):
+        digesting.append(digest_seconds(trainer))
         for kind in ("full", "together", "spread"):
             change(trainer, share, spread=kind == "spread")
             start = time.perf_counter()
@@ -55,6 +67,7 @@ def measure(push: Callable[..., UpdateReport], trainer: torch.nn.Module, rounds:
     median = {kind: statistics.median(values) for kind, values in times.items()}
     return {
         **{f"{kind}_ratio": round(median[kind] / median["full"], 3) for kind in ("together", "spread")},
+        "digesting_ms": round(1000 * statistics.median(digesting), 1),
         **{f"{kind}_ms": round(1000 * seconds, 1) for kind, seconds in median.items()},
         **{f"{kind}_stall_ms": round(1000 * statistics.median(seconds), 2) for kind, seconds in stalls.items()},
         **{f"{kind}_share_staged": round(statistics.median(sent[kind]) / sent["full"][0], 3) for kind in sent},
