@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """Reference counts and free blocks, every operation O(1).
+    """Reference counts and free blocks. Every operation is O(1), but for `forget_contents`.
 
     reused first  | content worthless | never used | content cached, oldest first |  reused last
 
@@ -51,7 +51,7 @@ class BlockPool:
             (self._cached if worth_keeping else self._worthless)[block] = None
 
     def forget_contents(self) -> None:
-        """What free blocks hold is worth nothing any more."""
+        """Take what free blocks hold to be worthless from now on. O(n) for the smaller of the two kinds, then O(1)."""
         fewer, more = sorted((self._worthless, self._cached), key=len)
         more.update(fewer)
         self._worthless, self._cached = more, OrderedDict()
