@@ -109,18 +109,8 @@ def line_of(sample: dict[str, Any]) -> str:
             where = f"columns[{name!r}] of group {sample['group_id']}, sample {sample['sample_index']}"
             hint = f"{problem}. Convert it, or leave it out with batch.exclude({name!r})."
             raise RequestError.for_field(where, value, "something that JSON can represent", hint) from problem
-    parts: list[str] = []
-    others: dict[str, Any] = {}
-    for name, value in sample.items():
-        numbers = _numbers(value)
-        if numbers is None:
-            others[name] = value
-            continue
-        parts += [_dumps(others)[1:-1]] if others else []
-        parts.append(f"{_dumps(name)}: {numbers}")
-        others = {}
-    parts += [_dumps(others)[1:-1]] if others else []
-    return f"{{{', '.join(parts)}}}"
+    encoded = (f"{_dumps(name)}: {_numbers(value) or _dumps(value)}" for name, value in sample.items())
+    return f"{{{', '.join(encoded)}}}"
 
 
 def _numbers(value: Any) -> str | None:
