@@ -11,7 +11,6 @@ samples.parquet.
 import argparse
 import json
 import sys
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,11 +33,9 @@ def run(arguments: argparse.Namespace) -> None:
     file = read_sweep_file(arguments.file, arguments.overrides)
     sys.path.insert(0, str(arguments.file.parent.resolve()))  # functions that the file names
     file.check()
-    with ExitStack() as stack:
-        with file.located():
-            policy = stack.enter_context(RolloutPolicy.from_pretrained(file.model, **file.engine))
-            resume, shown = not arguments.no_resume, sys.stderr.isatty()
-            report = policy.evaluate(**file.arguments, resume=resume, use_tqdm=shown)
+    with file.located(), RolloutPolicy.from_pretrained(file.model, **file.engine) as policy:
+        resume, shown = not arguments.no_resume, sys.stderr.isatty()
+        report = policy.evaluate(**file.arguments, resume=resume, use_tqdm=shown)
     out = Path(file.arguments["out"])
     report.to_jsonl(out / "table.jsonl")
     report.to_html(out / "report.html")

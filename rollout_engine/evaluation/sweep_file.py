@@ -33,7 +33,7 @@ class SweepFile(NamedTuple):
     """Names of the keys that the file did not set."""
 
     def check(self) -> None:
-        """Check settings, and read rows, functions and environments of the tasks, before a model is loaded.
+        """Check settings, and prepare the tasks of `arguments`, before a model is loaded.
 
         Raises `ConfigError` with the line of the key at fault.
         """
@@ -44,7 +44,7 @@ class SweepFile(NamedTuple):
             as_sweep(self.arguments["sweep"]).named_settings()
         for index, task in enumerate(self.arguments["tasks"]):
             with self._at(("tasks", index), f"[[tasks]] {index + 1}", task):
-                prepare_tasks([task])
+                self.arguments["tasks"][index : index + 1] = prepare_tasks([task])
 
     @contextmanager
     def located(self) -> Iterator[None]:

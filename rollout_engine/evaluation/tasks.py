@@ -95,15 +95,17 @@ def prepare_tasks(tasks: Any) -> list[PreparedTask]:
     """Read the tasks of `RolloutPolicy.evaluate`. Raises `RequestError` or `ConfigError`, naming the task.
 
     `tasks`: one or a list of `EvalTask`s, dicts of their fields, names of environments ("family:name", or a dataset of
-    reasoning_gym alone), or what makes environments; or a dict from names to these.
+    reasoning_gym alone), or what makes environments; or a dict from names to these. Those of a list that are prepared
+    already are not read again.
     """
     if isinstance(tasks, Mapping) and not {"rows", "env"} & tasks.keys():
-        listed = [_named(str(name), task) for name, task in tasks.items()]
+        listed: list[EvalTask | PreparedTask] = [_named(str(name), task) for name, task in tasks.items()]
     else:
-        listed = [_as_task(task) for task in (tasks if isinstance(tasks, list | tuple) else [tasks])]
+        given = tasks if isinstance(tasks, list | tuple) else [tasks]
+        listed = [task if isinstance(task, PreparedTask) else _as_task(task) for task in given]
     if not listed:
         raise RequestError.for_field("tasks", tasks, "at least one task")
-    prepared = [_prepared(task) for task in listed]
+    prepared = [task if isinstance(task, PreparedTask) else _prepared(task) for task in listed]
     names = [task.name for task in prepared]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise RequestError.for_field("tasks", twice, "different names", "Two tasks have this one: give them name=.")

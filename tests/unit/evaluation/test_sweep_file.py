@@ -6,6 +6,7 @@ import pytest
 
 from rollout_engine.errors import ConfigError
 from rollout_engine.evaluation.sweep_file import read_sweep_file
+from rollout_engine.evaluation.tasks import prepare_tasks
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "sweep.toml"
 GOOD = """\
@@ -60,6 +61,13 @@ def test_the_example_can_be_read():
     assert len(read_sweep_file(EXAMPLE).arguments["tasks"]) == 2
 
 
+def assert_told(read, line, told):
+    """`read` raises a `ConfigError` that says this, with this line of the file."""
+    with pytest.raises(ConfigError) as refusal:
+        read()
+    assert f"sweep.toml:{line}: " in str(refusal.value) and told in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "line", "told"),
     [
@@ -73,9 +81,7 @@ def test_the_example_can_be_read():
 )
 def test_an_unknown_key_is_told_with_its_line(read, before, after, line, told):
     assert before in GOOD
-    with pytest.raises(ConfigError) as refusal:
-        read(GOOD.replace(before, after))
-    assert f"sweep.toml:{line}: " in str(refusal.value) and told in str(refusal.value)
+    assert_told(lambda: read(GOOD.replace(before, after)), line, told)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +171,14 @@ def task_files(tmp_path, monkeypatch):
 def test_a_wrong_value_of_a_task_is_told_with_its_line(read, task_files, before, after, line, told):
     assert before in SECOND
     found = read(TASKS.replace(SECOND, SECOND.replace(before, after)))
-    with pytest.raises(ConfigError) as refusal:
-        found.check()
-    assert f"sweep.toml:{line}: " in str(refusal.value) and told in str(refusal.value)
+    assert_told(found.check, line, told)
+
+
+def test_tasks_that_were_checked_are_not_read_again(read, task_files, tmp_path):
+    found = read(TASKS)
+    found.check()
+    (tmp_path / "good.jsonl").unlink()
+    assert [task.name for task in prepare_tasks(found.arguments["tasks"])] == ["good", "second"]
 
 
 def test_rows_that_are_beside_the_file_are_found_for_the_user(read, task_files, tmp_path, monkeypatch):
