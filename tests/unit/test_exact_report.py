@@ -121,9 +121,7 @@ def test_log_probs_one_column_off_and_nan_are_recognised(trainer, batch):
 
 
 def test_what_is_no_rollout_is_refused(batch):
-    with pytest.raises(
-        ValueError, match=r"batch must be what RolloutPolicy.rollout returned, got Tensor: call exact.chec"
-    ):
+    with pytest.raises(ValueError, match=r"what RolloutPolicy\.rollout returned, got Tensor: call exact\.check"):
         exact.check(batch["tokens", "full"], batch["log_probs", "full"])
 
 
