@@ -278,9 +278,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{mine} and {other} are both set: {reason}. Give one of them.")
 
     def _check_ranks(self) -> None:
+        is_whole = self.deterministic is False and self.device == "cpu"
         found = {
-            'device="cuda"': (self.device == "cuda", "on devices a model is on one; leave tensor_parallel_size out"),
-            "deterministic=False": (self.deterministic is False, "a cut model has the bits of one that is whole"),
+            "deterministic=False": (is_whole, "a cut model has the bits of one that is whole"),
             f"speculation={self.speculation!r}": (self.speculates is not None, "ranks draft no tokens"),
         }
         for other, (is_set, reason) in found.items():

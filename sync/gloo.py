@@ -42,10 +42,11 @@ class GlooReceiver(BroadcastReceiver):
 
 
 def _end(config: GroupConfig) -> BroadcastEnd:
-    return BroadcastEnd(WeightGroup(config, _connect), torch.device("cpu"))
+    return BroadcastEnd(WeightGroup(config, connect_gloo), torch.device("cpu"))
 
 
-def _connect(store: Store, config: GroupConfig) -> ProcessGroup:
+def connect_gloo(store: Store, config: GroupConfig) -> ProcessGroup:
+    """A group over gloo."""
     options = c10d.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=config.timeout)
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own_address(config))]

@@ -23,7 +23,8 @@ from sync.groups import GroupConfig, ProcessGroup, Store, WeightGroup, c10d
 BUCKET_BYTES = 256 << 20
 """Default size of a bucket; each side has two on its device. A larger tensor travels alone."""
 _cuda: Any = torch.cuda
-_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_NEVER_SECONDS = 30 * 86_400.0
+"""A deadline that no step reaches."""
 _CONSTRUCTING = threading.Lock()
 """Held while the environment is changed for a constructor."""
 
@@ -88,31 +89,49 @@ def _end(config: GroupConfig, device_name: str) -> BroadcastEnd:
         return is_done_within(done, seconds)
 
     def connect(store: Store, config: GroupConfig) -> ProcessGroup:
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=config.timeout)
-        prefixed = c10d.PrefixStore("weights", store)
-        with _waits_raise():
-            group = c10d.ProcessGroupNCCL(prefixed, config.rank, config.world_size, options)
-        group.eager_connect_single_device(device)  # otherwise the first broadcast would: `ready` must mean ready
-        return group
+        """Waits raise errors and deadlines on the thread that waits.
+
+        Otherwise torch's watchdog thread would end this process, trainer or engine, a minute after a late step, even
+        one that was aborted.
+        """
+        return _connected(store, config, device, config.timeout, {"TORCH_NCCL_BLOCKING_WAIT": "1"})
 
     return BroadcastEnd(WeightGroup(config, connect), device, stream=on_stream, settle=settle)
 
 
-@contextlib.contextmanager
-def _waits_raise() -> Iterator[None]:
-    """Have a group made inside raise errors and deadlines from `Work.wait`, on the thread that waits.
+def connect_ahead(store: Store, config: GroupConfig, *, device: torch.device) -> ProcessGroup:
+    """A group whose steps are launched like kernels: later work on the device waits for them, the host does not.
 
-    Otherwise torch's watchdog thread would end this process, trainer or engine, a minute after a late step, even one
-    that was aborted. torch reads the variable in the constructor, for that group alone.
+    torch's watchdog ends no process that has it: whoever makes it notices how the others end, and aborts it.
     """
+    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+    return _connected(store, config, device, _NEVER_SECONDS, variables)
+
+
+def _connected(
+    store: Store, config: GroupConfig, device: torch.device, seconds: float, variables: dict[str, str]
+) -> ProcessGroup:
+    """A group with this deadline for each step, made with these variables in the environment."""
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=seconds)
+    prefixed = c10d.PrefixStore("weights", store)
+    with _environment(variables):
+        group = c10d.ProcessGroupNCCL(prefixed, config.rank, config.world_size, options)
+    group.eager_connect_single_device(device)  # otherwise the first step would: a group that has formed is ready
+    return group
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Have these variables in the environment inside. torch reads them in a group's constructor, for it alone."""
     with _CONSTRUCTING:
-        former = os.environ.get(_BLOCKING_WAIT)
-        os.environ[_BLOCKING_WAIT] = "1"
+        former = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         try:
             yield
         finally:
-            if former is None:
-                del os.environ[_BLOCKING_WAIT]
-            else:
-                os.environ[_BLOCKING_WAIT] = former
+            for name, value in former.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

@@ -8,6 +8,7 @@ import numpy as np
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import LifecycleError, RPCError
+from rollout_engine.execution.device_rank_team import DeviceRankTeam
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.leading_worker import LeadingWorker
 from rollout_engine.execution.profiler import Profiler
@@ -15,6 +16,7 @@ from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_wire import CallExtension, pack_value
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.model.backends import device_of
 from worker_ext.score import ScoreExtension
 from worker_ext.weights import WeightSyncExtension
 
@@ -39,7 +41,8 @@ class ProcessExecutor(InlineExecutor):
     @classmethod
     def from_config(cls, config: EngineConfig) -> "ProcessExecutor":
         """Load the model, each rank its part. Raises `ConfigError` when it cannot be served, or not by so many."""
-        team = RankTeam(config)
+        device = device_of(config)
+        team = RankTeam(config) if device.is_host else DeviceRankTeam(config, device.torch_device)
         try:
             with _named(team):
                 worker = LeadingWorker(config, team)
@@ -48,11 +51,29 @@ class ProcessExecutor(InlineExecutor):
         except BaseException:
             team.shutdown()
             raise
-        return cls(worker, team, async_scheduling=config.schedules_ahead, profiler=Profiler(config.profiler_dir))
+        return cls(
+            worker,
+            team,
+            async_scheduling=config.schedules_ahead and not worker.backend.runs_ahead,
+            profiler=Profiler(config.profiler_dir),
+        )
 
     def watch(self, on_death: Callable[[str], object]) -> None:
         """Call `on_death`, on another thread, with the reason when a rank ends or fails."""
         self._team.watch(on_death)
+
+    def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        if not self.worker.backend.runs_ahead:
+            return super().submit(work)
+        wait = super().submit(work)
+
+        def result() -> ModelRunnerOutput:
+            with _named(self._team):
+                out = wait()
+            self._team.require_alive()  # a device that lost the others computes on, with what never arrived
+            return out
+
+        return result
 
     def score(self, *args: Any, **options: Any) -> Iterator[dict[int, np.ndarray]]:
         with _named(self._team):
@@ -97,5 +118,5 @@ def _named(team: RankTeam) -> Iterator[None]:
     """Raise, for broken turns inside, the error that says which rank has broken them."""
     try:
         yield
-    except BrokenTurnsError:
-        team.raise_error()
+    except BrokenTurnsError as effect:
+        team.raise_error(effect)

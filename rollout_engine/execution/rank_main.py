@@ -23,7 +23,7 @@ from rollout_engine.execution.rank_wire import (
 )
 from rollout_engine.execution.rank_worker import RankWorker
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
-from rollout_engine.model.ranks.exchange import Exchange
+from rollout_engine.model.backends import device_of, exchange_of
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.threads import give_way_early, start_thread
 
@@ -36,13 +36,18 @@ def serve(memory: int, life: Channel, steps: Channel, calls: Channel, num_ranks:
     logging.basicConfig(level=settings.log_level, format=f"rank {settings.rank}: %(message)s")
     start_thread(_end_with, life, name="rank-0")
     sys.path[:] = settings.import_path
-    seat = Seat(Exchange(memory, settings.rank, num_ranks))
+    try:
+        device = device_of(settings.config)
+        seat = Seat(exchange_of(device, memory, settings.rank, num_ranks, settings.rendezvous))
+    except BaseException as error:
+        life.send(Failed.of(error))
+        return 1
     os.close(memory)
     try:
         worker = RankWorker(settings, seat)
         life.send(Started())
     except BaseException as error:
-        seat.exchange.turns.break_()
+        seat.exchange.break_()
         if not isinstance(error, BrokenTurnsError):
             life.send(Failed.of(error))
         return 1
@@ -74,7 +79,7 @@ def _take_part(worker: RankWorker, seat: Seat, life: Channel, steps: Channel) ->
         _leave(1)
     except BaseException as error:
         logger.critical("a step failed", exc_info=error)
-        seat.exchange.turns.break_()
+        seat.exchange.break_()
         life.send(Failed.of(error))
         _leave(1)
 

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -47,15 +47,16 @@ _END_SECONDS = 5.0
 class Rank:
     """One other rank: its process and the three sockets to it."""
 
-    def __init__(self, settings: RankSettings, memory: int, num_ranks: int) -> None:
+    def __init__(self, settings: RankSettings, memory: int, num_ranks: int, environment: Mapping[str, str]) -> None:
+        """`environment`: variables that it has besides this process's."""
         self.rank = settings.rank
         pairs = [socket.socketpair() for _ in range(3)]
         theirs = [pair[1] for pair in pairs]
         numbers = [memory, *(end.fileno() for end in theirs)]
-        environment = environment_with_package() | {"OMP_NUM_THREADS": str(settings.num_threads)}
+        variables = environment_with_package() | {"OMP_NUM_THREADS": str(settings.num_threads), **environment}
         try:
             self.process = start_module(
-                _MODULE, [*map(str, numbers), str(num_ranks)], descriptors=numbers, environment=environment
+                _MODULE, [*map(str, numbers), str(num_ranks)], descriptors=numbers, environment=variables
             )
         except BaseException:
             for pair in pairs:
@@ -112,12 +113,13 @@ class RankTeam:
         self._ranks: list[Rank] = []
         try:
             os.ftruncate(memory, TOTAL_BYTES)
-            self.seat = Seat(Exchange(memory, 0, self.num_ranks), self)
+            self.seat = Seat(self._exchange(memory), self)
             for rank in range(1, self.num_ranks):
                 settings = RankSettings(
-                    _named_elsewhere(config), rank, self.num_threads, logger.getEffectiveLevel(), import_path()
+                    *(_named_elsewhere(config), rank, self.num_threads, logger.getEffectiveLevel(), import_path()),
+                    rendezvous=self._rendezvous,
                 )
-                self._ranks.append(Rank(settings, memory, self.num_ranks))
+                self._ranks.append(Rank(settings, memory, self.num_ranks, self._environment(rank)))
                 start_thread(self._watch, self._ranks[-1], name=f"rank-{rank}")
         except BaseException:
             self.shutdown()
@@ -125,17 +127,32 @@ class RankTeam:
         finally:
             os.close(memory)
 
+    _rendezvous: str | None = None
+    """Where the ranks' devices find one another."""
+
+    def _exchange(self, memory: int) -> Exchange:
+        """Rank 0's end, over a descriptor of memory."""
+        return Exchange(memory, 0, self.num_ranks)
+
+    def _environment(self, rank: int) -> Mapping[str, str]:
+        """Variables of a rank's process."""
+        return {}
+
+    def _settle(self, message: CallMessage) -> None:
+        """Called before ranks carry out a call: what they were told to compute before has been computed."""
+
     def wait_started(self) -> None:
         """Wait until all have loaded their parts. Raises what prevented it."""
         for rank in self._ranks:
             rank.is_started.wait()
         self.require_alive()
 
-    def raise_error(self) -> NoReturn:
-        """Raise the error of the rank that has ended or failed, of which the caller has seen the effect."""
+    def raise_error(self, effect: Exception | None = None) -> NoReturn:
+        """Raise the error of the rank that has ended or failed, of which the caller has seen an `effect`."""
         self._has_failed.wait(_END_SECONDS)
         self.require_alive()
-        raise EngineDeadError("A step or call of the ranks failed, and they cannot go on: make a new engine.")
+        seen = "" if effect is None else f" ({effect})"
+        raise EngineDeadError(f"A step or call of the ranks failed, and they cannot go on{seen}: make a new engine.")
 
     def require_alive(self) -> None:
         """Raise where a rank has ended or failed."""
@@ -168,6 +185,7 @@ class RankTeam:
         """Results of a call on every rank, rank 0's by `own`, in order. Raises the first error once all have ended."""
         with self._calling:
             try:
+                self._settle(message)
                 for rank in self._ranks:
                     rank.calls.send(message)
                 failure: BaseException | None = None
@@ -200,7 +218,7 @@ class RankTeam:
                 on_death(str(error))  # first: a step that fails ends its requests, and the engine would take others
         finally:
             self._has_failed.set()
-            self.seat.exchange.turns.break_()
+            self.seat.exchange.break_()
             for rank in self._ranks:
                 rank.is_started.set()
 
@@ -209,7 +227,7 @@ class RankTeam:
         with self._changing:
             self._is_closing = True
         if hasattr(self, "seat"):
-            self.seat.exchange.turns.break_()
+            self.seat.exchange.break_()
         for rank in self._ranks:
             rank.end()
 

@@ -35,6 +35,8 @@ class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_threads: int
     log_level: int
     import_path: list[str]
+    rendezvous: str | None = None
+    """Where ranks with devices find one another; None on a CPU."""
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
@@ -111,7 +113,38 @@ class CopyBlocks(msgspec.Struct, tag=True, frozen=True, array_like=True):
     pairs: list[tuple[int, int]]
 
 
-StepMessage = Forward | ForwardDense | Head | CopyBlocks
+class ForwardOnDevice(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """A step on devices; the tensors of its batch, of these forms, follow by the exchange."""
+
+    forms: list[tuple[str, tuple[int, ...]]]
+    num_decodes: int
+    pool: int
+
+
+class HeadOnDevice(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Hidden states of this form follow by the exchange; their logits are wanted."""
+
+    form: tuple[str, tuple[int, ...]]
+
+
+class OpenPool(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Make a KV pool beside that of steps."""
+
+    pool: int
+    num_blocks: int
+
+
+class ClosePool(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Free it."""
+
+    pool: int
+
+
+class Meet(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Meet rank 0 on the host, once all that was told before has been launched."""
+
+
+StepMessage = Forward | ForwardDense | Head | CopyBlocks | ForwardOnDevice | HeadOnDevice | OpenPool | ClosePool | Meet
 
 
 class PrepareWeights(msgspec.Struct, tag=True, frozen=True):

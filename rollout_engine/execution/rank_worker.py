@@ -15,11 +15,16 @@ from rollout_engine.execution.rank_parts import RankParts
 from rollout_engine.execution.rank_wire import (
     CallExtension,
     CallMessage,
+    ClosePool,
     CommitWeights,
     CopyBlocks,
     Forward,
     ForwardDense,
+    ForwardOnDevice,
     Head,
+    HeadOnDevice,
+    Meet,
+    OpenPool,
     PackWeights,
     PrepareWeights,
     RankSettings,
@@ -52,6 +57,7 @@ class RankWorker:
     def __init__(self, settings: RankSettings, seat: Seat) -> None:
         torch.set_num_threads(settings.num_threads)
         config, self.rank, self._num_ranks = settings.config, settings.rank, seat.num_ranks
+        self._turns = seat.exchange.turns
         table = ExtensionTable.load(config.worker_extensions)
         device = device_of(config)
         loaded = load_model(config, device.torch_device, seat)
@@ -112,13 +118,24 @@ class RankWorker:
                     model.module.get_output_embeddings()(hidden)
             case CopyBlocks(pairs):
                 model.kv.copy_blocks(pairs)
+            case ForwardOnDevice(forms, num_decodes, pool):
+                model.follow_forward(forms, num_decodes, pool)
+            case HeadOnDevice(form):
+                model.follow_head(form)
+            case OpenPool(pool, num_blocks):
+                model.follow_open(pool, num_blocks)
+            case ClosePool(pool):
+                model.follow_close(pool)
+            case Meet():
+                self._turns.meet()
 
     def carry_out(self, message: CallMessage) -> Any:
         """The result of a call."""
         held, parts = self._held, self._parts
         match message:
             case StageWeights(name, start, stop, inplace):
-                return parts.stage(name, start, stop, inplace=inplace)
+                with held.beside_steps():
+                    return parts.stage(name, start, stop, inplace=inplace)
             case ReadWeights(name, start, stop):
                 return parts.read(name, start, stop)
             case PrepareWeights():
@@ -126,7 +143,8 @@ class RankWorker:
             case StartWeights(inplace, carried):
                 self._weights.updater.dirty |= inplace
                 known = None if carried is None else parts.known(carried)
-                return held.start(inplace=inplace, lacking=None, carried=known)
+                with held.beside_steps():
+                    return held.start(inplace=inplace, lacking=None, carried=known)
             case PackWeights(inplace, names):
                 return held.pack(inplace=inplace, lacking=None, names=parts.known(names))
             case CommitWeights():

@@ -9,6 +9,8 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.triton import availability
 from rollout_engine.model.backend import Arithmetic, Backend
 from rollout_engine.model.cpu.backend import CpuBackend
+from rollout_engine.model.ranks.device_exchange import DeviceExchange
+from rollout_engine.model.ranks.exchange import Exchange
 
 try:
     from rollout_engine.model.cuda.backend import CudaBackend
@@ -23,6 +25,11 @@ class Device(NamedTuple):
 
     torch_device: torch.device
     backend: type[Backend]
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the backend computes by the host's own kernels."""
+        return self.backend is CpuBackend
 
 
 def device_of(config: EngineConfig) -> Device:
@@ -43,6 +50,13 @@ def device_of(config: EngineConfig) -> Device:
     if (reason := unsupported_reason(device)) is not None:
         raise ConfigError(f"device='cuda' is not possible: {reason}. Use device='cpu', or provide what is missing.")
     return Device(device, CudaBackend)
+
+
+def exchange_of(device: Device, memory: int, rank: int, num_ranks: int, rendezvous: str | None) -> Exchange:
+    """A rank's end of what ranks exchange, over a descriptor of their memory; with devices, by `rendezvous`."""
+    if rendezvous is None:
+        return Exchange(memory, rank, num_ranks)
+    return DeviceExchange(memory, rank, num_ranks, device.torch_device, rendezvous)
 
 
 def arithmetic_of(device: torch.device) -> Arithmetic:

@@ -16,7 +16,7 @@ from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.cpu import decoder_trial
 from rollout_engine.model.cpu.deterministic import make_deterministic
 from rollout_engine.model.cpu.model import CpuModel
-from rollout_engine.model.cpu.ranked_model import RankedModel, check_products, described_ranks
+from rollout_engine.model.cpu.ranked_model import RankedModel, check_products
 from rollout_engine.model.cpu.row_invariance import ARITHMETIC
 from rollout_engine.model.cpu.runner import CpuRunner
 from rollout_engine.model.cpu.sequence_logprobs import sequence_logprobs
@@ -27,6 +27,7 @@ from rollout_engine.model.modules.heads import head_of, pooling_info
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.pooling.pooler import Pooler
+from rollout_engine.model.ranks.seat import described_ranks
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 
 logger = logging.getLogger("rollout_engine")

@@ -58,8 +58,3 @@ def check_products(module: nn.Module, cut: ModelCut, *, is_deterministic: bool) 
             f"tensor_parallel_size={size} needs products by our own C++ kernel, and on this CPU another library "
             "multiplies. Leave it out."
         )
-
-
-def described_ranks(num_ranks: int) -> str:
-    """The number of ranks, for the start-up line; "": one."""
-    return f", {num_ranks} ranks" if num_ranks > 1 else ""

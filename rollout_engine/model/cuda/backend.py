@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from rollout_engine.model.cuda.largest_step import run_largest_step
 from rollout_engine.model.cuda.memory import ReleasableMemory
 from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.pinned_upload import PinnedUpload
+from rollout_engine.model.cuda.ranked_model import RankedCudaModel, check_cut
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.cuda.sequence_logprobs import sequence_logprobs
@@ -33,6 +35,8 @@ from rollout_engine.model.cuda.weight_memory import CudaWeightMemory
 from rollout_engine.model.kv_size import bytes_per_block, describe_pool, most_blocks, size_pool
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.packing.packed_weights import PackedWeights
+from rollout_engine.model.ranks.seat import Seat, described_ranks
+from rollout_engine.model.ranks.wiring import connect
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 
 logger = logging.getLogger("rollout_engine")
@@ -62,13 +66,21 @@ class CudaBackend:
     ) -> None:
         self._config, self._loaded = config, loaded
         deterministic = self.is_deterministic = config.deterministic is True
-        self._fused = runs_fused(loaded, deterministic=deterministic, block_size=config.tokens_per_block)
         device = next(loaded.module.parameters()).device
+        self._seat: Seat | None = None if loaded.cut is None else loaded.cut.seat
+        if loaded.cut is not None:
+            check_cut(loaded.cut, compiles=config.compile)
+            connect(loaded.module, loaded.cut)
+        self._fused = runs_fused(
+            loaded, deterministic=deterministic, block_size=config.tokens_per_block, seat=self._seat
+        )
         check_attention(config.attention_backend, loaded.geometry, loaded.dtype, device, config.tokens_per_block)
         self.packed = PackedWeights(loaded.module)
         model_len = config.max_model_len or loaded.max_model_len
         self._compiled = self._compiled_layers(model_len) if config.compile else None
         self.num_blocks = self._num_blocks(model_len)
+        if self._seat is not None:
+            self.num_blocks = min(self._seat.exchange.agree(self.num_blocks))
         model = self._model(self.num_blocks, min(model_len, self.num_blocks * config.tokens_per_block))
         self.runner = CudaRunner(
             model,
@@ -78,8 +90,8 @@ class CudaBackend:
             grammars=grammars,
         )
         if compiles_kernels():
-            warm_up(self.runner)
-        if config.cuda_graphs and self._fused and can_capture(model.device):
+            warm_up(self.runner, must_succeed=self._seat is not None)
+        if config.cuda_graphs and self._fused and self._seat is None and can_capture(model.device):
             self.runner.graphs = self._graphs(model)
             self.runner.graphs.capture_all()
             warm_up(self.runner)  # steps now run by graphs, where they fit
@@ -89,7 +101,8 @@ class CudaBackend:
         attention = "" if config.attention_backend == "ours" else f"attention {config.attention_backend}, "
         decoder = "fused" if self._fused else "modules" if self._compiled is None else "modules, layers compiled"
         self.choices = (
-            f"device {model.device}, dtype {loaded.dtype}, deterministic {deterministic}, "
+            f"device {model.device}{described_ranks(loaded.num_ranks)}, dtype {loaded.dtype}, "
+            f"deterministic {deterministic}, "
             f"decoder {decoder}, {attention}"
             f"graphs {graphs.described() if (graphs := self.runner.graphs) is not None else 'off'}, "
             f"{describe_pool(config, loaded, self.num_blocks)}"
@@ -104,7 +117,7 @@ class CudaBackend:
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
     ) -> Iterator[dict[int, np.ndarray]]:
-        return sequence_logprobs(self.runner.model, self._loaded.geometry, sequences, num_prompt, temperature)
+        return sequence_logprobs(self.runner.model, sequences, num_prompt, temperature)
 
     def memory_of(self, weights: Sequence[Tensor]) -> CudaWeightMemory:
         return CudaWeightMemory(weights, self.runner)
@@ -113,7 +126,8 @@ class CudaBackend:
         return Limits(self._config.max_num_batched_tokens, self._config.max_num_seqs, context)
 
     def _model(self, num_blocks: int, context: int) -> CudaModel:
-        return CudaModel(
+        kind = CudaModel if self._seat is None else partial(RankedCudaModel, seat=self._seat)
+        return kind(
             self._loaded.module,
             self._loaded.geometry,
             num_blocks=num_blocks,
@@ -163,7 +177,7 @@ class CudaBackend:
 
     def _graph_bytes(self) -> int:
         config, loaded = self._config, self._loaded
-        if not (config.cuda_graphs and self._fused):
+        if not (config.cuda_graphs and self._fused and self._seat is None):
             return 0
         return graph_bytes(config.max_num_seqs, loaded.vocab_size, loaded.dtype.itemsize)
 
@@ -198,13 +212,13 @@ class CudaBackend:
         return peak
 
 
-def runs_fused(loaded: LoadedModel, *, deterministic: bool, block_size: int) -> bool:
+def runs_fused(loaded: LoadedModel, *, deterministic: bool, block_size: int, seat: Seat | None = None) -> bool:
     """Whether our kernels run the layers of `loaded`; a log line says why not, a warning where they fail here.
 
-    Raises `ConfigError` where `deterministic` layers cannot be had.
+    `seat`: of a rank; all call this together. Raises `ConfigError` where `deterministic` layers cannot be had.
     """
     reason = decoder_trial.unsupported_reason(
-        loaded.module, loaded.geometry, deterministic=deterministic, block_size=block_size
+        loaded.module, loaded.geometry, deterministic=deterministic, block_size=block_size, seat=seat
     )
     if reason is not None and deterministic:
         raise ConfigError(f"deterministic=True is not possible on a device: {reason.text}. Use deterministic=False.")

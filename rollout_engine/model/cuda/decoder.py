@@ -9,6 +9,8 @@ Products are torch's. In deterministic mode they are those of `kernels.triton.ma
 are rotated, by the same kernel as in a trainer's modules.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,18 +28,26 @@ from rollout_engine.model.sampling.logit_rows import LogitRows
 class CudaDecoder:
     """Forwards of one causal LM over any KV pool. It launches kernels without waiting, so graphs may capture it."""
 
-    def __init__(self, parts: Parts, attention: CudaAttention, *, deterministic: bool) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        attention: CudaAttention,
+        *,
+        deterministic: bool,
+        before_head: Callable[[Tensor], object] = lambda hidden: None,
+    ) -> None:
+        """`before_head`: called with hidden states whose logits are about to be computed."""
         self._parts, self._attention = parts, attention
-        self._deterministic = deterministic
+        self._deterministic, self._before_head = deterministic, before_head
 
     @property
     def vocab_size(self) -> int:
         """Logits in a row, V."""
-        return len(self._parts.head.weight)
+        return self._parts.head.num_outputs
 
     def forward(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool) -> LogitRows:
         """Logits of rows int64 of a planned `batch`. KV is written to `pool`."""
-        return LogitRows(self._hidden(batch, pool)[rows], self._head, self.vocab_size)
+        return LogitRows(self._hidden(batch, pool)[rows], self.head, self.vocab_size)
 
     def write_logits(self, batch: CudaBatch, pool: CudaKVPool, out: Tensor) -> None:
         """Write logits of all rows of a planned `batch` to `out` [T, V], of the model's dtype. KV goes to `pool`."""
@@ -45,7 +55,7 @@ class CudaDecoder:
 
     def _hidden(self, batch: CudaBatch, pool: CudaKVPool) -> Tensor:
         parts = self._parts
-        residual = F.embedding(batch.token_ids, parts.embedding)
+        residual = self._embed(batch.token_ids)
         hidden = torch.empty_like(residual)
         norms = [*(layer.attention_norm for layer in parts.layers), parts.norm]
         rms_norm(residual, norms[0].weight, norms[0].epsilon, hidden)
@@ -58,7 +68,15 @@ class CudaDecoder:
             add_rms_norm(residual, delta, following.weight, following.epsilon, hidden)
         return hidden
 
-    def _head(self, hidden: Tensor) -> Tensor:
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        parts = self._parts
+        if parts.own_rows is not None:
+            return parts.own_rows.look_up(token_ids, parts.embedding)
+        return F.embedding(token_ids, parts.embedding)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] of hidden states [R, H], behind the final norm."""
+        self._before_head(hidden)
         return self._product(hidden, self._parts.head)
 
     def _attend(self, layer: Layer, hidden: Tensor, batch: CudaBatch, index: int, kv: KVLayer) -> Tensor:
@@ -78,9 +96,20 @@ class CudaDecoder:
         return self._product(out.flatten(1), layer.out)
 
     def _product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """x [T, K] -> [T, N], written to `out` where it is given; what other ranks have of either is gathered."""
+        gathers = linear.gathers
+        if gathers.input is not None:
+            x = gathers.input(x)
+        if gathers.output is None:
+            return self._multiply(x, linear, out)
+        part = gathers.output(self._multiply(x, linear))
+        return part if out is None else out.copy_(part)
+
+    def _multiply(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         weight, bias = linear.weight, linear.bias
         if self._deterministic:
-            return matmul(x, weight, bias, x.new_empty(len(x), len(weight)) if out is None else out)
+            given = x.new_empty(len(x), len(weight)) if out is None else out
+            return matmul(x, weight, bias, given, linear.tile)
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)

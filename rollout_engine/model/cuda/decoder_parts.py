@@ -7,12 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.triton.matmul import Tile, tile_for
 from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary
 from rollout_engine.model.modules import decoder_structure as structure
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure, require
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.packing.linear_groups import stacked
+from rollout_engine.model.ranks.cut import num_outputs
+from rollout_engine.model.ranks.wiring import Gathers, OwnRows, gathers_of
 
 
 class Linear(NamedTuple):
@@ -21,6 +24,11 @@ class Linear(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     """[N]."""
+    tile: Tile
+    """That of all ranks' rows together, so that no bit depends on how they are cut."""
+    num_outputs: int
+    """Of all ranks."""
+    gathers: Gathers
 
 
 class Norm(NamedTuple):
@@ -48,7 +56,9 @@ class Parts(NamedTuple):
     """A causal LM."""
 
     embedding: Tensor
-    """[V, H]."""
+    """[V, H], of which this rank may have only some rows."""
+    own_rows: OwnRows | None
+    """Looks rows of other ranks up; None where this one has all."""
     rotary: Rotary
     layers: list[Layer]
     norm: Norm
@@ -64,6 +74,7 @@ def parts_of(module: nn.Module, geometry: Sequence[LayerGeometry], num_positions
     cos, sin = found.rotary(weight[:1, None], position_ids=positions[None])
     return Parts(
         embedding=weight,
+        own_rows=getattr(found.embedding, "_own_rows", None),
         rotary=Rotary(cos[0].contiguous(), sin[0].contiguous()),
         layers=[_layer(layer) for layer in found.layers],
         norm=_norm(found.norm),
@@ -106,7 +117,12 @@ def _linear(children: list[nn.Module]) -> Linear:
     require(bool(weight[0].any()), "its weights are zeros")
     biases = [child.bias for child in children if child.bias is not None]
     require(len(biases) in (0, len(children)), "only some of the linears that share an input have a bias")
-    return Linear(weight, _fused(biases) if biases else None)
+    gathers = gathers_of(children[0])
+    are_local = all(gathers_of(child) == Gathers(None, None) for child in children)
+    require(len(children) == 1 or are_local, "linears that share an input are not cut by heads and columns")
+    count = sum(map(num_outputs, children))
+    tile = tile_for(count, weight.shape[1], weight.dtype)
+    return Linear(weight, _fused(biases) if biases else None, tile, count, gathers)
 
 
 def _fused(parameters: list[nn.Parameter]) -> Tensor:

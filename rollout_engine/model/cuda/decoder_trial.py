@@ -1,19 +1,21 @@
 """Decides whether the fused decoder may run a module's layers: compares logits with those of modules."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.kernels.triton.paged_attention import Batch, Limits
 from rollout_engine.model.cuda.attention import CudaBatch
 from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.ranks.seat import Seat
 
 BLOCK_SIZE = 16
 _SIZES = (17, 3), (1, 4)
@@ -33,31 +35,66 @@ class Reason(NamedTuple):
 
 
 def unsupported_reason(
-    module: nn.Module, geometry: Sequence[LayerGeometry], *, deterministic: bool, block_size: int = BLOCK_SIZE
+    module: nn.Module,
+    geometry: Sequence[LayerGeometry],
+    *,
+    deterministic: bool,
+    block_size: int = BLOCK_SIZE,
+    seat: Seat | None = None,
 ) -> Reason | None:
     """Why the layers of `module` must run as modules; None where they need not. Weights must be loaded.
 
     Fused layers round differently, so logits may differ slightly; a different factor, norm or rotation moves them more.
-    `deterministic`: every bit must be what a trainer computes.
+    `deterministic`: every bit must be what a trainer computes. `seat`: of a rank; all call this together, and hear the
+    same answer.
     """
+    options = {"deterministic": deterministic, "block_size": block_size}
+    reason = _reason_of(lambda: _fused_model(module, geometry, **options))
+    if seat is not None and not seat.all_agree(reason is None):  # ranks run together, or none does
+        return reason or _ELSEWHERE
+    reason = reason or _reason_of(lambda: _compare(module, geometry, **options))
+    if seat is not None and not seat.all_agree(reason is None):
+        return reason or _ELSEWHERE
+    return reason
+
+
+_ELSEWHERE = Reason("so they do on another rank", is_failure=False)
+
+
+def _reason_of(attempt: Callable[[], object]) -> Reason | None:
+    """Why an attempt failed; None where it did not."""
     try:
-        ours, theirs = (
-            served(small_model(module, geometry, block_size, fused=fused, deterministic=deterministic and fused))
-            for fused in (True, False)
-        )
-        if (problem := disagreement(ours, theirs)) is not None:
-            return Reason(problem, is_failure=True)
-        if deterministic and not all(map(torch.equal, ours, _trained(module))):
-            text = "its logits are not bit for bit those that its modules give a trainer"
-            return Reason(text, is_failure=True)
-    except UnsupportedStructure as reason:
-        return Reason(str(reason), is_failure=False)
-    except torch.OutOfMemoryError:
+        attempt()
+    except _Disagreement as problem:
+        return Reason(str(problem), is_failure=True)
+    except UnsupportedStructure as problem:
+        return Reason(str(problem), is_failure=False)
+    except (torch.OutOfMemoryError, BrokenTurnsError):
         raise
     except Exception as problem:  # foreign modules may fail in any way
         text = f"the fused decoder fails on its parts ({type(problem).__name__}: {problem})"
         return Reason(text, is_failure=True)
     return None
+
+
+class _Disagreement(Exception):
+    """How results differ that should not."""
+
+
+def _fused_model(
+    module: nn.Module, geometry: Sequence[LayerGeometry], *, deterministic: bool, block_size: int
+) -> CudaModel:
+    return small_model(module, geometry, block_size, fused=True, deterministic=deterministic)
+
+
+def _compare(module: nn.Module, geometry: Sequence[LayerGeometry], *, deterministic: bool, block_size: int) -> None:
+    """Raise `_Disagreement` where fused layers compute something else than modules, or than a trainer."""
+    ours = served(_fused_model(module, geometry, deterministic=deterministic, block_size=block_size))
+    theirs = served(small_model(module, geometry, block_size, fused=False, deterministic=False))
+    if (problem := disagreement(ours, theirs)) is not None:
+        raise _Disagreement(problem)
+    if deterministic and not all(map(torch.equal, ours, _trained(module))):
+        raise _Disagreement("its logits are not bit for bit those that its modules give a trainer")
 
 
 def small_model(

@@ -1,6 +1,8 @@
 """One forward of a Hugging Face causal LM over paged KV on a device: a flat batch in, logits of chosen rows out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +44,9 @@ class CudaModel:
     ) -> None:
         weight = next(module.parameters())
         self.module, self.limits, self.device = module, limits, weight.device
-        self.kv = CudaKVPool(
-            geometry, num_blocks=num_blocks, block_size=block_size, dtype=weight.dtype, device=weight.device
-        )
+        shape = {"block_size": block_size, "dtype": weight.dtype, "device": weight.device}
+        self._make_pool = partial(CudaKVPool, geometry, **shape)
+        self.kv = self._make_pool(num_blocks=num_blocks)
         self.attention = CudaAttention(
             *(geometry, limits, weight.dtype, weight.device),
             deterministic=deterministic,
@@ -56,7 +58,9 @@ class CudaModel:
         self.decoder = None
         if fused:
             parts = parts_of(module, list(geometry), limits.context)
-            self.decoder = CudaDecoder(parts, self.attention, deterministic=deterministic)
+            self.decoder = CudaDecoder(
+                parts, self.attention, deterministic=deterministic, before_head=self._before_head
+            )
         self._compiled = compiled
         self.layer_watch = LayerWatch(module, len(geometry))
 
@@ -86,6 +90,14 @@ class CudaModel:
                 )
 
         return module_logits(module, forward, rows, self.module.config.vocab_size)
+
+    @contextmanager
+    def another_pool(self, num_blocks: int) -> Iterator[CudaKVPool]:
+        """Inside, a pool beside `kv`, for forwards over it."""
+        yield self._make_pool(num_blocks=num_blocks)
+
+    def _before_head(self, hidden: Tensor) -> None:
+        """Called before logits of these states are computed."""
 
     @property
     def runs_fused(self) -> bool:

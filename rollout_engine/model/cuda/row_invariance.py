@@ -24,6 +24,7 @@ from rollout_engine.model.modules.attention_interface import rollout_attention
 from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.modules.row_trial import unproven_parts
 from rollout_engine.model.packing.linear_groups import linears_by_input
+from rollout_engine.model.ranks.cut import num_outputs
 
 _ATTENTION_NAME = "rollout_engine_on_device"
 
@@ -41,7 +42,7 @@ def make_row_invariant(module: nn.Module) -> None:
             child.__class__, child._epsilon = _RMSNorm, epsilon
     for group in linears_by_input(module, (nn.Linear, _Linear)):
         for child in group:
-            child.__class__, child._num_beside = _Linear, sum(each.out_features for each in group)
+            child.__class__, child._num_beside = _Linear, sum(map(num_outputs, group))
 
 
 def _refuse_coarse_products(rotary: nn.Module, args: tuple[Any, ...]) -> None:

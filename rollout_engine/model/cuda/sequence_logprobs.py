@@ -11,7 +11,6 @@ from rollout_engine.kernels.triton import sampling
 from rollout_engine.kernels.triton.paged_attention import Batch
 from rollout_engine.model.cuda.attention import CudaBatch, CudaKVPool
 from rollout_engine.model.cuda.model import CudaModel
-from rollout_engine.model.modules.geometry import LayerGeometry
 
 _TOKENS = 512
 """Tokens computed at a time."""
@@ -20,23 +19,15 @@ _TOKENS = 512
 @torch.inference_mode()
 def sequence_logprobs(
     model: CudaModel,
-    geometry: Sequence[LayerGeometry],
     sequences: Sequence[list[int]],
     num_prompt: Sequence[int],
     temperature: float,
 ) -> Iterator[dict[int, np.ndarray]]:
     """Yield, some tokens at a time, the log-probs of tokens after the prompt: index -> float32 [len - num_prompt]."""
     longest = max(map(len, sequences), default=0)
-    size = model.kv.block_size
-    pool = CudaKVPool(
-        geometry,
-        num_blocks=-(-longest // size),
-        block_size=size,
-        dtype=model.kv.layers[0].keys.dtype,
-        device=model.device,
-    )
-    for i, (tokens, first) in enumerate(zip(sequences, num_prompt, strict=True)):
-        yield {i: (yield from _scored(model, pool, tokens, first, temperature))}
+    with model.another_pool(-(-longest // model.kv.block_size)) as pool:
+        for i, (tokens, first) in enumerate(zip(sequences, num_prompt, strict=True)):
+            yield {i: (yield from _scored(model, pool, tokens, first, temperature))}
 
 
 def _scored(

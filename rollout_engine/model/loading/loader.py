@@ -58,7 +58,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     _check_length(module.config, limit, config.max_model_len)
     geometry = admit(module)
     max_model_len = _served_length(limit, config.max_model_len)
-    if device != _CPU:
+    if device != _CPU and seat is None:
         place_on(module, device)
     vocab_size = (module.get_output_embeddings() or module.get_input_embeddings()).weight.shape[0]
     cut, parts = None, None
@@ -72,7 +72,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     if is_dummy:
         initialize(module)
     if seat is not None:
-        cut, parts = _cut(module, geometry, seat, table, keep_values=is_dummy)
+        cut, parts = _cut(module, geometry, seat, table, device, keep_values=is_dummy)
         geometry, targets = cut.geometry, {name: part.view for name, part in parts.items() if part.rows.size}
     if state is not None:
         state.load(directory, 0 if seat is None else seat.rank, _each_once(table, targets))
@@ -113,10 +113,18 @@ def _each_once(table: WeightTable, targets: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _cut(
-    module: PreTrainedModel, geometry: list[LayerGeometry], seat: Seat, whole: WeightTable, *, keep_values: bool
+    module: PreTrainedModel,
+    geometry: list[LayerGeometry],
+    seat: Seat,
+    whole: WeightTable,
+    device: torch.device,
+    *,
+    keep_values: bool,
 ) -> tuple[ModelCut, dict[str, Part]]:
-    """Cut `module`, whose weights `whole` names; returns also the parts under all names."""
+    """Cut `module`, whose weights `whole` names; returns also the parts under all names, on `device`."""
     cut = cut_module(module, geometry, seat, keep_values=keep_values)
+    if device != _CPU:  # only now: the whole may not fit there
+        place_on(module, device, keep_values=keep_values)
     fuse_projections(module)
     live = module.state_dict(keep_vars=True)
     parts = {}

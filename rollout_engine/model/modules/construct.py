@@ -46,10 +46,11 @@ def construct(
     return module.eval().requires_grad_(False)
 
 
-def place_on(module: PreTrainedModel, device: torch.device) -> None:
-    """Give parameters uninitialised memory on `device`; ties stay, and buffers keep their values."""
-    for parameter in module.parameters():
-        parameter.data = torch.empty_like(parameter, device=device)
+def place_on(module: PreTrainedModel, device: torch.device, *, keep_values: bool = False) -> None:
+    """Move to `device`; ties stay. Parameters get uninitialised memory, unless `keep_values`."""
+    if not keep_values:
+        for parameter in module.parameters():
+            parameter.data = torch.empty_like(parameter, device=device)
     module.to(device)
 
 

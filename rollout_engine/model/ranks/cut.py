@@ -86,6 +86,11 @@ def cut_module(
     return cut
 
 
+def num_outputs(linear: nn.Linear) -> int:
+    """Output features of a linear, on all ranks together if it is cut."""
+    return int(getattr(linear, "whole_out_features", linear.out_features))
+
+
 def _plan_of(module: PreTrainedModel) -> dict[int, str]:
     """The plan's style of each linear and of each module of experts, by the module's id."""
     plan = getattr(module.config, "base_model_tp_plan", None) or {}
@@ -196,7 +201,7 @@ def _replace_parameters(module: PreTrainedModel, cut: ModelCut, *, keep_values: 
             replaced[id(before)] = nn.Parameter(data, requires_grad=False)
         child.register_parameter(attribute, replaced[id(before)])
     for each in cut.linears:
-        each.module.out_features = each.share.size
+        each.module.out_features, each.module.whole_out_features = each.share.size, each.share.whole
     if cut.embedding is not None:
         embedding, share = cut.embedding
         embedding.num_embeddings, embedding.padding_idx = share.size, None

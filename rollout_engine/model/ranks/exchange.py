@@ -9,6 +9,9 @@ the other place, so that nobody overwrites what another rank still reads: it has
 """
 
 import mmap
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +45,18 @@ class Exchange:
         self.turns = Turns(turns, num_ranks)
         self._numbers = numbers.view(torch.int64).view(2, -1)[:, :num_ranks]
         self._count = self._num_agreements = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Exchange":
+        """Copies of a module exchange with the same ranks."""
+        return self
+
+    def break_(self) -> None:
+        """Let no rank wait for another any more, now and later."""
+        self.turns.break_()
+
+    def gathering(self, share: Share) -> Callable[[Tensor], Tensor]:
+        """A function as `gather_columns`, for parts of this `share`. All ranks call this together."""
+        return partial(self.gather_columns, share=share)
 
     def gather_columns(self, part: Tensor, share: Share) -> Tensor:
         """The whole [..., whole] of which every rank gives its columns [..., size] of `share`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -47,6 +47,14 @@ class Seat:
         self.rank, self.num_ranks = exchange.rank, exchange.num_ranks
         self._serves = self._is_together = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Seat":
+        """Copies of a module are of the same rank."""
+        return self
+
+    def all_agree(self, condition: bool) -> bool:
+        """Whether `condition` holds on every rank. All call this together."""
+        return all(self.exchange.agree(condition))
+
     def serve(self) -> None:
         """From now on tell the followers what to compute."""
         self._serves = True
@@ -64,7 +72,12 @@ class Seat:
         try:
             yield
         except BaseException:
-            self.exchange.turns.break_()
+            self.exchange.break_()
             raise
         finally:
             self._is_together = False
+
+
+def described_ranks(num_ranks: int) -> str:
+    """The number of ranks, for the start-up line; "": one."""
+    return f", {num_ranks} ranks" if num_ranks > 1 else ""

@@ -1,8 +1,10 @@
 """Connects the parts of a module that is cut over ranks: gathers what a product needs, and what it gives."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rollout_engine.model.ranks.cut import LinearCut, ModelCut
@@ -21,17 +23,35 @@ def connect(module: nn.Module, cut: ModelCut) -> None:
         child._own_experts = OwnExperts(cut.seat, share)
     if cut.embedding is not None:
         embedding, share = cut.embedding
-        own = _OwnRows(cut.seat, share)
-        embedding.register_forward_pre_hook(own.localise)
-        embedding.register_forward_hook(own.merge)
+        embedding._own_rows = own = OwnRows(cut.seat, share)
+        embedding.register_forward_pre_hook(own.before)
+        embedding.register_forward_hook(own.after)
     _announce_dense(module, cut.seat)
 
 
+class Gathers(NamedTuple):
+    """How the parts of ranks become whole rows around a product."""
+
+    input: Callable[[Tensor], Tensor] | None
+    """Of what the product reads; None where that is whole."""
+    output: Callable[[Tensor], Tensor] | None
+    """Of what it gives; None where each rank keeps its own."""
+
+
+def gathers_of(linear: nn.Module) -> Gathers:
+    """The gathers around a linear, which may not be cut."""
+    found: Gathers = getattr(linear, "_gathers", Gathers(None, None))
+    return found
+
+
 def _connect_linear(cut: LinearCut, seat: Seat) -> None:
-    if (share := cut.input_share) is not None:
-        cut.module.register_forward_pre_hook(lambda _, given: (seat.exchange.gather_columns(given[0], share),))
-    if cut.gathers:
-        cut.module.register_forward_hook(lambda _, given, out: seat.exchange.gather_columns(out, cut.share))
+    gather_input = None if cut.input_share is None else seat.exchange.gathering(cut.input_share)
+    gather_output = seat.exchange.gathering(cut.share) if cut.gathers else None
+    if gather_input is not None:
+        cut.module.register_forward_pre_hook(lambda _, given: (gather_input(given[0]),))
+    if gather_output is not None:
+        cut.module.register_forward_hook(lambda _, given, out: gather_output(out))
+    cut.module._gathers = Gathers(gather_input, gather_output)
 
 
 class OwnExperts:
@@ -57,22 +77,33 @@ class _Announced:
             followers.head(given[0])
 
 
-class _OwnRows:
+class OwnRows:
     """An embedding of which each rank has some rows: those of other ranks come from them."""
 
     def __init__(self, seat: Seat, share: Share) -> None:
         self._exchange, self._share = seat.exchange, share
         self._is_own: Tensor | None = None
 
-    def localise(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor]:
-        ids = given[0]
-        self._is_own = (ids >= self._share.first) & (ids < self._share.stop)
-        return ((ids - self._share.first).clamp(0, self._share.size - 1),)
+    def look_up(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Rows [T, H] of ids int64 [T], in the whole table of which this rank has `table`."""
+        local, is_own = self._local(ids)
+        return self._exchange.merge_rows(F.embedding(local, table), is_own)
 
-    def merge(self, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    def before(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor]:
+        """Hook before the forward of the embedding."""
+        local, self._is_own = self._local(given[0])
+        return (local,)
+
+    def after(self, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Hook after it."""
         is_own, self._is_own = self._is_own, None
         assert is_own is not None, "the ids were seen before"
         return self._exchange.merge_rows(out.view(-1, out.shape[-1]), is_own.view(-1)).view(out.shape)
+
+    def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(Places in the own table, whether they are of these ids)."""
+        is_own = (ids >= self._share.first) & (ids < self._share.stop)
+        return (ids - self._share.first).clamp(0, self._share.size - 1), is_own
 
 
 def _announce_dense(module: nn.Module, seat: Seat) -> None:

@@ -13,7 +13,7 @@ from sync.finite import is_finite, markers  # noqa: E402
 from sync.gloo import GlooReceiver, GlooSender  # noqa: E402
 from sync.ipc import HandleReceiver, HandleSender  # noqa: E402
 from sync.tensor_check import TensorCheck  # noqa: E402
-from tests.unit.kernels.triton.conftest import device, language_patched_once, tensors_as_loop_bounds  # noqa: E402, F401
+from tests.unit.kernels.triton.conftest import device, interpreter  # noqa: E402, F401
 from tests.unit.sync.host_memory import HostMemory, shared  # noqa: E402
 
 PIECE = 2048

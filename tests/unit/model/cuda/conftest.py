@@ -14,9 +14,7 @@ from tests.unit.kernels.triton.conftest import (  # noqa: E402, F401
     device,
     harsh,
     harsh_if_asked,
-    language_patched_once,
-    products_in_one_order,
-    tensors_as_loop_bounds,
+    interpreter,
 )
 
 OPTIONS = {

@@ -269,7 +269,7 @@ class Ordered(HostCopyStream):
         return super().entered()
 
 
-def test_a_commit_comes_after_what_was_staged_and_is_done_when_it_returns(tensors_as_loop_bounds):
+def test_a_commit_comes_after_what_was_staged_and_is_done_when_it_returns(interpreter):
     live, staged = (torch.full((100,), n, dtype=torch.uint8) for n in (0, 1))
     stream = Ordered(live)
     memory = CudaShadowMemory(stream)
@@ -284,7 +284,7 @@ def test_a_commit_comes_after_what_was_staged_and_is_done_when_it_returns(tensor
     assert live.tolist() == [2] * 30 + [0] * 10 + [2] * 60
 
 
-def test_what_a_commit_launches_has_been_compiled_before(monkeypatch, tensors_as_loop_bounds):
+def test_what_a_commit_launches_has_been_compiled_before(monkeypatch, interpreter):
     live, staged = (torch.full((100,), n, dtype=torch.uint8) for n in (0, 1))
     launched, run = [], _Part.run
     monkeypatch.setattr(_Part, "run", lambda self: launched.append(self._width) or run(self))

@@ -1,0 +1,139 @@
+"""The model of one rank on a device: rank 0 tells the others of each step, and all launch it together.
+
+    rank 0    tell forms ── send batch ── forward ─┬─ ... ─┬─ head ── draw
+    rank 1    hear forms ── receive    ── forward ─┴─ ... ─┴─ head
+                                                 columns gathered
+
+What is told through the host are forms alone; the batch, with tokens that only rank 0's device knows, follows from
+device to device. So no host waits for a device.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
+from rollout_engine.model.cuda.attention import CudaBatch, CudaKVPool
+from rollout_engine.model.cuda.model import CudaModel
+from rollout_engine.model.ranks.cut import ModelCut
+from rollout_engine.model.ranks.device_exchange import DeviceExchange, Form, form_of
+from rollout_engine.model.ranks.seat import Followers, Seat
+from rollout_engine.model.sampling.logit_rows import LogitRows
+
+_STEPS = 0
+"""The number of the pool that steps use."""
+
+
+class DeviceFollowers(Followers, Protocol):
+    """The ranks from 1 on, each with a device of its own. What follows a call is sent by the exchange."""
+
+    def forward_on_device(self, forms: list[Form], num_decodes: int, pool: int) -> None:
+        """Compute a batch, whose tensors of these forms follow, over a pool by its number."""
+
+    def open_pool(self, pool: int, num_blocks: int) -> None:
+        """Make another pool."""
+
+    def close_pool(self, pool: int) -> None:
+        """Free it."""
+
+
+class RankedCudaModel(CudaModel):
+    """One rank's part of a model and of its KV pool."""
+
+    def __init__(self, *args: Any, seat: Seat, **options: Any) -> None:
+        self._seat = seat
+        super().__init__(*args, **options)
+        self.kv.on_copy = self._announce_copies
+        self._pools = {_STEPS: self.kv}
+        self._numbers = count(_STEPS + 1)
+
+    @torch.inference_mode()
+    def forward_rows(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool | None = None) -> LogitRows:
+        if (followers := self._followers()) is None:
+            return super().forward_rows(batch, rows, pool)
+        tensors = _tensors_of(batch, rows)
+        number = next(key for key, each in self._pools.items() if each is (pool or self.kv))
+        with self._seat.together():
+            followers.forward_on_device([form_of(each) for each in tensors], batch.attention.num_decodes, number)
+            self._exchange.send(tensors)
+            return super().forward_rows(batch, rows, pool)
+
+    @contextmanager
+    def another_pool(self, num_blocks: int) -> Iterator[CudaKVPool]:
+        followers, number = self._followers(), next(self._numbers)
+        assert followers is not None, "rank 0 alone begins what needs another pool"
+        followers.open_pool(number, num_blocks)
+        try:
+            with super().another_pool(num_blocks) as pool:
+                self._pools[number] = pool
+                yield pool
+        finally:
+            self._pools.pop(number, None)
+            followers.close_pool(number)
+
+    @torch.inference_mode()
+    def follow_forward(self, forms: Sequence[Form], num_decodes: int, pool: int) -> None:
+        """Do what `forward_on_device` tells this rank."""
+        batch, rows = _batch_of(self._exchange.receive(forms), num_decodes)
+        self.kv.memory.restore()
+        self.forward_rows(batch, rows, self._pools[pool])
+
+    @torch.inference_mode()
+    def follow_head(self, form: Form) -> None:
+        """Do what `head` tells this rank."""
+        (hidden,) = self._exchange.receive([form])
+        if self.decoder is None:
+            self.module.get_output_embeddings()(hidden)
+        else:
+            self.decoder.head(hidden)
+
+    def follow_open(self, pool: int, num_blocks: int) -> None:
+        """Do what `open_pool` tells this rank."""
+        self._pools[pool] = self._make_pool(num_blocks=num_blocks)
+
+    def follow_close(self, pool: int) -> None:
+        """Do what `close_pool` tells this rank."""
+        del self._pools[pool]
+
+    @property
+    def _exchange(self) -> DeviceExchange:
+        return cast(DeviceExchange, self._seat.exchange)
+
+    def _followers(self) -> DeviceFollowers | None:
+        return cast(DeviceFollowers | None, self._seat.alone)
+
+    def _before_head(self, hidden: Tensor) -> None:
+        if (followers := self._followers()) is not None:
+            followers.head(hidden)
+
+    def _announce_copies(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if (followers := self._followers()) is not None:
+            followers.copy_blocks(list(pairs))
+
+
+def check_cut(cut: ModelCut, *, compiles: bool) -> None:
+    """Raise `ConfigError` for a cut that ranks do not compute on devices."""
+    what = f"tensor_parallel_size={cut.seat.num_ranks} with device='cuda'"
+    if cut.experts:
+        raise ConfigError(f"{what}: experts are not divided among devices. Leave tensor_parallel_size out.")
+    if compiles:
+        raise ConfigError(f"{what}: layers that are cut are not compiled. Leave compile out.")
+
+
+def _tensors_of(batch: CudaBatch, rows: Tensor) -> list[Tensor]:
+    attention = batch.attention
+    tensors = [rows, batch.token_ids, batch.positions, batch.slots]
+    tensors += [attention.token_starts, attention.context_lens, attention.block_tables]
+    return tensors + list(attention.prefixes or ())
+
+
+def _batch_of(tensors: Sequence[Tensor], num_decodes: int) -> tuple[CudaBatch, Tensor]:
+    """The batch and its rows that `_tensors_of` gave."""
+    rows, token_ids, positions, slots, starts, lens, tables, *prefixes = tensors
+    found = Prefixes(*prefixes) if prefixes else None
+    return CudaBatch(token_ids, positions, slots, Batch(starts, lens, tables, num_decodes, found)), rows

@@ -1,0 +1,134 @@
+"""Tensors that ranks exchange between their devices; beside them the ranks share memory of the host, as on a CPU.
+
+An exchange is launched like a kernel: the host does not wait for it, and later work on the device finds what it brings.
+Values travel as bytes, so none is rounded. On devices the group is NCCL's; over tensors on the CPU, as tests run the
+kernels, gloo's.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout_engine.kernels.cpu.turns import BrokenTurnsError
+from rollout_engine.model.ranks.exchange import Exchange
+from rollout_engine.model.ranks.share import Share
+from sync.errors import SyncError
+from sync.gloo import connect_gloo
+from sync.groups import GroupConfig, ProcessGroup, WeightGroup, c10d
+from sync.manifest import dtype_name, torch_dtype
+from sync.nccl import connect_ahead
+
+_JOIN_SECONDS = 300.0
+_ALIGNMENT = 16
+"""Bytes. Triton compiles kernels anew for pointers that are not multiples of it."""
+
+Form = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor that is sent."""
+
+
+class DeviceExchange(Exchange):
+    """One rank's end.
+
+    Args:
+        descriptor: as for `Exchange`.
+        device: of this rank's tensors.
+        rendezvous: "file:///path" that all ranks of this engine, and nothing else, find one another by.
+    """
+
+    def __init__(self, descriptor: int, rank: int, num_ranks: int, device: torch.device, rendezvous: str) -> None:
+        super().__init__(descriptor, rank, num_ranks)
+        self._device = device
+        connect = partial(connect_ahead, device=device) if device.type == "cuda" else connect_gloo
+        self._joining = WeightGroup(GroupConfig(rendezvous, rank, num_ranks, _JOIN_SECONDS), connect)
+
+    @cached_property
+    def _group(self) -> ProcessGroup:
+        try:
+            return self._joining.joined()
+        except SyncError as problem:
+            raise BrokenTurnsError(f"the devices of the ranks are not connected: {problem}") from problem
+
+    def break_(self) -> None:
+        super().break_()
+        self._joining.leave()
+
+    def gathering(self, share: Share) -> "ColumnGather":
+        return ColumnGather(self, share, self.agree(share.size))
+
+    def gather_columns(self, part: Tensor, share: Share) -> Tensor:
+        raise AssertionError("parts on devices are gathered by `gathering`")
+
+    def gather_rows(self, part: Tensor, first: int, num_rows: int) -> Tensor:
+        raise AssertionError("experts on devices are not cut")
+
+    def merge_rows(self, rows: Tensor, own: Tensor) -> Tensor:
+        merged = torch.where(own[:, None], rows, torch.zeros_like(rows))
+        self._run(lambda group: group.allreduce([_bytes_of(merged)]))  # one rank's bytes and zeros
+        return merged
+
+    def gather(self, out: Tensor, part: Tensor) -> None:
+        """Write every rank's `part` [...] to `out` [num_ranks, ...], both contiguous."""
+        self._run(lambda group: group._allgather_base(_bytes_of(out), _bytes_of(part)))
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Send tensors of rank 0 to all others, which call `receive` with their forms."""
+        pieces: list[Tensor] = []
+        for content in map(_bytes_of, tensors):
+            pieces += [content, content.new_zeros(-len(content) % _ALIGNMENT)]
+        self._broadcast(torch.cat(pieces))
+
+    def receive(self, forms: Sequence[Form]) -> list[Tensor]:
+        """The tensors of these forms that rank 0 sends, each at a multiple of 16 bytes."""
+        places, end = [], 0
+        for dtype, shape in forms:
+            places.append((end, end + prod(shape) * torch_dtype(dtype).itemsize))
+            end += -(-(places[-1][1] - end) // _ALIGNMENT) * _ALIGNMENT
+        packed = torch.empty(end, dtype=torch.uint8, device=self._device)
+        self._broadcast(packed)
+        return [
+            packed[start:stop].view(torch_dtype(dtype)).view(shape)
+            for (start, stop), (dtype, shape) in zip(places, forms, strict=True)
+        ]
+
+    def _broadcast(self, content: Tensor) -> None:
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._run(lambda group: group.broadcast([content], options))
+
+    def _run(self, launch: Callable[[ProcessGroup], Any]) -> None:
+        try:
+            launch(self._group).wait()
+        except RuntimeError as problem:
+            raise BrokenTurnsError(f"the devices of the ranks are not connected any more: {problem}") from problem
+
+
+class ColumnGather(NamedTuple):
+    """Gathers [..., whole] of which every rank gives its columns [..., size]."""
+
+    exchange: DeviceExchange
+    share: Share
+    sizes: list[int]
+    """Of every rank's columns."""
+
+    def __call__(self, part: Tensor) -> Tensor:
+        widest = max(self.sizes)
+        rows = F.pad(part.reshape(-1, self.share.size), (0, widest - self.share.size)).contiguous()
+        parts = rows.new_empty(len(self.sizes), len(rows), widest)
+        if len(rows):
+            self.exchange.gather(parts, rows)
+        columns = [each[:, :size] for each, size in zip(parts, self.sizes, strict=True)]
+        return torch.cat(columns, dim=1).view(*part.shape[:-1], self.share.whole)
+
+
+def form_of(tensor: Tensor) -> Form:
+    """The form of a tensor."""
+    return dtype_name(tensor.dtype), tuple(tensor.shape)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
