@@ -116,8 +116,9 @@ class ColumnGather(NamedTuple):
     """Of every rank's columns."""
 
     def __call__(self, part: Tensor) -> Tensor:
-        widest = max(self.sizes)
-        rows = F.pad(part.reshape(-1, self.share.size), (0, widest - self.share.size)).contiguous()
+        rows, widest = part.reshape(-1, self.share.size), max(self.sizes)
+        if self.share.size < widest:
+            rows = F.pad(rows, (0, widest - self.share.size))
         parts = rows.new_empty(len(self.sizes), len(rows), widest)
         if len(rows):
             self.exchange.gather(parts, rows)

@@ -1,56 +1,151 @@
-"""A model cut over ranks with devices says what one device says, to the bit where products are deterministic."""
+"""A model cut over ranks with devices says what one device says, to the bit where products are deterministic.
+
+The devices are the host's memory through Triton's interpreter, connected by gloo.
+"""
+
+import os
+import signal
 
 import numpy as np
 import pytest
 import torch
 
-from rollout_engine import LLM, SamplingParams
-from rollout_engine.execution import process_executor, rank_team, worker
+from rollout_engine import LLM, ConfigError, EngineDeadError, SamplingParams
+from rollout_engine.execution import device_rank_team, process_executor, rank_team, worker
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model import backends
 from rollout_engine.model.cuda.backend import CudaBackend
-from rollout_engine.testing import tiny_model
+from rollout_engine.testing import tiny_checkpoint, tiny_model
 from tests.unit.model.cuda.conftest import OPTIONS
 
 pytestmark = [
     pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on devices are tested in test_gpu.py there"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks' devices would be one"),
+    # Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-PROMPTS = [[7, 8, 9], list(range(40, 62))]
+PROMPTS = [{"prompt_token_ids": ids} for ids in ([7, 8, 9], list(range(40, 62)))]
 DRAWN = SamplingParams(temperature=0.8, top_k=20, max_tokens=3, logprobs=1, n=2, seed=3, ignore_eos=True)
 
 
 @pytest.fixture
-def ranks_on_device(monkeypatch, checkpoints):
-    """A function from a number of ranks and options to an `LLM` on as many devices; shut down in the end."""
+def engine(monkeypatch, tmp_path):
+    """A function from a number of ranks, an architecture, its fields and options to an `LLM` on as many devices."""
     made = []
     device = backends.Device(torch.device("cpu"), CudaBackend)
     for module in (process_executor, worker):
         monkeypatch.setattr(module, "device_of", lambda config: device)
     monkeypatch.setattr(rank_team, "_MODULE", "tests.unit.model.cuda.rank_on_interpreter")
 
-    def get(num_ranks, architecture="qwen3", **options):
-        options = OPTIONS | {"num_threads": 1, "tensor_parallel_size": num_ranks} | options
-        made.append(LLM(str(checkpoints(architecture)), **options))
+    def make(num_ranks, architecture="qwen3", fields=None, **options):
+        path = tiny_checkpoint(tmp_path / architecture, architecture, **(fields or {}))
+        options = OPTIONS | {"num_threads": 1, "tensor_parallel_size": num_ranks, "deterministic": True} | options
+        made.append(LLM(str(path), **options))
         return made[-1]
 
-    yield get
+    yield make
     for each in made:
         each.shutdown()
 
 
 def said(llm):
     """Bits of all that an engine says to requests, and of scores."""
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], DRAWN, use_tqdm=False)
+    outputs = llm.generate(PROMPTS, DRAWN, use_tqdm=False)
     found = [(list(c.token_ids), c.logprobs.tobytes()) for output in outputs for c in output.outputs]
     return found, [np.asarray(each).tobytes() for each in llm.score([[5, 9, 2], [7]], [[4, 5], [8]])]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_devices_say_what_one_says_before_and_after_an_update(ranks_on_device, dtype):
-    one, two = (ranks_on_device(n, dtype=dtype, deterministic=True) for n in (1, 2))
-    assert two.frontend.client.driver.executor.worker.runner.model.decoder is not None
+def executor_of(llm):
+    return llm.frontend.client.driver.executor
+
+
+def test_two_devices_say_what_one_says_before_and_after_an_update(engine):
+    one, two = (engine(n, dtype="bfloat16") for n in (1, 2))
+    assert executor_of(two).worker.runner.model.decoder is not None
     assert said(two) == said(one)
     source = tiny_model("qwen3", seed=5)
     assert two.update_weights(source).digest == one.update_weights(source).digest
     assert said(two) == said(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_four_ranks_share_key_and_value_heads(engine, tied):
+    fields = dict(num_attention_heads=8, num_key_value_heads=2, hidden_size=80, intermediate_size=100)
+    four, one = (engine(n, "llama", fields | {"tie_word_embeddings": tied}) for n in (4, 1))
+    assert said(four) == said(one)
+
+
+@pytest.mark.slow
+def test_layers_that_run_as_modules_are_gathered_too(engine):
+    two, one = (engine(n, "gemma2", deterministic=False) for n in (2, 1))
+    assert executor_of(two).worker.runner.model.decoder is None
+    found, expected = (llm.generate(PROMPTS, DRAWN, use_tqdm=False) for llm in (two, one))
+    for ours, theirs in zip(found, expected, strict=True):
+        for mine, other in zip(ours.outputs, theirs.outputs, strict=True):
+            assert list(mine.token_ids) == list(other.token_ids)
+            np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_ranks_sleep_wake_and_are_saved(engine, tmp_path):
+    two = engine(2)
+    before = said(two)
+    two.save_sharded_state(str(tmp_path / "sharded"))
+    two.sleep(level=1)
+    two.wake_up()
+    assert said(two) == before
+    two.sleep(level=2)
+    two.wake_up()
+    two.update_weights(tiny_model("qwen3"))
+    assert said(two) == before
+    assert len(two.collective_rpc("get_weight_digest")) == 2
+    again = LLM(str(tmp_path / "sharded"), **OPTIONS, tensor_parallel_size=2, deterministic=True, load_format="sharded")
+    try:
+        assert said(again) == before
+    finally:
+        again.shutdown()
+
+
+@pytest.mark.slow
+def test_scores_go_on_beside_requests(engine):
+    """Pieces of a score, over a pool of their own, and steps take turns."""
+    two, one = (engine(n) for n in (2, 1))
+    sequences = [list(range(3, 60)), [4, 5, 6]]
+    found = []
+    for llm in (two, one):
+        core = llm.llm_engine
+        ids = [core.add_request(str(i), prompt, DRAWN) for i, prompt in enumerate(PROMPTS)]
+        core.step()
+        scores = [each.tobytes() for each in llm.score([s[:1] for s in sequences], [s[1:] for s in sequences])]
+        ended = {}
+        while core.has_unfinished_requests():
+            ended |= {output.request_id: output for output in core.step() if output.finished}
+        tokens = [(list(c.token_ids), c.logprobs.tobytes()) for i in ids for c in ended[i].outputs]
+        found.append((scores, tokens))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_engine_and_is_named(engine):
+    two = engine(2)
+    (rank,) = executor_of(two)._team._ranks
+    os.kill(rank.process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {rank.process.pid}\) has ended with status -9"):
+        said(two)
+
+
+def test_too_few_devices_are_refused_by_number(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ConfigError, match=r"needs 2 devices.*sees 1 \(CUDA_VISIBLE_DEVICES=3\)"):
+        device_rank_team._check_devices(2, 1)
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, ["1", "2"]), ("4, 6,7", ["6", "7"])])
+def test_each_rank_sees_one_device(monkeypatch, visible, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    team = object.__new__(device_rank_team.DeviceRankTeam)
+    team._device = torch.device("cuda", 0)
+    assert [team._environment(rank)["CUDA_VISIBLE_DEVICES"] for rank in (1, 2)] == expected
