@@ -163,8 +163,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Threads of the model's forward, of each rank where there are several. None: torch's own setting, by default one
     per physical core, divided among the ranks."""
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    """On a CPU, processes of this machine that the model is cut over: each holds a part of every weight and of the KV
-    pool. Tokens and log-probs are those of one, to the bit. See docs/ranks.md."""
+    """Processes of this machine that the model is cut over: each holds a part of every weight and of the KV pool, on a
+    device of its own with `device="cuda"`. Tokens and log-probs are those of one, to the bit; on devices with
+    `deterministic=True`. See docs/ranks.md."""
     load_format: Literal["auto", "dummy", "sharded"] = "auto"
     """"auto": `model` is a checkpoint. "sharded": it is a directory of `save_sharded_state`, from which each rank reads
     its own file; the same `tensor_parallel_size` and dtype are needed (docs/ranks.md). "dummy": random weights from the
@@ -278,9 +279,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{mine} and {other} are both set: {reason}. Give one of them.")
 
     def _check_ranks(self) -> None:
-        is_whole = self.deterministic is False and self.device == "cpu"
+        is_uncuttable = self.deterministic is False and self.device != "cuda"
         found = {
-            "deterministic=False": (is_whole, "a cut model has the bits of one that is whole"),
+            "deterministic=False": (is_uncuttable, "a cut model has the bits of one that is whole"),
             f"speculation={self.speculation!r}": (self.speculates is not None, "ranks draft no tokens"),
         }
         for other, (is_set, reason) in found.items():

@@ -10,7 +10,7 @@ Peers = Mapping[str, Mapping[str, str]]
 _GREEDY = "temperature=0 is greedy, any other temperature samples"
 _NO_BEAMS = "there is no beam search; n=k gives k samples, and cumulative_logprob ranks them"
 _GRAMMAR = 'give structured_outputs: {"json": schema}, {"regex": ...}, {"grammar": Lark}, {"choice": [...]}'
-_NO_PARALLEL = "a model runs on one device of one machine; leave it out"
+_NO_PARALLEL = "a model is cut by tensor_parallel_size alone, over processes of one machine; leave it out"
 _NO_REMOTE_CODE = "code of checkpoints is never run; the architecture must be one of transformers' own"
 _NO_REVISION = "download the revision first (huggingface_hub.snapshot_download) and give its directory as model"
 _ADD_LORA = "leave it out: add_lora(LoRARequest(...)) works at any time"
@@ -83,7 +83,7 @@ ENGINE_PEERS: Peers = {
     },
     "TorchRL's": {
         "enable_fp32_output": "give fp32_head",
-        "num_devices": _NO_PARALLEL,
+        "num_devices": "give tensor_parallel_size",
     },
     "SGLang's": {
         "chunked_prefill_size": "give max_num_batched_tokens",
@@ -98,7 +98,7 @@ ENGINE_PEERS: Peers = {
         "page_size": "give block_size",
         "random_seed": "give seed",
         "tokenizer_path": "give tokenizer",
-        "tp_size": _NO_PARALLEL,
+        "tp_size": "give tensor_parallel_size",
     },
 }
 """Library -> option of its engine -> what to do here instead."""

@@ -98,12 +98,14 @@ class RolloutService(BlockingVerbs):
     ) -> Self:
         """Start replicas of a checkpoint directory or hub id; `engine_kwargs` are `EngineConfig`'s.
 
-        `num_devices`: of each replica: 1, or None. `verbose`: log a line of statistics now and then (`log_stats`). The
+        `num_devices`: of each replica, its `tensor_parallel_size`; None: 1. `verbose`: log a line of statistics now and then (`log_stats`). The
         other options as for `launch`. Raises `ConfigError`.
         """
-        if num_devices not in (None, 1) or isinstance(num_devices, bool):
-            hint = "A model runs on one device: ask for more replicas instead."
-            raise ConfigError(refused("num_devices", num_devices, "1 or None", hint))
+        if num_devices is not None:
+            given = engine_kwargs.setdefault("tensor_parallel_size", num_devices)
+            if given != num_devices:
+                what = f"num_devices={num_devices} and tensor_parallel_size={given}"
+                raise ConfigError(f"{what} are both set, and mean the same. Give one of them.")
         return cls.launch(
             EngineConfig.from_kwargs(model=model, **{"log_stats": verbose, **engine_kwargs}),
             num_replicas,
@@ -287,8 +289,8 @@ class RolloutService(BlockingVerbs):
         )
 
     def get_tp_size(self) -> int:
-        """Ranks of each replica: 1, a model runs on one device."""
-        return 1
+        """Ranks of each replica (`tensor_parallel_size`)."""
+        return self.frontend.client.info.config.tensor_parallel_size
 
     def get_master_address(self) -> str:
         """Address at which replicas reach this process: "127.0.0.1" where all run on this machine."""

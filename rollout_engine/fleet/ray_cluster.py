@@ -31,9 +31,11 @@ class Bundle(NamedTuple):
 
     @classmethod
     def for_config(cls, config: EngineConfig) -> Self:
-        """One CPU for each thread of the model's forward; a device and the CPU that feeds it for `device="cuda"`."""
-        on_device = config.device == "cuda"
-        return cls(config.num_threads or (1 if on_device else torch.get_num_threads()), int(on_device))
+        """One CPU for each thread of the model's forward; a device and the CPU that feeds it for each rank on devices."""
+        ranks, on_device = config.tensor_parallel_size, config.device == "cuda"
+        if config.num_threads is not None:
+            return cls(config.num_threads * ranks, ranks * on_device)
+        return cls(ranks if on_device else max(ranks, torch.get_num_threads()), ranks * on_device)
 
     @property
     def resources(self) -> dict[str, float]:

@@ -210,7 +210,7 @@ MISTAKES = [
     Mistake(ADAPTERS, "llm.update_weights(trainer, merge=False, mode='wait')"),
     Mistake(ADAPTERS, "service.generate('a', lora_request='math')"),
     Mistake(ADAPTERS, "service.add_lora(LoRARequest('math'))"),
-    Mistake(REPLICAS, "RolloutService.from_pretrained(path, num_devices=2)"),
+    Mistake(REPLICAS, "RolloutService.from_pretrained(path, num_devices=2, tensor_parallel_size=4)"),
     Mistake(REPLICAS, "RolloutService.from_pretrained(path, num_replicas=0)"),
     Mistake(REPLICAS, "RolloutService.from_pretrained(path, balancer='prefix_aware')"),
     Mistake(REPLICAS, "RolloutService.from_pretrained(path, enable_fp32_output=True)"),

@@ -57,8 +57,6 @@ class CpuBackend:
             check_products(loaded.module, cut, is_deterministic=self.is_deterministic)
             self.num_blocks = cut.seat.exchange.agree(self.num_blocks)[0]
         reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry, cut)
-        if cut is not None and not all(cut.seat.exchange.agree(reason is None)):
-            reason = reason or "so they do on another rank"
         if reason is not None:
             logger.info("The layers run as modules, more slowly: %s.", reason)
         self.adapters = None

@@ -1,6 +1,6 @@
 """Decides whether a module's layers may run as one C++ call: compares every bit with what modules compute."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.one_thread import one_thread
 from rollout_engine.model.ranks.cut import ModelCut
+from rollout_engine.model.ranks.seat import ELSEWHERE
 
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 4
@@ -32,23 +33,47 @@ def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], cut
 def _unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> str | None:
     if not compiled.supports(next(module.parameters()).dtype):
         return "there is no compiled attention for it here"
+    reason = _reason_of(lambda: _compiled_model(module, geometry, cut))
+    if cut is not None and not cut.seat.all_agree(reason is None):  # ranks run together, or none does
+        return reason or ELSEWHERE
+    reason = reason or _reason_of(lambda: _compare(module, geometry, cut))
+    if cut is not None and not cut.seat.all_agree(reason is None):
+        return reason or ELSEWHERE
+    return reason
+
+
+def _reason_of(attempt: Callable[[], object]) -> str | None:
+    """Why an attempt failed; None where it did not."""
     try:
-        ours = CpuModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, compiled=True, cut=cut)
-        theirs = CpuModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE)
-        for chunks in _batches(module, geometry):
-            rows = [sum(len(chunk.token_ids) for chunk in chunks[: i + 1]) - 1 for i in range(len(chunks))]
-            pairs = zip(_computed(ours, chunks, rows), _computed(theirs, chunks, rows), strict=True)
-            if not all(_same_bits(*pair) for pair in pairs):
-                return "its logits or hidden states differ from its modules'"
-    except UnsupportedStructure as reason:
-        return str(reason)
+        attempt()
+    except (UnsupportedStructure, _Disagreement) as problem:
+        return str(problem)
     except BrokenTurnsError:  # another rank has failed
         raise
     except Exception as problem:  # foreign modules may fail in any way
         return f"the compiled decoder fails on its parts ({type(problem).__name__}: {problem})"
-    if not all(map(_same_bits, ours.kv.tensors(), theirs.kv.tensors())):
-        return "its keys and values differ from its modules'"
     return None
+
+
+class _Disagreement(Exception):
+    """What differs that should not."""
+
+
+def _compiled_model(module: nn.Module, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> CpuModel:
+    return CpuModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, compiled=True, cut=cut)
+
+
+def _compare(module: nn.Module, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> None:
+    """Raise `_Disagreement` where the compiled decoder gives other bits than modules."""
+    ours = _compiled_model(module, geometry, cut)
+    theirs = CpuModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE)
+    for chunks in _batches(module, geometry):
+        rows = [sum(len(chunk.token_ids) for chunk in chunks[: i + 1]) - 1 for i in range(len(chunks))]
+        pairs = zip(_computed(ours, chunks, rows), _computed(theirs, chunks, rows), strict=True)
+        if not all(_same_bits(*pair) for pair in pairs):
+            raise _Disagreement("its logits or hidden states differ from its modules'")
+    if not all(map(_same_bits, ours.kv.tensors(), theirs.kv.tensors())):
+        raise _Disagreement("its keys and values differ from its modules'")
 
 
 def _computed(model: CpuModel, chunks: list[SequenceChunk], rows: list[int]) -> tuple[Tensor, Tensor]:

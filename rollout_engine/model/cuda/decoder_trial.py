@@ -15,7 +15,7 @@ from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
-from rollout_engine.model.ranks.seat import Seat
+from rollout_engine.model.ranks.seat import ELSEWHERE, Seat
 
 BLOCK_SIZE = 16
 _SIZES = (17, 3), (1, 4)
@@ -58,7 +58,7 @@ def unsupported_reason(
     return reason
 
 
-_ELSEWHERE = Reason("so they do on another rank", is_failure=False)
+_ELSEWHERE = Reason(ELSEWHERE, is_failure=False)
 
 
 def _reason_of(attempt: Callable[[], object]) -> Reason | None:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from rollout_engine.model.ranks.exchange import Exchange
 
+ELSEWHERE = "so they do on another rank"
+"""Why layers run as modules on a rank that has no reason of its own."""
+
 
 class Columns(Protocol):
     """The chunks of a step as arrays, as `kernels.cpu.attention.ChunkColumns`."""

@@ -365,8 +365,8 @@ def test_small_facts(service):
 def test_bad_options_are_refused_before_anything_starts(service):
     with pytest.raises(ConfigError, match="Did you mean 'prefix-aware'"):
         RolloutService.from_pretrained("fake", balancer=["prefix_aware"])
-    with pytest.raises(ConfigError, match="num_devices=2 .* more replicas"):
-        RolloutService.from_pretrained("fake", num_devices=2)
+    with pytest.raises(ConfigError, match="num_devices=2 and tensor_parallel_size=4 .* mean the same"):
+        RolloutService.from_pretrained("fake", num_devices=2, tensor_parallel_size=4)
     with pytest.raises(ConfigError, match="from_pretrained takes a path"):
         RolloutService.launch("fake", 2)
     with pytest.raises(ConfigError, match="num_replicas=0"):

@@ -225,3 +225,15 @@ class TestOnADevice:
         assert len(run(llm)) == len(PROMPTS)
         free, total = torch.cuda.mem_get_info()
         assert total - free < 0.4 * total
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_devices_have_the_bits_of_one(checkpoint, engine):
+    one, two = (engine(deterministic=True, tensor_parallel_size=n) for n in (1, 2))
+    assert run(two) == run(one)
+    source = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    with torch.no_grad():
+        source.model.norm.weight *= 0.5
+    assert two.update_weights(source).digest == one.update_weights(source).digest
+    assert run(two) == run(one)
