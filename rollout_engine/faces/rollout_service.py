@@ -98,8 +98,8 @@ class RolloutService(BlockingVerbs):
     ) -> Self:
         """Start replicas of a checkpoint directory or hub id; `engine_kwargs` are `EngineConfig`'s.
 
-        `num_devices`: of each replica, its `tensor_parallel_size`; None: 1. `verbose`: log a line of statistics now and then (`log_stats`). The
-        other options as for `launch`. Raises `ConfigError`.
+        `num_devices`: of each replica, its `tensor_parallel_size`; None: 1. `verbose`: log a line of statistics now and
+        then (`log_stats`). The other options as for `launch`. Raises `ConfigError`.
         """
         if num_devices is not None:
             given = engine_kwargs.setdefault("tensor_parallel_size", num_devices)

@@ -31,7 +31,7 @@ class Bundle(NamedTuple):
 
     @classmethod
     def for_config(cls, config: EngineConfig) -> Self:
-        """One CPU for each thread of the model's forward; a device and the CPU that feeds it for each rank on devices."""
+        """One CPU for each thread of the model's forward; on devices a device and a CPU for each rank."""
         ranks, on_device = config.tensor_parallel_size, config.device == "cuda"
         if config.num_threads is not None:
             return cls(config.num_threads * ranks, ranks * on_device)
