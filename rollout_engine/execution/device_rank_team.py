@@ -27,6 +27,7 @@ from rollout_engine.execution.rank_wire import (
 from rollout_engine.model.ranks.device_exchange import DeviceExchange, Form, form_of
 
 _BESIDE_STEPS = (StartWeights, StageWeights, PackWeights, SettleWeights)
+"""Calls that touch nothing that steps read, unless weights are written in place."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -77,9 +78,9 @@ class DeviceRankTeam(RankTeam):
         return {_VISIBLE: visible[rank].strip() if visible else str(rank)}
 
     def _settle(self, message: CallMessage) -> None:
-        if not isinstance(message, _BESIDE_STEPS):
+        if not isinstance(message, _BESIDE_STEPS) or getattr(message, "inplace", False):
             self._tell(Meet())
-            self.seat.exchange.turns.meet()
+            self.exchange.turns.meet()
 
 
 def _check_devices(num_ranks: int, num_devices: int) -> None:

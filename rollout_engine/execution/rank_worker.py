@@ -117,7 +117,7 @@ class RankWorker:
                     hidden = torch.frombuffer(bytearray(states), dtype=torch_dtype(dtype)).view(shape)
                     model.module.get_output_embeddings()(hidden)
             case CopyBlocks(pairs):
-                model.kv.copy_blocks(pairs)
+                model.follow_copies(pairs)
             case ForwardOnDevice(forms, num_decodes, pool):
                 model.follow_forward(forms, num_decodes, pool)
             case HeadOnDevice(form):

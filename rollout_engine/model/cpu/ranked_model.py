@@ -40,6 +40,10 @@ class RankedModel(CpuModel):
             followers.forward(batch.token_ids, batch.columns, np.asarray(logit_rows, np.int64))
             return super().forward_states(batch, logit_rows, state_rows, adapter_rows)
 
+    def follow_copies(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Do what `copy_blocks` tells this rank."""
+        self.kv.copy_blocks(pairs)
+
     def _announce_copies(self, pairs: Sequence[tuple[int, int]]) -> None:
         if (followers := self._seat.alone) is not None:
             followers.copy_blocks(list(pairs))

@@ -83,6 +83,11 @@ class RankedCudaModel(CudaModel):
         self.kv.memory.restore()
         self.forward_rows(batch, rows, self._pools[pool])
 
+    def follow_copies(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Do what `copy_blocks` tells this rank."""
+        self.kv.memory.restore()
+        self.kv.copy_blocks(pairs)
+
     @torch.inference_mode()
     def follow_head(self, form: Form) -> None:
         """Do what `head` tells this rank."""

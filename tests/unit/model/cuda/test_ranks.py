@@ -4,17 +4,22 @@ The devices are the host's memory through Triton's interpreter, connected by glo
 """
 
 import os
+import random
 import signal
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from rollout_engine import LLM, ConfigError, EngineDeadError, SamplingParams
 from rollout_engine.execution import device_rank_team, process_executor, rank_team, worker
+from rollout_engine.execution.rank_wire import CommitWeights, Meet, PackWeights, ReleaseKV, StageWeights, StartWeights
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model import backends
 from rollout_engine.model.cuda.backend import CudaBackend
+from rollout_engine.model.sampling import logit_rows
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from tests.unit.model.cuda.conftest import OPTIONS
 
@@ -48,10 +53,11 @@ def engine(monkeypatch, tmp_path):
         each.shutdown()
 
 
-def said(llm):
+def said(llm, prompts=PROMPTS, params=DRAWN):
     """Bits of all that an engine says to requests, and of scores."""
-    outputs = llm.generate(PROMPTS, DRAWN, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     found = [(list(c.token_ids), c.logprobs.tobytes()) for output in outputs for c in output.outputs]
+    found += [np.asarray(output.prompt_logprobs).tobytes() for output in outputs]
     return found, [np.asarray(each).tobytes() for each in llm.score([[5, 9, 2], [7]], [[4, 5], [8]])]
 
 
@@ -77,8 +83,66 @@ def test_four_ranks_share_key_and_value_heads(engine, tied):
 
 
 @pytest.mark.slow
+def test_prefixes_that_sequences_share_are_sent(engine):
+    prompts = [{"prompt_token_ids": [5] * 70 + [each]} for each in (6, 7)]
+    two, one = (engine(n, max_model_len=96, block_size=64) for n in (2, 1))
+    assert said(two, prompts) == said(one, prompts)
+
+
+@pytest.mark.slow
+def test_logits_of_many_rows_are_computed_by_all_ranks_piece_by_piece(monkeypatch, engine):
+    monkeypatch.setattr(logit_rows, "_PIECE_NUMEL", 1000)
+    monkeypatch.setenv("PIECE_NUMEL", "1000")
+    params = msgspec.structs.replace(DRAWN, prompt_logprobs=0)
+    two, one = (engine(n) for n in (2, 1))
+    assert said(two, PROMPTS, params) == said(one, PROMPTS, params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_models_and_updates_in_flight_have_the_bits_of_one_device(engine, seed):
+    rng = random.Random(seed)
+    heads, kv_heads, num_ranks = rng.choice([(6, 2, 2), (4, 4, 4), (4, 1, 2), (6, 3, 3), (8, 2, 4)])
+    fields = dict(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * rng.choice([8, 14, 24]))
+    fields |= dict(intermediate_size=rng.choice([75, 88, 160]), vocab_size=rng.choice([259, 301]))
+    fields |= dict(tie_word_embeddings=rng.random() < 0.5)
+    architecture = rng.choice(["llama", "qwen2", "qwen3", "mistral"])
+    options = dict(dtype=rng.choice(["float32", "bfloat16"]), max_num_batched_tokens=rng.choice([7, 16]))
+    print(architecture, fields, num_ranks, options)
+    found = []
+    for ranks in (num_ranks, 1):
+        core = engine(ranks, architecture, fields, **options).llm_engine
+        params = [msgspec.structs.replace(DRAWN, max_tokens=6, seed=i, n=1 + i % 2) for i in range(3)]
+        prompts = [*PROMPTS, {"prompt_token_ids": list(range(40, 58))}]
+        ids = [core.add_request(str(i), *each) for i, each in enumerate(zip(prompts, params, strict=True))]
+        ended, digests, step = {}, [], 0
+        while core.has_unfinished_requests():
+            if step in (2, 5):
+                source = tiny_model(architecture, seed=step, **fields)
+                how = {2: ("keep", "shadow"), 5: ("recompute", "inplace")}[step]
+                digests.append(core.update_weights(source, kv=how[0], staging=how[1]).digest)
+            ended |= {output.request_id: output for output in core.step() if output.finished}
+            step += 1
+        samples = [c for name in ids for c in ended[name].outputs]
+        found.append((digests, [(list(c.token_ids), c.logprobs.tobytes(), repr(c.version_spans)) for c in samples]))
+    assert found[0] == found[1]
+
+
+def test_weights_are_written_in_place_only_once_all_ranks_have_launched_their_steps():
+    told = []
+    team = object.__new__(device_rank_team.DeviceRankTeam)
+    team._tell, team.exchange = told.append, SimpleNamespace(turns=SimpleNamespace(meet=lambda: told.append("met")))
+    for message in (StartWeights(False, None), StageWeights("w", 0, 1, False), PackWeights(False, [])):
+        team._settle(message)
+    assert told == []
+    for message in (StartWeights(True, None), StageWeights("w", 0, 1, True), CommitWeights(), ReleaseKV()):
+        team._settle(message)
+    assert told == [Meet(), "met"] * 4
+
+
+@pytest.mark.slow
 def test_layers_that_run_as_modules_are_gathered_too(engine):
-    two, one = (engine(n, "gemma2", deterministic=False) for n in (2, 1))
+    two, one = (engine(n, "gemma2", deterministic="auto") for n in (2, 1))
     assert executor_of(two).worker.runner.model.decoder is None
     found, expected = (llm.generate(PROMPTS, DRAWN, use_tqdm=False) for llm in (two, one))
     for ours, theirs in zip(found, expected, strict=True):
