@@ -6,7 +6,8 @@ Everything from x to the sum is float32, and the sum is rounded once; a row's bi
 engine and `rollout_engine.exact` on the trainer call the same function.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +15,10 @@ from torch import Tensor
 from rollout_engine.kernels.cpu import adapters as compiled
 from rollout_engine.kernels.cpu.adapters import AdapterPair, AdapterRows, AdapterTable
 
-__all__ = ["AdapterPair", "AdapterRows", "AdapterTable", "add_adapter", "add_adapters"]
+__all__ = ["Added", "AdapterPair", "AdapterRows", "AdapterTable", "add_adapter", "add_adapters", "added"]
+
+Added: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+"""As `added`."""
 
 
 def add_adapters(table: AdapterTable, x: Tensor, out: Tensor, plan: AdapterRows) -> None:
@@ -25,18 +29,20 @@ def add_adapters(table: AdapterTable, x: Tensor, out: Tensor, plan: AdapterRows)
         _add_rows(table, x, out, plan)
 
 
-def add_adapter(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def add_adapter(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float, kernel: Added | None = None) -> Tensor:
     """out [R, N] + scale * x [R, K] @ a.T @ b.T with the bits of `add_adapters`, differentiable.
 
     a [rank, K] and b [N, rank] have any floating dtype: they are rounded to that of x first. The result is a new
-    tensor, and gradients reach all four.
+    tensor, and gradients reach all four. `kernel` computes it; None: that of the CPU.
     """
+    kernel = kernel or added
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, out, a, b)):
-        return _Added.apply(x, out, a, b, scale)  # type: ignore[no-untyped-call,no-any-return]
-    return _added(x, out, a, b, scale)
+        return _Added.apply(kernel, x, out, a, b, scale)  # type: ignore[no-untyped-call,no-any-return]
+    return kernel(x, out, a, b, scale)
 
 
-def _added(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def added(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """out [R, N] + scale * x [R, K] @ a.T @ b.T as a new tensor, without gradients."""
     table = AdapterTable(1, x.shape[-1], [len(b)], x.dtype)
     table.set(0, [AdapterPair.packed(a, b, scale, x.dtype)])
     result = out.detach().clone(memory_format=torch.contiguous_format)
@@ -62,22 +68,22 @@ class _Added(torch.autograd.Function):
     """The kernel forward; ordinary matrix products backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, kernel: Added, x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(x, a, b)
         ctx.scale = scale
-        return _added(x, out, a, b, scale)
+        return kernel(x, out, a, b, scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor, Tensor | None, Tensor | None, None]:
         x, a, b = ctx.saved_tensors
         scaled = grad.float() * ctx.scale
         low_grad = scaled @ b.to(x.dtype).float()
         grad_x = grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[1]:
             grad_x = (low_grad @ a.to(x.dtype).float()).to(x.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_a = (low_grad.t() @ x.float()).to(a.dtype)
         if ctx.needs_input_grad[3]:
+            grad_a = (low_grad.t() @ x.float()).to(a.dtype)
+        if ctx.needs_input_grad[4]:
             low = x.float() @ a.to(x.dtype).float().t()
             grad_b = (scaled.t() @ low).to(b.dtype)
-        return grad_x, grad, grad_a, grad_b, None
+        return None, grad_x, grad, grad_a, grad_b, None

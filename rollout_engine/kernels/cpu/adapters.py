@@ -59,10 +59,12 @@ class AdapterRows(NamedTuple):
     """int32 [B, 3]: (first, count, slot) of consecutive entries of `rows` with one adapter."""
 
     @classmethod
-    def of(cls, slots: Sequence[int], sizes: Sequence[int]) -> "AdapterRows | None":
+    def of(
+        cls, slots: Sequence[int], sizes: Sequence[int], block_rows: int = _BLOCK_ROWS
+    ) -> "AdapterRows | None":
         """Sort the rows of a batch made of runs of `sizes[i]` rows under adapter `slots[i]`, from 0; -1: none.
 
-        None where no row has an adapter.
+        `block_rows`: most rows of a block. None where no row has an adapter.
         """
         each = np.repeat(np.array(slots, np.int32), np.array(sizes, np.int64))
         rows = np.flatnonzero(each >= 0)
@@ -72,9 +74,9 @@ class AdapterRows(NamedTuple):
         sorted_slots = each[rows]
         starts = [0, *(np.flatnonzero(np.diff(sorted_slots)) + 1).tolist(), len(rows)]
         blocks = [
-            (first, min(_BLOCK_ROWS, end - first), int(sorted_slots[begin]))
+            (first, min(block_rows, end - first), int(sorted_slots[begin]))
             for begin, end in zip(starts, starts[1:], strict=False)
-            for first in range(begin, end, _BLOCK_ROWS)
+            for first in range(begin, end, block_rows)
         ]
         return cls(rows, sorted_slots, np.array(blocks, np.int32))
 
