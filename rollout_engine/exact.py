@@ -50,7 +50,7 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
     `save_pretrained` are unaffected; the next forward sees every write to a parameter, however it was made. Batches
     must be right-padded or packed (`token_logprobs` accepts any padding). Call it again after replacing modules;
     calling it twice is harmless. Enable the model itself, on the device on which it will stay, before it is wrapped
-    (DDP, FSDP). Of a `PeftModel` on the CPU one active LoRA is computed as an engine computes it that has the adapter
+    (DDP, FSDP). Of a `PeftModel` one active LoRA is computed as an engine computes it that has the adapter
     (`add_lora`), with gradients of its matrices. Dropout, autocast and `torch.compile` are refused at the first
     forward that uses them. `fp32_head=True` is for engines with that option: logits of a bfloat16 model in float32;
     None leaves the head as it is. Raises `ConfigError` for a model that cannot be exact.
@@ -77,8 +77,7 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
                 f"{type(model).__name__} cannot be exact: {len(unproven)} of its parts compute rows that may depend on "
                 f"the batch, such as {unproven[0]}."
             )
-    if device.type == "cpu":
-        make_adapters_exact(model)
+    make_adapters_exact(model, arithmetic.add_adapter)
     if enabled is None:
         install_checks(causal_lm.base_model, device)
         refuse_long_batches(causal_lm.base_model)

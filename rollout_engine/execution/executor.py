@@ -131,8 +131,8 @@ class InlineExecutor:
     def require_adapters(self, verb: str) -> AdapterPool:
         """The model's adapters. Raises `LifecycleError`, naming `verb`, where it computes none."""
         if (adapters := self.worker.backend.adapters) is None:
-            what = f"{verb}: this engine computes no adapters: it runs on a device, or with deterministic off"
-            raise LifecycleError(f"{what}. Merge the adapter (merge_and_unload), or use device='cpu'.")
+            what = f"{verb}: this engine computes no adapters: deterministic is off on a CPU, or layers run as modules"
+            raise LifecycleError(f"{what} on a device (its log says why). Merge the adapter (merge_and_unload).")
         return adapters
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> list[Any]:

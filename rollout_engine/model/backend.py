@@ -9,6 +9,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.grammars.compiler import GrammarCompiler
+from rollout_engine.kernels.adapters import Added
 from rollout_engine.kernels.token_logprobs import RowStatsKernel
 from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.modules.loaded_model import LoadedModel
@@ -30,6 +31,8 @@ class Arithmetic(NamedTuple):
     """Names the parts of such a causal LM that may still compute a row otherwise than the engine."""
     row_stats: RowStatsKernel
     """Computes log-probs of given tokens."""
+    add_adapter: Added
+    """Adds a low-rank adapter to a product, as steps do."""
 
 
 class ShadowMemory(Protocol):
@@ -102,7 +105,8 @@ class Backend(Protocol):
     routing: RoutingInfo | None
     """Its routers, whose choices are returned and replayed; None where they are not."""
     adapters: AdapterPool | None
-    """Adapters beside the linears; None where they are not computed: on a device, and without `is_deterministic`."""
+    """Adapters beside the linears; None where they are not computed: on a CPU without `is_deterministic`, and on a
+    device where layers run as modules."""
     choices: str
     """Choices made at start-up, for one log line."""
 

@@ -15,7 +15,7 @@ from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error
 
 _LANES, _PANEL = 16, 32
 """Columns of A.T and B.T that are stored together."""
-_BLOCK_ROWS = 4
+BLOCK_ROWS = 4
 """Most rows that read an adapter's matrices together."""
 _PRODUCTS_A_THREAD = 1 << 15
 """Fewer are done before another thread has woken up."""
@@ -59,9 +59,7 @@ class AdapterRows(NamedTuple):
     """int32 [B, 3]: (first, count, slot) of consecutive entries of `rows` with one adapter."""
 
     @classmethod
-    def of(
-        cls, slots: Sequence[int], sizes: Sequence[int], block_rows: int = _BLOCK_ROWS
-    ) -> "AdapterRows | None":
+    def of(cls, slots: Sequence[int], sizes: Sequence[int], block_rows: int = BLOCK_ROWS) -> "AdapterRows | None":
         """Sort the rows of a batch made of runs of `sizes[i]` rows under adapter `slots[i]`, from 0; -1: none.
 
         `block_rows`: most rows of a block. None where no row has an adapter.

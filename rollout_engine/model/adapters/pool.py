@@ -1,31 +1,59 @@
-"""The adapters of a model on the CPU: their matrices in slots, added to the products of its linears.
+"""The adapters of a model: their matrices in slots, added to the products of its linears.
 
-prepare(request) ──> install(slot, prepared) ──> inside `active(rows)` each row's products get its adapter's
+prepare(request) ──> install(slot, prepared) ──> steps add each row's adapter to its products
 files, checks        between two steps
 """
 
 import math
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from functools import cached_property, partial
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import xxhash
 from torch import Tensor, nn
 
 from rollout_engine.errors import RequestError, did_you_mean
-from rollout_engine.kernels.adapters import AdapterPair, AdapterRows, AdapterTable, add_adapters
+from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.lora_request import LoRARequest
 from rollout_engine.model.adapters.peft_format import LinearAdapter, read_adapter
-from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
 from sync.digests import tensor_bytes
+
+
+class Pair(Protocol):
+    """One adapter's matrices for one linear layer, packed for a kernel."""
+
+    @property
+    def a(self) -> Tensor: ...
+
+    @property
+    def b(self) -> Tensor: ...
+
+
+class Table(Protocol):
+    """The pairs of all slots for linears that share an input, as a kernel reads them."""
+
+    sizes: list[int]
+
+    def set(self, slot: int, pairs: Sequence[Any]) -> None:
+        """Give an adapter its pairs, one for each linear; None where it leaves one alone."""
+
+
+class Target(NamedTuple):
+    """A linear layer that may have adapters."""
+
+    group: int
+    """Number of the linears that share its input."""
+    place: int
+    """Its place among them."""
+    linear: nn.Linear
 
 
 class PreparedAdapter(NamedTuple):
     """An adapter that has been checked, in the kernel's layout."""
 
-    pairs: dict[int, list[AdapterPair | None]]
-    """Id of a `LinearGroup` -> a pair for each of its linears."""
+    pairs: dict[int, list[Any]]
+    """Number of a group -> a `Pair` for each of its linears, or None."""
     rank: int
     """The largest of its layers."""
     num_tensors: int
@@ -34,22 +62,23 @@ class PreparedAdapter(NamedTuple):
     """Over names, scales and values."""
 
 
-class AdapterPool:
+class AdapterPool(ABC):
     """Room for `max_loras` adapters of at most `max_rank` beside the linears of `module`.
 
     While there is no adapter, steps cost what they cost without a pool.
     """
 
+    block_rows: ClassVar[int]
+    """Most rows of one adapter that the kernel computes together."""
+
     def __init__(self, module: nn.Module, *, max_loras: int, max_rank: int) -> None:
         self._module, self._max_loras, self._max_rank = module, max_loras, max_rank
         self._dtype = next(module.parameters()).dtype
-        self._tables: dict[int, AdapterTable] = {}
-        """By the id of a group, those of groups with an adapter."""
+        self._tables: dict[int, Any] = {}
+        """By the number of a group, those of groups with an adapter."""
         self._installed: dict[int, PreparedAdapter] = {}
         self.num_changes = 0
         """Counts changes of the adapters that are installed."""
-        self._rows: AdapterRows | None = None
-        """Rows of the batch that is computed now."""
         self._last: tuple[list[int], list[int], AdapterRows | None] = ([], [], None)
 
     @property
@@ -59,68 +88,74 @@ class AdapterPool:
 
     def prepare(self, request: LoRARequest) -> PreparedAdapter:
         """Read an adapter and check it against the model. Raises `RequestError`. Steps may run meanwhile."""
-        pairs: dict[int, list[AdapterPair | None]] = {}
+        pairs: dict[int, list[Any]] = {}
         digest, rank, num_bytes = xxhash.xxh3_128(), 0, 0
         linears = read_adapter(request)
         for name, linear in sorted(linears.items()):
-            group, slot = self._target(name)
-            self._check(name, linear, group.children[slot])
-            pair = AdapterPair.packed(linear.a, linear.b, linear.scale, self._dtype)
-            if not all(math.isfinite(bound) for tensor in pair[:2] for bound in tensor.aminmax()):  # NaN is both bounds
+            target = self._target(name)
+            self._check(name, linear, target.linear)
+            pair = self._packed(linear)
+            tensors = pair.a, pair.b
+            if not all(math.isfinite(bound) for tensor in tensors for bound in tensor.aminmax()):  # NaN is both bounds
                 raise RequestError.for_field(f"tensors of '{name}'", "NaN or infinite values", "finite")
-            pairs.setdefault(id(group), [None] * len(group.children))[slot] = pair
+            pairs.setdefault(target.group, [None] * len(self._groups[target.group]))[target.place] = pair
             digest.update(f"{name} {float(linear.scale).hex()} {len(linear.a)}\n".encode())
-            for tensor in pair[:2]:
+            for tensor in tensors:
                 digest.update(tensor_bytes(tensor))
                 num_bytes += tensor.nbytes
             rank = max(rank, len(linear.a))
-        return PreparedAdapter(pairs, rank, 2 * len(linears), num_bytes, digest.hexdigest())
+        return PreparedAdapter(self._placed(pairs), rank, 2 * len(linears), num_bytes, digest.hexdigest())
 
     def install(self, slot: int, prepared: PreparedAdapter) -> None:
-        """Have an adapter in a slot, in place of what is there. No step may be running."""
+        """Have an adapter in a slot, in place of what is there. No step may be running on the host."""
         self._clear(slot, keep=prepared.pairs)
         for key, pairs in prepared.pairs.items():
             self._table(key).set(slot, pairs)
         self._installed[slot] = prepared
 
     def remove(self, slot: int) -> None:
-        """Free a slot. No step may be running."""
+        """Free a slot. No step may be running on the host."""
         self._clear(slot, keep=())
-
-    def table_of(self, group: LinearGroup) -> AdapterTable | None:
-        """The adapters of a group of linears, until an adapter is installed or removed; None: none changes it."""
-        return self._tables.get(id(group))
 
     def rows(self, slots: list[int], sizes: list[int]) -> AdapterRows | None:
         """Rows of a batch of runs: `sizes[i]` rows under the adapter in slot `slots[i]`, or -1; None: base alone."""
         if self._last[0] != slots or self._last[1] != sizes:
-            self._last = slots, sizes, AdapterRows.of(slots, sizes)
+            self._last = slots, sizes, AdapterRows.of(slots, sizes, self.block_rows)
         return self._last[2]
 
-    @contextmanager
-    def active(self, rows: AdapterRows | None) -> Iterator[None]:
-        """Inside, products of the module's linears get the adapters of `rows`."""
-        self._rows = rows
-        try:
-            yield
-        finally:
-            self._rows = None
+    @abstractmethod
+    def _find_targets(self) -> dict[str, Target]:
+        """By name, the linears that may have adapters."""
+
+    @abstractmethod
+    def _packed(self, linear: LinearAdapter) -> Pair:
+        """The matrices for the kernel, in the host's memory."""
+
+    def _placed(self, pairs: dict[int, list[Any]]) -> dict[int, list[Any]]:
+        """The same pairs where steps run."""
+        return pairs
+
+    @abstractmethod
+    def _made_table(self, group: int) -> Table:
+        """The table of a group that has an adapter from now on."""
+
+    @abstractmethod
+    def _dropped_table(self, group: int) -> None:
+        """Called when a group has no adapter any more."""
 
     @cached_property
-    def _linears(self) -> dict[str, tuple[LinearGroup, int]]:
-        """Name of each linear that may have adapters -> its group, and its place there."""
-        head = self._module.get_output_embeddings()  # type: ignore[operator]
-        return {
-            name: (child._group, child._slot)
-            for name, child in self._module.named_modules()
-            if isinstance(child, RowInvariantLinear) and child is not head
-        }
+    def _linears(self) -> dict[str, Target]:
+        return self._find_targets()
 
     @cached_property
-    def _groups(self) -> dict[int, LinearGroup]:
-        return {id(group): group for group, _ in self._linears.values()}
+    def _groups(self) -> dict[int, list[nn.Linear]]:
+        """The linears of each group, in order."""
+        found: dict[int, list[nn.Linear]] = {}
+        for target in sorted(self._linears.values(), key=lambda target: target.place):
+            found.setdefault(target.group, []).append(target.linear)
+        return found
 
-    def _target(self, name: str) -> tuple[LinearGroup, int]:
+    def _target(self, name: str) -> Target:
         found = self._linears.get(name)
         if found is None:
             kinds = sorted({each.rpartition(".")[2] for each in self._linears})
@@ -149,16 +184,10 @@ class AdapterPool:
             table.set(slot, [None] * len(table.sizes))
             if not any(key in other.pairs for other in self._installed.values()):
                 del self._tables[key]
-                self._groups[key].add_to = None
+                self._dropped_table(key)
 
-    def _table(self, key: int) -> AdapterTable:
-        if key not in self._tables:
-            group = self._groups[key]
-            sizes = [child.out_features for child in group.children]
-            table = AdapterTable(self._max_loras, group.children[0].in_features, sizes, self._dtype)
-            self._tables[key], group.add_to = table, partial(self._add, table)
-        return self._tables[key]
-
-    def _add(self, table: AdapterTable, x: Tensor, out: Tensor) -> None:
-        if self._rows is not None:
-            add_adapters(table, x, out, self._rows)
+    def _table(self, group: int) -> Table:
+        if group not in self._tables:
+            self._tables[group] = self._made_table(group)
+        table: Table = self._tables[group]
+        return table

@@ -12,8 +12,8 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import AdapterRows
-from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.cpu import decoder_trial
+from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.model.cpu.deterministic import make_deterministic
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.ranked_model import RankedModel, check_products
@@ -61,7 +61,7 @@ class CpuBackend:
             logger.info("The layers run as modules, more slowly: %s.", reason)
         self.adapters = None
         if self.is_deterministic and cut is None:
-            self.adapters = AdapterPool(loaded.module, max_loras=config.max_loras, max_rank=config.max_lora_rank)
+            self.adapters = CpuAdapterPool(loaded.module, max_loras=config.max_loras, max_rank=config.max_lora_rank)
         kind = CpuModel if cut is None else RankedModel
         model = kind(
             loaded.module,

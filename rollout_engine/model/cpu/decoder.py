@@ -8,7 +8,7 @@ from rollout_engine.kernels import linear
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.cpu import attention
 from rollout_engine.kernels.cpu.decoder import Decoder, DecoderAdapters, LayerWeights, Norm, Product
-from rollout_engine.model.adapters.pool import AdapterPool
+from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.model.cpu.ranked_decoder import decoder_ranks
 from rollout_engine.model.cpu.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
 from rollout_engine.model.modules.decoder_structure import DecoderLayer, decoder_structure, require
@@ -33,7 +33,7 @@ class CpuDecoder:
         module: nn.Module,
         geometry: Sequence[LayerGeometry],
         pool: Sequence[attention.KVLayer],
-        adapters: AdapterPool | None = None,
+        adapters: CpuAdapterPool | None = None,
         cut: ModelCut | None = None,
     ) -> None:
         self._structure, self._pool = decoder_structure(module, geometry), pool

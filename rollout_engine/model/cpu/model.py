@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.adapters import AdapterRows
-from rollout_engine.model.adapters.pool import AdapterPool
+from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.model.cpu.attention import CpuKVPool
 from rollout_engine.model.cpu.decoder import CpuDecoder
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
@@ -37,7 +37,7 @@ class CpuModel:
         num_blocks: int,
         block_size: int,
         compiled: bool = False,
-        adapters: AdapterPool | None = None,
+        adapters: CpuAdapterPool | None = None,
         cut: ModelCut | None = None,
     ) -> None:
         dtype = next(module.parameters()).dtype

@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from rollout_engine.kernels.activation import gated_silu, gelu_tanh, silu
+from rollout_engine.kernels.adapters import added
 from rollout_engine.kernels.norm import rms_norm
 from rollout_engine.kernels.token_logprobs import row_stats
 from rollout_engine.model.backend import Arithmetic
@@ -77,4 +78,4 @@ class RowInvariantRMSNorm(nn.Module):
 
 
 unproven_parts = partial(unproven_parts_but, RowInvariantLinear | RowInvariantRouter | RowInvariantExperts)
-ARITHMETIC = Arithmetic(ATTENTION_NAME, make_row_invariant, unproven_parts, row_stats)
+ARITHMETIC = Arithmetic(ATTENTION_NAME, make_row_invariant, unproven_parts, row_stats, added)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits
@@ -29,6 +30,8 @@ class CudaBatch(NamedTuple):
     slots: Tensor
     """int64 [T], KV slot of each token; -1: none, in the padding of a captured batch."""
     attention: Batch
+    adapters: AdapterBatch | None = None
+    """The rows that have an adapter; None: none has."""
 
 
 class CudaKVPool:

@@ -14,6 +14,7 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.triton.rounding import compiles_kernels
 from rollout_engine.model.cuda import decoder_trial
+from rollout_engine.model.cuda.adapters import CudaAdapterPool
 from rollout_engine.model.cuda.attention import Limits
 from rollout_engine.model.cuda.attention_trial import check_attention
 from rollout_engine.model.cuda.captured_graphs import can_capture
@@ -53,7 +54,6 @@ class CudaBackend:
     generates = True
     pooling = None
     routing = None
-    adapters = None
     max_prefill_beside_decode = 1 << 30
     """A device computes a longer step faster per token."""
 
@@ -76,6 +76,11 @@ class CudaBackend:
         )
         check_attention(config.attention_backend, loaded.geometry, loaded.dtype, device, config.tokens_per_block)
         self.packed = PackedWeights(loaded.module)
+        stream = copy_stream_for(device)
+        self.adapters: CudaAdapterPool | None = None
+        if self._fused and self._seat is None:
+            sizes = {"max_loras": config.max_loras, "max_rank": config.max_lora_rank}
+            self.adapters = CudaAdapterPool(loaded.module, stream=stream, **sizes)
         model_len = config.max_model_len or loaded.max_model_len
         self._compiled = self._compiled_layers(model_len) if config.compile else None
         self.num_blocks = self._num_blocks(model_len)
@@ -95,7 +100,6 @@ class CudaBackend:
             self.runner.graphs = self._graphs(model)
             self.runner.graphs.capture_all()
             warm_up(self.runner)  # steps now run by graphs, where they fit
-        stream = copy_stream_for(model.device)
         self.shadow_memory = CudaShadowMemory(stream)
         self.upload = PinnedUpload(stream) if model.device.type == "cuda" else None
         attention = "" if config.attention_backend == "ours" else f"attention {config.attention_backend}, "
@@ -117,7 +121,7 @@ class CudaBackend:
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
     ) -> Iterator[dict[int, np.ndarray]]:
-        return sequence_logprobs(self.runner.model, sequences, num_prompt, temperature)
+        return sequence_logprobs(self.runner.model, sequences, num_prompt, temperature, adapter_slot)
 
     def memory_of(self, weights: Sequence[Tensor]) -> CudaWeightMemory:
         return CudaWeightMemory(weights, self.runner)
@@ -137,6 +141,7 @@ class CudaBackend:
             deterministic=self._config.deterministic is True,
             compiled=self._compiled,
             attention_backend=self._config.attention_backend,
+            adapters=self.adapters,
         )
 
     def _graphs(self, model: CudaModel) -> DecodeGraphs:

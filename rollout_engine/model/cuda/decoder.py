@@ -20,6 +20,7 @@ from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
 from rollout_engine.kernels.triton.rotary import rotate_and_write
+from rollout_engine.model.cuda.adapters import CudaAdapterPool
 from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKVPool
 from rollout_engine.model.cuda.decoder_parts import Layer, Linear, Parts
 from rollout_engine.model.sampling.logit_rows import LogitRows
@@ -35,9 +36,11 @@ class CudaDecoder:
         *,
         deterministic: bool,
         before_head: Callable[[Tensor], object] = lambda hidden: None,
+        adapters: CudaAdapterPool | None = None,
     ) -> None:
-        """`before_head`: called with hidden states whose logits are about to be computed."""
-        self._parts, self._attention = parts, attention
+        """`before_head`: called with hidden states whose logits are about to be computed. `adapters`: those that rows
+        may have."""
+        self._parts, self._attention, self._adapters = parts, attention, adapters
         self._deterministic, self._before_head = deterministic, before_head
 
     @property
@@ -62,8 +65,8 @@ class CudaDecoder:
         for index, layer in enumerate(parts.layers):
             delta = self._attend(layer, hidden, batch, index, pool.layers[index])
             add_rms_norm(residual, delta, layer.mlp_norm.weight, layer.mlp_norm.epsilon, hidden)
-            gate, up = self._product(hidden, layer.gate_up).chunk(2, dim=1)
-            delta = self._product(gated(gate, up, gate), layer.down)
+            gate, up = self._adapted(hidden, layer.gate_up, batch).chunk(2, dim=1)
+            delta = self._adapted(gated(gate, up, gate), layer.down, batch)
             following = norms[index + 1]
             add_rms_norm(residual, delta, following.weight, following.epsilon, hidden)
         return hidden
@@ -82,7 +85,7 @@ class CudaDecoder:
     def _attend(self, layer: Layer, hidden: Tensor, batch: CudaBatch, index: int, kv: KVLayer) -> Tensor:
         shape = layer.geometry
         sizes = [shape.num_heads * shape.head_dim_k, *(shape.num_kv_heads * dim for dim in _dims(layer))]
-        q, k, v = self._product(hidden, layer.qkv).split(sizes, dim=1)
+        q, k, v = self._adapted(hidden, layer.qkv, batch).split(sizes, dim=1)
         q, k = (x.unflatten(1, (-1, shape.head_dim_k)) for x in (q, k))
         v = v.unflatten(1, (-1, shape.head_dim_v))
         norms = layer.head_norms
@@ -93,7 +96,15 @@ class CudaDecoder:
         rotate_and_write(q, k, v, batch.positions, batch.slots, self._parts.rotary, kv, q, norms)
         out = q.new_empty(len(q), shape.num_heads, shape.head_dim_v)
         self._attention.attend(index, q, kv, layer.attention_params, out)
-        return self._product(out.flatten(1), layer.out)
+        return self._adapted(out.flatten(1), layer.out, batch)
+
+    def _adapted(self, x: Tensor, linear: Linear, batch: CudaBatch) -> Tensor:
+        """A product of a layer, with the adapters of its rows."""
+        out = self._product(x, linear)
+        if batch.adapters is not None:
+            assert self._adapters is not None, "no row has an adapter where there are none"
+            self._adapters.add(linear.group, x, out, batch.adapters)
+        return out
 
     def _product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """x [T, K] -> [T, N], written to `out` where it is given; what other ranks have of either is gathered."""

@@ -28,6 +28,8 @@ class Linear(NamedTuple):
     """That of all ranks' rows together, so that no bit depends on how they are cut."""
     num_outputs: int
     """Of all ranks."""
+    group: int
+    """Its number in an `AdapterPool`."""
     gathers: Gathers
 
 
@@ -122,7 +124,7 @@ def _linear(children: list[nn.Module]) -> Linear:
     require(len(children) == 1 or are_local, "linears that share an input are not cut by heads and columns")
     count = sum(map(num_outputs, children))
     tile = tile_for(count, weight.shape[1], weight.dtype)
-    return Linear(weight, _fused(biases) if biases else None, tile, count, gathers)
+    return Linear(weight, _fused(biases) if biases else None, tile, count, id(children[0]), gathers)
 
 
 def _fused(parameters: list[nn.Parameter]) -> Tensor:

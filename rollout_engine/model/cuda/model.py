@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollout_engine.errors import LifecycleError
 from rollout_engine.kernels.triton.paged_attention import Limits
+from rollout_engine.model.cuda.adapters import CudaAdapterPool
 from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKVPool, ModuleStep
 from rollout_engine.model.cuda.compiled_layers import CompiledLayers
 from rollout_engine.model.cuda.decoder import CudaDecoder
@@ -26,7 +28,7 @@ class CudaModel:
 
     `fused`: its layers run by our kernels, not as modules, unless `layer_watch` has watchers; raises
     `UnsupportedStructure` where they cannot. `deterministic`: a row's bits do not depend on its batch, which only fused
-    layers can keep. `compiled`: runs in place of the module.
+    layers can keep. `compiled`: runs in place of the module. `adapters`: those that rows may have, of fused layers.
     """
 
     def __init__(
@@ -41,9 +43,10 @@ class CudaModel:
         deterministic: bool = False,
         compiled: CompiledLayers | None = None,
         attention_backend: str = "ours",
+        adapters: CudaAdapterPool | None = None,
     ) -> None:
         weight = next(module.parameters())
-        self.module, self.limits, self.device = module, limits, weight.device
+        self.module, self.limits, self.device, self.adapters = module, limits, weight.device, adapters
         shape = {"block_size": block_size, "dtype": weight.dtype, "device": weight.device}
         self._make_pool = partial(CudaKVPool, geometry, **shape)
         self.kv = self._make_pool(num_blocks=num_blocks)
@@ -59,7 +62,10 @@ class CudaModel:
         if fused:
             parts = parts_of(module, list(geometry), limits.context)
             self.decoder = CudaDecoder(
-                parts, self.attention, deterministic=deterministic, before_head=self._before_head
+                *(parts, self.attention),
+                deterministic=deterministic,
+                before_head=self._before_head,
+                adapters=adapters,
             )
         self._compiled = compiled
         self.layer_watch = LayerWatch(module, len(geometry))
@@ -76,6 +82,11 @@ class CudaModel:
         if self.runs_fused:
             assert self.decoder is not None
             return self.decoder.forward(batch, rows, pool)
+        if batch.adapters is not None:
+            raise LifecycleError(
+                "Rows with adapters cannot be computed while layers are watched (watch_layers): watched layers run as "
+                "modules, without adapters. End the watch, or let requests of adapters finish before it."
+            )
         module = self.module
         if self._compiled is not None and not self.layer_watch.num_watchers:
             module = self._compiled.module

@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels import activation, norm
 from rollout_engine.kernels.triton.activation import gated
+from rollout_engine.kernels.triton.adapters import added
 from rollout_engine.kernels.triton.dense import attend_dense
 from rollout_engine.kernels.triton.matmul import Tile, matmul, tile_for
 from rollout_engine.kernels.triton.norm import rms_norm
@@ -124,4 +125,4 @@ def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 AttentionInterface.register(_ATTENTION_NAME, partial(rollout_attention, dense=attend_dense))
-ARITHMETIC = Arithmetic(_ATTENTION_NAME, make_row_invariant, partial(unproven_parts, _Linear), score)
+ARITHMETIC = Arithmetic(_ATTENTION_NAME, make_row_invariant, partial(unproven_parts, _Linear), score, added)

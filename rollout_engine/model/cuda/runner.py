@@ -18,12 +18,15 @@ from torch import Tensor
 
 from rollout_engine.errors import StepMemoryError
 from rollout_engine.grammars.compiler import GrammarCompiler
+from rollout_engine.kernels.adapters import AdapterRows
+from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
 from rollout_engine.kernels.triton.sampling import score
 from rollout_engine.kernels.triton.shared_prefix import SharedPrefixes, shared_prefixes
 from rollout_engine.messages import (
     ModelRunnerOutput,
     PromptLogprobs,
+    ScheduledSequence,
     SchedulerOutput,
 )
 from rollout_engine.model.cuda.attention import CudaBatch
@@ -113,7 +116,7 @@ class CudaRunner:
         flat = FlatColumns.of(scheduled, self._sequences, rows, self.rows.matrix, self.model.kv.block_size)
         asked = _Asked.of(work, order, flat, self._prompts.rows(scheduled))
         draws = self._draws(work, asked.positions)
-        step = _Step(flat, asked, draws, self._prefixes(flat), changes)
+        step = _Step(flat, asked, draws, self._prefixes(flat), changes, self._adapter_rows(scheduled))
         logits, drawn_rows, columns, drawn = self._replay(step) or self._compute(step)
         prompt_logprobs = self._score_prompts(logits.take(slice(asked.num_distinct, None)), order)
         if not work.samples:
@@ -142,6 +145,8 @@ class CudaRunner:
         flat, asked, draws = step.flat, step.asked, step.draws
         if self.graphs is None or flat.num_decodes < len(flat.rows) or not self.model.runs_fused:
             return None
+        if step.adapters is not None:  # graphs add none
+            return None
         in_order = asked.takes_all_in_order(len(flat.rows))
         found = self.graphs.run(DecodeStep(flat, draws.plain if in_order else None, step.prefixes, step.changes))
         if found is None:
@@ -156,18 +161,20 @@ class CudaRunner:
         return _Computed(LogitRows.of(logits[logit_rows]), drawn_rows, CudaDraws.of(draws, arrived), None)
 
     def _compute(self, step: "_Step") -> "_Computed":
-        flat, asked, draws, prefixes = step[:4]
+        flat, asked, draws, prefixes, _, plan = step
+        adapters = [] if plan is None else [plan.rows, plan.blocks]
         shared = [] if prefixes is None else [prefixes.items, prefixes.units, prefixes.num_items]
         of_draws = [asked.drawn_rows, *draws.plain, *draws.more]
-        columns = [*step.changes, *flat[:-1], asked.logit_rows, *shared, *of_draws]
+        columns = [*step.changes, *flat[:-1], asked.logit_rows, *shared, *adapters, *of_draws]
         arrived = iter(upload(columns, self.model.device))
         self.rows.write(next(arrived), next(arrived))
         token_ids, positions, slots, token_rows, starts, lens, rows = islice(arrived, len(flat) - 1)
         logit_rows = next(arrived)
         token_ids = torch.where(token_ids < 0, self.rows.last_tokens[token_rows], token_ids)
         found = Prefixes(*islice(arrived, len(shared))) if shared else None
+        added = AdapterBatch(*islice(arrived, len(adapters))) if adapters else None
         attention = Batch(starts, lens, self.rows.tables_on_device[rows], flat.num_decodes, found)
-        logits = self.model.forward_rows(CudaBatch(token_ids, positions, slots, attention), logit_rows)
+        logits = self.model.forward_rows(CudaBatch(token_ids, positions, slots, attention, added), logit_rows)
         return _Computed(logits, next(arrived), CudaDraws.of(draws, list(arrived)), None)
 
     def _prefixes(self, flat: FlatColumns) -> SharedPrefixes | None:
@@ -183,6 +190,13 @@ class CudaRunner:
             tokens_per_item=tokens_per_item,
         )
         return found if len(found.items) else None
+
+    def _adapter_rows(self, scheduled: list[ScheduledSequence]) -> AdapterRows | None:
+        adapters = self.model.adapters
+        if adapters is None or adapters.is_empty:
+            return None
+        slots = [self._sequences[chunk.sequence_id].adapter_slot for chunk in scheduled]
+        return adapters.rows(slots, [chunk.num_scheduled_tokens for chunk in scheduled])
 
     def _score_prompts(self, logits: Tensor, order: list[int]) -> _PromptResult:
         finish = self._prompts.score(logits)
@@ -235,6 +249,7 @@ class _Step(NamedTuple):
     draws: Draws
     prefixes: SharedPrefixes | None
     changes: TableChanges
+    adapters: AdapterRows | None
 
 
 class _Computed(NamedTuple):

@@ -22,16 +22,20 @@ def sequence_logprobs(
     sequences: Sequence[list[int]],
     num_prompt: Sequence[int],
     temperature: float,
+    adapter_slot: int = -1,
 ) -> Iterator[dict[int, np.ndarray]]:
-    """Yield, some tokens at a time, the log-probs of tokens after the prompt: index -> float32 [len - num_prompt]."""
+    """Yield, some tokens at a time, the log-probs of tokens after the prompt: index -> float32 [len - num_prompt].
+
+    `adapter_slot`: of the adapter that all rows have; -1: none.
+    """
     longest = max(map(len, sequences), default=0)
     with model.another_pool(-(-longest // model.kv.block_size)) as pool:
         for i, (tokens, first) in enumerate(zip(sequences, num_prompt, strict=True)):
-            yield {i: (yield from _scored(model, pool, tokens, first, temperature))}
+            yield {i: (yield from _scored(model, pool, tokens, first, temperature, adapter_slot))}
 
 
 def _scored(
-    model: CudaModel, pool: CudaKVPool, tokens: list[int], num_prompt: int, temperature: float
+    model: CudaModel, pool: CudaKVPool, tokens: list[int], num_prompt: int, temperature: float, adapter_slot: int
 ) -> Generator[dict[int, np.ndarray], None, np.ndarray]:
     """Compute one sequence; yield nothing new between two pieces of it."""
     ids = torch.tensor(tokens, device=model.device)
@@ -41,7 +45,11 @@ def _scored(
         end = min(start + step, len(tokens) - 1)
         wanted = max(start, num_prompt - 1)
         rows = torch.arange(wanted - start, max(end - start, wanted - start), device=model.device)
-        logits = model.forward(_chunk(ids, start, end, pool, width), rows if len(rows) else rows.new_zeros(1), pool)
+        batch = _chunk(ids, start, end, pool, width)
+        if adapter_slot >= 0:
+            assert model.adapters is not None, "an adapter was found there"
+            batch = batch._replace(adapters=model.adapters.whole_batch(adapter_slot, end - start))
+        logits = model.forward(batch, rows if len(rows) else rows.new_zeros(1), pool)
         if len(rows):
             temperatures = row_temperatures(temperature, logits)
             stats = sampling.score(logits, temperatures, ids[wanted + 1 : end + 1])

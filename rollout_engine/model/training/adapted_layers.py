@@ -6,11 +6,11 @@ PEFT itself is not imported: its layers are recognised by their attributes.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from rollout_engine.kernels.adapters import add_adapter
+from rollout_engine.kernels.adapters import Added, add_adapter
 
 
 def plain_model(model: nn.Module) -> nn.Module:
@@ -36,15 +36,17 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             parent._modules[name] = child
 
 
-def make_adapters_exact(model: nn.Module) -> None:
-    """Have every LoRA layer of a linear compute its adapter by the engine's own product, in place."""
+def make_adapters_exact(model: nn.Module, kernel: Added) -> None:
+    """Have every LoRA layer of a linear compute its adapter by the engine's own product, `kernel`, in place."""
     for child in model.modules():
         if _is_lora(child) and not isinstance(child, ExactAdapter):
-            child.__class__ = _exact_class(type(child))
+            child.__class__ = _exact_class(type(child), kernel)
 
 
 class ExactAdapter:
     """Mixed into a LoRA layer's class: one plain active adapter is computed as in the engine, others as before."""
+
+    adapter_kernel: ClassVar[Added]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         name = None if args or kwargs else self.exact_adapter
@@ -58,6 +60,7 @@ class ExactAdapter:
             layer.lora_A[name].weight,
             layer.lora_B[name].weight,
             layer.scaling[name],
+            kernel=type(self).adapter_kernel,
         )
         return rows.view(out.shape)
 
@@ -77,8 +80,8 @@ class ExactAdapter:
 
 
 @cache
-def _exact_class(kind: type) -> type:
-    return type(f"Exact{kind.__name__}", (ExactAdapter, kind), {})
+def _exact_class(kind: type, kernel: Added) -> type:
+    return type(f"Exact{kind.__name__}", (ExactAdapter, kind), {"adapter_kernel": staticmethod(kernel)})
 
 
 def _is_lora(child: nn.Module) -> bool:

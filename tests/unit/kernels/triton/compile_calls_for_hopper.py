@@ -17,8 +17,10 @@ import torch
 from torch import empty
 from triton.backends import nvidia
 
+from rollout_engine.kernels.cpu.adapters import AdapterRows
 from rollout_engine.kernels.row_stats import KeptTokens, RowStats, Truncation
 from rollout_engine.kernels.triton.activation import gated
+from rollout_engine.kernels.triton.adapters import BLOCK_ROWS, AdapterBatch, AdapterPair, AdapterTable
 from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.kernels.triton.decode_inputs import prepare
@@ -56,6 +58,11 @@ def call_everything(dtype: torch.dtype) -> None:
     for out_features, bias in ((1024, None), (6144, None), (4096, empty(4096, dtype=dtype)), (VOCAB_SIZE, None)):
         shared = empty(1, 1024, dtype=dtype).expand(out_features, 1024)
         matmul(hidden, shared, bias, empty(256, out_features, dtype=dtype))
+    table = AdapterTable(8, 1024, [2048, 1024, 1024], dtype, torch.device("cpu"))
+    pairs = [AdapterPair.packed(empty(32, 1024), empty(size, 32), 1.0, dtype) for size in table.sizes]
+    table.set(0, pairs)
+    plan = AdapterRows.of([0, 1], [200, 56], BLOCK_ROWS)
+    table.add(hidden, empty(256, 4096, dtype=dtype), AdapterBatch.of(plan, torch.device("cpu")))
     tables, lens = empty(256, 2560, dtype=torch.int32), empty(256, dtype=torch.int32)
     prepare(columns, columns, lens, (columns, lens, 9), columns, tables, tables, 16)
     call_sampling(dtype)

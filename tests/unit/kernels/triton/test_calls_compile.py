@@ -15,7 +15,7 @@ pytestmark = [
 ]
 HOPPER_SHARED_BYTES = 227 * 1024
 KERNELS = {"_norm", "_gated", "_rotary", "_matmul", "_chunk", "_row", "_active", "_edge", "_top", "_copy", "_piece"}
-KERNELS |= {"_copy_edited", "_edit", "_outcome", "_edited_outcome", "_prepare", "_block_copy"}
+KERNELS |= {"_copy_edited", "_edit", "_outcome", "_edited_outcome", "_prepare", "_block_copy", "_shrink", "_expand"}
 
 
 def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):
@@ -28,7 +28,8 @@ def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):
     assert not [kernel for kernel in made if kernel["stack"] or kernel["shared"] > HOPPER_SHARED_BYTES]
     for name in ("_norm", "_gated", "_chunk", "_row", "_copy", "_piece", "_copy_edited", "_block_copy"):
         assert [k for k in made if k["kernel"] == f"{name}_kernel" and k["wide_loads"]], f"{name} reads narrowly"
-    assert all(kernel["cp.async.cg"] for kernel in made if kernel["kernel"] == "_piece_kernel"), "no loads ahead"
+    ahead = [kernel for kernel in made if kernel["kernel"] in ("_piece_kernel", "_shrink_kernel")]
+    assert all(kernel["cp.async.cg"] for kernel in ahead), "no loads ahead"
     draws = {f"_{name}_kernel" for name in ("chunk", "row", "active", "edge", "top", "edited_outcome")}
     assert not [kernel for kernel in made if kernel["kernel"] in draws and kernel["div.full"]], (
         "a quotient off by 2 ulp"

@@ -9,7 +9,7 @@ from rollout_engine.kernels.adapters import AdapterRows, AdapterTable
 from rollout_engine.kernels.cpu.build import load_kernels
 from rollout_engine.kernels.cpu.decoder import DecoderAdapters
 from rollout_engine.lora_request import LoRARequest
-from rollout_engine.model.adapters.pool import AdapterPool
+from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.testing import random_adapter
 from tests.unit.model.cpu.test_decoder import DTYPES, MODELS, paged, prepared, random_steps
@@ -33,7 +33,7 @@ def patterned(module, seed):
 
 def pool_of(module):
     """Slot 0: all linears; 1: some, of several ranks; 2: one linear alone; 3 is free."""
-    pool = AdapterPool(module, max_loras=4, max_rank=64)
+    pool = CpuAdapterPool(module, max_loras=4, max_rank=64)
     requests = random_adapter(module, rank=40), patterned(module, 1), random_adapter(module, targets=["v_proj"])
     for slot, request in enumerate(requests):
         pool.install(slot, pool.prepare(request))

@@ -1,0 +1,87 @@
+"""The adapters of a model on a device, beside the products of its fused decoder."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout_engine.kernels.adapters import AdapterRows
+from rollout_engine.kernels.triton.adapters import BLOCK_ROWS, AdapterBatch, AdapterPair, AdapterTable
+from rollout_engine.kernels.triton.rounding import compiles_kernels
+from rollout_engine.model.adapters.peft_format import LinearAdapter
+from rollout_engine.model.adapters.pool import AdapterPool, Target
+from rollout_engine.model.cuda.copy_stream import CopyStream
+from rollout_engine.model.packing.linear_groups import linears_by_input
+
+
+class CudaAdapterPool(AdapterPool):
+    """Matrices go to the device beside steps, on `stream`; steps that were launched before keep the former ones."""
+
+    block_rows = BLOCK_ROWS
+
+    def __init__(self, module: nn.Module, *, stream: CopyStream, **sizes: Any) -> None:
+        super().__init__(module, **sizes)
+        self._stream, self._device = stream, next(module.parameters()).device
+        self._compiled: set[tuple[int, tuple[int, ...]]] = set()
+        """Inputs and outputs of groups whose kernels have run."""
+
+    def add(self, group: int, x: Tensor, out: Tensor, batch: AdapterBatch) -> None:
+        """Add the adapters of a batch to a product [T, N] of linears, told by the id of the first, in place."""
+        table = self._tables.get(group)
+        if table is not None:
+            table.add(x, out, batch)
+
+    def whole_batch(self, slot: int, count: int) -> AdapterBatch:
+        """A batch of `count` rows under one adapter."""
+        plan = AdapterRows.of([slot], [count], BLOCK_ROWS)
+        assert plan is not None, "every row has an adapter"
+        return AdapterBatch.of(plan, self._device)
+
+    def _find_targets(self) -> dict[str, Target]:
+        head = self._module.get_output_embeddings()  # type: ignore[operator]
+        names = {id(child): name for name, child in self._module.named_modules()}
+        return {
+            names[id(child)]: Target(id(group[0]), place, child)
+            for group in linears_by_input(self._module, (nn.Linear,))
+            for place, child in enumerate(group)
+            if child is not head
+        }
+
+    def _packed(self, linear: LinearAdapter) -> AdapterPair:
+        return AdapterPair.packed(linear.a.cpu(), linear.b.cpu(), linear.scale, self._dtype)
+
+    def _placed(self, pairs: dict[int, list[Any]]) -> dict[int, list[Any]]:
+        with self._stream.entered():
+            placed = {
+                group: [None if pair is None else pair.to(self._device) for pair in each]
+                for group, each in pairs.items()
+            }
+            if compiles_kernels():
+                for group, each in placed.items():
+                    self._compile(group, each)
+        return placed
+
+    @torch.inference_mode()
+    def _compile(self, group: int, pairs: Sequence[AdapterPair | None]) -> None:
+        """Run the kernels of a group once over no rows, so that no step waits for the compiler."""
+        linears = self._groups[group]
+        shape = linears[0].in_features, tuple(child.out_features for child in linears)
+        if shape in self._compiled:
+            return
+        self._compiled.add(shape)
+        table, none = self._new_table(group, 1), torch.zeros(1, dtype=torch.int32, device=self._device)
+        table.set(0, pairs)
+        x, out = (torch.zeros(1, n, dtype=self._dtype, device=self._device) for n in (shape[0], sum(shape[1])))
+        table.add(x, out, AdapterBatch(none, torch.zeros(1, 3, dtype=torch.int32, device=self._device)))
+
+    def _made_table(self, group: int) -> AdapterTable:
+        return self._new_table(group, self._max_loras)
+
+    def _dropped_table(self, group: int) -> None:
+        """Nothing else knows it."""
+
+    def _new_table(self, group: int, num_slots: int) -> AdapterTable:
+        linears = self._groups[group]
+        sizes = [child.out_features for child in linears]
+        return AdapterTable(num_slots, linears[0].in_features, sizes, self._dtype, self._device)
