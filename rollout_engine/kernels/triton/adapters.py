@@ -83,7 +83,8 @@ class AdapterTable:
         self._table = self._host.to(device)
         ends = np.cumsum([0, *self.sizes])
         self._columns = torch.from_numpy(np.stack([ends[:-1], self.sizes], 1).astype(np.int32)).to(device)
-        self._max_rank = 0
+        self.max_rank = 0
+        """The highest rank of its adapters, padded."""
 
     def set(self, slot: int, pairs: Sequence[AdapterPair | None]) -> None:
         """Give an adapter its pairs, on the device, one for each linear; None where it leaves one alone.
@@ -98,7 +99,7 @@ class AdapterTable:
                 fields[:3] = torch.tensor([pair.a.data_ptr(), pair.b.data_ptr(), len(pair.a)])
                 fields[3] = int(np.float32(pair.scale).view(np.int32))
         self.pairs[slot] = list(pairs)
-        self._max_rank = int(self._host[:, :, 2].max())
+        self.max_rank = int(self._host[:, :, 2].max())
         self._table.copy_(self._host)
 
     def add(self, x: Tensor, out: Tensor, plan: AdapterBatch) -> None:
@@ -106,13 +107,13 @@ class AdapterTable:
 
         Both have the table's dtype; rows of each may be apart in memory.
         """
-        if not self._max_rank or not len(plan.blocks):
+        if not self.max_rank or not len(plan.blocks):
             return
         if not x.stride(1) == out.stride(1) == 1:
             raise ValueError(f"Rows should be contiguous, got strides {x.stride()} and {out.stride()}.")
         if not x.dtype == out.dtype == self.dtype:
             raise ValueError(f"Dtypes should be {self.dtype}, got {x.dtype} and {out.dtype}.")
-        num_parts, ranks = len(self.sizes), self._max_rank
+        num_parts, ranks = len(self.sizes), self.max_rank
         low = torch.empty(len(plan.rows) * num_parts * ranks, dtype=torch.float32, device=x.device)
         block_k = _BLOCK_K.get(x.dtype, _DEFAULT_BLOCK_K)
         _shrink.launch(

@@ -26,6 +26,11 @@ class CudaAdapterPool(AdapterPool):
         self._compiled: set[tuple[int, tuple[int, ...]]] = set()
         """Inputs and outputs of groups whose kernels have run."""
 
+    @property
+    def layout(self) -> tuple[tuple[int, int], ...]:
+        """Groups that have an adapter, and the highest rank in each: what a captured step depends on."""
+        return tuple((group, table.max_rank) for group, table in sorted(self._tables.items()))
+
     def add(self, group: int, x: Tensor, out: Tensor, batch: AdapterBatch) -> None:
         """Add the adapters of a batch to a product [T, N] of linears, told by the id of the first, in place."""
         table = self._tables.get(group)

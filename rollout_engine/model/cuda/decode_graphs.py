@@ -4,7 +4,8 @@ A step of n sequences replays the smallest captured graph that holds it; one who
 graph knows prefixes, one that reads them for each sequence. Padding has no context and writes no KV. A graph plans
 attention, so it serves every context length, computes logits into memory that all graphs share, and draws from them
 without truncation or edits. Graphs hold addresses: when memory has moved, as after sleep, each is captured again by the
-first step that needs it, so that waking up does not wait for graphs that no step may need.
+first step that needs it, so that waking up does not wait for graphs that no step may need. So are graphs for rows with
+adapters: they read from tables which matrices a row has, and are captured again where other layers have some.
 
     host        columns ──upload──> static memory                                           ┌──download──> result
     device                          prepare ── [plan ── forward ── sample ── write] ── outcome
@@ -13,6 +14,8 @@ first step that needs it, so that waking up does not wait for graphs that no ste
 import logging
 import time
 from bisect import bisect_left, insort
+from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +36,14 @@ _NODES_BYTES = 1 << 30
 """For activations of the largest graph, and the driver's nodes of all; not measured on a device yet."""
 
 
+class Variant(NamedTuple):
+    """What a graph computes besides."""
+
+    has_prefixes: bool
+    """Whether it reads prefixes that sequences share once for all."""
+    has_adapters: bool
+
+
 class DecodeGraphs:
     """The graphs of one model with fused layers."""
 
@@ -49,7 +60,7 @@ class DecodeGraphs:
         """`capture` replaces CUDA's, for tests."""
         max_batch = min(max_batch, max_rows(vocab_size, model.device))  # larger steps draw piece by piece
         self._model, self._rows, self._given_capture = model, rows, capture
-        self._variants = (False, True) if shares_prefixes else (False,)
+        self._has_prefixes = (False, True) if shares_prefixes else (False,)
         self._sizes = _ladder(max_batch)
         self._inputs = DecodeInputs(max_batch, model.kv.block_size, rows)
         self._drawn = DrawMemory.empty(max_batch, vocab_size, model.device)
@@ -57,17 +68,18 @@ class DecodeGraphs:
 
     def void(self) -> None:
         """Drop all graphs, because memory has moved; each is captured again when a step first needs it."""
-        self._graphs: dict[tuple[int, bool], Captured] = {}
-        """Captured graphs, by size and whether they read shared prefixes."""
-        self._captured: dict[bool, list[int]] = {variant: [] for variant in self._variants}
-        """Their sizes without and with prefixes, ascending."""
+        self._graphs: dict[tuple[int, Variant], Captured] = {}
+        self._captured: defaultdict[Variant, list[int]] = defaultdict(list)
+        """Sizes of captured graphs, ascending."""
+        self._adapted_groups: tuple[tuple[int, int], ...] = ()
+        """What `CudaAdapterPool.layout` was when graphs with adapters were captured."""
         self._logits: Tensor | None = None
         """[max_batch, V], written by every graph; one of its own for each would take gigabytes."""
         self._capture: Capture | None = self._given_capture
         self._last_tokens = self._rows.last_tokens
-        self._problems: dict[tuple[int, bool], str] = {}
+        self._problems: dict[tuple[int, Variant], str] = {}
         """Graphs that were not captured, and why."""
-        self._captures_more = True
+        self._captures_more, self._has_failed = True, False
         self._num_bytes, self._num_seconds = 0, 0.0
 
     @torch.inference_mode()
@@ -77,8 +89,8 @@ class DecodeGraphs:
         Steps that none holds run without a graph.
         """
         self.void()
-        for size, has_prefixes in self._wanted():
-            self._try(size, has_prefixes)
+        for size, variant in self._wanted():
+            self._try(size, variant)
         self._captures_more = False
         if self._problems:
             text = "%d of %d CUDA graphs were captured; steps that fit none run without, more slowly. First problem: %s"
@@ -97,12 +109,14 @@ class DecodeGraphs:
         """
         if self._last_tokens is not self._rows.last_tokens:
             self.void()
+        if step.adapters is not None:
+            self._void_adapters()
         count = len(step.flat.rows)
-        found = self._fitting(count, step.prefixes is not None)
+        found = self._fitting(count, Variant(step.prefixes is not None, step.adapters is not None))
         if found is None:
             return None
-        size, has_prefixes = found
-        self._inputs.put(step if has_prefixes else step._replace(prefixes=None), size)
+        size, variant = found
+        self._inputs.put(step if variant.has_prefixes else step._replace(prefixes=None), size)
         self._graphs[found].replay()
         assert self._logits is not None, "graphs write it"
         return self._logits[:count], self._drawn.rows(count)
@@ -111,8 +125,21 @@ class DecodeGraphs:
         """The columns of the last draws from `count` sequences."""
         return self._inputs.draws(count)
 
-    def _wanted(self) -> list[tuple[int, bool]]:
-        return [(size, has_prefixes) for size in reversed(self._sizes) for has_prefixes in self._variants]
+    def _wanted(self) -> list[tuple[int, Variant]]:
+        """Graphs that are captured at load."""
+        return [(size, Variant(each, False)) for size in reversed(self._sizes) for each in self._has_prefixes]
+
+    def _void_adapters(self) -> None:
+        """Drop graphs with adapters where other layers have some than when they were captured."""
+        adapters = self._model.adapters
+        assert adapters is not None, "rows have some"
+        if (layout := adapters.layout) == self._adapted_groups:
+            return
+        self._adapted_groups = layout
+        self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1].has_adapters}
+        self._problems = {key: text for key, text in self._problems.items() if not key[1].has_adapters}
+        for variant in [each for each in self._captured if each.has_adapters]:
+            del self._captured[variant]
 
     def _taken(self) -> tuple[float, float]:
         """Seconds and MiB of the captures so far."""
@@ -123,55 +150,56 @@ class DecodeGraphs:
         assert decoder is not None, "modules are not captured"
         return weight.new_empty(self._sizes[-1], decoder.vocab_size)
 
-    def _fitting(self, count: int, has_prefixes: bool) -> tuple[int, bool] | None:
+    def _fitting(self, count: int, wanted: Variant) -> tuple[int, Variant] | None:
         """Size and variant of the smallest graph for `count` sequences, with prefixes where they are wanted.
 
         The first step that needs a graph captures it. Without it a larger one serves, or one without prefixes.
         """
         place = bisect_left(self._sizes, count)
-        for variant in (True, False) if has_prefixes else (False,):
-            if self._captures_more and place < len(self._sizes):
+        for has_prefixes in (True, False) if wanted.has_prefixes else (False,):
+            variant = Variant(has_prefixes, wanted.has_adapters)
+            if (self._captures_more or variant.has_adapters) and place < len(self._sizes):
                 self._capture_for_step(self._sizes[place], variant)
             captured = self._captured[variant]
             if (index := bisect_left(captured, count)) < len(captured):
                 return captured[index], variant
         return None
 
-    def _capture_for_step(self, size: int, has_prefixes: bool) -> None:
-        key, is_first = (size, has_prefixes), not self._problems
+    def _capture_for_step(self, size: int, variant: Variant) -> None:
+        key, is_first = (size, variant), not self._problems
         if key in self._graphs or key in self._problems:
             return
-        self._try(size, has_prefixes)
+        self._try(size, variant)
         if is_first and key in self._problems:
-            text = "A CUDA graph was not captured again; steps that fit no other run without, more slowly: %s"
+            text = "A CUDA graph was not captured; steps that fit no other run without, more slowly: %s"
             logger.warning(text, self._problems[key])
 
-    def _try(self, size: int, has_prefixes: bool) -> None:
+    def _try(self, size: int, variant: Variant) -> None:
         """Capture a graph, unless time or memory have run out, or there is no room for it.
 
         A failed capture is the last one: torch before 2.13 goes on to count it as under way. Graphs for which there is
         no room are left out before they are begun.
         """
-        if not self._captures_more or self._num_seconds > _SECONDS or self._num_bytes > _BYTES:
+        if self._has_failed or self._num_seconds > _SECONDS or self._num_bytes > _BYTES:
             return
         started, before = time.perf_counter(), _free_bytes()
         try:
             if self._logits is None:
                 self._logits = self._logits_memory()
                 self._capture = self._capture or GraphPool().capture
-            self._graphs[size, has_prefixes] = self._capture_one(size, has_prefixes)
-            insort(self._captured[has_prefixes], size)
+            self._graphs[size, variant] = self._capture_one(size, variant)
+            insort(self._captured[variant], size)
         except NoRoomForGraph as problem:  # a smaller one may fit
-            self._problems[size, has_prefixes] = f"for {size} sequences: {problem}"
+            self._problems[size, variant] = f"for {size} sequences: {problem}"
         except Exception as problem:  # steps can run without any graph
-            self._problems[size, has_prefixes] = f"{type(problem).__name__}: {problem}"
-            self._captures_more = False
+            self._problems[size, variant] = f"{type(problem).__name__}: {problem}"
+            self._has_failed = True
         self._num_seconds += time.perf_counter() - started
         self._num_bytes += max(0, before - _free_bytes())
 
-    def _capture_one(self, size: int, has_prefixes: bool) -> Captured:
+    def _capture_one(self, size: int, variant: Variant) -> Captured:
         self._inputs.clear()
-        batch, draws = self._inputs.batch(size, has_prefixes=has_prefixes), self._inputs.draws(size)
+        batch, draws = self._inputs.batch(size, **variant._asdict()), self._inputs.draws(size)
         drawn, model, last_tokens = self._drawn.rows(size), self._model, self._last_tokens
         decoder, logits, capture = model.decoder, self._logits, self._capture
         assert decoder is not None and logits is not None and capture is not None, "modules are not captured"

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.adapters import AdapterRows
+from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.decode_inputs import prepare
 from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
 from rollout_engine.kernels.triton.shared_prefix import SharedPrefixes
@@ -23,6 +25,8 @@ _DRAWS |= {"choices": (torch.int32, 0), "top_k": (torch.int64, 0), "top_p": (tor
 _DRAWS |= {"min_p": (torch.float64, 0), "truncates": (torch.bool, 0), "places": (torch.int64, -1)}
 """Dtype and padding value of each column. A padded row has no context, writes no KV and returns no token."""
 assert tuple(_DRAWS) == DrawColumns._fields
+_BLOCK_FIELDS = 3
+"""Numbers of a block of rows with one adapter."""
 _BLOCKS_AT_ONCE = 2
 """New blocks per sequence that fit a step's upload; there is seldom more than one."""
 
@@ -35,6 +39,7 @@ class DecodeStep(NamedTuple):
     """Draws from the same rows; None where other rows are drawn from."""
     prefixes: SharedPrefixes | None
     changes: TableChanges
+    adapters: AdapterRows | None = None
 
 
 class DecodeInputs:
@@ -44,6 +49,7 @@ class DecodeInputs:
         device, max_blocks = rows.tables_on_device.device, rows.matrix.shape[1]
         self._rows, self._block_size, self._max_changes = rows, block_size, _BLOCKS_AT_ONCE * max_batch
         sizes = [(dtype, max_batch) for dtype, _ in (*_BATCH.values(), *_DRAWS.values())]
+        sizes += [(torch.int32, max_batch), (torch.int32, max_batch * _BLOCK_FIELDS)]
         sizes += [(torch.int32, max_batch * COLUMNS), (torch.int32, 1)]
         sizes += [(torch.int64, self._max_changes), (torch.int32, self._max_changes)]
         self._static = StaticColumns(sizes, device)
@@ -62,7 +68,7 @@ class DecodeInputs:
             changes = TableChanges(changes.places[:0], changes.blocks[:0])
         batch = {name: getattr(flat, name) for name in _BATCH if name != "units"}
         draws = {} if step.draws is None else step.draws._asdict()
-        self._send(batch, draws, size, step.prefixes, changes)
+        self._send(batch, draws, size, step._replace(changes=changes))
         token_ids, _, _, rows, context_lens, *_ = (column[: len(flat.rows)] for column in self._static.columns)
         places, blocks = self._static.columns[-2:]
         prepare(
@@ -70,15 +76,19 @@ class DecodeInputs:
             *(self._rows.last_tokens, self._rows.tables_on_device, self._tables, self._block_size),
         )
 
-    def batch(self, size: int, *, has_prefixes: bool) -> CudaBatch:
+    def batch(self, size: int, *, has_prefixes: bool, has_adapters: bool = False) -> CudaBatch:
         """The static batch of `size` sequences."""
         token_ids, positions, slots, _, lens, units = (column[:size] for column in self._static.columns[: len(_BATCH)])
         prefixes = None
         if has_prefixes:
             items, num_items = self._static.columns[-4:-2]
             prefixes = Prefixes(items.view(-1, COLUMNS), units, num_items)
+        adapters = None
+        if has_adapters:
+            adapter_rows, adapter_blocks = self._static.columns[-6:-4]
+            adapters = AdapterBatch(adapter_rows[:size], adapter_blocks.view(-1, _BLOCK_FIELDS)[:size])
         attention = Batch(self._starts[: size + 1], lens, self._tables[:size], size, prefixes)
-        return CudaBatch(token_ids, positions, slots, attention)
+        return CudaBatch(token_ids, positions, slots, attention, adapters)
 
     def draws(self, size: int) -> DrawColumns[Tensor]:
         """The static draws of `size` sequences."""
@@ -90,10 +100,10 @@ class DecodeInputs:
         batch: dict[str, np.ndarray],
         draws: dict[str, np.ndarray],
         size: int,
-        prefixes: SharedPrefixes | None = None,
-        changes: TableChanges | None = None,
+        step: DecodeStep | None = None,
     ) -> None:
         none = np.empty(0, np.int32)
+        prefixes, changes, plan = (None, None, None) if step is None else step[2:]
         if prefixes is not None:
             batch = batch | {"units": prefixes.units}
         columns = [
@@ -101,6 +111,8 @@ class DecodeInputs:
             for values, kinds in ((batch, _BATCH), (draws, _DRAWS))
             for name, (_, padding) in kinds.items()
         ]
+        rows, blocks = (none, none) if plan is None else (plan.rows, plan.blocks.reshape(-1))
+        columns += [(rows, size, 0), (blocks, size * _BLOCK_FIELDS, 0)]
         items = none if prefixes is None else prefixes.items.reshape(-1)
         columns += [(items, 0, 0), (np.array([len(items) // COLUMNS], np.int32), 1, 0)]
         columns += [(column, 0, 0) for column in (changes or (none, none))]

@@ -145,10 +145,9 @@ class CudaRunner:
         flat, asked, draws = step.flat, step.asked, step.draws
         if self.graphs is None or flat.num_decodes < len(flat.rows) or not self.model.runs_fused:
             return None
-        if step.adapters is not None:  # graphs add none
-            return None
         in_order = asked.takes_all_in_order(len(flat.rows))
-        found = self.graphs.run(DecodeStep(flat, draws.plain if in_order else None, step.prefixes, step.changes))
+        plain = draws.plain if in_order else None
+        found = self.graphs.run(DecodeStep(flat, plain, step.prefixes, step.changes, step.adapters))
         if found is None:
             return None
         logits, drawn = found

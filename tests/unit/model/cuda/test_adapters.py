@@ -10,6 +10,7 @@ from rollout_engine import SamplingParams, exact
 from rollout_engine.errors import LifecycleError
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.testing import random_adapter, tiny_model
+from tests.unit.model.cuda.test_engine import Rerun, graphs_by, runner_of
 from tests.unit.peft_layers import PeftModel
 
 # Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
@@ -63,6 +64,26 @@ def test_an_exact_trainer_has_the_bits_of_its_adapter_and_scores_too(engine_on, 
     found.sum().backward()
     assert all(bool(p.grad.any()) for name, p in trainer.named_parameters() if "lora_" in name)
     llm.remove_lora("x")
+
+
+@pytest.mark.slow
+def test_graphs_compute_adapters_too(engine_on):
+    llm, captured = engine_on("device", deterministic=True), []
+    for seed in (1, 9):
+        llm.add_lora(random_adapter(tiny_model(), "a", seed=seed, revision=seed))
+    llm.add_lora(random_adapter(tiny_model(), "b", seed=2, targets=("q_proj",)))
+    loras = ["a", None, "b"]
+    plain = run(llm, PROMPTS, loras)
+    with graphs_by(lambda compute: captured.append(Rerun(compute)) or captured[-1], runner_of(llm), sizes=[4]):
+        assert run(llm, PROMPTS, loras) == plain
+        llm.add_lora(random_adapter(tiny_model(), "a", seed=1, revision=10))
+        other = run(llm, PROMPTS, loras)
+        assert len(captured) == 1, "new values are read from the same tables"
+        assert other != plain and other[1:] == plain[1:]
+        llm.remove_lora("a")
+        assert run(llm, PROMPTS, [None, None, "b"])[1:] == plain[1:]
+        assert len(captured) == 2
+    llm.remove_lora("b")
 
 
 @pytest.mark.slow

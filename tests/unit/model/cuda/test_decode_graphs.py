@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.triton.shared_prefix import SharedPrefixes
 from rollout_engine.kernels.triton.work import COLUMNS
 from rollout_engine.messages import NewSequence, ScheduledSequence
 from rollout_engine.model.cuda import captured_graphs, decode_graphs
 from rollout_engine.model.cuda.captured_graphs import GraphPool, NoRoomForGraph
-from rollout_engine.model.cuda.decode_graphs import DecodeGraphs
+from rollout_engine.model.cuda.decode_graphs import DecodeGraphs, Variant
 from rollout_engine.model.cuda.decode_inputs import DecodeStep
 from rollout_engine.model.cuda.flat_columns import FlatColumns
 from rollout_engine.model.cuda.sequence_rows import SequenceRows
@@ -29,11 +30,13 @@ class Model:
         self.kv = SimpleNamespace(block_size=4)
         self.attention = SimpleNamespace(plan=lambda batch: None)
         self.decoder = SimpleNamespace(vocab_size=VOCAB_SIZE, write_logits=self.write_logits)
-        self.outs = []
+        self.adapters = SimpleNamespace(layout=((7, 16),))
+        self.outs, self.blocks = [], None
 
     def write_logits(self, batch, pool, out):
         self.outs.append(out)
         out[:] = batch.positions[:, None]
+        self.blocks = None if batch.adapters is None else batch.adapters.blocks.tolist()
 
 
 class Graph:
@@ -72,9 +75,9 @@ def graphs(device, monkeypatch):
             compute()
             return Graph(key, compute)
 
-        def capture_one(size, has_prefixes):
-            keys.append((size, has_prefixes))
-            return DecodeGraphs._capture_one(made, size, has_prefixes)
+        def capture_one(size, variant):
+            keys.append((size, *variant) if variant.has_adapters else (size, variant.has_prefixes))
+            return DecodeGraphs._capture_one(made, size, variant)
 
         made = DecodeGraphs(
             *(Model(device), SequenceRows(8, torch.device(device)), 8),
@@ -117,7 +120,7 @@ def test_all_graphs_write_their_logits_to_the_same_memory(graphs):
 def test_a_step_replays_the_smallest_graph_that_was_captured_and_holds_it(graphs):
     made = graphs()
     made.capture_all()
-    made._captured[False] = [1, 8]
+    made._captured[Variant(False, False)] = [1, 8]
     for count, has_prefixes, key in [
         (1, False, (1, False)),
         (2, False, (8, False)),
@@ -128,10 +131,36 @@ def test_a_step_replays_the_smallest_graph_that_was_captured_and_holds_it(graphs
         assert len(logits) == count and Graph.replays[-1] == key
 
 
+def test_graphs_with_adapters_are_captured_by_the_steps_that_need_them_until_other_layers_have_some(graphs):
+    made = graphs()
+    made.capture_all()
+    num_plain, plan = len(made.tried), AdapterRows.of([3, -1, 3], [1, 1, 1], 16)
+    for has_prefixes, keys in [(False, [(4, False, True)]), (True, [(4, True, True)]), (True, []), (False, [])]:
+        before = len(made.tried)
+        logits, _ = made.run(step(made, 3, has_prefixes=has_prefixes)._replace(adapters=plan))
+        assert made.tried[before:] == keys and Graph.replays[-1] == (4, has_prefixes, True)
+        assert logits[:, 0].tolist() == [1, 2, 3]
+        assert made._model.blocks == [[0, 2, 3], [0, 0, 0], [0, 0, 0], [0, 0, 0]], "blocks that are none have no rows"
+    made._model.adapters.layout = ((7, 16), (9, 32))
+    made.run(step(made, 3)._replace(adapters=plan))
+    assert len(made.tried) == num_plain + 3
+    made.run(step(made, 3))
+    assert Graph.replays[-1] == (4, False) and made._model.blocks is None
+
+
+def test_a_step_with_adapters_and_no_graph_for_them_runs_without(graphs):
+    made = graphs({(4, False, True): RuntimeError("not permitted")})
+    made.capture_all()
+    plan = AdapterRows.of([3], [1], 16)
+    assert made.run(step(made, 3)._replace(adapters=plan)) is None
+    assert made.run(step(made, 1)._replace(adapters=plan)) is None, "nothing is captured after a failure"
+    assert made.run(step(made, 3)) is not None
+
+
 def test_a_step_with_prefixes_and_no_graph_for_them_replays_the_plain_one_and_reads_them_apart(graphs):
     made = graphs()
     made.capture_all()
-    made._captured[True] = []
+    made._captured[Variant(True, False)] = []
     sent = []
     put = made._inputs.put
     made._inputs.put = lambda each, size: sent.append(each.prefixes) or put(each, size)
@@ -142,7 +171,9 @@ def test_a_step_with_prefixes_and_no_graph_for_them_replays_the_plain_one_and_re
 def test_graphs_without_room_are_left_out_and_smaller_ones_are_captured(graphs, caplog):
     made = graphs({(8, True): NoRoomForGraph("3 MiB are free"), (8, False): NoRoomForGraph("4 MiB are free")})
     made.capture_all()
-    assert sorted(made._graphs) == [(size, variant) for size in (1, 2, 4) for variant in (False, True)]
+    assert sorted(made._graphs) == [
+        (n, Variant(has_prefixes, False)) for n in (1, 2, 4) for has_prefixes in (False, True)
+    ]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "6 of 8 CUDA graphs were captured" in warning and "for 8 sequences: 4 MiB are free" in warning
     assert made.run(step(made, 5)) is None and made.run(step(made, 3)) is not None
@@ -191,7 +222,7 @@ def test_a_graph_without_room_after_a_sleep_is_not_tried_at_every_step(graphs, c
     assert made.run(step(made, 3)) is not None and Graph.replays[-1] == (8, False), "a larger one serves"
     assert made.tried == [(4, False), (2, False), (8, False)]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "not captured again" in warning and "for 4 sequences: 3 MiB are free" in warning
+    assert "A CUDA graph was not captured" in warning and "for 4 sequences: 3 MiB are free" in warning
     made.void()
     made.problems.clear()
     assert made.run(step(made, 3)) is not None and Graph.replays[-1] == (4, False), (
