@@ -89,13 +89,15 @@ class AdapterTable:
     def set(self, slot: int, pairs: Sequence[AdapterPair | None]) -> None:
         """Give an adapter its pairs, on the device, one for each linear; None where it leaves one alone.
 
-        Steps launched before compute with the former ones. Raises `ValueError` for tensors of another shape or dtype.
+        Products launched before, on the current stream, are made with the former ones. Raises `ValueError` for tensors
+        of another shape or dtype.
         """
         for part, (size, pair) in enumerate(zip(self.sizes, pairs, strict=True)):
             fields = self._host[slot, part]
             fields.zero_()
             if pair is not None:
                 self._check(pair, size)
+                self._keep_for_launched(pair)
                 fields[:3] = torch.tensor([pair.a.data_ptr(), pair.b.data_ptr(), len(pair.a)])
                 fields[3] = int(np.float32(pair.scale).view(np.int32))
         self.pairs[slot] = list(pairs)
@@ -133,6 +135,13 @@ class AdapterTable:
             (out.stride(0), ranks, num_parts, _FIELDS, BLOCK_ROWS, _RANKS, _BLOCK_N),
             num_warps=4,
         )
+
+    def _keep_for_launched(self, pair: AdapterPair) -> None:
+        """When it is given up, its memory is not used again before what has been launched by then has run: kernels know
+        addresses alone."""
+        for tensor in pair[:2]:
+            if tensor.device.type == "cuda":
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def _check(self, pair: AdapterPair, size: int) -> None:
         rank = len(pair.a)

@@ -1,6 +1,7 @@
 """The adapters of a model on a device, beside the products of its fused decoder."""
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -25,11 +26,14 @@ class CudaAdapterPool(AdapterPool):
         self._stream, self._device = stream, next(module.parameters()).device
         self._compiled: set[tuple[int, tuple[int, ...]]] = set()
         """Inputs and outputs of groups whose kernels have run."""
+        self._numbers: dict[int, int] = {}
+        """Of each group's table; no other table ever has it."""
+        self._count = count()
 
     @property
     def layout(self) -> tuple[tuple[int, int], ...]:
-        """Groups that have an adapter, and the highest rank in each: what a captured step depends on."""
-        return tuple((group, table.max_rank) for group, table in sorted(self._tables.items()))
+        """The tables, and the highest rank in each: what a captured step depends on."""
+        return tuple((self._numbers[group], table.max_rank) for group, table in sorted(self._tables.items()))
 
     def add(self, group: int, x: Tensor, out: Tensor, batch: AdapterBatch) -> None:
         """Add the adapters of a batch to a product [T, N] of linears, told by the id of the first, in place."""
@@ -37,9 +41,9 @@ class CudaAdapterPool(AdapterPool):
         if table is not None:
             table.add(x, out, batch)
 
-    def whole_batch(self, slot: int, count: int) -> AdapterBatch:
-        """A batch of `count` rows under one adapter."""
-        plan = AdapterRows.of([slot], [count], BLOCK_ROWS)
+    def whole_batch(self, slot: int, num_rows: int) -> AdapterBatch:
+        """A batch of `num_rows` rows under one adapter."""
+        plan = AdapterRows.of([slot], [num_rows], BLOCK_ROWS)
         assert plan is not None, "every row has an adapter"
         return AdapterBatch.of(plan, self._device)
 
@@ -81,6 +85,7 @@ class CudaAdapterPool(AdapterPool):
         table.add(x, out, AdapterBatch(none, torch.zeros(1, 3, dtype=torch.int32, device=self._device)))
 
     def _made_table(self, group: int) -> AdapterTable:
+        self._numbers[group] = next(self._count)
         return self._new_table(group, self._max_loras)
 
     def _dropped_table(self, group: int) -> None:

@@ -83,6 +83,9 @@ def test_graphs_compute_adapters_too(engine_on):
         llm.remove_lora("a")
         assert run(llm, PROMPTS, [None, None, "b"])[1:] == plain[1:]
         assert len(captured) == 2
+        llm.add_lora(random_adapter(tiny_model(), "a", seed=1, revision=11))
+        assert run(llm, PROMPTS, loras) == other
+        assert len(captured) == 3, "tables made anew are elsewhere"
     llm.remove_lora("b")
 
 

@@ -19,7 +19,7 @@ from rollout_engine.model.cuda.backend import CudaBackend
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.sampling import logit_rows
-from rollout_engine.testing import spelled_token, spelling_state_dict
+from rollout_engine.testing import random_adapter, spelled_token, spelling_state_dict
 from rollout_engine.testing.models import tiny_checkpoint, tiny_model
 from tests.fake_device.calls import CUDA
 from tests.fake_device.device import FakeDevice
@@ -86,7 +86,7 @@ def on_device(monkeypatch, engines):
 
 def is_padding(fault):
     """Attention writes nothing for the rows that pad a graph's batch, products go over them, and nobody reads them."""
-    return fault.kind == "uninitialised" and fault.text.startswith("mm at decoder.py") and "_product" in fault.text
+    return fault.kind == "uninitialised" and fault.text.startswith("mm at decoder.py") and "_multiply" in fault.text
 
 
 def run(llm, params, prompts=PROMPTS):
@@ -166,6 +166,35 @@ def test_nothing_that_is_asked_for_makes_a_step_wait(on_device, monkeypatch, nam
             found.append(run(llm, params))
     assert_alike(*found)
     assert waits.forbidden == waits.allowed == []
+
+
+@pytest.mark.slow
+def test_adapters_come_and_change_beside_steps_that_wait_for_nothing(on_device, monkeypatch):
+    """Of two requests in flight one has an adapter, whose values change between two steps."""
+    waits, found, params = Waits(), [], DRAWN.clone(n=1, max_tokens=5)
+    for order in ("eager", "lazy", "random"):
+        with on_device(max_num_seqs=2) as (device, llm), waits.noted(device, llm, monkeypatch):
+            device.timeline.order = order
+            core = llm.llm_engine
+            llm.reset_prefix_cache()
+            base = tiny_model("qwen3", **SMALL)
+            core.add_lora(random_adapter(base, "a", seed=1, revision=2 * len(found)))
+            requests = [({"prompt_token_ids": ids}, lora) for ids, lora in zip(PROMPTS, ("a", None), strict=True)]
+            ids = [core.add_request(str(i), each, params, lora_request=lora) for i, (each, lora) in enumerate(requests)]
+            ended = {}
+            for number in range(100):
+                if number == 3:
+                    core.add_lora(random_adapter(base, "a", seed=2, revision=2 * len(found) + 1))
+                ended |= {output.request_id: output for output in core.step() if output.finished}
+                if not core.has_unfinished_requests():
+                    break
+            samples = [ended[name].outputs[0] for name in ids]
+            assert all(sample.error is None for sample in samples) and len(samples[0].version_spans) == 2
+            found.append([(list(sample.token_ids), np.array(sample.logprobs)) for sample in samples])
+            core.remove_lora("a")
+    for other in found[1:]:
+        assert_alike(found[0], other)
+    assert [wait for wait in waits.forbidden if "_capture_one" not in wait.functions] == waits.allowed == []
 
 
 @pytest.mark.slow
