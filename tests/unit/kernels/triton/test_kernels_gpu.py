@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rollout_engine.kernels.cpu.adapters import AdapterRows
 from rollout_engine.kernels.rng import uniforms
 from rollout_engine.kernels.row_stats import KeptTokens, RowStats, Truncation
 from rollout_engine.kernels.triton.activation import gated
+from rollout_engine.kernels.triton.adapters import BLOCK_ROWS, AdapterBatch, AdapterPair, AdapterTable
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
@@ -168,3 +170,25 @@ def test_what_is_copied_and_looked_at_in_one_pass_is_what_the_host_finds():
         (tensor_digest(sources[0].t()), True)
     ]
     assert all(torch.equal(*pair) for pair in zip(sources, outs, strict=True))
+
+
+@pytest.mark.parametrize("rank", [8, 64])
+def test_adapters_are_their_formula_and_alike_in_any_batch(rank):
+    table = AdapterTable(4, 1024, [2048, 1024, 1024], DTYPE, torch.device(DEVICE))
+    for slot in range(4):
+        matrices = [(_random(rank, 1024), _random(size, rank)) for size in table.sizes]
+        table.set(slot, [AdapterPair.packed(a, b, 0.25, DTYPE) for a, b in matrices])
+    x, out = _random(300, 1024), _random(300, 4096)
+    slots = [row % 5 - 1 for row in range(300)]
+    mixed = out.clone()
+    table.add(x, mixed, AdapterBatch.of(AdapterRows.of(slots, [1] * 300, BLOCK_ROWS), torch.device(DEVICE)))
+    for slot in range(4):
+        rows = torch.tensor([row for row in range(300) if slots[row] == slot], device=DEVICE)
+        alone = out[rows]
+        table.add(
+            x[rows], alone, AdapterBatch.of(AdapterRows.of([slot], [len(rows)], BLOCK_ROWS), torch.device(DEVICE))
+        )
+        assert torch.equal(mixed[rows], alone)
+        deltas = [x[rows].double() @ pair.a.double().T @ pair.b.double().T * 0.25 for pair in table.pairs[slot]]
+        torch.testing.assert_close(alone.double(), out[rows].double() + torch.cat(deltas, 1), rtol=2**-7, atol=0.5)
+    assert torch.equal(mixed[::5], out[::5])

@@ -20,6 +20,7 @@ from rollout_engine import LLM, AsyncLLM, ConfigError, SamplingParams, exact  # 
 from rollout_engine.testing.models import tiny_checkpoint  # noqa: E402
 from sync.manifest import WeightManifest  # noqa: E402
 from sync.store import StoreReceiver  # noqa: E402
+from tests.unit.peft_layers import PeftModel  # noqa: E402
 
 HAS_DEVICE = torch.cuda.is_available()
 on_device = [pytest.mark.gpu, pytest.mark.skipif(not HAS_DEVICE, reason="needs a CUDA device")]
@@ -136,6 +137,27 @@ class TestOnADevice:
             assert row[len(prompt) - 1 :][: len(tokens)] == logprobs
         theirs.sum().backward()
         assert all(p.grad.isfinite().all() and p.grad.any() for p in trainer.parameters())
+
+    def test_adapters_have_the_bits_of_an_exact_trainer_by_graphs_and_without(self, engine, checkpoint):
+        """Tokens of two adapters and of the base in one batch; then one is pushed anew."""
+        trainer = exact.enable(PeftModel(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)).cuda())
+        loras = ["x", None, "y"] * (len(PROMPTS) // 3)
+        requests = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        found = []
+        for cuda_graphs in (True, False):
+            llm = engine(deterministic=True, cuda_graphs=cuda_graphs)
+            llm.add_lora(trainer.request("y"))
+            llm.add_lora(trainer.request("x"))
+            outputs = llm.generate(requests, DRAWN, lora_request=loras, use_tqdm=False)
+            assert [output.outputs[0].error for output in outputs] == [None] * len(PROMPTS)
+            found.append([(list(o.outputs[0].token_ids), o.outputs[0].logprobs.tolist()) for o in outputs])
+        assert found[0] == found[1] and found[0][0] != run(llm)[0]
+        tokens, logprobs = found[0][0]
+        ids = torch.tensor([PROMPTS[0] + tokens], device="cuda")
+        values = exact.token_logprobs(trainer, ids, temperature=DRAWN.temperature)[0, len(PROMPTS[0]) - 1 :]
+        assert values.tolist() == logprobs
+        values.sum().backward()
+        assert all(bool(p.grad.any()) for name, p in trainer.named_parameters() if "lora_" in name)
 
     def test_float32_tokens_are_those_of_the_cpu(self, engine):
         greedy = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, ignore_eos=True)
