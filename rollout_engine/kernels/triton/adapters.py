@@ -102,7 +102,8 @@ class AdapterTable:
                 fields[3] = int(np.float32(pair.scale).view(np.int32))
         self.pairs[slot] = list(pairs)
         self.max_rank = int(self._host[:, :, 2].max())
-        self._table.copy_(self._host)
+        told = self._host.pin_memory() if self._table.device.type == "cuda" else self._host
+        self._table.copy_(told, non_blocking=True)  # torch keeps pinned memory until it has been read
 
     def add(self, x: Tensor, out: Tensor, plan: AdapterBatch) -> None:
         """Add the adapters' products of x [R, in_features] to out [R, sum of sizes], in place.

@@ -9,6 +9,8 @@ import torch
 
 from rollout_engine import LLM, SamplingParams
 from rollout_engine.execution import worker
+from rollout_engine.kernels.cpu.adapters import AdapterRows
+from rollout_engine.kernels.triton.adapters import BLOCK_ROWS, AdapterBatch, AdapterPair, AdapterTable
 from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.kernels.truncation import most_likely
 from rollout_engine.model import backends
@@ -16,6 +18,7 @@ from rollout_engine.model.cuda import runner as runner_module
 from rollout_engine.model.cuda import upload as upload_module
 from rollout_engine.model.cuda.attention import CudaKVPool
 from rollout_engine.model.cuda.backend import CudaBackend
+from rollout_engine.model.cuda.copy_stream import CudaCopyStream
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.sampling import logit_rows
@@ -195,6 +198,26 @@ def test_adapters_come_and_change_beside_steps_that_wait_for_nothing(on_device, 
     for other in found[1:]:
         assert_alike(found[0], other)
     assert [wait for wait in waits.forbidden if "_capture_one" not in wait.functions] == waits.allowed == []
+
+
+def test_memory_of_an_adapter_that_is_given_up_waits_for_the_products_that_read_it():
+    """Another adapter is on its way meanwhile, in the memory of the same stream, and waits for no step."""
+    with FakeDevice() as device:
+        device.timeline.order = "lazy"
+        stream = CudaCopyStream(CUDA)
+        with torch.cuda.stream(stream._stream):
+            pair = AdapterPair.packed(torch.ones(16, 16), torch.ones(16, 16), 1.0, torch.float32).to(CUDA)
+        table = AdapterTable(1, 16, [16], torch.float32, CUDA)
+        table.set(0, [pair])
+        x, out = torch.ones(2, 16).to(CUDA), torch.zeros(2, 16).to(CUDA)
+        table.add(x, out, AdapterBatch.of(AdapterRows.of([0], [2], BLOCK_ROWS), CUDA))
+        del pair
+        table.set(0, [None])
+        with torch.cuda.stream(stream._stream):
+            AdapterPair.packed(torch.zeros(16, 16), torch.zeros(16, 16), 1.0, torch.float32).to(CUDA)
+        device.finish()
+        assert out.tolist() == [[256.0] * 16] * 2
+    assert device.faults == []
 
 
 @pytest.mark.slow
