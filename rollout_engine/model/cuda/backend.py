@@ -95,7 +95,7 @@ class CudaBackend:
             grammars=grammars,
         )
         if compiles_kernels():
-            warm_up(self.runner, must_succeed=self._seat is not None)
+            warm_up(self.runner)
         if config.cuda_graphs and self._fused and self._seat is None and can_capture(model.device):
             self.runner.graphs = self._graphs(model)
             self.runner.graphs.capture_all()

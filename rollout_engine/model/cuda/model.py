@@ -31,6 +31,9 @@ class CudaModel:
     layers can keep. `compiled`: runs in place of the module. `adapters`: those that rows may have, of fused layers.
     """
 
+    num_ranks = 1
+    """Ranks that compute together."""
+
     def __init__(
         self,
         module: nn.Module,

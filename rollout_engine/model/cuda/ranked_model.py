@@ -46,7 +46,7 @@ class RankedCudaModel(CudaModel):
     """One rank's part of a model and of its KV pool."""
 
     def __init__(self, *args: Any, seat: Seat, **options: Any) -> None:
-        self._seat = seat
+        self._seat, self.num_ranks = seat, seat.num_ranks
         super().__init__(*args, **options)
         self.kv.on_copy = self._announce_copies
         self._pools = {_STEPS: self.kv}

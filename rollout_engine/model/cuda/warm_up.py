@@ -23,17 +23,17 @@ _PROMPT = SamplingParams(prompt_logprobs=1)
 _CHUNK_TOKENS = 3
 
 
-def warm_up(runner: CudaRunner, *, must_succeed: bool = False) -> None:
+def warm_up(runner: CudaRunner) -> None:
     """Run the steps. One that fails is a warning: requests that need its kernels compile them later, or fail.
 
-    `must_succeed`: raise instead, as where other ranks wait for the rest of the step.
+    On a rank it raises: the others wait for the rest of the step.
     """
     started = time.perf_counter()
     try:
         for work in _steps(runner):
             runner.submit(work)()
     except Exception as problem:  # the compiler and the driver may raise anything
-        if must_succeed:
+        if runner.model.num_ranks > 1:
             raise
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
         logger.warning("Kernels could not all be compiled before the first request, which may wait or fail: %s", reason)
