@@ -9,8 +9,10 @@ import torch
 
 import sync
 from sync import nccl
+from sync.groups import GroupConfig
 
 VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Group:
@@ -21,6 +23,7 @@ class Group:
 
     def __init__(self, store, rank, world_size, options):
         Group.seen.append((os.environ.get(VARIABLE), options._timeout.total_seconds()))
+        Group.handling = os.environ.get(HANDLING)
         if Group.problem is not None:
             raise Group.problem
 
@@ -74,3 +77,11 @@ def test_a_group_that_cannot_be_made_leaves_the_environment_as_it_was(joined, gr
     with pytest.raises(sync.TransferTimeout, match="no device"):
         sender.ready()
     assert VARIABLE not in os.environ
+
+
+def test_a_group_of_ranks_waits_on_the_device_alone_and_its_watchdog_ends_no_process(group, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.delenv(HANDLING, raising=False)
+    nccl.connect_ahead(None, GroupConfig("file:///nowhere", 0, 2, 60.0), device=torch.device("cpu"))
+    assert group.seen == [("0", 30 * 86_400.0)] and group.handling == "0"
+    assert os.environ[VARIABLE] == "1" and HANDLING not in os.environ
