@@ -80,8 +80,8 @@ def test_a_group_that_cannot_be_made_leaves_the_environment_as_it_was(joined, gr
 
 
 def test_a_group_of_ranks_waits_on_the_device_alone_and_its_watchdog_ends_no_process(group, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(VARIABLE, "true")
     monkeypatch.delenv(HANDLING, raising=False)
     nccl.connect_ahead(None, GroupConfig("file:///nowhere", 0, 2, 60.0), device=torch.device("cpu"))
     assert group.seen == [("0", 30 * 86_400.0)] and group.handling == "0"
-    assert os.environ[VARIABLE] == "1" and HANDLING not in os.environ
+    assert os.environ[VARIABLE] == "true" and HANDLING not in os.environ
