@@ -30,6 +30,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([7, 8, 9], list(range(40, 62)))]
+SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
 DRAWN = SamplingParams(temperature=0.8, top_k=20, max_tokens=3, logprobs=1, n=2, seed=3, ignore_eos=True)
 
 
@@ -66,12 +68,13 @@ def executor_of(llm):
 
 
 def test_two_devices_say_what_one_says_before_and_after_an_update(engine):
-    one, two = (engine(n, dtype="bfloat16") for n in (1, 2))
+    one, two = (engine(n, fields=SMALL, dtype="bfloat16") for n in (1, 2))
     assert executor_of(two).worker.runner.model.decoder is not None
-    assert said(two) == said(one)
-    source = tiny_model("qwen3", seed=5)
+    prompts = [{"prompt_token_ids": list(range(40, 53))}]
+    assert said(two, prompts) == said(one, prompts)
+    source = tiny_model("qwen3", seed=5, **SMALL)
     assert two.update_weights(source).digest == one.update_weights(source).digest
-    assert said(two) == said(one)
+    assert said(two, prompts) == said(one, prompts)
 
 
 @pytest.mark.slow
