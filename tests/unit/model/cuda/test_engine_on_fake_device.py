@@ -19,6 +19,7 @@ from rollout_engine.model.cuda import upload as upload_module
 from rollout_engine.model.cuda.attention import CudaKVPool
 from rollout_engine.model.cuda.backend import CudaBackend
 from rollout_engine.model.cuda.copy_stream import CudaCopyStream
+from rollout_engine.model.cuda.pinned_upload import PinnedUpload
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.sampling import logit_rows
@@ -331,8 +332,12 @@ def test_logits_in_pieces_make_no_step_wait(on_device, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staging", ["shadow", "inplace"])
-def test_weights_are_updated_beside_steps_and_survive_a_sleep(on_device, staging):
-    """From the host, then from the device's own memory; every step's log-probs are those of whole weights."""
+def test_weights_are_updated_beside_steps_and_survive_a_sleep(on_device, monkeypatch, staging):
+    """From the host, by pinned buffers, then from the device's own memory; every step's log-probs are those of whole
+    weights."""
+    upload, uploaded = PinnedUpload.__call__, []
+    noted = lambda self, out, fill: uploaded.append(out) or upload(self, out, fill)  # noqa: E731
+    monkeypatch.setattr(PinnedUpload, "__call__", noted)
     with on_device(max_num_seqs=2) as (device, llm):
         device.timeline.order = "random"
         llm.reset_prefix_cache()
@@ -342,6 +347,7 @@ def test_weights_are_updated_beside_steps_and_survive_a_sleep(on_device, staging
         for weights in (changed, {name: tensor.pin_memory().to(CUDA) for name, tensor in given.items()}):
             report = llm.update_weights(weights, staging=staging)
             assert report.digest == llm.collective_rpc("get_weight_digest")[0] and report.staging == staging
+            assert sum(out.nbytes for out in uploaded) >= sum(tensor.nbytes for tensor in changed.values())
             for _ in range(2):
                 after = run(llm, DRAWN)
             llm.sleep(1)
