@@ -91,7 +91,6 @@ class PoolingCall:
 
     def __init__(self, served: Served, asked: Asked, kind: str) -> None:
         body: PoolingFields = asked.body
-        served.check_model(body.model)
         self._served, self._asked, self._body = served, asked, body
         self.head = {
             "id": f"{kind}-{body.request_id or asked.request_id}",
@@ -102,11 +101,16 @@ class PoolingCall:
         """Fields that begin a response."""
 
     async def results(self, prompts: Sequence[Any], **params: Any) -> list[RequestOutput]:
-        """The results of prompts, all with these `PoolingParams`. Raises `RequestError`, and `HttpProblem`."""
+        """The results of prompts, all with these `PoolingParams`, under the adapter that the body names as its model.
+
+        Raises `RequestError`, and `HttpProblem`.
+        """
         body = self._body
+        lora = await self._served.adapter_of(body.model)
+        self.head["model"] = lora or self._served.model
         pooling = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, **params)
         with Generation(self._served, self._asked, body.request_id) as generation:
-            await generation.pool(prompts, pooling, priority=body.priority, session_id=body.session_id)
+            await generation.pool(prompts, pooling, priority=body.priority, session_id=body.session_id, lora=lora)
             found = await generation.results()
         for output in found:
             problem = failed(output)
