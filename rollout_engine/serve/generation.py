@@ -81,7 +81,9 @@ class Generation:
         lora: str | None = None,
     ) -> None:
         """Queue prompts that are pooled, as `start` does others."""
-        await self._queue(with_lora(list(prompts), lora), [params] * len(prompts), [None] * len(prompts), priority, session_id)
+        await self._queue(
+            with_lora(list(prompts), lora), [params] * len(prompts), [None] * len(prompts), priority, session_id
+        )
 
     async def _queue(
         self,
