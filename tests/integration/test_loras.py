@@ -232,6 +232,12 @@ def test_requests_of_wrong_adapters_are_refused_before_any_is_queued(llm):
     assert llm.get_num_unfinished_requests() == 0
     with pytest.raises(RequestError, match=r"Unknown LoRARequest option 'revison'. Did you mean 'revision'"):
         LoRARequest("a", revison=3)
+    with pytest.raises(RequestError, match=r"revision=3 .* must be given with path or tensors"):
+        LoRARequest("a", revision=3)
+    with pytest.raises(RequestError, match=r"'lora_path' is an option of vLLM's that does not exist here: give path"):
+        LoRARequest("a", lora_path="adapters/a")
+    with pytest.raises(RequestError, match=r"path=1 .* names here and no numbers: LoRARequest\(name, path=...\)"):
+        LoRARequest("a", 1, "adapters/a")
 
 
 def test_an_engine_without_exact_products_says_so(checkpoint):
