@@ -55,6 +55,28 @@ def test_a_sampling_setting_means_what_was_meant(field, typed, meant):
 
 
 @pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"speculation": "on"}, "speculation='on' is not allowed: must be 'off', 'auto' or a SpeculationConfig."),
+        ({"speculation": True}, "speculation=True is not allowed: must be 'off', 'auto' or a SpeculationConfig."),
+        ({"block_size": "big"}, "block_size='big' is not allowed: must be 'auto' or an int."),
+        (
+            {"speculation": {"sources": ["ngrams"]}},
+            "speculation: sources[0]='ngrams' is not allowed: must be one of 'rollouts', 'ngram'.",
+        ),
+    ],
+)
+def test_an_option_of_words_beside_other_values_names_them_all(options, message):
+    with pytest.raises(ConfigError) as caught:
+        config(**options)
+    assert str(caught.value) == message
+
+
+def test_one_source_of_drafts_needs_no_list():
+    assert SpeculationConfig(sources="ngram").sources == ("ngram",)
+
+
+@pytest.mark.parametrize(
     "field, typed, meant",
     [
         ("dtype", torch.bfloat16, "bfloat16"),
