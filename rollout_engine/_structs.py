@@ -149,7 +149,7 @@ def _bound(value: Any, found: re.Match[str], problem: str) -> str:
 
 
 def _words(annotation: Any, depth: int) -> str:
-    """Describe what a field that takes literals beside other types allows, or its elements `depth` lists down; else ""."""
+    """Describe what a field of literals beside other types allows, or its elements `depth` lists down; else ""."""
     for _ in range(depth):
         annotation = next(iter(get_args(annotation)), None)
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
