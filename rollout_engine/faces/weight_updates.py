@@ -6,7 +6,7 @@ from typing import Protocol
 
 from rollout_engine._structs import plain
 from rollout_engine.engine.client import EngineClient
-from rollout_engine.errors import as_weight_errors
+from rollout_engine.errors import WeightUpdateError, as_weight_errors, refused
 from rollout_engine.faces.adapter_updates import update_adapter
 from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
@@ -81,6 +81,8 @@ def update_weights(
         mode=mode, kv=kv, staging=staging, transport=transport, reset_version=reset_version,
         allow_nonfinite=allow_nonfinite, timeout=timeout, partial=partial, delta=delta, draft=draft,
     )  # fmt: skip
+    if type(merge) is not bool:
+        raise WeightUpdateError(refused("merge", merge, "True, or False for a LoRA that is sent by itself"))
     return (_carry_out if merge else _carry_out_adapter)(frontend, source, version, options)
 
 

@@ -186,7 +186,8 @@ class FleetAdapters:
                 return number
 
             reports = self._commit(members, decide, "update_lora", values=values, kv=kv)
-        sizes = dict(digest=info.digest, num_tensors=len(values.tensors or ()), num_bytes=info.num_bytes)
+        sizes = dict(digest=info.digest, num_tensors=len(values.tensors or ()))
+        sizes |= dict(num_bytes=info.num_bytes, num_bytes_sent=info.num_bytes)
         seconds = time.perf_counter() - start
         each = {i: msgspec.structs.replace(report, **sizes, seconds=seconds) for i, report in reports.items()}
         return whole_report(each)

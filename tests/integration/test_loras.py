@@ -306,6 +306,8 @@ def test_a_peft_model_may_send_its_adapter_alone(checkpoint, dtype):
         for version in (1, 2):
             report = policy.update_weights(trainer, merge=False)
             assert (report.version, report.num_tensors) == (version, 2 * len(trainer.adapters()))
+            assert report.num_bytes_sent == report.num_bytes > 0
+            assert policy.update_weights(trainer, merge=False, version=version).num_bytes_sent == 0
             options = dict(num_samples=2, lora_request="default", use_tqdm=False)
             batch = policy.rollout(["x", "y"], PARAMS.clone(seed=None), **options)
             mask = batch["masks", "all_assistant_mask"][:, 1:]
@@ -365,4 +367,6 @@ def test_what_does_not_go_with_an_adapter_alone_is_refused(llm):
     ):
         with pytest.raises(WeightUpdateError, match=match):
             llm.update_weights(wrong, merge=False, **options)
+    with pytest.raises(WeightUpdateError, match="merge='no' is not allowed: must be True, or False for a LoRA"):
+        llm.update_weights(trainer, merge="no")
     assert llm.policy_version == 0 and not llm.list_loras()

@@ -138,7 +138,10 @@ def _pairs(tensors: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
         match = _NAME.fullmatch(str(name))
         if match is None:
             bound = "the name of a matrix lora_A or lora_B of a linear layer"
-            raise RequestError.for_field("tensors", name, bound, "Nothing else of an adapter is computed here.")
+            hint = "Nothing else of an adapter is computed here."
+            if ".base_layer." in str(name) or ".lora_embedding_" in str(name):
+                hint += " It adapts an embedding or the head, so merge it: merge_and_unload()."
+            raise RequestError.for_field("tensors", name, bound, hint)
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dim() != 2:
             shown = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise RequestError.for_field(f"tensors['{name}']", shown, "a tensor of floats of two dimensions")
