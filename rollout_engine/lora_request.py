@@ -68,12 +68,9 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metac
             msgspec.structs.force_setattr(self, "path", os.fspath(self.path))
         if self.path is not None:
             if not isinstance(self.path, str) or not self.path:
-                hint = (
-                    "Adapters have names here and no numbers: LoRARequest(name, path=...)."
-                    if type(self.path) is int
-                    else ""
-                )
-                raise RequestError.for_field("path", self.path, "the directory of an adapter, or None", hint)
+                given: Any = self.path  # in vLLM the second argument is a number
+                hint = "Adapters have names here and no numbers: LoRARequest(name, path=...)." * (type(given) is int)
+                raise RequestError.for_field("path", given, "the directory of an adapter, or None", hint)
             check_text_size("path", self.path, _MAX_PATH_BYTES)
         if self.tensors is not None and not isinstance(self.tensors, dict):
             raise RequestError.for_field("tensors", type(self.tensors).__name__, "a dict of names and tensors, or None")

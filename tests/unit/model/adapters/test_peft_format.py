@@ -96,6 +96,7 @@ def _changed(adapter, **changes):
     [
         ({"lora_magnitude_vector.weight": torch.ones(64)}, "lora_magnitude_vector"),
         ({"bias": torch.ones(64)}, r"q_proj\.bias"),
+        ({"base_layer.weight": torch.ones(64, 64)}, r"adapts an embedding or the head, so merge it"),
         ({"lora_A.weight": None}, "given with its lora_A too"),
         ({"lora_B.weight": torch.zeros(64, 3)}, r"lora_B \[64, 3\]"),
         ({"lora_B.weight": torch.zeros(64, 8, dtype=torch.int64)}, "a tensor of floats"),
