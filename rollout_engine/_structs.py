@@ -80,7 +80,7 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
         if choices and not place[2]:
             bound = f"one of {', '.join(map(repr, choices))}"
         else:
-            words = "" if found and not found["got"] else _words(annotation, place[2].count("["))
+            words = "" if found and not found["got"] else allowed_words(annotation, place[2].count("["))
             bound = words or (_bound(value, found, problem) if found else problem)
         return cls._error(refused(name + place[2], value, bound), name, value)
 
@@ -148,7 +148,7 @@ def _bound(value: Any, found: re.Match[str], problem: str) -> str:
     return f"{kinds}, not {got}" if found["got"] else kinds
 
 
-def _words(annotation: Any, depth: int) -> str:
+def allowed_words(annotation: Any, depth: int) -> str:
     """Describe what a field of literals beside other types allows, or its elements `depth` lists down; else ""."""
     for _ in range(depth):
         annotation = next(iter(get_args(annotation)), None)

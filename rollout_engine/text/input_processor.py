@@ -1,7 +1,7 @@
 """Turns any prompt and its `SamplingParams` into one `EngineCoreRequest`; every bound is checked here."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
@@ -231,6 +231,7 @@ class InputProcessor:
         )
 
     def _check_pooling(self, prompt: Any, params: PoolingParams) -> CheckedPrompt:
+        self._check_ids("step_token_ids", params.step_token_ids or ())
         fields = closed_conversation(as_fields(prompt))
         text, token_ids = self._encode(fields)
         return CheckedPrompt(
@@ -280,10 +281,12 @@ class InputProcessor:
             hint = "This engine has no logits_processors to read them."
             raise RequestError.for_field("extra_args", params.extra_args, "absent", hint)
         for field in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
-            for token_id in getattr(params, field) or ():
-                if token_id >= self._vocab_size:
-                    bound = f"ids in [0, {self._vocab_size}), the vocabulary"
-                    raise RequestError.for_field(field, token_id, bound)
+            self._check_ids(field, getattr(params, field) or ())
+
+    def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if token_id >= self._vocab_size:
+                raise RequestError.for_field(field, token_id, f"ids in [0, {self._vocab_size}), the vocabulary")
 
     def _check_grammar(self, params: SamplingParams) -> None:
         given = params.structured_outputs
