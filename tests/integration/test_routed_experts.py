@@ -122,10 +122,10 @@ def test_score_replays_with_the_bits_of_the_trainer(policy, trainer, checkpoint)
         ([np.zeros((4, 3, 2), int)], r"routed_experts\[0\]='int64 \[4, 3, 2\]'"),
         ([np.full((4, 2, 2), 0.5)], r"routed_experts\[0\]='float64 \[4, 2, 2\]'"),
         ([np.array([[[0, 1], [2, 7]]])], r"routed_experts\[0\]\[0, 1\]=\[2, 7\] .*2 experts in \[0, 5\)"),
-        ([None], r"routed_experts\[0\]=None is not allowed: must be an array of integers"),
+        ([None], r"routed_experts\[0\]=None .*must be an array of integers"),
         (
             [[[[0, 1], [2]]]],
-            r"routed_experts\[0\]=\[\[\[0, 1\], \[2\]\]\] is not allowed: must be an array of integers",
+            r"routed_experts\[0\]=\[\[\[0, 1\], \[2\]\]\] .*must be an array of integers",
         ),
         ([np.array([[[0, 0], [2, 1]]])], r"routed_experts\[0\]\[0, 0\]=\[0, 0\] .*2 different experts"),
     ],
