@@ -22,7 +22,7 @@ def adapter(name, **options):
 
 
 def generated(path, speculation, sizes):
-    """(what every sample holds, how many drafted tokens were right): two epochs, weights and an adapter changed between."""
+    """(what each sample holds, how many drafts were right): two epochs; weights and an adapter change between."""
     found = []
     with LLM(path, speculation=speculation, log_stats=False, max_loras=2, **sizes) as llm:
         core = llm.frontend.client.driver.core
