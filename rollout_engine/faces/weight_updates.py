@@ -1,7 +1,7 @@
 """The weight update that every face offers."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from rollout_engine._structs import plain
@@ -81,9 +81,13 @@ def update_weights(
         mode=mode, kv=kv, staging=staging, transport=transport, reset_version=reset_version,
         allow_nonfinite=allow_nonfinite, timeout=timeout, partial=partial, delta=delta, draft=draft,
     )  # fmt: skip
+    return _carry_out_of(merge)(frontend, source, version, options)
+
+
+def _carry_out_of(merge: object) -> Callable[[HasUpdates, WeightSource, int | None, UpdateOptions], UpdateReport]:
     if type(merge) is not bool:
         raise WeightUpdateError(refused("merge", merge, "True, or False for a LoRA that is sent by itself"))
-    return (_carry_out if merge else _carry_out_adapter)(frontend, source, version, options)
+    return _carry_out if merge else _carry_out_adapter
 
 
 def _carry_out(frontend: HasUpdates, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
