@@ -52,7 +52,7 @@ def update_adapter(driver: EngineDriver, request: LoRARequest, version: int | No
             next_version(number, core.policy_version)
             revision = 0 if known is None else known.info.revision + 1
             request = msgspec.structs.replace(request, revision=max(revision, request.revision))
-            _swap(driver, pool, request, prepared, "update_lora", number, kv)
+            _swap(driver, pool, request, prepared, "update_weights", number, kv)
         resumed = time.perf_counter()
         num_in_flight = core.num_unfinished_requests
     sizes = prepared.num_tensors, prepared.num_bytes

@@ -370,3 +370,12 @@ def test_what_does_not_go_with_an_adapter_alone_is_refused(llm):
     with pytest.raises(WeightUpdateError, match="merge='no' is not allowed: must be True, or False for a LoRA"):
         llm.update_weights(trainer, merge="no")
     assert llm.policy_version == 0 and not llm.list_loras()
+
+
+def test_a_push_to_a_sleeping_engine_is_refused_under_the_name_that_the_user_called(checkpoint, dtype):
+    trainer = PeftModel(tiny_model())
+    with RolloutPolicy.from_pretrained(checkpoint, dtype=str(dtype).removeprefix("torch."), **SIZES) as policy:
+        policy.sleep(level=2)
+        with pytest.raises(LifecycleError, match=r"^update_weights: not possible while the engine is ASLEEP"):
+            policy.update_weights(trainer, merge=False)
+        assert policy.list_loras() == [] and policy.policy_version == 0
