@@ -76,7 +76,9 @@ def read_fields(
             kept[name] = value
         elif not (name in ignored or value is None or value in neutral.get(name, ())):
             is_peer = name in neutral
-            what = f"{name}={value!r:.80} is not served." if is_peer else unknown_name("field", name, known)
+            what = (
+                f"{name}={value!r:.80} is not served. Leave it out." if is_peer else unknown_name("field", name, known)
+            )
             raise HttpProblem(400, f"{where}: {what}", field=name)
     try:
         return msgspec.convert(kept, kind, strict=strict)

@@ -136,7 +136,7 @@ def test_models_tell_what_they_serve(client, classifiers):
     "path, body, match",
     [
         ("/v1/embeddings", {}, "input=None is not allowed"),
-        ("/v1/embeddings", {"input": "x", "dimensions": 8}, "dimensions=8 is not served"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 8}, "dimensions=8 is not served. Leave it out"),
         ("/v1/embeddings", {"input": "x", "kind": "token"}, "Other kinds go to /pooling"),
         ("/v1/embeddings", {"input": [[5] * 300]}, "at most max_model_len=256 tokens"),
         (
@@ -162,5 +162,5 @@ def test_what_cannot_be_pooled_is_a_bad_request(client, path, body, match):
 def test_a_classifier_does_not_complete(classifiers):
     client, _ = classifiers[3]
     problem = client.problem("/v1/completions", {"prompt": "x"})
-    assert "This model cannot generate" in problem["message"]
+    assert "This model cannot generate" in problem["message"] and "/pooling or /classify" in problem["message"]
     assert "does not give one score" in client.problem("/score", {"text_1": "a", "text_2": "b"})["message"]
