@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from rollout_engine._structs import plain
 from rollout_engine.engine.client import EngineClient
-from rollout_engine.errors import WeightUpdateError, as_weight_errors, refused
+from rollout_engine.errors import ManifestMismatchError, WeightUpdateError, as_weight_errors, refused
 from rollout_engine.faces.adapter_updates import update_adapter
 from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
@@ -92,7 +93,8 @@ def _carry_out_of(merge: object) -> Callable[[HasUpdates, WeightSource, int | No
 
 def _carry_out(frontend: HasUpdates, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
     def send(source: WeightSource) -> UpdateReport:
-        return frontend.spans.update(lambda: frontend.client.update_weights(source, plain(version), options))
+        with _naming_draft_model(frontend, options):
+            return frontend.spans.update(lambda: frontend.client.update_weights(source, plain(version), options))
 
     if isinstance(source, str | os.PathLike | Iterator):
         return send(source)  # an iterator is read once the update has begun: another one refuses it before
@@ -100,6 +102,19 @@ def _carry_out(frontend: HasUpdates, source: WeightSource, version: int | None, 
         pairs = read_source(source)
     with as_weight_errors(), gathers_finished(pairs):
         return send(pairs)
+
+
+@contextmanager
+def _naming_draft_model(frontend: HasUpdates, options: UpdateOptions) -> Iterator[None]:
+    """Have a `ManifestMismatchError` say that weights were compared with the draft model's, where they were."""
+    try:
+        yield
+    except ManifestMismatchError as problem:
+        speculation = frontend.client.info.config.speculates
+        if not options.draft or speculation is None:
+            raise
+        model = f"draft=True sends them to the draft model '{speculation.draft_model}'"
+        raise ManifestMismatchError(f"{problem} {model}; leave it out for the policy's weights.") from problem
 
 
 def _carry_out_adapter(
