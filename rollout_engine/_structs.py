@@ -7,7 +7,8 @@ user calls it; decoding from the wire goes through msgspec's own typed path and 
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -74,11 +75,13 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
         name, value = place[1], given[place[1]]
         for index in re.findall(r"\d+", place[2]):
             value = value[int(index)]
-        choices = _choices(get_type_hints(cls)[name])
+        annotation = get_type_hints(cls)[name]
+        choices = _choices(annotation)
         if choices and not place[2]:
             bound = f"one of {', '.join(map(repr, choices))}"
         else:
-            bound = _bound(value, found, problem) if found else problem
+            words = "" if found and not found["got"] else allowed_words(annotation, place[2].count("["))
+            bound = words or (_bound(value, found, problem) if found else problem)
         return cls._error(refused(name + place[2], value, bound), name, value)
 
     def _error(cls, text: str, name: str, value: object) -> Exception:
@@ -143,6 +146,20 @@ def _bound(value: Any, found: re.Match[str], problem: str) -> str:
         return f"a dict whose values are each {kinds}"
     got = "None" if value is None else type(value).__name__
     return f"{kinds}, not {got}" if found["got"] else kinds
+
+
+def allowed_words(annotation: Any, depth: int) -> str:
+    """Describe what a field of literals beside other types allows, or its elements `depth` lists down; else ""."""
+    for _ in range(depth):
+        annotation = next(iter(get_args(annotation)), None)
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    literals = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    names = {int: "an int", float: "a number", bool: "a bool", str: "a str", type(None): "None"}
+    others = [names.get(kind) or f"a {kind.__name__}" for kind in kinds if isinstance(kind, type)]
+    listed = ", ".join(map(repr, literals))
+    if not literals:
+        return ""
+    return " or ".join([listed, *others]) if others else f"one of {listed}"
 
 
 def _choices(annotation: Any) -> list[Any]:

@@ -35,7 +35,7 @@ from rollout_engine.model.modules.packed_rows import positions_from, starts_of
 from rollout_engine.model.modules.rotary import refuse_long_batches
 from rollout_engine.model.packing.output_head import has_float32_head, set_float32_head
 from rollout_engine.model.training.adapted_layers import make_adapters_exact, plain_model, without_adapters
-from rollout_engine.model.training.call_checks import install_checks, refuse_moved, warn_once
+from rollout_engine.model.training.call_checks import install_checks, refuse_moved, warn_of_adapted_head, warn_once
 from rollout_engine.model.training.prefix_trial import shares_prefixes
 from rollout_engine.model.training.token_batch import token_batch
 from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, mismatches, rollout_note
@@ -78,6 +78,7 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
                 f"the batch, such as {unproven[0]}."
             )
     make_adapters_exact(model, arithmetic.add_adapter)
+    warn_of_adapted_head(model)
     if enabled is None:
         install_checks(causal_lm.base_model, device)
         refuse_long_batches(causal_lm.base_model)

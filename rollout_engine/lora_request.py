@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from rollout_engine.errors import RequestError, check_text_size, unknown_name
+from rollout_engine.peer_options import LORA_PEERS, peer_option
 
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 1_024, 4_096
 _MAX_REVISION = 2**62
@@ -19,7 +20,7 @@ class _NamedFields(type(msgspec.Struct)):  # type: ignore[misc]
         for name in kwargs:
             if name not in cls.__struct_fields__:
                 known = unknown_name(f"{cls.__name__} option", name, cls.__struct_fields__)
-                raise RequestError(known, field=name, value=kwargs[name])
+                raise RequestError(peer_option(LORA_PEERS, name) or known, field=name, value=kwargs[name])
         made: Any = super().__call__(*args, **kwargs)
         made.check()
         return made
@@ -40,7 +41,7 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metac
     tensors: dict[str, Any] | None = None
     """Tensors by the names that peft gives them; then `config` is needed too."""
     revision: int = 0
-    """Grows whenever an adapter of the same name gets other values."""
+    """Grows whenever an adapter of the same name gets other values. Left out where no values are given."""
     config: Any = None
     """The contents of adapter_config.json, as a dict or a `LoraConfig` of peft, for `tensors`."""
 
@@ -67,7 +68,9 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metac
             msgspec.structs.force_setattr(self, "path", os.fspath(self.path))
         if self.path is not None:
             if not isinstance(self.path, str) or not self.path:
-                raise RequestError.for_field("path", self.path, "the directory of an adapter, or None")
+                given: Any = self.path  # in vLLM the second argument is a number
+                hint = "Adapters have names here and no numbers: LoRARequest(name, path=...)." * (type(given) is int)
+                raise RequestError.for_field("path", given, "the directory of an adapter, or None", hint)
             check_text_size("path", self.path, _MAX_PATH_BYTES)
         if self.tensors is not None and not isinstance(self.tensors, dict):
             raise RequestError.for_field("tensors", type(self.tensors).__name__, "a dict of names and tensors, or None")
@@ -75,6 +78,9 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metac
             raise RequestError("path and tensors are both given: give one of them.", field="tensors")
         if type(self.revision) is not int or not 0 <= self.revision < _MAX_REVISION:
             raise RequestError.for_field("revision", self.revision, f"an int in [0, {_MAX_REVISION})")
+        if self.revision and not self.has_values:
+            hint = "Requests run under the revision that the engine has: leave it out, or give the values with it."
+            raise RequestError.for_field("revision", self.revision, "given with path or tensors", hint)
         is_config = self.config is None or isinstance(self.config, Mapping) or hasattr(self.config, "to_dict")
         if not is_config:
             raise RequestError.for_field("config", self.config, "a dict, a LoraConfig of peft, or None")

@@ -351,10 +351,16 @@ class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @classmethod
     def checked(cls, **values: Any) -> "UpdateOptions":
         """Check types and values. Raises `WeightUpdateError` naming the option that is not allowed."""
-        values = plain(values)
+        values, defaults = plain(values), cls()
         for name, kind in (("mode", UpdateMode), ("kv", KvMode), ("staging", Staging)):
             if name in values and values[name] not in get_args(kind):
                 raise WeightUpdateError(refused(name, values[name], f"one of {', '.join(map(repr, get_args(kind)))}"))
+        for name, value in values.items():
+            if isinstance(getattr(defaults, name, None), bool) and not isinstance(value, bool):
+                raise WeightUpdateError(refused(name, value, "True or False"))
+        timeout = values.get("timeout", defaults.timeout)
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
+            raise WeightUpdateError(refused("timeout", timeout, "seconds in (0, 1e6]"))
         try:
             options = msgspec.convert(values, cls)
         except msgspec.ValidationError as problem:
@@ -363,6 +369,4 @@ class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if getattr(options, name) != "keep":
                 what = f"{name}={getattr(options, name)!r} does not go with draft=True"
                 raise WeightUpdateError(f"update_weights: {what}: requests go on as they are. Leave {name} out.")
-        if not 0 < options.timeout <= 1e6:
-            raise WeightUpdateError(refused("timeout", options.timeout, "seconds in (0, 1e6]"))
         return options

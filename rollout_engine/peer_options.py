@@ -57,12 +57,12 @@ ENGINE_PEERS: Peers = {
         "revision": _NO_REVISION,
         "rope_scaling": "edit config.json in a copy of the checkpoint",
         "rope_theta": "edit config.json in a copy of the checkpoint",
-        "runner": "generation is what there is; leave it out",
+        "runner": "the checkpoint says it: generate and encode work where it has what they need; leave it out",
         "scheduling_policy": "requests always run by priority, then by arrival: generate(..., priority=...)",
         "served_model_name": "leave it out",
         "speculative_config": "give speculation='auto' or SpeculationConfig(draft_model=..., max_draft_tokens=...)",
         "swap_space": "preempted requests are recomputed, not swapped out; leave it out",
-        "task": "generation is what there is; leave it out",
+        "task": "the checkpoint says it: generate and encode work where it has what they need; leave it out",
         "tokenizer_mode": "the tokenizer that transformers loads is used; leave it out",
         "tokenizer_revision": _NO_REVISION,
         "trust_remote_code": _NO_REMOTE_CODE,
@@ -182,6 +182,20 @@ SAMPLING_PEERS: Peers = {
     },
 }
 """Library -> setting of one request -> what to do here instead."""
+
+LORA_PEERS: Peers = {
+    "vLLM's": {
+        "base_model_name": "leave it out: an adapter of another base is refused by its shapes",
+        "load_inplace": "give a higher revision for other values",
+        "lora_int_id": "leave it out: adapters have names alone",
+        "lora_local_path": "give path",
+        "lora_name": "give name",
+        "lora_path": "give path",
+        "lora_tensors": "give tensors",
+        "peft_config": "give config",
+    },
+}
+"""Library -> option of its adapters -> what to do here instead."""
 
 POOLING_PEERS: Peers = {
     "vLLM's": {

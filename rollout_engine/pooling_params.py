@@ -11,6 +11,15 @@ from rollout_engine.peer_options import POOLING_PEERS
 PoolingKind = Literal["last", "mean", "cls", "token", "classify", "reward"]
 KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
 _OF_HEAD = ("classify", "reward")
+_PEER_KINDS = {
+    "all": "kind='token' gives every token.",
+    "embed": "kind='last' with normalize=True gives an embedding.",
+    "score": "kind='reward' gives the logit of a head with one label; apply sigmoid to it for a score.",
+    "step": "Give kind='reward' with step_token_ids.",
+    "token_classify": "kind='classify' of a head for tokens gives the logits of every token.",
+    "token_embed": "kind='token' gives every token.",
+}
+"""Names of pooling tasks and types in vLLM -> what to write here."""
 MAX_STEP_TOKEN_IDS = 1_024
 MAX_POOLED_VALUES = 1 << 25
 """Most float32 values of one result: 128 MiB."""
@@ -21,7 +30,8 @@ Positions = Literal["last", "first", "all"]
 def _as_kind(value: Any) -> Any:
     if isinstance(value, str) and value not in KINDS:
         bound = f"one of {', '.join(map(repr, KINDS))}"
-        raise RequestError.for_field("kind", value, bound, did_you_mean(value, KINDS))
+        hint = _PEER_KINDS.get(value.lower()) or did_you_mean(value, KINDS)
+        raise RequestError.for_field("kind", value, bound, hint)
     return value
 
 
@@ -178,7 +188,7 @@ def check_generation(generates: bool) -> None:
     if not generates:
         raise RequestError(
             "This model cannot generate: its checkpoint has no output head (lm_head), only one that classifies. Use "
-            "encode or reward, or load a checkpoint of a causal LM.",
+            "encode or reward (over HTTP: /pooling or /classify), or load a checkpoint of a causal LM.",
             field="sampling_params",
             bound="absent",
         )

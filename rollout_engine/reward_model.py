@@ -62,7 +62,7 @@ class RewardModel:
         ids = [None] * len(prompts) if completion_ids is None else completion_ids
         if not len(prompts):
             return []
-        whole = [_joined(*each) for each in zip(prompts, completions, ids, strict=True)]
+        whole = [_joined(i, *each) for i, each in enumerate(zip(prompts, completions, ids, strict=True))]
         found = self.llm.encode(whole, self._params, use_tqdm=False)
         rewards = []
         for index, output in enumerate(found):
@@ -92,14 +92,15 @@ class RewardModel:
             )
 
 
-def _joined(prompt: Any, completion: Any, completion_ids: Sequence[int] | None) -> dict[str, Any]:
+def _joined(index: int, prompt: Any, completion: Any, completion_ids: Sequence[int] | None) -> dict[str, Any]:
     """The prompt to pool: one of any form, and its completion."""
     fields = dict(prompt) if isinstance(prompt, Mapping) and "role" not in prompt else {"prompt": prompt}
-    options = {key: value for key, value in fields.items() if key not in ("prompt", "messages", "prompt_token_ids")}
+    not_ours = ("prompt", "messages", "prompt_token_ids", "lora_request")  # the adapter is one of the policy's
+    options = {key: value for key, value in fields.items() if key not in not_ours}
     inner: Any = fields.get("prompt", fields.get("messages", fields.get("prompt_token_ids")))
     if isinstance(inner, str) and isinstance(completion, str):
         return {**options, "prompt": inner + completion}
-    if is_conversation(inner):
+    if is_conversation(inner) and isinstance(completion, str | list | tuple):
         said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
         for name in ("add_generation_prompt", "continue_final_message"):  # they are of the prompt alone
             options.pop(name, None)
@@ -109,4 +110,4 @@ def _joined(prompt: Any, completion: Any, completion_ids: Sequence[int] | None) 
     if isinstance(inner, list | tuple) and completion_ids is not None:
         return {**options, "prompt_token_ids": [*inner, *completion_ids]}
     bound = "a text with a text as completion, a conversation, or token ids with completion_ids"
-    raise RequestError.for_field("prompts", prompt, bound)
+    raise RequestError.for_field(f"prompts[{index}]", prompt, bound, f"The completion is {completion!r:.80}.")

@@ -45,6 +45,19 @@ def check_routing_asked(is_asked: bool, info: RoutingInfo | None) -> None:
         raise RequestError.for_field("return_routed_experts", True, "False", hint)
 
 
+def as_array(field: str, given: Any) -> np.ndarray:
+    """Routed experts of one sequence as an array. Raises `RequestError` for None and for lists of several lengths."""
+    try:
+        array = np.asarray(given)
+    except ValueError:
+        array = np.asarray(None)
+    if array.dtype == object:
+        bound = "an array of integers: tokens, layers, experts"
+        hint = "SamplingParams(return_routed_experts=True) gives such; leave them out where routers are to choose."
+        raise RequestError.for_field(field, given, bound, hint)
+    return array
+
+
 def checked_rows(field: str, given: Any, num_tokens: int, info: RoutingInfo) -> np.ndarray:
     """Return routed experts of one sequence to replay, int16 [num_tokens - 1, L, k]; -1: the router's own choice.
 

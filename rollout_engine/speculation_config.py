@@ -28,7 +28,7 @@ class SpeculationConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fi
 
     error_class = ConfigError
     peers = SPECULATION_PEERS
-    readings = {"draft_model": _read_model}
+    readings = {"draft_model": _read_model, "sources": lambda value: [value] if isinstance(value, str) else value}
 
     sources: tuple[Literal["rollouts", "ngram"], ...] = ("rollouts", "ngram")
     """Where drafts come from. "rollouts": earlier samples of the same prompt, and those in flight that are ahead.

@@ -175,7 +175,9 @@ def _bad_shape(name: str, shape: Sequence[int], where: str = "") -> ManifestMism
 def check_known(names: Iterable[str], accepted: Mapping[str, object]) -> None:
     """Raise `ManifestMismatch` unless the engine's model has all `names`."""
     if unknown := sorted({name for name in names if name not in accepted}):
-        raise ManifestMismatch(f"{len(unknown)} names are not in the model: {first_names(unknown)}.")
+        what = f"{len(unknown)} names are not in the model: {first_names(unknown)}"
+        known = f", whose names are such as '{next(iter(accepted))}'" if accepted else ""
+        raise ManifestMismatch(f"{what}. Send the weights of the model that is loaded{known}.")
 
 
 def check_forms(forms: Iterable[tuple[str, Form]], accepted: Mapping[str, Form]) -> None:

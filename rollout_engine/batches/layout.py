@@ -83,6 +83,8 @@ def check_batch(
         raise RequestError.for_field(field, batch, "a TensorDict as RolloutPolicy.rollout returns it", otherwise)
     if missing := set(needed) - set(batch.keys()):
         hint = "Keep all keys that RolloutPolicy.rollout returns."
+        if missing == {"routed_experts"}:
+            hint = "Roll out with SamplingParams(return_routed_experts=True), which returns them."
         raise RequestError.for_field(f"{field}.keys()", sorted(map(str, batch.keys())), f"with {sorted(missing)}", hint)
     if not is_packed(batch) and batch.batch_dims != 1:
         hint = "Give it before reshaping or stacking; one sequence alone is batch[i : i + 1]."

@@ -53,7 +53,7 @@ class AdapterTable:
         adapter = self._by_name.get(name)
         if adapter is None:
             known = unknown_name("adapter", name, self._by_name) if self._by_name else f"Unknown adapter '{name}'."
-            hint = "Add it first, by add_lora, or give a LoRARequest with its path or tensors"
+            hint = "Add it first, by add_lora; as lora_request= of generate a LoRARequest may bring its path or tensors"
             raise RequestError(f"lora_request: {known} {hint}.", field="lora_request", value=name)
         return adapter
 

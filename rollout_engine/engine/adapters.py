@@ -47,15 +47,18 @@ def update_adapter(driver: EngineDriver, request: LoRARequest, version: int | No
         stalled, core = time.perf_counter(), driver.core
         known = core.adapters.find(request.name)
         number = core.policy_version + 1 if version is None else version
-        if known is None or (known.info.digest, known.info.policy_version) != (prepared.digest, number):
+        changes = known is None or (known.info.digest, known.info.policy_version) != (prepared.digest, number)
+        if changes:
             next_version(number, core.policy_version)
             revision = 0 if known is None else known.info.revision + 1
             request = msgspec.structs.replace(request, revision=max(revision, request.revision))
-            _swap(driver, pool, request, prepared, "update_lora", number, kv)
+            _swap(driver, pool, request, prepared, "update_weights", number, kv)
         resumed = time.perf_counter()
         num_in_flight = core.num_unfinished_requests
     sizes = prepared.num_tensors, prepared.num_bytes
-    return UpdateReport(number, prepared.digest, *sizes, resumed - start, resumed - stalled, num_in_flight)
+    times = resumed - start, resumed - stalled
+    taken = prepared.num_bytes if changes else 0
+    return UpdateReport(number, prepared.digest, *sizes, *times, num_in_flight, num_bytes_sent=taken)
 
 
 def next_version(version: int | None, live: int) -> int:

@@ -149,8 +149,7 @@ class AsyncLLM(AsyncVerbs):
         check_chat_arguments(chat, self.generate)
         refuse_pooling(sampling_params)
         prompt = with_lora(with_chat_options(prompt, chat), lora_request)
-        if isinstance(lora_request, LoRARequest) and lora_request.has_values:
-            await run_in_thread(self.frontend.ensure_loras, lora_request)
+        await self._ensure_lora(lora_request)
         options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
         outputs = self._outputs(prompt, sampling_params, request_id, options)
         async with aclosing(outputs):
@@ -165,6 +164,7 @@ class AsyncLLM(AsyncVerbs):
         *,
         priority: int = 0,
         session_id: str | None = None,
+        lora_request: LoRALike | None = None,
         trace_headers: TraceHeaders | None = None,
         **chat: Unpack[ChatOptions],
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
@@ -174,11 +174,17 @@ class AsyncLLM(AsyncVerbs):
         """
         check_chat_arguments(chat, self.encode)
         params = as_pooling_params(pooling_params)
+        prompt = with_lora(with_chat_options(prompt, chat), lora_request)
+        await self._ensure_lora(lora_request)
         options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
-        outputs = self._outputs(with_chat_options(prompt, chat), params, request_id, options)
+        outputs = self._outputs(prompt, params, request_id, options)
         async with aclosing(outputs):
             async for output in outputs:
                 yield PoolingRequestOutput.of(output)
+
+    async def _ensure_lora(self, lora_request: LoRALike | None) -> None:
+        if isinstance(lora_request, LoRARequest) and lora_request.has_values:
+            await run_in_thread(self.frontend.ensure_loras, lora_request)
 
     async def _outputs(
         self, prompt: Prompt, params: Params | None, request_id: str | None, options: dict[str, Any]

@@ -35,6 +35,7 @@ _MAGIC = b"rollout-engine drafts "
 _MAX_LINE_BYTES = 1 << 12
 _PIECE_BYTES = 1 << 20
 _A_FILE = "a file that save_drafts has written"
+_GO_ON = "Start without it (drafts change no result), and have save_drafts write another one."
 _DTYPES = ("<u1", "<i8", "<i8", "<u4")
 """Types of the four arrays of `KeptSamples`, in the order of its fields."""
 
@@ -108,8 +109,8 @@ def load_drafts(frontend: HasDrafts, path: str | os.PathLike[str], *, timeout: f
     with _os_errors("load_drafts", source, _A_FILE), open(source, "rb") as file:
         try:
             samples = _read(file, frontend, max_tokens)
-        except (ValueError, msgspec.MsgspecError) as problem:
-            raise _refused("load_drafts", source, _A_FILE, str(problem)) from problem
+        except ValueError as problem:
+            raise _refused("load_drafts", source, _A_FILE, f"{problem} {_GO_ON}") from problem
     _call(frontend, "add_kept_samples", samples=samples, timeout=timeout)
     return len(samples.lengths)
 
@@ -149,7 +150,7 @@ def _write(file: BinaryIO, samples: KeptSamples, frontend: HasDrafts) -> None:
 
 
 def _read(file: BinaryIO, frontend: HasDrafts, max_tokens: int) -> KeptSamples:
-    """The samples in a file, of the prompts seen last. Raises `ValueError`, and `MsgspecError` for its header."""
+    """The samples in a file, of the prompts seen last. Raises `ValueError`."""
     header = _read_header(file)
     _check_vocabulary(header, frontend)
     num_bytes = sum(np.dtype(kind).itemsize * size for kind, size in zip(_DTYPES, header.sizes, strict=True))
@@ -179,7 +180,10 @@ def _read_header(file: BinaryIO) -> _Header:
         raise ValueError("It is a file of another kind.")
     if int(version) > VERSION:
         raise ValueError(f"It has version {int(version)} of the format, and this release reads up to {VERSION}.")
-    return msgspec.json.decode(file.readline(_MAX_LINE_BYTES), type=_Header)
+    try:
+        return msgspec.json.decode(file.readline(_MAX_LINE_BYTES), type=_Header)
+    except (ValueError, msgspec.MsgspecError) as problem:
+        raise ValueError(f"Its header was cut or changed ({problem}).") from None
 
 
 def _check_vocabulary(header: _Header, frontend: HasDrafts) -> None:

@@ -113,6 +113,7 @@ class LLM(BlockingVerbs):
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
+        lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[PoolingRequestOutput]:
         """Pool each prompt to hidden states, or to what the checkpoint's head computes: one output each, in order.
@@ -123,8 +124,10 @@ class LLM(BlockingVerbs):
         """
         check_chat_arguments(chat, self.encode)
         params = pooling_only(pooling_params)
+        prompts = with_lora(with_chat_options(prompts, chat), lora_request)
         self.frontend.require_running("encode")
-        run, prompts = GenerateRun(self.frontend, "encode"), with_chat_options(prompts, chat)
+        self.frontend.ensure_loras(lora_request)
+        run = GenerateRun(self.frontend, "encode")
         found = generate(run, prompts, params, use_tqdm=use_tqdm, priority=priority, session_id=session_id)
         return [PoolingRequestOutput.of(output) for output in found]
 
@@ -134,6 +137,7 @@ class LLM(BlockingVerbs):
         *,
         step_token_ids: Sequence[int] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[PoolingRequestOutput]:
         """`encode` with kind="reward": `outputs.data` is [1], or [S] with `step_token_ids`, one for each in the prompt.
@@ -141,7 +145,7 @@ class LLM(BlockingVerbs):
         Raises `RequestError` where the checkpoint has no head with one label.
         """
         params = as_pooling_params({"kind": "reward", "step_token_ids": step_token_ids})
-        return self.encode(prompts, params, use_tqdm=use_tqdm, **chat)
+        return self.encode(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request, **chat)
 
     def get_num_unfinished_requests(self, *, timeout: float | None = None) -> int:
         """Requests whose finished output has not been returned. It never waits for `timeout`."""

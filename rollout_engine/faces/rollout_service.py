@@ -208,6 +208,7 @@ class RolloutService(BlockingVerbs):
         replica_index: int | None = None,
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
+        lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[PoolingRequestOutput]:
         """Pool each prompt, as `LLM.encode` does: one output each, in order.
@@ -219,7 +220,8 @@ class RolloutService(BlockingVerbs):
         run = GenerateRun(self.frontend, "encode", timeout_seconds=timeout_seconds)
         self._check(replica_index)
         self.frontend.require_running("encode", run.seconds_left)
-        prompts = with_chat_options(prompts, chat)
+        prompts = with_lora(with_chat_options(prompts, chat), lora_request)
+        self.frontend.ensure_loras(lora_request)
         options: Any = dict(replica_index=replica_index, priority=priority, session_id=session_id)
         return [
             PoolingRequestOutput.of(output) for output in generate(run, prompts, params, use_tqdm=use_tqdm, **options)

@@ -1,12 +1,13 @@
 """The weight update that every face offers."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from rollout_engine._structs import plain
 from rollout_engine.engine.client import EngineClient
-from rollout_engine.errors import as_weight_errors
+from rollout_engine.errors import ManifestMismatchError, WeightUpdateError, as_weight_errors, refused
 from rollout_engine.faces.adapter_updates import update_adapter
 from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
@@ -81,12 +82,19 @@ def update_weights(
         mode=mode, kv=kv, staging=staging, transport=transport, reset_version=reset_version,
         allow_nonfinite=allow_nonfinite, timeout=timeout, partial=partial, delta=delta, draft=draft,
     )  # fmt: skip
-    return (_carry_out if merge else _carry_out_adapter)(frontend, source, version, options)
+    return _carry_out_of(merge)(frontend, source, version, options)
+
+
+def _carry_out_of(merge: object) -> Callable[[HasUpdates, WeightSource, int | None, UpdateOptions], UpdateReport]:
+    if type(merge) is not bool:
+        raise WeightUpdateError(refused("merge", merge, "True, or False for a LoRA that is sent by itself"))
+    return _carry_out if merge else _carry_out_adapter
 
 
 def _carry_out(frontend: HasUpdates, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
     def send(source: WeightSource) -> UpdateReport:
-        return frontend.spans.update(lambda: frontend.client.update_weights(source, plain(version), options))
+        with _naming_draft_model(frontend, options):
+            return frontend.spans.update(lambda: frontend.client.update_weights(source, plain(version), options))
 
     if isinstance(source, str | os.PathLike | Iterator):
         return send(source)  # an iterator is read once the update has begun: another one refuses it before
@@ -94,6 +102,19 @@ def _carry_out(frontend: HasUpdates, source: WeightSource, version: int | None, 
         pairs = read_source(source)
     with as_weight_errors(), gathers_finished(pairs):
         return send(pairs)
+
+
+@contextmanager
+def _naming_draft_model(frontend: HasUpdates, options: UpdateOptions) -> Iterator[None]:
+    """Have a `ManifestMismatchError` say that weights were compared with the draft model's, where they were."""
+    try:
+        yield
+    except ManifestMismatchError as problem:
+        speculation = frontend.client.info.config.speculates
+        if not options.draft or speculation is None:
+            raise
+        model = f"draft=True sends them to the draft model '{speculation.draft_model}'"
+        raise ManifestMismatchError(f"{problem} {model}; leave it out for the policy's weights.") from problem
 
 
 def _carry_out_adapter(

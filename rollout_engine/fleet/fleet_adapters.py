@@ -170,7 +170,7 @@ class FleetAdapters:
 
     def _update(self, lora_request: LoRARequest, version: int | None, kv: KvMode) -> UpdateReport:
         start, values = time.perf_counter(), copied(lora_request)
-        with self._staged(values, "update_lora") as (members, info):
+        with self._staged(values, "update_weights") as (members, info):
             live, known = self._brain.policy_version, self._table.find(values.name)
             if known is not None and (known.info.digest, known.info.policy_version) == (info.digest, version):
                 self._drop(members)
@@ -185,8 +185,9 @@ class FleetAdapters:
                 self._place(table, msgspec.structs.replace(info, revision=named, policy_version=number))
                 return number
 
-            reports = self._commit(members, decide, "update_lora", values=values, kv=kv)
-        sizes = dict(digest=info.digest, num_tensors=len(values.tensors or ()), num_bytes=info.num_bytes)
+            reports = self._commit(members, decide, "update_weights", values=values, kv=kv)
+        sizes = dict(digest=info.digest, num_tensors=len(values.tensors or ()))
+        sizes |= dict(num_bytes=info.num_bytes, num_bytes_sent=info.num_bytes)
         seconds = time.perf_counter() - start
         each = {i: msgspec.structs.replace(report, **sizes, seconds=seconds) for i, report in reports.items()}
         return whole_report(each)

@@ -12,6 +12,7 @@ _WORDS = {
     f"{_UNLOAD} first where numbers begin anew",
     "Remove one, wait for its requests, or make the engine with more.": f"Remove one ({_UNLOAD}), wait for its "
     "requests, or start the server with a larger max_loras.",
+    "Make the engine with max_lora_rank": "Start the server with max_lora_rank",
     "the directory of an adapter, or None": "the directory of an adapter",
 }
 """Advice of the engine -> the same for a client."""

@@ -4,12 +4,13 @@ import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 from urllib.parse import parse_qs
 
 import msgspec
 
-from rollout_engine.errors import unknown_name
+from rollout_engine._structs import allowed_words
+from rollout_engine.errors import refused, unknown_name
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Route
 
@@ -75,14 +76,24 @@ def read_fields(
             kept[name] = value
         elif not (name in ignored or value is None or value in neutral.get(name, ())):
             is_peer = name in neutral
-            what = f"{name}={value!r:.80} is not served." if is_peer else unknown_name("field", name, known)
+            what = (
+                f"{name}={value!r:.80} is not served. Leave it out." if is_peer else unknown_name("field", name, known)
+            )
             raise HttpProblem(400, f"{where}: {what}", field=name)
     try:
         return msgspec.convert(kept, kind, strict=strict)
     except msgspec.ValidationError as problem:
         found = _FIELD.search(str(problem))
         field = next((each for each in found.groups() if each), None) if found else None
-        raise HttpProblem(400, f"{where}: {problem}", field=field) from None
+        text = (field and _listed(kind, field, kept, str(problem))) or str(problem)
+        raise HttpProblem(400, f"{where}: {text}", field=field) from None
+
+
+def _listed(kind: type[Any], field: str, fields: Mapping[str, Any], problem: str) -> str | None:
+    """The problem of a field whose value is none of its words, with these words; None for others."""
+    if problem.startswith("Invalid enum value") and problem.endswith(f" - at `$.{field}`"):
+        return refused(field, fields[field], allowed_words(get_type_hints(kind)[field], 0))
+    return None
 
 
 def _converted(route: Route, fields: Mapping[str, Any], *, strict: bool) -> Any:

@@ -72,10 +72,18 @@ class Generation:
         await self._queue(with_lora(list(prompts), lora), params, seeds, priority, session_id, check)
 
     async def pool(
-        self, prompts: Sequence[Any], params: PoolingParams, *, priority: int = 0, session_id: str | None = None
+        self,
+        prompts: Sequence[Any],
+        params: PoolingParams,
+        *,
+        priority: int = 0,
+        session_id: str | None = None,
+        lora: str | None = None,
     ) -> None:
         """Queue prompts that are pooled, as `start` does others."""
-        await self._queue(prompts, [params] * len(prompts), [None] * len(prompts), priority, session_id)
+        await self._queue(
+            with_lora(list(prompts), lora), [params] * len(prompts), [None] * len(prompts), priority, session_id
+        )
 
     async def _queue(
         self,

@@ -103,6 +103,8 @@ class HttpExchange:
     def take_body(self) -> bytes:
         """The part of the body that has come, all of it where `has_body`."""
         body, self._body, self._is_read = self._body, b"", self.has_body
+        if self.has_body:  # a large one had reading stopped, and nothing else would notice that the client leaves
+            self._connection.resume_reading()
         return body
 
     async def receive(self) -> Message:

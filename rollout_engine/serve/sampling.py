@@ -42,6 +42,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: Any = None
     truncate_prompt_tokens: Any = None
     extra_args: Any = None
+    speculation: Any = None
     structured_outputs: Any = None
     response_format: Any = None
     guided_json: Any = None

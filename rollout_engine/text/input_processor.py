@@ -1,7 +1,7 @@
 """Turns any prompt and its `SamplingParams` into one `EngineCoreRequest`; every bound is checked here."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
@@ -145,7 +145,8 @@ class InputProcessor:
         batch = as_batch(prompts)
         if not isinstance(params, list | tuple | PoolingParams):
             params = as_sampling_params(params)
-        each = one_each("sampling_params", params, 1 if batch is None else len(batch), "one SamplingParams")
+        name, kind = ("pooling_params", "PoolingParams") if _pools(params) else ("sampling_params", "SamplingParams")
+        each = one_each(name, params, 1 if batch is None else len(batch), f"one {kind}")
         if batch is None:
             return [self.check(prompts, each[0])]
         checked = [self._check_at(i, prompt, each[i]) for i, prompt in enumerate(batch)]
@@ -226,10 +227,11 @@ class InputProcessor:
             max_tokens=max_tokens,
             cache_salt=fields.get("cache_salt") or "",
             bad_words=bad_words,
-            lora="" if fields.get("lora_request") is None else as_lora_request(fields["lora_request"]).name,
+            lora=_adapter_name(fields),
         )
 
     def _check_pooling(self, prompt: Any, params: PoolingParams) -> CheckedPrompt:
+        self._check_ids("step_token_ids", params.step_token_ids or ())
         fields = closed_conversation(as_fields(prompt))
         text, token_ids = self._encode(fields)
         return CheckedPrompt(
@@ -240,6 +242,7 @@ class InputProcessor:
             cache_salt=fields.get("cache_salt") or "",
             bad_words=[],
             pooling=params,
+            lora=_adapter_name(fields),
         )
 
     def _check_at(self, index: int, prompt: Any, params: Any) -> CheckedPrompt:
@@ -278,10 +281,12 @@ class InputProcessor:
             hint = "This engine has no logits_processors to read them."
             raise RequestError.for_field("extra_args", params.extra_args, "absent", hint)
         for field in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
-            for token_id in getattr(params, field) or ():
-                if token_id >= self._vocab_size:
-                    bound = f"ids in [0, {self._vocab_size}), the vocabulary"
-                    raise RequestError.for_field(field, token_id, bound)
+            self._check_ids(field, getattr(params, field) or ())
+
+    def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if token_id >= self._vocab_size:
+                raise RequestError.for_field(field, token_id, f"ids in [0, {self._vocab_size}), the vocabulary")
 
     def _check_grammar(self, params: SamplingParams) -> None:
         given = params.structured_outputs
@@ -359,6 +364,17 @@ class InputProcessor:
                 first.params.max_tokens,
                 first.max_tokens,
             )
+
+
+def _pools(params: Any) -> bool:
+    """Whether params, one or a list with one each, are those of requests that pool."""
+    return any(isinstance(each, PoolingParams) for each in (params if isinstance(params, list | tuple) else [params]))
+
+
+def _adapter_name(fields: Mapping[str, Any]) -> str:
+    """The name of the adapter that a prompt runs under; "" for the base model."""
+    lora = fields.get("lora_request")
+    return "" if lora is None else as_lora_request(lora).name
 
 
 def one_each(field: str, given: Any, count: int, single: str) -> list[Any]:

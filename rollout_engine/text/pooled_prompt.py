@@ -21,7 +21,9 @@ def pooled_tokens(
         raise RequestError.for_field("prompt", token_ids, "at least one token long", "It is empty.")
     if len(token_ids) > max_model_len:
         bound = f"at most max_model_len={max_model_len} tokens"
-        raise RequestError.for_field("prompt", f"{len(token_ids)} tokens", bound, "See truncate_prompt_tokens.")
+        raise RequestError.for_field(
+            "prompt", f"{len(token_ids)} tokens", bound, "truncate_prompt_tokens=-1 keeps what fits of its end."
+        )
     check_pooling(params, info, len(token_ids))
     assert info is not None, "checked"
     if params.uses_head and info.head == "sequence" and params.step_token_ids is None:

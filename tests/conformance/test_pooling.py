@@ -23,6 +23,11 @@ REFUSED = {
     "no head": (PROMPT, dict(kind="classify"), r"kind='classify' .* no classification head \(no score.weight\)"),
     "too long": ([5] * 40_000, {}, "at most max_model_len=32768 tokens"),
     "empty": ([], {}, "It is empty"),
+    "marks outside the vocabulary": (
+        PROMPT,
+        dict(kind="token", step_token_ids=[999]),
+        "step_token_ids=999 .* vocabulary",
+    ),
     "outside the vocabulary": ([5, 999], {}, r"prompt_token_ids\[1\]=999"),
 }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout_engine import LLM, AsyncLLM, SamplingParams
-from rollout_engine.errors import ConfigError, LifecycleError, WeightUpdateError
+from rollout_engine.errors import ConfigError, LifecycleError, ManifestMismatchError, WeightUpdateError
 from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 
@@ -196,6 +196,14 @@ def test_a_push_that_fails_leaves_the_old_draft_model(make_llm, source):
     again, share = accepted(llm)
     assert again == tokens and share > 0.95
     assert llm.update_weights(target_model()).version == 1, "the policy's weights are as they were"
+
+
+def test_weights_of_the_policy_are_not_taken_for_the_draft_models(make_llm, directories):
+    match = (
+        r"not in the model: .* draft=True sends them to the draft model '.+'; leave it out for the policy's weights\.$"
+    )
+    with pytest.raises(ManifestMismatchError, match=match):
+        make_llm().update_weights(target_model(), draft=True)
 
 
 def test_updates_of_both_models_go_on_beside_each_other(make_llm):

@@ -232,6 +232,12 @@ def test_requests_of_wrong_adapters_are_refused_before_any_is_queued(llm):
     assert llm.get_num_unfinished_requests() == 0
     with pytest.raises(RequestError, match=r"Unknown LoRARequest option 'revison'. Did you mean 'revision'"):
         LoRARequest("a", revison=3)
+    with pytest.raises(RequestError, match=r"revision=3 .* must be given with path or tensors"):
+        LoRARequest("a", revision=3)
+    with pytest.raises(RequestError, match=r"'lora_path' is an option of vLLM's that does not exist here: give path"):
+        LoRARequest("a", lora_path="adapters/a")
+    with pytest.raises(RequestError, match=r"path=1 .* names here and no numbers: LoRARequest\(name, path=...\)"):
+        LoRARequest("a", 1, "adapters/a")
 
 
 def test_an_engine_without_exact_products_says_so(checkpoint):
@@ -300,6 +306,8 @@ def test_a_peft_model_may_send_its_adapter_alone(checkpoint, dtype):
         for version in (1, 2):
             report = policy.update_weights(trainer, merge=False)
             assert (report.version, report.num_tensors) == (version, 2 * len(trainer.adapters()))
+            assert report.num_bytes_sent == report.num_bytes > 0
+            assert policy.update_weights(trainer, merge=False, version=version).num_bytes_sent == 0
             options = dict(num_samples=2, lora_request="default", use_tqdm=False)
             batch = policy.rollout(["x", "y"], PARAMS.clone(seed=None), **options)
             mask = batch["masks", "all_assistant_mask"][:, 1:]
@@ -359,4 +367,15 @@ def test_what_does_not_go_with_an_adapter_alone_is_refused(llm):
     ):
         with pytest.raises(WeightUpdateError, match=match):
             llm.update_weights(wrong, merge=False, **options)
+    with pytest.raises(WeightUpdateError, match="merge='no' is not allowed: must be True, or False for a LoRA"):
+        llm.update_weights(trainer, merge="no")
     assert llm.policy_version == 0 and not llm.list_loras()
+
+
+def test_a_push_to_a_sleeping_engine_is_refused_under_the_name_that_the_user_called(checkpoint, dtype):
+    trainer = PeftModel(tiny_model())
+    with RolloutPolicy.from_pretrained(checkpoint, dtype=str(dtype).removeprefix("torch."), **SIZES) as policy:
+        policy.sleep(level=2)
+        with pytest.raises(LifecycleError, match=r"^update_weights: not possible while the engine is ASLEEP"):
+            policy.update_weights(trainer, merge=False)
+        assert policy.list_loras() == [] and policy.policy_version == 0

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rollout_engine import LLM, ConfigError, RequestError, RewardModel, RolloutPolicy, SamplingParams
-from rollout_engine.testing import tiny_checkpoint
+from rollout_engine.testing import random_adapter, tiny_checkpoint, tiny_model
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -48,6 +48,15 @@ def test_a_rollout_is_rewarded_by_it(reward, policy):
     assert batch["next", "reward"][:, 0].tolist() == pytest.approx([reward_of(reward, text) for text in texts])
 
 
+def test_an_adapter_of_the_policy_is_none_of_the_reward_model(reward, policy):
+    policy.add_lora(random_adapter(tiny_model(), "math"))
+    params = SamplingParams(max_tokens=6, seed=3)
+    prompts = [{"prompt": "hello", "lora_request": "math"}]
+    batch = policy.rollout(prompts, params, reward_fn=reward, use_tqdm=False)
+    (text,) = batch["text", "response"]
+    assert batch["next", "reward"][:, 0].tolist() == pytest.approx([reward_of(reward, "hello" + text)])
+
+
 def test_a_rollout_of_conversations_is_rewarded_beside_other_functions(reward, policy):
     def length(completions):
         return [float(len(completion[0]["content"])) for completion in completions]
@@ -66,6 +75,9 @@ def test_it_has_the_name_of_its_directory(reward, checkpoint):
 def test_prompts_that_it_cannot_read_are_refused(reward):
     with pytest.raises(RequestError, match="token ids with completion_ids"):
         reward([[5, 6]], ["x"])
+    for prompt in ("a", CHAT):
+        with pytest.raises(RequestError, match=r"prompts\[1\]=.* is not allowed: .* The completion is None"):
+            reward(["a", prompt], ["x", None])
     with pytest.raises(RequestError, match="completions='a list of 1' is not allowed: must be 2"):
         reward(["a", "b"], ["x"])
 

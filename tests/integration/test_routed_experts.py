@@ -122,6 +122,11 @@ def test_score_replays_with_the_bits_of_the_trainer(policy, trainer, checkpoint)
         ([np.zeros((4, 3, 2), int)], r"routed_experts\[0\]='int64 \[4, 3, 2\]'"),
         ([np.full((4, 2, 2), 0.5)], r"routed_experts\[0\]='float64 \[4, 2, 2\]'"),
         ([np.array([[[0, 1], [2, 7]]])], r"routed_experts\[0\]\[0, 1\]=\[2, 7\] .*2 experts in \[0, 5\)"),
+        ([None], r"routed_experts\[0\]=None .*must be an array of integers"),
+        (
+            [[[[0, 1], [2]]]],
+            r"routed_experts\[0\]=\[\[\[0, 1\], \[2\]\]\] .*must be an array of integers",
+        ),
         ([np.array([[[0, 0], [2, 1]]])], r"routed_experts\[0\]\[0, 0\]=\[0, 0\] .*2 different experts"),
     ],
 )
@@ -145,6 +150,12 @@ def test_batches_of_rollouts_are_joined_divided_and_written_with_them(policy, tm
     assert torch.equal(parts[1]["routed_experts"][0], first["routed_experts"][1])
     to_jsonl(both, tmp_path / "rollouts.jsonl")
     assert len((tmp_path / "rollouts.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_replay_of_a_rollout_without_them_says_how_to_get_them(policy):
+    batch = policy.rollout(PROMPTS[1:], {"max_tokens": 2}, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"\['routed_experts'\]. Roll out with .*return_routed_experts=True"):
+        policy.score(batch, replay_routing=True)
 
 
 def test_who_does_not_ask_gets_no_key(policy):

@@ -102,6 +102,25 @@ def test_adapters_that_no_engine_computes_run_as_before_and_are_said(caplog, kin
     torch.testing.assert_close(dense(trainer, IDS), expected, rtol=1e-3, atol=1e-2)
 
 
+def test_an_adapter_of_the_head_is_said_once_while_it_computes(caplog):
+    trainer = PeftModel(tiny_model(), targets=("q_proj", "lm_head"))
+    expected = dense(copy.deepcopy(trainer), IDS)
+    exact.enable(exact.enable(trainer))
+    head = trainer.get_base_model().lm_head
+    assert len(head._forward_pre_hooks) == 1
+    with caplog.at_level(logging.WARNING, "rollout_engine"):
+        head.merged = True
+        exact.token_logprobs(trainer, IDS)
+        assert not caplog.records
+        head.merged = False
+        exact.token_logprobs(trainer, IDS)
+        exact.token_logprobs(trainer, IDS)
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "The head has an adapter that is not merged"
+    ]
+    torch.testing.assert_close(dense(trainer, IDS), expected, rtol=1e-3, atol=1e-2)
+
+
 def test_dropout_of_an_adapter_is_refused():
     trainer = exact.enable(PeftModel(tiny_model(), dropout=0.1).train())
     with pytest.raises(ConfigError, match="dropped activations at random .*lora_dropout"):

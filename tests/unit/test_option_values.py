@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_engine import LLM, AsyncLLM, ConfigError, EngineConfig, RequestError, RolloutPolicy, SamplingParams
-from rollout_engine.errors import did_you_mean, unknown_name
+from rollout_engine.errors import WeightUpdateError, did_you_mean, unknown_name
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.peer_options import CALL_PEERS, ENGINE_PEERS, SAMPLING_PEERS, SPECULATION_PEERS
 from rollout_engine.speculation_config import SpeculationConfig
@@ -52,6 +52,28 @@ def test_a_sampling_setting_means_what_was_meant(field, typed, meant):
     params = SamplingParams(**{field: typed})
     assert getattr(params, field) == meant
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"speculation": "on"}, "speculation='on' is not allowed: must be 'off', 'auto' or a SpeculationConfig."),
+        ({"speculation": True}, "speculation=True is not allowed: must be 'off', 'auto' or a SpeculationConfig."),
+        ({"block_size": "big"}, "block_size='big' is not allowed: must be 'auto' or an int."),
+        (
+            {"speculation": {"sources": ["ngrams"]}},
+            "speculation: sources[0]='ngrams' is not allowed: must be one of 'rollouts', 'ngram'.",
+        ),
+    ],
+)
+def test_an_option_of_words_beside_other_values_names_them_all(options, message):
+    with pytest.raises(ConfigError) as caught:
+        config(**options)
+    assert str(caught.value) == message
+
+
+def test_one_source_of_drafts_needs_no_list():
+    assert SpeculationConfig(sources="ngram").sources == ("ngram",)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +212,19 @@ def test_arguments_of_other_libraries_are_not_arguments_here():
 
 def test_options_of_an_update_may_be_numpys():
     assert UpdateOptions.checked(timeout=np.float32(5), reset_version=np.bool_(True)).timeout == 5.0
+
+
+@pytest.mark.parametrize("name", ["reset_version", "allow_nonfinite", "partial", "delta", "draft"])
+@pytest.mark.parametrize("value", ["auto", 1, None])
+def test_switches_of_an_update_are_bools(name, value):
+    with pytest.raises(WeightUpdateError, match=rf"^{name}={value!r} is not allowed: must be True or False\.$"):
+        UpdateOptions.checked(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["9", True, None, 0, math.nan, math.inf])
+def test_the_seconds_of_an_update_are_a_number(value):
+    with pytest.raises(WeightUpdateError, match=rf"^timeout={value!r} is not allowed: must be seconds in \(0, 1e6\]"):
+        UpdateOptions.checked(timeout=value)
 
 
 def test_a_clone_has_the_changes_and_is_checked():

@@ -20,6 +20,9 @@ TOKENS = PoolingInfo(hidden_size=64, head="token", labels=["a", "b"])
 @pytest.mark.parametrize(
     "params, match",
     [
+        (dict(kind="score"), "kind='score' is not allowed: must be one of 'last', .* kind='reward' gives the logit"),
+        (dict(kind="embed"), "kind='embed' .* kind='last' with normalize=True gives an embedding"),
+        (dict(kind="STEP"), "kind='STEP' .* Give kind='reward' with step_token_ids"),
         (dict(kind="lst"), "kind='lst' is not allowed: must be one of 'last', .* Did you mean 'last'"),
         (dict(kind="rewards"), "Did you mean 'reward'"),
         (dict(kind=3), "kind=3"),

@@ -27,6 +27,7 @@ from rollout_engine.errors import (
 )
 from rollout_engine.lora_request import LoRALike, as_lora_request
 from rollout_engine.pooling_params import check_generation
+from rollout_engine.routed_experts import as_array
 
 
 def _prepare_score(
@@ -42,7 +43,9 @@ def _prepare_score(
         "completion_token_ids": plain(list(completion_token_ids)),
         "temperature": plain(temperature),
         "lora": None if lora is None else as_lora_request(lora, "lora").name,
-        "routed_experts": None if routed_experts is None else [np.asarray(each) for each in routed_experts],
+        "routed_experts": None
+        if routed_experts is None
+        else [as_array(f"routed_experts[{index}]", each) for index, each in enumerate(routed_experts)],
         "timeout": plain(timeout),
     }
 

@@ -9,6 +9,7 @@ What a configuration asks for that is not computed here is refused by its name.
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,11 +60,25 @@ def read_adapter(request: LoRARequest) -> dict[str, LinearAdapter]:
     return {name: _linear(name, config, *pair) for name, pair in _pairs(tensors).items()}
 
 
+@contextmanager
+def naming_adapter(request: LoRARequest) -> Iterator[None]:
+    """Have the `RequestError` of a block say which adapter it refuses, and where that came from."""
+    try:
+        yield
+    except RequestError as problem:
+        if not request.has_values or (request.path is not None and request.path in str(problem)):
+            raise  # it says so
+        source = "from memory" if request.path is None else f"from {request.path}"
+        text = f"{problem} That was adapter '{request.name}' {source}."
+        raise RequestError(text, field=problem.field, value=problem.value, bound=problem.bound) from None
+
+
 def copied(request: LoRARequest) -> LoRARequest:
     """The same adapter with values of its own in memory, which nobody changes. Raises `RequestError`."""
-    config, tensors = _values(request)
-    _check_config(config)
-    _pairs(tensors)
+    with naming_adapter(request):
+        config, tensors = _values(request)
+        _check_config(config)
+        _pairs(tensors)
     own = tensors if request.path is not None else {name: each.detach().cpu().clone() for name, each in tensors.items()}
     return LoRARequest(request.name, tensors=own, revision=request.revision, config=config)
 
@@ -126,6 +141,9 @@ def _check_config(config: Mapping[str, Any]) -> None:
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         hint = "It changes the base's weights, too. Convert it to a plain LoRA as peft's documentation says."
         raise RequestError.for_field("config.init_lora_weights", start, "a start that leaves the base alone", hint)
+    if not isinstance(config.get("use_rslora") or False, bool):
+        hint = "It decides whether lora_alpha is divided by the rank or by its root."
+        raise RequestError.for_field("config.use_rslora", config["use_rslora"], "a bool", hint)
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(name) or {}, Mapping):
             raise RequestError.for_field(f"config.{name}", config[name], "a dict of names and numbers")
@@ -138,7 +156,10 @@ def _pairs(tensors: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
         match = _NAME.fullmatch(str(name))
         if match is None:
             bound = "the name of a matrix lora_A or lora_B of a linear layer"
-            raise RequestError.for_field("tensors", name, bound, "Nothing else of an adapter is computed here.")
+            hint = "Nothing else of an adapter is computed here."
+            if ".base_layer." in str(name) or ".lora_embedding_" in str(name):
+                hint += " It adapts an embedding or the head, so merge it: merge_and_unload()."
+            raise RequestError.for_field("tensors", name, bound, hint)
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dim() != 2:
             shown = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise RequestError.for_field(f"tensors['{name}']", shown, "a tensor of floats of two dimensions")
@@ -164,22 +185,23 @@ def _linear(name: str, config: Mapping[str, Any], a: Tensor, b: Tensor) -> Linea
     if b.shape[1] != rank or not rank:
         shapes = f"lora_A {list(a.shape)}, lora_B {list(b.shape)}"
         raise RequestError.for_field(f"tensors of '{name}'", shapes, "[rank, in_features] and [out_features, rank]")
-    stated = _of_pattern(config, "rank_pattern", name, config.get("r", rank))
+    field, stated = _of_pattern(config, "rank_pattern", name, "r", rank)
     if stated != rank:
-        raise RequestError.for_field("config.r", stated, f"{rank}, the rank of the tensors of '{name}'")
-    alpha = _of_pattern(config, "alpha_pattern", name, config.get("lora_alpha"))
+        raise RequestError.for_field(field, stated, f"{rank}, the rank of the tensors of '{name}'")
+    field, alpha = _of_pattern(config, "alpha_pattern", name, "lora_alpha", None)
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if not is_number or not math.isfinite(alpha):
-        raise RequestError.for_field("config.lora_alpha", alpha, "a finite number")
+        hint = f"It scales '{name}', divided by the rank."
+        raise RequestError.for_field(field, alpha, "a finite number", hint)
     return LinearAdapter(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _of_pattern(config: Mapping[str, Any], option: str, name: str, default: Any) -> Any:
-    """The value of the first pattern that fits a linear's name, as peft looks it up."""
+def _of_pattern(config: Mapping[str, Any], option: str, name: str, fallback: str, default: Any) -> tuple[str, Any]:
+    """The entry that fits a linear's name, as peft looks it up, and its value: of the first pattern, or `fallback`."""
     for pattern, value in (config.get(option) or {}).items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", name):
-                return value
+                return f"config.{option}['{pattern}']", value
         except re.error as problem:
             raise RequestError.for_field(f"config.{option}", pattern, f"a pattern ({problem})") from None
-    return default
+    return f"config.{fallback}", config.get(fallback, default)

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from rollout_engine.errors import RequestError, did_you_mean
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.lora_request import LoRARequest
-from rollout_engine.model.adapters.peft_format import LinearAdapter, read_adapter
+from rollout_engine.model.adapters.peft_format import LinearAdapter, naming_adapter, read_adapter
 from sync.digests import tensor_bytes
+
+_NOT_FINITE = "Check the trainer's last loss and gradients; values beyond the engine's dtype count as infinite, too."
 
 
 class Pair(Protocol):
@@ -88,6 +90,10 @@ class AdapterPool(ABC):
 
     def prepare(self, request: LoRARequest) -> PreparedAdapter:
         """Read an adapter and check it against the model. Raises `RequestError`. Steps may run meanwhile."""
+        with naming_adapter(request):
+            return self._prepared(request)
+
+    def _prepared(self, request: LoRARequest) -> PreparedAdapter:
         pairs: dict[int, list[Any]] = {}
         digest, rank, num_bytes = xxhash.xxh3_128(), 0, 0
         linears = read_adapter(request)
@@ -97,7 +103,7 @@ class AdapterPool(ABC):
             pair = self._packed(linear)
             tensors = pair.a, pair.b
             if not all(math.isfinite(bound) for tensor in tensors for bound in tensor.aminmax()):  # NaN is both bounds
-                raise RequestError.for_field(f"tensors of '{name}'", "NaN or infinite values", "finite")
+                raise RequestError.for_field(f"tensors of '{name}'", "NaN or infinite values", "finite", _NOT_FINITE)
             pairs.setdefault(target.group, [None] * len(self._groups[target.group]))[target.place] = pair
             digest.update(f"{name} {float(linear.scale).hex()} {len(linear.a)}\n".encode())
             for tensor in tensors:
@@ -167,7 +173,8 @@ class AdapterPool(ABC):
     def _check(self, name: str, linear: LinearAdapter, child: nn.Linear) -> None:
         if len(linear.a) > self._max_rank:
             bound = f"at most {self._max_rank} (max_lora_rank)"
-            raise RequestError.for_field("rank", len(linear.a), bound, f"It is the rank of '{name}'.")
+            hint = f"It is the rank of '{name}'. Make the engine with max_lora_rank={len(linear.a)}."
+            raise RequestError.for_field("rank", len(linear.a), bound, hint)
         came, wanted = [linear.a.shape[1], linear.b.shape[0]], [child.in_features, child.out_features]
         if came != wanted:
             hint = f"They are the inputs and outputs of '{name}': the adapter is of another base model."

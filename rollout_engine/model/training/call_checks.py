@@ -35,6 +35,14 @@ def install_checks(decoder: nn.Module, device: torch.device) -> None:
     decoder.register_forward_hook(_after, always_call=True)
 
 
+def warn_of_adapted_head(model: Any) -> None:
+    """Have `model`, a causal LM, log a warning once where its head computes an adapter."""
+    head = model.get_output_embeddings()
+    is_adapted = isinstance(head, nn.Module) and "base_layer" in head._modules
+    if is_adapted and _warn_of_head not in head._forward_pre_hooks.values():
+        head.register_forward_pre_hook(_warn_of_head)
+
+
 def warn_once(model: nn.Module, text: str) -> None:
     """Log the warning `text`, once per model."""
     said = _said.setdefault(model, set())
@@ -156,6 +164,16 @@ def _live_adapter(decoder: nn.Module) -> str | None:
         if not getattr(child, "disable_adapters", False) and not getattr(child, "exact_adapter", None):
             return name
     return None
+
+
+def _warn_of_head(head: nn.Module, args: tuple[Any, ...]) -> None:
+    if not getattr(head, "merged", False) and not getattr(head, "disable_adapters", False):
+        warn_once(
+            head,
+            "The head has an adapter that is not merged, and no engine computes one there, so log-probs are not those "
+            "of any engine. Leave the head out of target_modules, or merge around the forward (merge_adapter()) and "
+            "send merged weights.",
+        )
 
 
 def _random_state(device: torch.device) -> Tensor:

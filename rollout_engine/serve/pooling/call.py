@@ -1,7 +1,9 @@
 """One call of a route that pools: its prompts, their results, and the parts that all responses have."""
 
 import base64
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -29,6 +31,7 @@ PEERS: dict[str, tuple[Any, ...]] = {
     "activation": (),
 }
 """Fields of other servers that are not served -> the values that ask for nothing."""
+_INDEX = re.compile(r"prompts\[(\d+)\]: ")
 
 
 class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -91,7 +94,6 @@ class PoolingCall:
 
     def __init__(self, served: Served, asked: Asked, kind: str) -> None:
         body: PoolingFields = asked.body
-        served.check_model(body.model)
         self._served, self._asked, self._body = served, asked, body
         self.head = {
             "id": f"{kind}-{body.request_id or asked.request_id}",
@@ -101,12 +103,18 @@ class PoolingCall:
         }
         """Fields that begin a response."""
 
-    async def results(self, prompts: Sequence[Any], **params: Any) -> list[RequestOutput]:
-        """The results of prompts, all with these `PoolingParams`. Raises `RequestError`, and `HttpProblem`."""
+    async def results(self, prompts: Sequence[Any], names: Sequence[str] = (), **params: Any) -> list[RequestOutput]:
+        """The results of prompts, all with these `PoolingParams`, under the adapter that the body names as its model.
+
+        `names`: of each prompt in the body, by default input[0] and so on. Raises `RequestError`, and `HttpProblem`.
+        """
         body = self._body
+        lora = await self._served.adapter_of(body.model)
+        self.head["model"] = lora or self._served.model
         pooling = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, **params)
         with Generation(self._served, self._asked, body.request_id) as generation:
-            await generation.pool(prompts, pooling, priority=body.priority, session_id=body.session_id)
+            with _by_names(names or [f"input[{i}]" for i in range(len(prompts))]):
+                await generation.pool(prompts, pooling, priority=body.priority, session_id=body.session_id, lora=lora)
             found = await generation.results()
         for output in found:
             problem = failed(output)
@@ -124,6 +132,19 @@ class PoolingCall:
         """Usage, and the version of the weights that made the last result."""
         versions = [output.pooled.policy_version for output in outputs if output.pooled is not None]
         return {"usage": total_usage(outputs), "weight_version": max(versions)}
+
+
+@contextmanager
+def _by_names(names: Sequence[str]) -> Iterator[None]:
+    """Re-raise the `RequestError` of a prompt, which says its index, with the prompt's name in the body."""
+    try:
+        yield
+    except RequestError as problem:
+        found = _INDEX.match(str(problem))
+        if found is None:
+            raise
+        text = f"{names[int(found[1])]}: {str(problem)[found.end() :]}"
+        raise RequestError(text, field=problem.field, value=problem.value, bound=problem.bound) from problem
 
 
 def data_of(output: RequestOutput) -> np.ndarray | None:

@@ -30,7 +30,8 @@ async def score(served: Served, asked: Asked) -> Reply:
     call = PoolingCall(served, asked, "score")
     firsts = _texts("text_1", body.text_1 if body.text_1 is not None else body.queries)
     seconds = _texts("text_2", body.text_2 if body.text_2 is not None else body.documents)
-    outputs, scores = await _scores(call, served, body, firsts, seconds, body.use_activation)
+    names = "queries" if body.text_1 is None else "text_1", "documents" if body.text_2 is None else "text_2"
+    outputs, scores = await _scores(call, served, body, firsts, seconds, names, body.use_activation)
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
     return Reply(call.response(outputs, data))
 
@@ -52,7 +53,9 @@ async def rerank(served: Served, asked: Asked) -> Reply:
     if body.top_n < 0:
         raise RequestError.for_field("top_n", body.top_n, "at least 0")
     texts = _texts("documents", body.documents)
-    outputs, scores = await _scores(call, served, body, [body.query], texts, body.use_activation)
+    outputs, scores = await _scores(
+        call, served, body, [body.query], texts, ("query", "documents"), body.use_activation
+    )
     order = sorted(range(len(texts)), key=lambda i: -scores[i])
     results = [{"index": i, "document": {"text": texts[i]}, "relevance_score": scores[i]} for i in order]
     about = {"id": call.head["id"], "model": call.head["model"], **call.about(outputs)}
@@ -60,26 +63,38 @@ async def rerank(served: Served, asked: Asked) -> Reply:
 
 
 async def _scores(
-    call: PoolingCall, served: Served, body: PoolingFields, firsts: list[str], seconds: list[str], activates: bool
+    call: PoolingCall,
+    served: Served,
+    body: PoolingFields,
+    firsts: list[str],
+    seconds: list[str],
+    fields: tuple[str, str],
+    activates: bool,
 ) -> tuple[list[RequestOutput], list[float]]:
-    """(results that were computed, the score of each pair)."""
+    """(results that were computed, the score of each pair). `fields`: of the body, that have the texts."""
     if len(firsts) not in (1, len(seconds)):
         bound = f"one text, or {len(seconds)}: one for each of the others"
         raise RequestError.for_field("text_1", f"a list of {len(firsts)}", bound)
     pairs = list(zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True))
+    names = [_names(field, len(texts)) for field, texts in zip(fields, (firsts, seconds), strict=True)]
     info = info_of(served)
     if info.head == "sequence" and len(info.labels) == 1:
-        outputs = await call.results([text_prompt(body, one + two) for one, two in pairs], kind="reward")
+        both = [f"{one} and {two}" for one, two in zip(names[0] * (len(pairs) // len(firsts)), names[1], strict=True)]
+        outputs = await call.results([text_prompt(body, one + two) for one, two in pairs], both, kind="reward")
         logits = [array_of(output) for output in outputs]
         return outputs, [float(probabilities(each, info)[0] if activates else each[0]) for each in logits]
     if info.head is not None:
         hint = "Its head does not give one score: use /classify or /pooling."
         raise RequestError.for_field("model", served.model, "a causal LM, or one whose head has one label", hint)
     texts = [text_prompt(body, text) for text in (*firsts, *seconds)]
-    outputs = await call.results(texts, kind="last", normalize=True)
+    outputs = await call.results(texts, names[0] + names[1], kind="last", normalize=True)
     vectors = [array_of(output).astype(np.float64) for output in outputs]
     ours, others = vectors[: len(firsts)], vectors[len(firsts) :]
     return outputs, [float(one @ two) for one, two in zip(ours * (len(others) // len(ours)), others, strict=True)]
+
+
+def _names(field: str, num_texts: int) -> list[str]:
+    return [field] if num_texts == 1 else [f"{field}[{i}]" for i in range(num_texts)]
 
 
 def _texts(field: str, given: Any) -> list[str]:

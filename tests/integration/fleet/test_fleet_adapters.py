@@ -165,7 +165,7 @@ def test_the_adapter_of_a_peft_model_reaches_every_replica_as_a_version(service)
     version = service.policy_version
     report = service.update_weights(trainer, merge=False)
     assert report.version == version + 1 == service.policy_version and list(report.replicas) == [0, 1]
-    assert report.num_tensors == 2 * len(trainer.adapters()) and report.num_bytes > 0
+    assert report.num_tensors == 2 * len(trainer.adapters()) and report.num_bytes_sent == report.num_bytes > 0
     found = [sampled(service, replica, "default") for replica in (0, 1)]
     assert found[0].token_ids == found[1].token_ids
     assert {span.policy_version for each in found for span in each.version_spans} == {version + 1}

@@ -67,6 +67,15 @@ def test_an_adapter_comes_from_tensors_and_both_dialects_name_it(client):
     assert [each["output_ids"] for each in batch] == [ids, base]
 
 
+def test_an_adapter_is_the_model_of_routes_that_pool(client):
+    load(client)
+    for path, body in (("/v1/embeddings", {"input": [5, 6, 7]}), ("/score", {"text_1": "a", "text_2": ["b"]})):
+        base, other = (client.post(path, {**body, "model": model}) for model in ("default", "math"))
+        assert other["model"] == "math" and base["model"] != "math" and base["data"] != other["data"]
+        problem = client.problem(path, {**body, "model": "maths"}, status=404)
+        assert "The model 'maths' does not exist" in problem["message"]
+
+
 def test_other_tensors_take_the_place_of_known_ones_as_a_version(client):
     assert load(client)["policy_version"] == 0
     first = sglang_ids(client, lora_path="math")

@@ -33,6 +33,19 @@ def test_tokens_and_log_probs_are_those_of_the_policy_to_the_bit(policy, client)
             assert choice["version_spans"] == [[0, 6, policy.policy_version, policy.policy_version]]
 
 
+def test_a_body_may_leave_itself_out_of_speculation(client, policy, monkeypatch):
+    seen = []
+    add = policy.frontend.client.add_request
+    monkeypatch.setattr(policy.frontend.client, "add_request", lambda r, route: (seen.append(r.params), add(r, route)))
+    for path, body in (
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1, "speculation": False}),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 1, "speculation": False}}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
+    ):
+        client.post(path, body)
+    assert [params.speculation for params in seen] == [False, False, True]
+
+
 def test_a_stream_gives_the_same_as_a_whole_response(client):
     body = {"prompt": "hello", "seed": 1, "max_tokens": 8, "n": 2, "logprobs": 1, "return_token_ids": True}
     whole = client.post("/v1/completions", body)
@@ -79,6 +92,7 @@ def test_log_probs_of_the_prompt_have_vllms_shape(client):
         ({"prompt": "x", "structured_outputs": {"regx": "a"}}, "a dict with one of"),
         ({"prompt": "x", "guided_decoding_backend": "xgrammar"}, "guided_decoding_backend='xgrammar' is not served"),
         ({"prompt": "x", "max_tokens": 10_000}, "max_tokens"),
+        ({"prompt": "x", "speculation": "no"}, "speculation='no' is not allowed: must be a bool, not str"),
         ({"prompt": [1, 2, 100_000]}, "100000"),
     ],
 )

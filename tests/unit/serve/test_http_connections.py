@@ -153,9 +153,11 @@ def test_a_client_that_closes_its_sending_side_within_a_request_is_left(connecti
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("behind", [b"", request(b"GET", b"/health")])
 @pytest.mark.parametrize("half_first", [False, True])
-def test_a_client_that_leaves_aborts_its_requests(server, connection, policy, stream, behind, half_first):
+@pytest.mark.parametrize("padding", ["", " " * 100_000], ids=["small", "large"])
+def test_a_client_that_leaves_aborts_its_requests(server, connection, policy, stream, behind, half_first, padding):
     with paused(policy):
-        connection.sendall(request(b"POST", b"/v1/completions", {"prompt": "x", "stream": stream}) + behind)
+        body = {"prompt": "x", "stream": stream, "user": padding}
+        connection.sendall(request(b"POST", b"/v1/completions", body) + behind)
         if half_first:
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100 ")

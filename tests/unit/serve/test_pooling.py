@@ -136,10 +136,16 @@ def test_models_tell_what_they_serve(client, classifiers):
     "path, body, match",
     [
         ("/v1/embeddings", {}, "input=None is not allowed"),
-        ("/v1/embeddings", {"input": "x", "dimensions": 8}, "dimensions=8 is not served"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 8}, "dimensions=8 is not served. Leave it out"),
         ("/v1/embeddings", {"input": "x", "kind": "token"}, "Other kinds go to /pooling"),
         ("/v1/embeddings", {"input": [[5] * 300]}, "at most max_model_len=256 tokens"),
-        ("/v1/embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format"),
+        (
+            "/v1/embeddings",
+            {"input": "x", "encoding_format": "hex"},
+            "must be one of 'float', 'base64'",
+        ),
+        ("/pooling", {"input": "x", "kind": "tokens"}, "kind='tokens' is not allowed: must be 'last', 'mean', 'cls', "),
+        ("/pooling", {"input": "x", "kind": "token", "step_token_ids": [999]}, "step_token_ids=999 is not allowed"),
         ("/pooling", {"input": "x", "task": "embedd"}, "task='embedd' is not allowed"),
         ("/classify", {"input": "x"}, r"no classification head \(no score.weight\)"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "one text, or 3"),
@@ -153,8 +159,34 @@ def test_what_cannot_be_pooled_is_a_bad_request(client, path, body, match):
     assert re.search(match, problem["message"])
 
 
+LONG = "a" * 5000
+
+
+@pytest.mark.parametrize(
+    "path, body, place",
+    [
+        ("/pooling", {"input": ["a", ""]}, "input[1]: prompt=[]"),
+        ("/v1/embeddings", {"input": [[5], [5, 99999]]}, "input[1]: prompt_token_ids[1]=99999"),
+        ("/rerank", {"query": "x", "documents": ["a", LONG]}, "documents[1]: prompt='5000 tokens'"),
+        ("/rerank", {"query": LONG, "documents": ["a", "b"]}, "query: prompt='5000 tokens'"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c", LONG]}, "text_2[1]: prompt='5000 tokens'"),
+        ("/score", {"queries": "a", "documents": ["c", LONG]}, "documents[1]: prompt='5000 tokens'"),
+    ],
+)
+def test_errors_of_a_prompt_name_its_place_in_the_body(client, path, body, place):
+    assert client.problem(path, body)["message"].startswith(place)
+
+
+def test_errors_of_a_pair_name_both_of_its_texts(classifiers):
+    client, _ = classifiers[1]
+    message = client.problem("/rerank", {"query": "x", "documents": ["a", LONG]})["message"]
+    assert message.startswith("query and documents[1]: prompt='5001 tokens'")
+    message = client.problem("/score", {"text_1": ["a", "b"], "text_2": ["c", LONG]})["message"]
+    assert message.startswith("text_1[1] and text_2[1]: prompt='5001 tokens'")
+
+
 def test_a_classifier_does_not_complete(classifiers):
     client, _ = classifiers[3]
     problem = client.problem("/v1/completions", {"prompt": "x"})
-    assert "This model cannot generate" in problem["message"]
+    assert "This model cannot generate" in problem["message"] and "/pooling or /classify" in problem["message"]
     assert "does not give one score" in client.problem("/score", {"text_1": "a", "text_2": "b"})["message"]

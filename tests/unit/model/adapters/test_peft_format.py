@@ -8,6 +8,7 @@ import torch
 from rollout_engine.errors import RequestError
 from rollout_engine.lora_request import LoRARequest
 from rollout_engine.model.adapters.peft_format import read_adapter
+from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.testing import random_adapter, save_adapter, tiny_model
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -79,11 +80,28 @@ def test_a_rank_pattern_is_followed(adapter):
         ("rank_pattern", [3]),
         ("alpha_pattern", {"(": 3}),
         ("r", 4),
+        ("use_rslora", "no"),
+        (r"rank_pattern\['q_proj'\]", {"q_proj": 4}),
+        (r"alpha_pattern\['down_proj'\]", {"down_proj": "x"}),
     ],
 )
 def test_options_that_are_not_served_are_named(adapter, option, value):
     with pytest.raises(RequestError, match=rf"config\.{option}"):
-        read_adapter(_with(adapter, **{option: value}))
+        read_adapter(_with(adapter, **{option.partition("\\")[0]: value}))
+
+
+def test_errors_say_which_adapter_they_refuse(adapter, tmp_path):
+    pool = AdapterPool(tiny_model(), max_loras=1, max_rank=8)
+    saved = save_adapter(tmp_path, adapter, use_dora=True)
+    with pytest.raises(RequestError, match=rf"use_dora=True .* That was adapter 'adapter' from {tmp_path}\."):
+        pool.prepare(saved)
+    with pytest.raises(RequestError, match=r"r=4 .* That was adapter 'x' from memory\.") as caught:
+        pool.prepare(_with(adapter, r=4))
+    assert caught.value.field == "config.r"
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(RequestError) as caught:
+        pool.prepare(saved)
+    assert str(caught.value).count(str(tmp_path)) == 2  # of the file, in our words and in those of its reader
 
 
 def _changed(adapter, **changes):
@@ -96,6 +114,7 @@ def _changed(adapter, **changes):
     [
         ({"lora_magnitude_vector.weight": torch.ones(64)}, "lora_magnitude_vector"),
         ({"bias": torch.ones(64)}, r"q_proj\.bias"),
+        ({"base_layer.weight": torch.ones(64, 64)}, r"adapts an embedding or the head, so merge it"),
         ({"lora_A.weight": None}, "given with its lora_A too"),
         ({"lora_B.weight": torch.zeros(64, 3)}, r"lora_B \[64, 3\]"),
         ({"lora_B.weight": torch.zeros(64, 8, dtype=torch.int64)}, "a tensor of floats"),
