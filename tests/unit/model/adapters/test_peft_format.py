@@ -8,7 +8,7 @@ import torch
 from rollout_engine.errors import RequestError
 from rollout_engine.lora_request import LoRARequest
 from rollout_engine.model.adapters.peft_format import read_adapter
-from rollout_engine.model.adapters.pool import AdapterPool
+from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.testing import random_adapter, save_adapter, tiny_model
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -91,7 +91,7 @@ def test_options_that_are_not_served_are_named(adapter, option, value):
 
 
 def test_errors_say_which_adapter_they_refuse(adapter, tmp_path):
-    pool = AdapterPool(tiny_model(), max_loras=1, max_rank=8)
+    pool = CpuAdapterPool(tiny_model(), max_loras=1, max_rank=8)
     saved = save_adapter(tmp_path, adapter, use_dora=True)
     with pytest.raises(RequestError, match=rf"use_dora=True .* That was adapter 'adapter' from {tmp_path}\."):
         pool.prepare(saved)
