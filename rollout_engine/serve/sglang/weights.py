@@ -220,5 +220,5 @@ def tensors_of(text: str, field: str) -> list[tuple[str, Any]]:
     try:
         return list(load_safetensors(base64.b64decode(text, validate=True)).items())
     except (binascii.Error, ValueError, SafetensorError) as problem:
-        what = "Pickles are never read. " if text.startswith(("gA", "UEs")) else f"({problem}) "
+        what = "Pickles are never read." if text.startswith(("gA", "UEs")) else f"It cannot be read: {problem}."
         raise RequestError.for_field(field, text[:24] + "...", bound, what) from None

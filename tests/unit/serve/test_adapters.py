@@ -94,6 +94,7 @@ def test_other_tensors_take_the_place_of_known_ones_as_a_version(client):
     "fields, said",
     [
         ({"serialized_tensors": "%"}, "base64"),
+        ({"serialized_tensors": "@@@"}, "It cannot be read: Only base64 data is allowed."),
         ({"serialized_tensors": base64.b64encode(pickle.dumps({"a": 1})).decode()}, "Pickles are never read"),
         ({"load_format": "flattened_bucket"}, "safetensors"),
         ({"lora_name": "default"}, "another name than the model's"),
