@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.gpu [--seconds 520] [--parts copy "Qwen3-0.6B"]
 
-Every part is a process of its own with a time limit, so that one that fails leaves the others their figures; results
-are written after each, to tests/benchmarks/results/<device>/<date>.json, and a trace of some steps next to it.
+Every part is a process of its own with a time limit, so that one that fails leaves the others their figures: forked
+from this one, which imports all that they need and never uses the device. Results are written after each, to
+tests/benchmarks/results/<device>/<date>.json, and a trace of some steps next to it.
 Without a GPU it says what is missing and writes nothing.
 """
 
@@ -12,13 +13,15 @@ import datetime
 import gc
 import gzip
 import json
+import multiprocessing
 import re
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +143,15 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--only", choices=PARTS, help="run one part here and print its figures")
     args = parser.parse_args()
-    require_gpu()
     if args.only:
+        require_gpu()
         print(json.dumps(PARTS[args.only]()))
         return
+    about = _in_process(_about, _MOST_SECONDS)
+    if "error" in about:
+        raise SystemExit(about["error"])
     end, found = time.monotonic() + args.seconds, {}
-    path = _path(args.results)
+    path = _path(args.results, about["device"])
     for part in args.parts:
         left = min(_MOST_SECONDS, end - time.monotonic())
         found[part] = _run(part, left) if left > 5 else {"error": "no time was left for it"}
@@ -153,38 +159,54 @@ def main() -> None:
             trace = json.dumps({"traceEvents": found[part].pop("events")}).encode()
             path.with_suffix(".trace.json.gz").write_bytes(gzip.compress(trace))
         print(part, json.dumps(found[part]), flush=True)
-        _save(path, found)
+        path.write_text(json.dumps(about | {"figures": found}, indent=1) + "\n")
     print(path)
 
 
+def _about() -> dict[str, Any]:
+    require_gpu()
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__}
+    return {"device": torch.cuda.get_device_name(), "versions": versions, "command": " ".join(sys.argv)}
+
+
 def _run(part: str, seconds: float) -> dict[str, Any]:
-    """The part's figures, or what became of it."""
-    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--only", part]
+    return _in_process(PARTS[part], seconds)
+
+
+def _in_process(work: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """What `work` finds in a process forked from this one, or an "error" that says what became of it."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_tell, args=(work, writer))
+    process.start()
+    writer.close()
+    found: dict[str, Any]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {seconds:.0f} s"}
-    if done.returncode:
-        return {"error": done.stderr[-2000:]}
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+        found = (
+            json.loads(reader.recv_bytes()) if reader.poll(seconds) else {"error": f"not done after {seconds:.0f} s"}
+        )
+    except EOFError:
+        process.join()
+        found = {"error": f"its process ended with {process.exitcode}"}
+    process.kill()  # its figures are told: nothing is lost
+    process.join()
+    return found
 
 
-def _path(results: Path) -> Path:
-    folder = results / "-".join(re.findall(r"[a-z0-9.]+", torch.cuda.get_device_name().lower()))
+def _tell(work: Callable[[], dict[str, Any]], writer: Connection) -> None:
+    """Do the work in a process of its own."""
+    try:
+        found = work()
+    except SystemExit as sentence:
+        found = {"error": str(sentence)}
+    except BaseException:
+        found = {"error": traceback.format_exc()[-2000:]}
+    writer.send_bytes(json.dumps(found).encode())
+
+
+def _path(results: Path, device: str) -> Path:
+    folder = results / "-".join(re.findall(r"[a-z0-9.]+", device.lower()))
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{datetime.date.today().isoformat()}.json"
-
-
-def _save(path: Path, found: dict[str, Any]) -> None:
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__}
-    content = {
-        "device": torch.cuda.get_device_name(),
-        "versions": versions,
-        "command": " ".join(sys.argv),
-        "figures": found,
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
