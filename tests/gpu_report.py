@@ -79,7 +79,8 @@ def run(part: Part) -> Result:
     """Run one part. Its processes are ended with it."""
     if shutil.which(part.command[0]) is None:
         return Result(f"not run: no {part.command[0]}", 0.0, "")
-    start, environment = time.monotonic(), os.environ | {"PYTHONPATH": str(ROOT)} | dict(part.environment)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    start, environment = time.monotonic(), os.environ | {"PYTHONPATH": path} | dict(part.environment)
     process = subprocess.Popen(
         part.command,
         cwd=ROOT,
