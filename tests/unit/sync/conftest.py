@@ -151,7 +151,7 @@ def make_link(tmp_path, shadow_processes):
             elif name == "ipc":
                 directory = str(tmp_path / "ipc")
                 sender = sync.make_sender(name, directory=directory, bucket_bytes=4096)
-                link = Link(name, sender, shadow_processes(1), [{"directory": directory}])
+                link = Link(name, sender, shadow_processes(1), [{"directory": directory, "timeout": 10}])
             elif name == "shm":
                 directory = str(tmp_path / "shm")
                 sender = sync.make_sender(name, directory=directory, num_threads=2)

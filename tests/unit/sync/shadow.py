@@ -30,7 +30,12 @@ class Answer(msgspec.Struct):
     message: str = ""
 
     def matches(self, manifest: WeightManifest) -> bool:
-        return self.staged == sorted(manifest.tensors, key=lambda spec: spec.name)
+        """Whether all tensors are there with their digests, which tensors of a device have without those of pieces."""
+        return sorted(map(_whole, self.staged)) == sorted(map(_whole, manifest.tensors))
+
+
+def _whole(spec: TensorSpec) -> tuple[Any, ...]:
+    return spec.name, spec.shape, spec.dtype, spec.digest
 
 
 class Shadow:

@@ -134,6 +134,7 @@ def test_a_captured_graph_serves_other_context_lengths(deterministic):
         torch.testing.assert_close(out.float(), serving.expected(), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_step_neither_waits_for_the_device_nor_allocates():
     serving = Serving((16, 8, 128), [4000, 3000, 600], [1, 1, 500], deterministic=False)
     out = torch.empty_like(serving.q)

@@ -88,7 +88,8 @@ class TestOnADevice:
     def test_layers_are_fused_and_every_graph_is_captured(self, engine, caplog, deterministic):
         """A kernel that does not compile here, or a capture that fails, would only make steps slower."""
         choices = engine(deterministic=deterministic).frontend.client.info.choices
-        assert "decoder fused" in choices and not [r for r in caplog.records if r.levelname == "WARNING"]
+        warned = [r for r in caplog.records if r.levelname == "WARNING" and r.module != "build"]  # of the CPU's kernels
+        assert "decoder fused" in choices and not warned
         captured, wanted = re.search(r"graphs (\d+) of (\d+)", choices).groups()
         assert captured == wanted != "0"
 
