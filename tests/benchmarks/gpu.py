@@ -100,7 +100,7 @@ def hugging_face(count: int = 64) -> dict[str, Any]:
         config = transformers.AutoConfig.from_pretrained(write_config(Path(directory), "Qwen3-0.6B"))
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.set_attn_implementation("sdpa_paged")
+    model.set_attn_implementation("sdpa")
     longest = max(requests.num_sampled[:count])
     chosen = transformers.GenerationConfig(max_new_tokens=longest, do_sample=True, eos_token_id=-1)
     start = time.perf_counter()
