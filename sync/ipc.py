@@ -13,8 +13,7 @@ the engine. Only tensors that have to be cast, or are strided or elsewhere, are 
 
 Handles travel as plain numbers over a socket in DIRECTORY, which only this user may enter (`sync.ipc_channel`).
 
-**Unproven**: sharing memory between processes on a device has not run yet. The protocol is proven with memory of the
-host in its place.
+Proven on an H200 with torch 2.11 and its default allocator; not with expandable segments.
 """
 
 import contextlib
@@ -202,7 +201,7 @@ def _view(memory: Tensor, slot: Slot) -> Tensor:
 
 
 class IpcSender(HandleSender):
-    """The trainer's end; one engine at the other. Unproven (see the module).
+    """The trainer's end; one engine at the other.
 
     Args:
         directory: where the two meet; created if absent (mode 0700).
@@ -226,7 +225,7 @@ class IpcSender(HandleSender):
 
 
 class IpcReceiver(HandleReceiver):
-    """The engine's end. Arguments as for `IpcSender`. Unproven (see the module)."""
+    """The engine's end. Arguments as for `IpcSender`."""
 
     def __init__(self, directory: str | os.PathLike[str], *, device: str = "cuda", timeout: float = 300.0) -> None:
         super().__init__(Path(directory), CudaMemory(cuda_device("ipc", device)), timeout=timeout)

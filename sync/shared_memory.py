@@ -55,10 +55,7 @@ class SharedMemory(Protocol):
 
 
 class CudaMemory(SharedMemory):
-    """Memory of one CUDA device, shared through CUDA's IPC handles.
-
-    Unproven: no handle has been opened on hardware yet. What is tested is what happens before and after such calls.
-    """
+    """Memory of one CUDA device, shared through CUDA's IPC handles."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

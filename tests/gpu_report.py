@@ -7,7 +7,7 @@
 Every part is a process of its own with a time limit: one that fails or hangs leaves the others theirs. The report is
 written anew after each. It holds what the parts print, versions, and environment variables of CUDA, NCCL, torch and
 Triton; nothing of your models or data. Without a GPU it says what is missing and writes nothing.
-No part of this has run on a device yet.
+Tests and `tests.benchmarks.gpu` have run on a device; the sanitizers, figures of kernels and tuning have not.
 """
 
 import argparse

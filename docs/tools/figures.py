@@ -20,13 +20,19 @@ def markdown(folder: str = "benchmarks") -> str:
         (TESTS / folder / "results").glob("*/*.json"), key=lambda path: (path.stem, path.parent.name), reverse=True
     ):
         content = json.loads(path.read_text(encoding="utf-8"))
-        machine, versions = content["machine"], content["versions"]
         parts.append(
-            f"### {machine['cpu']}, {machine['isa'][0].replace('_', ' ')}, {machine['cores']} cores, {path.stem}\n\n"
-            f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n\n"
+            f"### {_machine(content)}, {path.stem}\n\n"
+            f"{', '.join(f'{name} {version}' for name, version in content['versions'].items())}.\n\n"
             + "\n".join(_rows(content["figures"]))
         )
     return "\n\n".join(parts) + "\n"
+
+
+def _machine(content: dict[str, Any]) -> str:
+    if "device" in content:
+        return str(content["device"])
+    machine = content["machine"]
+    return f"{machine['cpu']}, {machine['isa'][0].replace('_', ' ')}, {machine['cores']} cores"
 
 
 def _rows(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -34,7 +40,7 @@ def _rows(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for name, figure in sorted(figures.items()):
         measured = ", ".join(f"{key} {_value(value)}" for key, value in figure.items() if _is_shown(key, value))
-        yield f"| {name} | {measured} | `{figure['command']}` | {figure['revision'].rstrip('+')} |"
+        yield f"| {name} | {measured} | `{figure['command']}` | {(figure['revision'] or '').rstrip('+')} |"
 
 
 def _is_shown(key: str, value: object) -> bool:

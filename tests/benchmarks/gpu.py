@@ -15,7 +15,6 @@ import gzip
 import json
 import multiprocessing
 import re
-import sys
 import tempfile
 import time
 import traceback
@@ -32,6 +31,7 @@ from rollout_engine import LLM, SamplingParams
 from tests.benchmarks import gpu_exact, gpu_trace, gpu_weights
 from tests.benchmarks.gpu_engine import ENGINE, generate, seconds_of
 from tests.benchmarks.gpu_shapes import Requests, least_seconds, write_config
+from tests.benchmarks.results import revision
 from tests.gpu_check import require_gpu
 
 RESULTS = Path(__file__).parent / "results"
@@ -159,6 +159,7 @@ def main() -> None:
             trace = json.dumps({"traceEvents": found[part].pop("events")}).encode()
             path.with_suffix(".trace.json.gz").write_bytes(gzip.compress(trace))
         print(part, json.dumps(found[part]), flush=True)
+        found[part] |= {"revision": revision(), "command": f"python -m tests.benchmarks.gpu --parts '{part}'"}
         path.write_text(json.dumps(about | {"figures": found}, indent=1) + "\n")
     print(path)
 
@@ -166,7 +167,7 @@ def main() -> None:
 def _about() -> dict[str, Any]:
     require_gpu()
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__}
-    return {"device": torch.cuda.get_device_name(), "versions": versions, "command": " ".join(sys.argv)}
+    return {"device": torch.cuda.get_device_name(), "versions": versions}
 
 
 def _run(part: str, seconds: float) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def save(folder: Path, name: str, figure: dict[str, Any], versions: dict[str, An
     path = folder / machine_class() / f"{today}.json"
     content = json.loads(path.read_text()) if path.exists() else {"figures": {}}
     content |= {"machine": machine.describe(), "versions": machine.versions(("torch", "transformers")) | versions}
-    content["figures"][name] = figure | {"revision": _revision(), "command": command}
+    content["figures"][name] = figure | {"revision": revision(), "command": command}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
@@ -32,7 +32,7 @@ def machine_class() -> str:
     return "-".join([*re.findall(r"[a-z0-9.]+", name.lower()), isa, str(machine.usable_cpus())])
 
 
-def _revision() -> str | None:
+def revision() -> str | None:
     """The commit measured, with "+" where files differ from it."""
     try:
         done = subprocess.run(

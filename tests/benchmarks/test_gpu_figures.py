@@ -80,7 +80,7 @@ def test_a_trace_lies_beside_the_figures(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gpu", "--parts", "trace", "--results", str(tmp_path)])
     gpu.main()
     (figures,) = tmp_path.glob("*/*.json")
-    assert json.loads(figures.read_text())["figures"]["trace"] == {"decode": {"busy_share": 0.9}}
+    assert json.loads(figures.read_text())["figures"]["trace"]["decode"] == {"busy_share": 0.9}
     assert traces.read(figures.with_suffix(".trace.json.gz")) == events
 
 

@@ -46,7 +46,7 @@ class CopyStream(Protocol):
 
 
 class CudaCopyStream:
-    """A stream of a CUDA device. That its copies and steps are ordered is shown on a fake device, not on hardware."""
+    """A stream of a CUDA device. That its copies and steps are ordered is shown on a fake device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
