@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what came of the samples. Returns 1 where one differs."""
     overrides, samples = parse_overrides(arguments.overrides), read_jsonl(_one_file(arguments.file))
+    if not samples:
+        raise RequestError(f"{arguments.file} has no rollouts.")
     if arguments.explain:
         return _explain(arguments, samples)
     if arguments.sample is not None:
         samples = _chosen(samples, arguments.sample)
-    if not samples:
-        raise RequestError(f"{arguments.file} has no rollouts.")
     if overrides.sampling:
         raise RequestError(f"{next(iter(overrides.sampling))}: the lines themselves say how they were sampled.")
     for sample in samples:

@@ -6,14 +6,13 @@
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 import rollout_engine
+from rollout_engine.cli.out_file import check_out
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.prompts import add_prompts, read_prompts
-from rollout_engine.errors import RequestError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +27,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Roll out every prompt and write one line per sample."""
     overrides, given = parse_overrides(arguments.overrides), read_prompts(arguments)
     if arguments.out is not None:
-        _check_out(arguments.out)
+        check_out(arguments.out, "rollouts.jsonl")
     params = rollout_engine.SamplingParams(**overrides.sampling)
     with rollout_engine.RolloutPolicy.from_pretrained(arguments.model, **overrides.engine) as policy:
         names = dict.fromkeys(name for each in given for name in each.columns)
@@ -37,13 +36,3 @@ def run(arguments: argparse.Namespace) -> None:
     rollout_engine.to_jsonl(batch, arguments.out or sys.stdout)
     if arguments.out is not None:
         print(f"{batch.shape[0]} samples in {arguments.out}", file=sys.stderr)
-
-
-def _check_out(out: Path) -> None:
-    """Raise `RequestError` where `out` cannot be written, before there is anything to lose."""
-    if not out.parent.is_dir():
-        raise RequestError(f"--out {out} cannot be written: make the folder {out.parent} first.")
-    if out.is_dir():
-        raise RequestError(f"--out {out} cannot be written: it is a folder. Name a file, as {out}/rollouts.jsonl.")
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise RequestError(f"--out {out} cannot be written: permission is denied. Name a file that you may write.")

@@ -25,6 +25,7 @@ from rollout_engine.capacity.outcome import Outcome, table
 from rollout_engine.capacity.plot import check_plot, draw
 from rollout_engine.capacity.simulation import Simulation
 from rollout_engine.cli import measured_costs
+from rollout_engine.cli.out_file import check_out
 from rollout_engine.cli.overrides import parse_overrides
 from rollout_engine.errors import ConfigError
 
@@ -98,6 +99,8 @@ def _measure(arguments: argparse.Namespace) -> None:
     if overrides.sampling:
         names = ", ".join(overrides.sampling)
         raise ConfigError(f"{names}: --measure samples by itself; give fields of EngineConfig.")
+    if arguments.out is not None:
+        check_out(arguments.out, "costs.toml")
     measured = _measured(arguments.measure, overrides.engine)
     if arguments.out is not None:
         measured_costs.write(arguments.out, measured)

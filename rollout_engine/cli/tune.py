@@ -28,6 +28,7 @@ from transformers import AutoConfig
 
 from rollout_engine import LLM, SamplingParams
 from rollout_engine.cli import machine
+from rollout_engine.cli.out_file import check_out
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.prompts import add_prompts, read_prompts
 from rollout_engine.cli.tuning import Comparison, Options, Proposal, Round, Trial, propose
@@ -59,6 +60,8 @@ def run(arguments: argparse.Namespace) -> None:
     for name in ("prompts", "prompt_tokens", "rounds", "seconds"):
         if not getattr(arguments, name) > 0:
             raise RequestError.for_field(f"--{name.replace('_', '-')}", getattr(arguments, name), "above 0")
+    if arguments.out is not None:
+        check_out(arguments.out, "tuned.toml")
     overrides = parse_overrides(arguments.overrides)
     given = overrides.engine
     config = EngineConfig(model=arguments.model, **(_ENGINE | given))

@@ -128,7 +128,8 @@ class Ledger:
         _cut_last_line(self._file, self._directory / _SAMPLES)
         if not (self._directory / _PLAN).exists():
             if self._file.seek(0, os.SEEK_END):
-                hint = f"It has {_SAMPLES} and no {_PLAN}: is it another program's? resume=False begins anew there."
+                hint = f"It has {_SAMPLES} and no {_PLAN}: is it another program's?"
+                hint = f"{hint} resume=False (--no-resume) begins anew there."
                 raise RequestError.for_field("out", str(self._directory), "an evaluation, or a new directory", hint)
             return
         before, samples = read_ledger(self._directory)
@@ -191,7 +192,7 @@ def _cut_last_line(file: BinaryIO, path: Path) -> None:
 
 def _check_same(before: dict[str, Any], plan: dict[str, Any], out: str) -> None:
     """Raise `RequestError` where what both have is not the same."""
-    hint = "Give another out=, or resume=False to begin anew there."
+    hint = "Give another out=, or resume=False (--no-resume) to begin anew there."
     if before["seed"] != plan["seed"]:
         raise RequestError.for_field("seed", plan["seed"], f"{before['seed']}, as in {out}", hint)
     for kind in ("tasks", "settings"):

@@ -157,7 +157,9 @@ def _read(task: EvalTask) -> tuple[list[Any], dict[str, list[Any]]]:
     if isinstance(rows, str | Mapping | RowTable):
         rows = read_rows(rows)
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__") or not len(rows):
-        bound = "a list of prompts or of dicts with a prompt, a dict of columns, a data set, or a path"
+        bound = (
+            "at least one row: a list of prompts or of dicts with a prompt, a dict of columns, a data set, or a path"
+        )
         raise RequestError.for_field("rows", task.rows, bound)
     count = min(len(rows), task.num_prompts or len(rows))
     split = [_split(index, rows[index], task.prompt_column) for index in range(count)]

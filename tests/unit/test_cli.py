@@ -197,10 +197,18 @@ def test_chat_wraps_prompts_in_messages(checkpoint, capsys):
 
 
 @pytest.mark.parametrize("name", ["folder", "no/such/out.jsonl"])
-def test_rollout_finds_out_before_it_samples_that_a_file_cannot_be_written(tmp_path, capsys, name):
+@pytest.mark.parametrize("command", [["rollout", "--prompt", "a"], ["tune"], ["simulate", "--measure"]], ids=" ".join)
+def test_that_a_file_cannot_be_written_is_found_before_anything_is_measured(tmp_path, capsys, name, command):
     (tmp_path / "folder").mkdir()
-    assert run("rollout", str(tmp_path / "no model"), "--prompt", "a", "--out", str(tmp_path / name)) == 2
+    assert run(*command, str(tmp_path / "no model"), "--out", str(tmp_path / name)) == 2
     assert f"--out {tmp_path / name} cannot be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--sample", "0"], ["--explain", "--sample", "0"]], ids=" ".join)
+def test_replay_says_that_a_file_is_empty(tmp_path, capsys, options):
+    (tmp_path / "empty.jsonl").touch()
+    assert run("replay", str(tmp_path / "empty.jsonl"), *options) == 2
+    assert "empty.jsonl has no rollouts" in capsys.readouterr().err
 
 
 def test_replay_of_a_directory_names_the_files_in_it(tmp_path, capsys):

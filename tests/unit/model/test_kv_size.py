@@ -91,9 +91,3 @@ def test_where_a_second_copy_would_leave_no_pool_updates_are_said_to_be_made_in_
     assert "30.0 GiB are left" in record.getMessage()
     caplog.clear()
     assert pool_of(22, cuda_graphs=False) == pytest.approx(90 - 66, abs=1e-3) and not caplog.records
-
-
-def test_blocks_are_whole_tiles_of_attention_on_devices():
-    assert EngineConfig(model="m", device="cuda").tokens_per_block == 64
-    assert EngineConfig(model="m", device="cuda", block_size=16).tokens_per_block == 16
-    assert EngineConfig(model="m").tokens_per_block == 16

@@ -11,7 +11,7 @@ from torch import nn
 from rollout_engine.errors import WeightUpdateError
 from rollout_engine.kernels.triton.copies import _Part
 from rollout_engine.messages import UpdateOptions
-from rollout_engine.model.cuda.copy_stream import HostCopyStream
+from rollout_engine.model.cuda.copy_stream import CudaCopyStream, HostCopyStream
 from rollout_engine.model.cuda.pinned_upload import PinnedUpload
 from rollout_engine.model.cuda.shadow_memory import CudaShadowMemory
 from rollout_engine.model.packing.packed_weights import PackedWeights
@@ -309,3 +309,10 @@ def test_a_device_without_room_for_a_shadow_says_what_to_do():
 
     with pytest.raises(WeightUpdateError, match="no memory for a shadow .* .of 12 GiB.* staging='inplace'"):
         CudaShadowMemory(Full()).allocate(100)
+
+
+def test_buffers_of_weights_are_pinned_so_that_no_copy_waits(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(torch, "empty", lambda num_bytes, **options: asked.update(options))
+    CudaCopyStream.buffer(object.__new__(CudaCopyStream), 8)
+    assert asked == {"dtype": torch.uint8, "pin_memory": True}

@@ -1,0 +1,16 @@
+"""Whether a command can write what `--out` names, asked before it works for minutes."""
+
+import os
+from pathlib import Path
+
+from rollout_engine.errors import RequestError
+
+
+def check_out(out: Path, name: str) -> None:
+    """Raise `RequestError` where `out` cannot be written, before there is anything to lose. Advises the file `name`."""
+    if not out.parent.is_dir():
+        raise RequestError(f"--out {out} cannot be written: make the folder {out.parent} first.")
+    if out.is_dir():
+        raise RequestError(f"--out {out} cannot be written: it is a folder. Name a file, as {out}/{name}.")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise RequestError(f"--out {out} cannot be written: permission is denied. Name a file that you may write.")
