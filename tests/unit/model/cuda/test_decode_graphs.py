@@ -210,6 +210,16 @@ def test_after_memory_has_moved_each_graph_is_captured_by_the_first_step_that_ne
     assert len({out.data_ptr() for out in made._model.outs[-4:]}) == 1, "graphs captured one by one share their logits"
 
 
+def test_tokens_that_have_moved_cost_the_step_that_finds_it_one_capture(graphs):
+    made = graphs()
+    made.capture_all()
+    at_load = len(made.tried)
+    made._rows.last_tokens = made._rows.last_tokens.clone()
+    for _ in range(2):
+        assert made.run(step(made, 3)) is not None
+        assert made.tried[at_load:] == [(4, False)]
+
+
 def test_a_graph_without_room_after_a_sleep_is_not_tried_at_every_step(graphs, caplog):
     made = graphs()
     made.capture_all()
