@@ -90,6 +90,9 @@ class Evaluator:
             for checkpoint, cells in missing:
                 if cells:
                     self._sample(ledger, checkpoint, cells, progress)
+                elif checkpoint.path is None or checkpoint.path != ledger.plan["checkpoints"][checkpoint.name]["path"]:
+                    with self._loaded(ledger, checkpoint):
+                        pass  # it has the weights of its samples, or that was an error
 
     def _missing(self, ledger: Ledger, checkpoint: Checkpoint) -> list[_Missing]:
         found = []

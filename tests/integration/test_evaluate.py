@@ -218,6 +218,24 @@ def test_other_weights_under_a_name_are_refused(policy, checkpoint, moved, tmp_p
         evaluated(policy, out=tmp_path / "out", sweep=sweep, num_samples=2)
 
 
+def test_other_weights_are_refused_though_no_sample_is_missing(policy, moved, tmp_path):
+    """By another path under the same name, and as the live weights of another policy."""
+    sweeps = [{"settings": SETTINGS, "checkpoints": {"best": str(path)}} for path in moved]
+    first = evaluated(policy, out=tmp_path / "named", sweep=sweeps[0])
+    with pytest.raises(RequestError, match="checkpoints\\['best'\\].*Its weights were others"):
+        evaluated(policy, out=tmp_path / "named", sweep=sweeps[1])
+    os.symlink(moved[0], tmp_path / "link")
+    again = {"settings": SETTINGS, "checkpoints": {"best": str(tmp_path / "link")}}
+    assert evaluated(policy, out=tmp_path / "named", sweep=again).table == first.table
+    for path, is_first in ((moved[0], True), (moved[1], False)):
+        with RolloutPolicy.from_pretrained(path, **OPTIONS) as other:
+            if is_first:
+                evaluated(other, out=tmp_path / "live")
+            else:
+                with pytest.raises(RequestError, match="checkpoints\\['version 0'\\].*Its weights were others"):
+                    evaluated(other, out=tmp_path / "live")
+
+
 def test_a_checkpoint_that_is_gone_is_named_before_anything_is_sampled(policy, moved, tmp_path):
     sweep = {"settings": SETTINGS, "checkpoints": [str(moved[0]), str(tmp_path / "gone")]}
     with pytest.raises(RequestError, match="gone.*a path that exists"):
