@@ -14,7 +14,7 @@ import pytest
 from rollout_engine import EvalReport, read_jsonl
 from rollout_engine.cli.main import main
 from rollout_engine.testing import tiny_checkpoint
-from tests.integration.test_evaluate import essence
+from tests.integration.evaluations.sweeps import essence
 from tests.integration.test_replay import other_weights
 
 NUM_PROMPTS, NUM_SAMPLES = 24, 4

@@ -6,13 +6,7 @@ import pytest
 
 from rollout_engine import RolloutPolicy
 from rollout_engine.errors import RequestError
-from rollout_engine.testing import tiny_checkpoint
-from tests.integration.test_evaluate import OPTIONS, ROWS, SETTINGS, evaluated
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+from tests.integration.evaluations.sweeps import OPTIONS, ROWS, SETTINGS, evaluated
 
 
 @pytest.mark.parametrize(("first", "second"), [(None, "int8"), ("int8", None)])
