@@ -42,13 +42,14 @@ VEC_INLINE float sum_over(int64_t size, Function f) {
     return vec::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
+// The first `n` <= 16 elements. Their names differ from those of `vec`, which argument-dependent lookup would find too.
 template <typename T>
-VEC_INLINE F load(const T* p, int n) {
+VEC_INLINE F load_first(const T* p, int n) {
     return n == LANES ? vec::load(p) : vec::load(p, n);
 }
 
 template <typename T>
-VEC_INLINE void store(T* p, F x, int n) {
+VEC_INLINE void store_first(T* p, F x, int n) {
     n == LANES ? vec::store(p, x) : vec::store(p, x, n);
 }
 
@@ -56,7 +57,7 @@ VEC_INLINE void store(T* p, F x, int n) {
 template <typename T>
 VEC_INLINE float inverse_rms(const T* x, int64_t size, float epsilon) {
     const float squares = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
-        const F v = load(x + i, n);
+        const F v = load_first(x + i, n);
         return vec::fma(v, v, sum);
     });
     return 1.0f / std::sqrt(squares / size + epsilon);
@@ -75,16 +76,16 @@ void norm_gradients_row(const T* x, const T* weight, const T* grad, T* grad_x, f
                         float epsilon) {
     const float scale = inverse_rms(x, size, epsilon);
     const float mean = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
-        const F inner = vec::product(load(grad + i, n), load(weight + i, n));
-        return vec::fma(inner, vec::product(load(x + i, n), vec::set1(scale)), sum);
+        const F inner = vec::product(load_first(grad + i, n), load_first(weight + i, n));
+        return vec::fma(inner, vec::product(load_first(x + i, n), vec::set1(scale)), sum);
     }) / size;
     for (int64_t i = 0; i < size; i += LANES) {
         const int n = size - i < LANES ? (int)(size - i) : LANES;
-        const F dy = load(grad + i, n), normal = vec::product(load(x + i, n), vec::set1(scale));
-        if (grad_weight) store(grad_weight + i, vec::fma(dy, normal, load(grad_weight + i, n)), n);
+        const F dy = load_first(grad + i, n), normal = vec::product(load_first(x + i, n), vec::set1(scale));
+        if (grad_weight) store_first(grad_weight + i, vec::fma(dy, normal, load_first(grad_weight + i, n)), n);
         if (!grad_x) continue;
-        const F inner = vec::product(dy, load(weight + i, n));
-        store(grad_x + i, vec::product(vec::fma(normal, vec::set1(-mean), inner), vec::set1(scale)), n);
+        const F inner = vec::product(dy, load_first(weight + i, n));
+        store_first(grad_x + i, vec::product(vec::fma(normal, vec::set1(-mean), inner), vec::set1(scale)), n);
     }
 }
 
@@ -114,10 +115,10 @@ void rotate_row(T* x, const T* cos, const T* sin, int64_t size) {
     const int64_t half = size / 2;
     for (int64_t i = 0; i < half; i += LANES) {
         const int n = (int)(half - i < LANES ? half - i : LANES);
-        const F low = load(x + i, n), high = load(x + half + i, n);
-        const F new_low = product(low, load(cos + i, n), x) - product(high, load(sin + i, n), x);
-        const F new_high = product(high, load(cos + half + i, n), x) + product(low, load(sin + half + i, n), x);
-        store(x + i, new_low, n), store(x + half + i, new_high, n);
+        const F low = load_first(x + i, n), high = load_first(x + half + i, n);
+        const F new_low = product(low, load_first(cos + i, n), x) - product(high, load_first(sin + i, n), x);
+        const F new_high = product(high, load_first(cos + half + i, n), x) + product(low, load_first(sin + half + i, n), x);
+        store_first(x + i, new_low, n), store_first(x + half + i, new_high, n);
     }
 }
 

@@ -1,6 +1,7 @@
 """Compilation of the kernels: by platform, with a log line, and to the same bits without OpenMP."""
 
 import ctypes
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -80,6 +81,27 @@ def test_what_never_compiles_says_what_the_compiler_said(empty_cache, quick_comp
     assert not list((empty_cache / "kernels").iterdir())
 
 
+def takes_the_sources_without_a_warning(*command):
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"no {command[0]}")
+    files = [str(path) for path in SOURCES.glob("*.cpp")]
+    flags = ["-std=c++17", "-O1", "-fno-math-errno", "-Wall", "-Werror", "-fsyntax-only"]
+    done = subprocess.run([*command, *flags, *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return True
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="their flags are of x86")
+@pytest.mark.parametrize(
+    "cpu",
+    ["x86-64", "x86-64-v3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("x86-64-v4", "sapphirerapids"))],
+)
+def test_the_sources_compile_for_every_cpu_whatever_this_one_is(cpu):
+    """Each set of instructions has its own types of vectors: SSE, AVX2, AVX-512, AMX."""
+    assert takes_the_sources_without_a_warning("g++", f"-march={cpu}", "-fopenmp")
+
+
 COMMANDS = {
     "g++": ["g++", "-march=native"],
     "clang++": ["clang++", "-march=native"],
@@ -91,12 +113,7 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 @pytest.mark.parametrize("openmp", ["-fopenmp", "-Wno-unknown-pragmas"])
 def test_every_compiler_takes_the_sources_without_a_warning(command, openmp):
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"no {command[0]}")
-    files = [str(path) for path in SOURCES.glob("*.cpp")]
-    flags = ["-std=c++17", "-O1", "-fno-math-errno", "-Wall", "-Werror", "-fsyntax-only", openmp]
-    done = subprocess.run([*command, *flags, *files], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert takes_the_sources_without_a_warning(*command, openmp)
 
 
 @pytest.mark.slow
