@@ -16,6 +16,18 @@ from rollout_engine.serve.route import Route
 
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _FIELD = re.compile(r"at `\$\.?([^`]*)`|field `([^`]*)`")
+_MISSING = re.compile(r"Object missing required field `([^`]*)`(?: - at `\$\.?(.*)`)?$")
+_WRONG_TYPE = re.compile(r"Expected `([^`]*)`, got `([^`]*)`(?: - at `.*`)?$")
+_JSON_TYPES = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "an array",
+    "object": "an object",
+    "null": "null",
+}
+"""Types of values as clients know them, for those of msgspec's errors."""
 
 
 def read_body(route: Route, data: bytes, query: str) -> Any:
@@ -85,15 +97,22 @@ def read_fields(
     except msgspec.ValidationError as problem:
         found = _FIELD.search(str(problem))
         field = next((each for each in found.groups() if each), None) if found else None
-        text = (field and _listed(kind, field, kept, str(problem))) or str(problem)
+        text = _worded(kind, field, kept, str(problem)) if field else str(problem)
         raise HttpProblem(400, f"{where}: {text}", field=field) from None
 
 
-def _listed(kind: type[Any], field: str, fields: Mapping[str, Any], problem: str) -> str | None:
-    """The problem of a field whose value is none of its words, with these words; None for others."""
-    if problem.startswith("Invalid enum value") and problem.endswith(f" - at `$.{field}`"):
+def _worded(kind: type[Any], field: str, fields: Mapping[str, Any], problem: str) -> str:
+    """What is wrong with a field, in words of JSON; as msgspec says it where it is neither missing nor of a wrong type."""
+    if missing := _MISSING.match(problem):
+        return f"{'.'.join(filter(None, (missing[2], missing[1])))} is missing."
+    if problem.startswith("Invalid enum value") and field in fields:
         return refused(field, fields[field], allowed_words(get_type_hints(kind)[field], 0))
-    return None
+    if (wrong := _WRONG_TYPE.match(problem)) is None:
+        return problem
+    expected, got = (" or ".join(_JSON_TYPES.get(name, name) for name in part.split(" | ")) for part in wrong.groups())
+    if field in fields:
+        return refused(field, fields[field], expected)
+    return f"{field} is not allowed: must be {expected}, not {got}."
 
 
 def _converted(route: Route, fields: Mapping[str, Any], *, strict: bool) -> Any:

@@ -96,7 +96,7 @@ def test_what_clients_of_vllm_send_beside_it_is_taken(client, more):
     "more, said",
     [
         ({"token_ids": []}, "token_ids=[] is not allowed"),
-        ({"token_ids": "5"}, "Expected `array`, got `str`"),
+        ({"token_ids": "5"}, "token_ids='5' is not allowed: must be an array."),
         ({"tokens": [1]}, "Unknown field 'tokens'. Did you mean 'token_ids'?"),
         ({"features": {"mm_hashes": {}}}, "features={'mm_hashes': {}} is not served"),
         ({"sampling_params": {"temprature": 1}}, "sampling_params: Unknown field 'temprature'"),

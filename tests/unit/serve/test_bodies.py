@@ -1,0 +1,39 @@
+"""How the fields of a body that are missing, or of another type, are told."""
+
+import msgspec
+import pytest
+
+from rollout_engine.serve.bodies import read_fields
+from rollout_engine.serve.problems import HttpProblem
+
+
+class Tool(msgspec.Struct):
+    name: str
+
+
+class Body(msgspec.Struct):
+    prompt: str | list[int]
+    tools: list[Tool] = []
+    size: float | None = None
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, "/route: prompt is missing."),
+        ({"prompt": "", "tools": [{}]}, "/route: tools[0].name is missing."),
+        ({"prompt": 3}, "/route: prompt=3 is not allowed: must be a string or an array."),
+        ({"prompt": [1, "a"]}, "/route: prompt[...] is not allowed: must be an integer, not a string."),
+        ({"prompt": "", "size": "1"}, "/route: size='1' is not allowed: must be a number or null."),
+        ({"prompt": "", "tools": {"name": "a"}}, "/route: tools={'name': 'a'} is not allowed: must be an array."),
+        (
+            {"prompt": "", "tools": [{"name": None}]},
+            "/route: tools[0].name is not allowed: must be a string, not null.",
+        ),
+        ({"promt": ""}, "/route: Unknown field 'promt'. Did you mean 'prompt'?"),
+    ],
+)
+def test_a_field_is_told_in_words_of_json(fields, told):
+    with pytest.raises(HttpProblem) as refusal:
+        read_fields(Body, fields, "/route")
+    assert (refusal.value.status, str(refusal.value)[: len(told)]) == (400, told)
