@@ -123,10 +123,15 @@ class EnvSpec(msgspec.Struct, frozen=True):
 
 
 def load(factory: Callable[..., Any] | str) -> Callable[..., Any]:
-    """The function that "module:attribute" names; a function is returned as it is."""
+    """The function that "module:attribute" names; a function is returned as it is.
+
+    Raises `ValueError` for a name of another form, and what the import raises.
+    """
     if not isinstance(factory, str):
         return factory
     module, _, attribute = factory.partition(":")
+    if not attribute:
+        raise ValueError(f"'{factory}' names no attribute of a module")
     found: Any = import_module(module)
     for part in attribute.split("."):
         found = getattr(found, part)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rollout_engine.errors import RequestError
+from rollout_engine.errors import RequestError, did_you_mean
 
 KINDS = ("json", "regex", "grammar", "choice", "structural_tag")
 MAX_GRAMMAR_CHARS = 1 << 16
@@ -26,10 +26,12 @@ def check_structured_outputs(given: Mapping[str, Any] | None) -> None:
     if given is None:
         return
     if len(given) != 1 or next(iter(given)) not in KINDS:
-        hint = (
-            "Give a JSON schema as {'json': schema}." if {"type", "properties", "$ref", "anyOf"} & given.keys() else ""
-        )
-        raise RequestError.for_field(_FIELD, sorted(given), f"a dict with one of {', '.join(map(repr, KINDS))}", hint)
+        if {"type", "properties", "$ref", "anyOf"} & given.keys():
+            hint = "Give a JSON schema as {'json': schema}."
+        else:
+            hint = did_you_mean(str(next(iter(given))), KINDS) if len(given) == 1 else ""
+        bound = f"a dict with exactly one of the keys {', '.join(map(repr, KINDS))}"
+        raise RequestError.for_field(_FIELD, dict(given), bound, hint)
     kind, value = next(iter(given.items()))
     if kind == "choice":
         _check_choices(value)

@@ -13,6 +13,7 @@ random tokens; what speculation gains depends on the text, so give prompts of yo
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -96,7 +97,7 @@ def as_toml(model: str, work: str, given: Options, found: Proposal) -> str:
     if found.together is not None:
         outcome = _described(found.together) if found.options else "no faster in rounds of their own, left out"
         lines.append(f"# All proposals together: {outcome}.")
-    lines.append(f"model = {json.dumps(model)}")
+    lines.append(f"model = {json.dumps(os.path.abspath(model) if os.path.isdir(model) else model)}")
     lines += [f"{name} = {_toml_value(value)}" for name, value in given.items() if value is not None]
     lines += [
         f"# {name} = None, which TOML cannot say: give it to EngineConfig.load" for name in given if given[name] is None

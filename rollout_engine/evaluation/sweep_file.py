@@ -97,7 +97,7 @@ def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
             raise ConfigError(f"'{override}' is not an option: write key=value, as num_samples=4.")
         set_key(content, key, value_of(text))
         overridden.append(key.rpartition(".")[2])
-    check = _Keys(file)
+    check = _Keys(file, overrides)
     check.known((), content, _TOP)
     for table in ("engine", "settings", "grid"):
         check.is_table(table, content.get(table, {}))
@@ -116,7 +116,8 @@ def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
         check.known(("tasks", index), task, EvalTask.__struct_fields__)
     for name in ("model", "out"):
         if not isinstance(content.get(name), str) or not content[name]:
-            raise ConfigError(f"{path}: " + refused(name, content.get(name), "a text: a sweep file needs it"))
+            place = check.place((name,)) if name in content else path
+            raise ConfigError(f"{place}: " + refused(name, content.get(name), "a text: a sweep file needs it"))
     sweep = {"settings": content.get("settings") or None, "grid": content.get("grid", {})}
     sweep["checkpoints"] = content.get("checkpoints")
     arguments = {name: content[name] for name in _ARGUMENTS if name in content} | {"sweep": sweep}
@@ -126,8 +127,9 @@ def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
 class _Keys:
     """Checks keys of a file's tables."""
 
-    def __init__(self, file: TomlFile) -> None:
+    def __init__(self, file: TomlFile, overrides: Sequence[str]) -> None:
         self._file = file
+        self._given = {override.partition("=")[0]: override for override in overrides}
 
     def is_table(self, name: str, value: Any) -> None:
         if not isinstance(value, dict):
@@ -138,4 +140,9 @@ class _Keys:
             if key not in (known := tuple(names)):
                 named = ".".join(name for name in table if isinstance(name, str))
                 kind = f"key of [{named}]" if table else "key"
-                raise ConfigError(f"{self._file.place((*table, key))}: {unknown_name(kind, key, known)}")
+                raise ConfigError(f"{self.place((*table, key))}: {unknown_name(kind, key, known)}")
+
+    def place(self, key: Key) -> str:
+        """Where a key is set: the file and its line, or the override."""
+        given = self._given.get(".".join(map(str, key)))
+        return self._file.place(key) if given is None else f"'{given}'"

@@ -217,7 +217,7 @@ class OutputProcessor:
         for error, sequence_ids in failed.items():
             more = f" and {len(sequence_ids) - _NUM_LOGGED} more" if len(sequence_ids) > _NUM_LOGGED else ""
             samples = ", ".join(map(self._describe, sequence_ids[:_NUM_LOGGED]))
-            logger.warning("%s; this ended %s%s", error, samples, more)
+            logger.warning("%s. This ended %s%s", (error or "").rstrip("."), samples, more)
 
     def _describe(self, sequence_id: int) -> str:
         """Describe a sample as its user knows it."""

@@ -235,6 +235,7 @@ def test_observations_are_written_short():
         ("FrozenLake-v1", {"actions": "abcd"}, "a list of 4"),
         ("FrozenLake-v1", {"actions": WAYS, "action_from_text": "builtins:int"}, "absent where action_from_text"),
         ("FrozenLake-v1", {"action_from_text": "builtins:intt"}, "has no attribute 'intt'"),
+        ("FrozenLake-v1", {"action_from_text": "int"}, "'int' names no attribute of a module"),
         ("FrozenLake-v1", {"invalid_reward": float("nan")}, "a finite number"),
         ("FrozenLake-v1", {"instructions": None}, "instructions=None is not allowed"),
         ("Parrot-v0", {"actions": ["a"]}, "absent: the environment's actions are texts"),

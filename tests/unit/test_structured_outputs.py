@@ -20,8 +20,8 @@ TAG = {"begin": "<a>", "schema": {}, "end": ""}
     "given, names",
     [
         ({}, "'json', 'regex', 'grammar', 'choice', 'structural_tag'"),
-        ({"json": {}, "regex": "a"}, "a dict with one of"),
-        ({"jsn": {}}, "a dict with one of"),
+        ({"json": {}, "regex": "a"}, "a dict with exactly one of"),
+        ({"jsn": {}}, "Did you mean 'json'?"),
         ({"type": "object", "properties": {}}, "Give a JSON schema as {'json': schema}."),
         ({"json": 3}, "structured_outputs['json']=3"),
         ({"json": "{"}, "JSON text"),

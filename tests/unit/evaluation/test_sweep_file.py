@@ -92,6 +92,7 @@ def test_an_unknown_key_is_told_with_its_line(read, before, after, line, told):
         ('model = "m"\n[[tasks]]\nenv = "a"\n', "out=None is not allowed"),
         ('model = "m"\nsettings = 3\n', r"write \[settings\] above its keys"),
         ('tasks = ["a"]\n', "a table"),
+        ("out = 'runs'\nmodel = 3\n[[tasks]]\nenv = 'a'\n", "sweep.toml:2: model=3 is not allowed"),
     ],
 )
 def test_other_mistakes_are_told(read, text, told):
@@ -102,6 +103,19 @@ def test_other_mistakes_are_told(read, text, told):
 def test_a_missing_file_is_told(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read.*examples/sweep.toml"):
         read_sweep_file(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("num_sample=3", "^'num_sample=3': Unknown key 'num_sample'. Did you mean 'num_samples'"),
+        ("engine.dtyp=x", r"^'engine.dtyp=x': Unknown key of \[engine\] 'dtyp'. Did you mean 'dtype'"),
+        ("out=3", "^'out=3': out=3 is not allowed"),
+    ],
+)
+def test_a_wrong_override_is_told_as_it_was_given(read, override, told):
+    with pytest.raises(ConfigError, match=told):
+        read(GOOD, override)
 
 
 def test_an_override_without_a_value_is_told(read):

@@ -70,8 +70,8 @@ def test_the_log_of_a_failure_names_the_requests_by_the_users_ids(make_engine, c
         engine.add_request(f"r{number}", "x", SamplingParams(n=2 if number == 0 else 1, max_tokens=9, ignore_eos=True))
     finish_reasons(engine)
     lines = [record.getMessage() for record in caplog.records if record.name == "rollout_engine"]
-    assert lines[0] == "NaN logits; this ended sample 1 of 'r0' (sequence 1)"
-    assert lines[1].startswith("step 3 failed: RuntimeError: told to fail at step 3; this ended sample 0 of 'r")
+    assert lines[0] == "NaN logits. This ended sample 1 of 'r0' (sequence 1)"
+    assert lines[1].startswith("step 3 failed: RuntimeError: told to fail at step 3. This ended sample 0 of 'r")
     assert lines[1].endswith(" and 2 more") and lines[1].count("(sequence ") == 8 and len(lines) == 2
 
 
