@@ -102,7 +102,7 @@ def read_fields(
 
 
 def _worded(kind: type[Any], field: str, fields: Mapping[str, Any], problem: str) -> str:
-    """What is wrong with a field, in words of JSON; as msgspec says it where it is neither missing nor of a wrong type."""
+    """What is wrong with a field, in words of JSON, or of msgspec where it is neither missing nor of another type."""
     if missing := _MISSING.match(problem):
         return f"{'.'.join(filter(None, (missing[2], missing[1])))} is missing."
     if problem.startswith("Invalid enum value") and field in fields:

@@ -23,7 +23,7 @@ class Body(msgspec.Struct):
         ({}, "/route: prompt is missing."),
         ({"prompt": "", "tools": [{}]}, "/route: tools[0].name is missing."),
         ({"prompt": 3}, "/route: prompt=3 is not allowed: must be a string or an array."),
-        ({"prompt": [1, "a"]}, "/route: prompt[...] is not allowed: must be an integer, not a string."),
+        ({"prompt": [1, "a"]}, "/route: prompt[1] is not allowed: must be an integer, not a string."),
         ({"prompt": "", "size": "1"}, "/route: size='1' is not allowed: must be a number or null."),
         ({"prompt": "", "tools": {"name": "a"}}, "/route: tools={'name': 'a'} is not allowed: must be an array."),
         (
