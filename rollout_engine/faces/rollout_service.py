@@ -44,7 +44,7 @@ class RolloutService(BlockingVerbs):
 
     def __init__(self, frontend: Frontend) -> None:
         """Stand on a front end over a `FleetClient`; `launch` and `from_pretrained` make both. Raises `ConfigError`."""
-        client = frontend.client
+        client = getattr(frontend, "client", None)
         if not isinstance(client, FleetClient):
             raise ConfigError(refused("frontend", frontend, "over a FleetClient", "RolloutService.launch makes one."))
         self.frontend, self._fleet = frontend, client
