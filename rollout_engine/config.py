@@ -135,14 +135,14 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_num_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)] = 8192
     """Most tokens computed in one step; longer prompts are computed in chunks."""
     async_scheduling: bool | Literal["auto"] = "auto"
-    """Prepare the next step while one runs: same tokens, same log-probs. "auto": on for a device; off on a CPU, which
-    computes on the cores that would prepare (decisions/0004)."""
+    """Prepare the next step while one runs: same tokens, same log-probs. "auto": on for a device, unless tokens are
+    drafted there (`speculation`); off on a CPU, which computes on the cores that would prepare (decisions/0004)."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal prefixes computed under the same policy version."""
     speculation: Literal["off", "auto"] | SpeculationConfig = "off"
     """Draft tokens from earlier rollouts and from the sample itself, and compute several in one step: same tokens, same
     log-probs, to the bit. "auto": where measurements at load say that it pays, by the defaults of `SpeculationConfig`.
-    On a CPU, with `deterministic` and without `async_scheduling`."""
+    With `deterministic`, which a device has to be asked for, and without `async_scheduling`."""
     max_loras: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
     """Most LoRA adapters held at a time (`add_lora`). They take no memory and no time before they are added."""
     max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
@@ -221,7 +221,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def schedules_ahead(self) -> bool:
         """Whether steps are scheduled ahead: `async_scheduling` with "auto" resolved."""
-        return self.async_scheduling is True or (self.async_scheduling == "auto" and self.device == "cuda")
+        if self.async_scheduling == "auto":
+            return self.device == "cuda" and self.speculates is None
+        return self.async_scheduling
 
     @property
     def speculates(self) -> SpeculationConfig | None:
@@ -290,14 +292,25 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{size} and {other} are both set: {reason}. Give one of them.")
 
     def _check_speculation(self) -> None:
-        found = {'device="cuda"': self.device == "cuda", "deterministic=False": self.deterministic is False}
+        mine, is_device = f"speculation={self.speculation!r}", self.device == "cuda"
+        if is_device and self.deterministic == "auto":
+            raise ConfigError(
+                f'{mine} on device="cuda" needs deterministic=True: drafted tokens are computed several in one step, '
+                "and without it rows of other steps round otherwise. Give it, or set speculation='off'."
+            )
+        if is_device and self.speculates is not None and self.speculates.draft_model is not None:
+            raise ConfigError(
+                f'draft_model={self.speculates.draft_model!r} and device="cuda" are both set: a draft model runs on a '
+                "CPU, beside a policy that does. Leave draft_model out: rollouts and n-grams draft."
+            )
+        found = {"deterministic=False": self.deterministic is False}
         found["async_scheduling=True"] = self.async_scheduling is True
         for other, is_set in found.items():
             if is_set:
                 raise ConfigError(
-                    f"speculation={self.speculation!r} and {other} are both set: drafted tokens are computed several "
-                    "in one step, so far only on a CPU, by its row-independent products, and no step is scheduled "
-                    f"before it is known which were right. Leave {other} out, or set speculation='off'."
+                    f"{mine} and {other} are both set: drafted tokens are computed several in one step, by "
+                    "row-independent products, and no step is scheduled before it is known which were right. Leave "
+                    f"{other} out, or set speculation='off'."
                 )
 
     @classmethod

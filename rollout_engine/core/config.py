@@ -38,6 +38,8 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most adapters held at a time."""
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps of so many rows, ascending, two at least where tokens are drafted."""
+    drafted_step_seconds: tuple[tuple[int, float], ...] = ()
+    """The same where some rows are drafted tokens; (): they cost what others do."""
     draft: DraftInfo | None = None
     """Sizes of the draft model, where there is one."""
     generates: bool = True

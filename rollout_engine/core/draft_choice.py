@@ -30,10 +30,16 @@ class Proposal:
 class StepCosts:
     """Seconds of a step by its number of rows: measured at some, straight lines between them and beyond."""
 
-    def __init__(self, measured: Rows[tuple[int, float]]) -> None:
+    def __init__(self, measured: Rows[tuple[int, float]], drafted: Rows[tuple[int, float]] = ()) -> None:
+        """`drafted`: of steps in which some rows are drafted tokens; (): they cost what others do."""
         assert len(measured) >= 2, "two measured costs at least"
         self._rows = [rows for rows, _ in measured]
         self._seconds = [seconds for _, seconds in measured]
+        self._drafted = StepCosts(drafted) if drafted else self
+
+    def with_drafts(self, num_rows: int) -> float:
+        """Seconds of a step of `num_rows` rows, some of which are drafted tokens."""
+        return self._drafted.of(num_rows)
 
     def of(self, num_rows: int) -> float:
         """Seconds of a step of `num_rows` rows."""
@@ -74,7 +80,7 @@ def choose(proposals: Rows[Proposal], costs: StepCosts, num_rows: int, num_sampl
     num_chosen = 0
     for num, (chance, _) in enumerate(chances[:most], start=1):
         expected += chance
-        rate = expected / (costs.of(num_rows + num) + SECONDS_PER_TOKEN * expected)
+        rate = expected / (costs.with_drafts(num_rows + num) + SECONDS_PER_TOKEN * expected)
         if rate > best:
             best, num_chosen = rate, num
     counts = [0] * len(proposals)

@@ -8,11 +8,12 @@ drawn behind right drafts is the one that would have been drawn without them, wi
 stands behind a wrong draft is dropped, and its KV overwritten.
 
 Drafts are added where they shorten the work. A step of R rows takes as long as `CoreConfig.step_seconds` says, measured
-at load; a draft is right as often as others were that had as many agreeing tokens before them. The draft that is
-likeliest to be right comes first, and as many are added as give the most tokens a second. Where not even drafts that
-are always right would give a fifth more, no sequence is looked at; and where drafts are right too seldom, four at most
-are, in so few steps that it takes no more than a four-hundredth of the time. That is decided once for sixteen steps,
-unless the batch becomes half or twice as large; a step in which no sequence is looked at takes no time for drafts.
+at load; on a device a step with drafts has no graph, and takes as long as `drafted_step_seconds` says. A draft is right
+as often as others were that had as many agreeing tokens before them. The draft that is likeliest to be right comes
+first, and as many are added as give the most tokens a second. Where not even drafts that are always right would give a
+fifth more, no sequence is looked at; and where drafts are right too seldom, four at most are, in so few steps that it
+takes no more than a four-hundredth of the time. That is decided once for sixteen steps, unless the batch becomes half
+or twice as large; a step in which no sequence is looked at takes no time for drafts.
 """
 
 import math
@@ -65,7 +66,7 @@ class Speculator:
         tables: BlockTables,
         model: ModelDrafts | None = None,
     ) -> None:
-        self._costs = StepCosts(config.step_seconds)
+        self._costs = StepCosts(config.step_seconds, config.drafted_step_seconds)
         self._tables = tables
         self._max_num_tokens = config.max_num_batched_tokens
         self._max_draft_tokens = speculation.max_draft_tokens
@@ -161,7 +162,7 @@ class Speculator:
         for num in (1, 2, 4, 8):
             if num <= most:
                 gained = num_samples * (num + 1 if rate == 1 else (1 - rate ** (num + 1)) / (1 - rate))
-                seconds = self._costs.of(num_rows + num * num_samples) + SECONDS_PER_TOKEN * gained
+                seconds = self._costs.with_drafts(num_rows + num * num_samples) + SECONDS_PER_TOKEN * gained
                 best = max(best, gained / (seconds + _SECONDS_TO_FOLLOW * num_samples))
         return best * (self._costs.of(num_rows) + SECONDS_PER_TOKEN * num_samples) / num_samples
 

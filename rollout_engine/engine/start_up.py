@@ -24,6 +24,7 @@ def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         max_loras=config.max_loras,
         speculation=config.speculates if info.step_seconds else None,
         step_seconds=info.step_seconds,
+        drafted_step_seconds=info.drafted_step_seconds,
         draft=info.draft,
         generates=info.generates,
         pooling=info.pooling,

@@ -30,5 +30,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Its routers, whose choices requests may ask for; None: it has none that are all alike, or runs on a device."""
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps of so many rows, measured at load where tokens are drafted; see `CoreConfig`."""
+    drafted_step_seconds: tuple[tuple[int, float], ...] = ()
+    """The same of steps with drafted tokens, on a device."""
     draft: DraftInfo | None = None
     """Sizes of the draft model, where there is one."""

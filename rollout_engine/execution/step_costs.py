@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from itertools import accumulate
+from typing import NamedTuple
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
@@ -22,54 +23,77 @@ Costs = tuple[tuple[int, float], ...]
 """(rows, seconds), ascending."""
 
 
-def step_costs(config: EngineConfig, backend: Backend) -> Costs:
+class SpeculationCosts(NamedTuple):
+    """What steps cost of a model for which tokens are drafted; () where none are."""
+
+    plain: Costs = ()
+    with_drafts: Costs = ()
+    """Of steps with drafted tokens; (): as others."""
+
+
+def step_costs(config: EngineConfig, backend: Backend) -> SpeculationCosts:
     """What steps of a loaded model cost, where tokens are to be drafted; else nothing.
 
     Raises `ConfigError` where several tokens in one step would round otherwise than one by one.
     """
     if config.speculates is None or not backend.generates:
-        return ()
+        return SpeculationCosts()
     if not backend.is_deterministic:
         what = "this model's products are not row-independent, and drafted tokens would change its log-probs"
         if config.speculation != "auto":
             raise ConfigError(f"speculation={config.speculation!r} is not possible: {what}. Use speculation='off'.")
         logger.warning("speculation='auto' is off: %s.", what)
-        return ()
-    return measure_steps(backend.runner.execute, min(backend.num_blocks, config.max_num_batched_tokens))
+        return SpeculationCosts()
+    max_rows = min(backend.num_blocks, config.max_num_batched_tokens)
+    if not backend.runs_ahead:
+        return SpeculationCosts(measure_steps(backend.runner.execute, max_rows))
+    plain, drafted = (
+        measure_steps(lambda work: backend.runner.submit(work)(), min(max_rows, most), num_drafted=num)
+        for num, most in ((0, config.max_num_seqs), (1, 2 * config.max_num_seqs))
+    )
+    return SpeculationCosts(plain, drafted) if plain and drafted else SpeculationCosts()
 
 
-def measure_steps(execute: Callable[[SchedulerOutput], ModelRunnerOutput], max_rows: int) -> Costs:
-    """Time steps of up to `max_rows` sequences that decode, each in a KV block of its own, which is written.
+def measure_steps(
+    execute: Callable[[SchedulerOutput], ModelRunnerOutput], max_rows: int, *, num_drafted: int = 0
+) -> Costs:
+    """Time steps of up to `max_rows` rows of sequences that decode, each in a KV block of its own, which is written.
+
+    `num_drafted`: drafted tokens of each sequence, which are rows too.
 
     Of each size the least of four, taken in turns, and no less than a step of fewer rows. Nothing where fewer than two
     sizes fit.
     """
-    sizes = [num for num in _NUM_ROWS if num <= max_rows]
+    per_sequence = 1 + num_drafted
+    sizes = [num for num in _NUM_ROWS if per_sequence <= num <= max_rows]
     if len(sizes) < 2:
         return ()
-    execute(_work(sizes[-1], is_new=True))
+    execute(_work(sizes[-1] // per_sequence, is_new=True))
     least: dict[int, float] = {}
     for _ in range(_TURNS):
         for num_rows in list(least or sizes):
             start = time.perf_counter()
-            execute(_work(num_rows, is_new=False))
+            execute(_work(num_rows // per_sequence, is_new=False, num_drafted=num_drafted))
             seconds = time.perf_counter() - start
             least[num_rows] = min(seconds, least.get(num_rows, seconds))
             if seconds > _LONG_SECONDS and len(least) > 1:
                 break
-    execute(SchedulerOutput(0, 0, list(range(sizes[-1])), [], [], [], []))
+    execute(SchedulerOutput(0, 0, list(range(sizes[-1] // per_sequence)), [], [], [], []))
     return tuple(zip(least, accumulate(least.values(), max), strict=True))
 
 
-def _work(num_rows: int, *, is_new: bool) -> SchedulerOutput:
+def _work(num_sequences: int, *, is_new: bool, num_drafted: int = 0) -> SchedulerOutput:
     params = SamplingParams(logprobs=0)
-    names = range(num_rows)
+    names, draft = range(num_sequences), [0] * num_drafted
     return SchedulerOutput(
         step=0,
         policy_version=0,
         finished_sequence_ids=[],
         new=[NewSequence(name, [0], num_prompt_tokens=1, params=params, seed=name) for name in names] if is_new else [],
         block_copies=[],
-        scheduled=[ScheduledSequence(name, 0, 1, [name] if is_new else []) for name in names],
+        scheduled=[
+            ScheduledSequence(name, 0, 1 + num_drafted, [name] if is_new else [], draft_token_ids=draft)
+            for name in names
+        ],
         samples=[SampleTask(name, name) for name in names],
     )

@@ -59,9 +59,9 @@ class Worker:
         self.updater = self._weights.updater
         loaded = loaded._replace(targets={}, cut=None)
         trim_allocator()  # packed weights have given up their plain values
-        step_seconds = step_costs(config, backend)
+        costs = step_costs(config, backend)
         speculation = config.speculates
-        drafts = speculation is not None and speculation.draft_model is not None and bool(step_seconds)
+        drafts = speculation is not None and speculation.draft_model is not None and bool(costs.plain)
         self.draft = DraftWorker(config, loaded, backend) if drafts else None
         self.info = ModelInfo(
             num_blocks=backend.num_blocks,
@@ -71,7 +71,8 @@ class Worker:
             eos_token_ids=loaded.eos_token_ids,
             dtype=str(loaded.dtype).removeprefix("torch."),
             max_prefill_beside_decode=backend.max_prefill_beside_decode,
-            step_seconds=step_seconds,
+            step_seconds=costs.plain,
+            drafted_step_seconds=costs.with_drafts,
             draft=None if self.draft is None else self.draft.info,
             made_with=_made_with(device.torch_device),
             generates=backend.generates,

@@ -197,6 +197,29 @@ def test_a_name_of_another_library_or_class_is_known_for_what_it_is(make, name, 
 
 
 @pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"device": "cuda"}, r'speculation=\'auto\' on device="cuda" needs deterministic=True'),
+        ({"device": "cuda", "deterministic": False}, "speculation='auto' and deterministic=False are both set"),
+        ({"async_scheduling": True}, "speculation='auto' and async_scheduling=True are both set"),
+        (
+            {"device": "cuda", "deterministic": True, "speculation": {"draft_model": "small"}},
+            r"""draft_model='small' and device="cuda" are both set""",
+        ),
+    ],
+)
+def test_what_cannot_draft_is_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(model="m", **({"speculation": "auto"} | options))
+
+
+def test_a_device_that_drafts_schedules_no_step_ahead():
+    on_device = {"model": "m", "device": "cuda", "deterministic": True}
+    assert EngineConfig(**on_device).schedules_ahead
+    assert not EngineConfig(**on_device, speculation="auto").schedules_ahead
+
+
+@pytest.mark.parametrize(
     "kind, peers",
     [(EngineConfig, ENGINE_PEERS), (SamplingParams, SAMPLING_PEERS), (SpeculationConfig, SPECULATION_PEERS)],
 )

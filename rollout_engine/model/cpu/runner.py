@@ -18,7 +18,7 @@ from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.routing import RoutingRecorder
 from rollout_engine.model.pooling.pooler import Pooler
-from rollout_engine.model.sampling.draft_draws import DraftTask, Row, draw_behind_drafts
+from rollout_engine.model.sampling.draft_draws import DraftTask, Row, draw_behind_drafts, rows_up_to
 from rollout_engine.model.sampling.draw_pieces import sample_rows
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
@@ -75,7 +75,7 @@ class CpuRunner:
         has_drafts = any(row.draft_token_ids for row in work.scheduled)
         if has_drafts:
             num_drafted = np.array([len(work.scheduled[row].draft_token_ids) for row in rows], np.int64)
-            last_rows = _rows_up_to(last_rows, num_drafted)
+            last_rows = rows_up_to(last_rows, num_drafted)
         prompt_rows = self._prompts.rows(work.scheduled)
         pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
         logit_rows = np.append(last_rows, prompt_rows) if prompt_rows else last_rows
@@ -208,9 +208,3 @@ class _Drawn(NamedTuple):
     token_ids: list[list[int]]
     settings: SamplingBatch
     """Sampling columns; the positions change with every step."""
-
-
-def _rows_up_to(last_rows: np.ndarray, num_before: np.ndarray) -> np.ndarray:
-    """Each of `last_rows` behind the `num_before` rows that stand right before it, int64 [N + sum]."""
-    ends = np.cumsum(num_before + 1)
-    return np.arange(ends[-1]) + np.repeat(last_rows + 1 - ends, num_before + 1)

@@ -15,7 +15,7 @@ class FlatColumns(NamedTuple):
     """N chunks and their T tokens, end to end."""
 
     token_ids: np.ndarray
-    """int64 [T]; `UNKNOWN` where only the device knows."""
+    """int64 [T], drafted tokens among them; `UNKNOWN` where only the device knows."""
     positions: np.ndarray
     """int64 [T], position of each token in its sequence."""
     slots: np.ndarray
@@ -48,9 +48,11 @@ class FlatColumns(NamedTuple):
         token_ids: list[int] = []
         for chunk in scheduled:
             known = sequences[chunk.sequence_id].token_ids
-            start, end = chunk.num_computed_tokens, chunk.num_computed_tokens + chunk.num_scheduled_tokens
+            start, draft = chunk.num_computed_tokens, chunk.draft_token_ids
+            end = start + chunk.num_scheduled_tokens - len(draft)
             token_ids += known[start:end]
             token_ids += [UNKNOWN] * (end - max(start, len(known)))
+            token_ids += draft
         positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], sizes)
         token_rows = np.repeat(rows, sizes)
         slots = tables[token_rows, positions // block_size].astype(np.int64) * block_size + positions % block_size

@@ -4,7 +4,7 @@
     device    state of sequences  ──gather──>   batch ── forward ── draw ──> tokens ──scatter──> state of sequences
 
 A drawn token stays on the device and feeds the next step; the host reads it when it asks for the result. Rows that
-logits processors edit are drawn on the host, which waits for them.
+logits processors edit are drawn on the host, which waits for them; so it does for steps with drafted tokens.
 """
 
 from collections import deque
@@ -32,15 +32,16 @@ from rollout_engine.messages import (
 from rollout_engine.model.cuda.attention import CudaBatch
 from rollout_engine.model.cuda.decode_graphs import DecodeGraphs
 from rollout_engine.model.cuda.decode_inputs import DecodeStep
-from rollout_engine.model.cuda.draws import CudaDraws, Draws, DrawSettings, special_columns
-from rollout_engine.model.cuda.edit_records import EditRecords
+from rollout_engine.model.cuda.drawing import Drawing
+from rollout_engine.model.cuda.draws import CudaDraws, Draws
 from rollout_engine.model.cuda.flat_columns import FlatColumns, decodes_first
 from rollout_engine.model.cuda.host_draws import draw_rows
 from rollout_engine.model.cuda.model import CudaModel
-from rollout_engine.model.cuda.sampler import CudaSampler, DrawMemory, to_output
+from rollout_engine.model.cuda.sampler import DrawMemory, to_output
 from rollout_engine.model.cuda.sequence_rows import SequenceRows, TableChanges
 from rollout_engine.model.cuda.upload import Download, upload
-from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
+from rollout_engine.model.sampling.draft_draws import rows_up_to
+from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
 from rollout_engine.model.sequences.sequence_states import SequenceStates
@@ -69,10 +70,7 @@ class CudaRunner:
         self._sequences = SequenceStates(vocab_size, processors, self._prompts, grammars)
         size = model.kv.block_size
         self.rows = SequenceRows(-(-model.limits.context // size), model.device)
-        self._records = EditRecords(vocab_size, model.limits.context, model.device)
-        self._sampler = CudaSampler(vocab_size, model.device)
-        self._settings: DrawSettings | None = None
-        """Settings of the last step's draws."""
+        self.drawing = Drawing(self._sequences, self.rows, vocab_size=vocab_size, context=model.limits.context)
         self._prefix_shape = model.attention.prefix_shape if shares_prefixes else None
         self._pending: deque[_Pending] = deque()
 
@@ -114,16 +112,19 @@ class CudaRunner:
         scheduled = [work.scheduled[index] for index in order]
         rows = self.rows.rows([chunk.sequence_id for chunk in scheduled])
         flat = FlatColumns.of(scheduled, self._sequences, rows, self.rows.matrix, self.model.kv.block_size)
-        asked = _Asked.of(work, order, flat, self._prompts.rows(scheduled))
-        draws = self._draws(work, asked.positions)
+        num_drafted = np.array([len(chunk.draft_token_ids) for chunk in scheduled], np.int64)
+        asked = _Asked.of(work, order, flat, num_drafted, self._prompts.rows(scheduled))
+        draws = None if num_drafted.any() else self.drawing.of(work, asked.positions)
         step = _Step(flat, asked, draws, self._prefixes(flat), changes, self._adapter_rows(scheduled))
         logits, drawn_rows, columns, drawn = self._replay(step) or self._compute(step)
-        prompt_logprobs = self._score_prompts(logits.take(slice(asked.num_distinct, None)), order)
+        prompt_logprobs = self._score_prompts(logits.take(slice(asked.num_drawn, None)), order)
+        if draws is None or columns is None:
+            return self._draw_behind_drafts(work, logits, asked, prompt_logprobs)
         if not work.samples:
             return lambda: ModelRunnerOutput(token_ids=[], logprobs=None, prompt_logprobs=prompt_logprobs())
-        if drawn_rows is not None and asked.num_distinct < len(work.samples):
+        if drawn_rows is not None and asked.num_drawn < len(work.samples):
             logits = logits.at(drawn_rows)
-        outcome = self._draw(logits, draws, columns, drawn)
+        outcome = self.drawing.launch(logits, draws, columns, drawn)
         pending = _Pending(draws, Download(outcome), prompt_logprobs)
         if draws.on_host:
             return self._draw_on_host(pending, logits)
@@ -131,19 +132,17 @@ class CudaRunner:
         return lambda: pending.settle(self._pending)
 
     def _note_changes(self, work: SchedulerOutput) -> TableChanges:
-        if work.finished_sequence_ids or work.new:
-            self._settings = None
         self._sequences.update(work)
         for sequence_id in work.finished_sequence_ids:
             self.rows.forget(sequence_id)
-        self._records.forget([*work.finished_sequence_ids, *(new.sequence_id for new in work.new)])
+        self.drawing.update(work)
         self.rows.add(new.sequence_id for new in work.new)
         return self.rows.learn(work.scheduled)
 
     def _replay(self, step: "_Step") -> "_Computed | None":
         """Run the step by a graph, if one fits: one upload, one launch and the replay; special draws upload apart."""
         flat, asked, draws = step.flat, step.asked, step.draws
-        if self.graphs is None or flat.num_decodes < len(flat.rows) or not self.model.runs_fused:
+        if self.graphs is None or flat.num_decodes < len(flat.rows) or not self.model.runs_fused or draws is None:
             return None
         in_order = asked.takes_all_in_order(len(flat.rows))
         plain = draws.plain if in_order else None
@@ -163,7 +162,7 @@ class CudaRunner:
         flat, asked, draws, prefixes, _, plan = step
         adapters = [] if plan is None else [plan.rows, plan.blocks]
         shared = [] if prefixes is None else [prefixes.items, prefixes.units, prefixes.num_items]
-        of_draws = [asked.drawn_rows, *draws.plain, *draws.more]
+        of_draws = [] if draws is None else [asked.drawn_rows, *draws.plain, *draws.more]
         columns = [*step.changes, *flat[:-1], asked.logit_rows, *shared, *adapters, *of_draws]
         arrived = iter(upload(columns, self.model.device))
         self.rows.write(next(arrived), next(arrived))
@@ -174,6 +173,8 @@ class CudaRunner:
         added = AdapterBatch(*islice(arrived, len(adapters))) if adapters else None
         attention = Batch(starts, lens, self.rows.tables_on_device[rows], flat.num_decodes, found)
         logits = self.model.forward_rows(CudaBatch(token_ids, positions, slots, attention, added), logit_rows)
+        if draws is None:
+            return _Computed(logits, None, None, None)
         return _Computed(logits, next(arrived), CudaDraws.of(draws, list(arrived)), None)
 
     def _prefixes(self, flat: FlatColumns) -> SharedPrefixes | None:
@@ -201,42 +202,24 @@ class CudaRunner:
         finish = self._prompts.score(logits)
         return lambda: {order[index]: logprobs for index, logprobs in finish().items()}
 
-    def _draws(self, work: SchedulerOutput, positions: np.ndarray) -> Draws:
-        """The draws of a step. While the same sequences are drawn from, only positions and edits change."""
-        sequence_ids = [task.sequence_id for task in work.samples]
-        sequences = [self._sequences[sequence_id] for sequence_id in sequence_ids]
-        if self._settings is None or self._settings.sequence_ids != sequence_ids:
-            self._settings = DrawSettings.of(sequences, self.rows.rows(sequence_ids))
-        batch, columns, special = self._settings[1:]
-        edits = self._sequences.edits_of(sequences, positions.tolist())
-        on_host = {row: each for row, each in edits.items() if each.need_host}
-        edited = [row for row in edits if row not in on_host]
-        if edited:
-            special = special_columns(batch, edited, self._records.addresses([edits[row] for row in edited]))
-        return Draws(sequences, batch, columns._replace(positions=positions), special, on_host)
-
-    def _draw(self, logits: LogitRows, draws: Draws, columns: CudaDraws, drawn: DrawMemory | None) -> Tensor:
-        """The outcome of a step's draws; `columns` are `draws` on the device, and `drawn` the memory of a graph's."""
-        pieces = row_pieces(len(draws.sequences), self._vocab_size, self.model.device)
-        if len(pieces) == 1:
-            return self._sampler.draw(logits.take(pieces[0]), columns, self.rows.last_tokens, drawn)
-        outcomes = []
-        for piece in pieces:
-            part = draws.part(piece)
-            arrived = CudaDraws.of(part, upload([*part.plain, *part.more], self.model.device))
-            arrived = arrived._replace(has_rules=columns.has_rules, num_top=columns.num_top)
-            outcome = self._sampler.draw(logits.take(piece), arrived, self.rows.last_tokens)
-            outcomes.append(outcome.clone())  # the next piece may be drawn in the same memory
-        return torch.cat(outcomes)
-
     def _draw_on_host(self, pending: "_Pending", logits: LogitRows) -> Result:
         """Wait for all earlier results, then replace the device's draws by those of the host."""
         self.catch_up()
         draws = pending.draws
         out = pending.arrive(lambda out: draw_rows(out, draws, logits, self._vocab_size))
         rows = list(draws.on_host)
-        tokens = torch.tensor([max(out.token_ids[row], 0) for row in rows], device=self.model.device)
-        self.rows.last_tokens[torch.from_numpy(draws.columns.places[rows]).to(self.model.device)] = tokens
+        self.drawing.put_last_tokens(
+            [draws.sequences[row] for row in rows], [max(out.token_ids[row], 0) for row in rows]
+        )
+        return lambda: out
+
+    def _draw_behind_drafts(
+        self, work: SchedulerOutput, logits: LogitRows, asked: "_Asked", prompt_logprobs: _PromptResult
+    ) -> Result:
+        """Draw and wait: only when the host knows which drafts were right can it prepare the next step."""
+        assert not self._pending, "no step is scheduled ahead where tokens are drafted"
+        out = self.drawing.behind_drafts(work, logits, asked.drawn_rows)
+        out.prompt_logprobs = prompt_logprobs()
         return lambda: out
 
 
@@ -245,7 +228,8 @@ class _Step(NamedTuple):
 
     flat: FlatColumns
     asked: "_Asked"
-    draws: Draws
+    draws: Draws | None
+    """None: tokens were drafted, and what to draw depends on which are right."""
     prefixes: SharedPrefixes | None
     changes: TableChanges
     adapters: AdapterRows | None
@@ -257,7 +241,7 @@ class _Computed(NamedTuple):
     logits: LogitRows
     drawn_rows: Tensor | None
     """int64 [S], as in `_Asked`; None: all rows in order."""
-    draws: CudaDraws
+    draws: CudaDraws | None
     drawn: DrawMemory | None
 
 
@@ -267,23 +251,34 @@ class _Asked(NamedTuple):
     logit_rows: np.ndarray
     """int64: rows of the flat batch; first the distinct rows to draw from, then those of prompts."""
     drawn_rows: np.ndarray
-    """int64 [S]: the distinct row of each sample."""
+    """int64 [S]: the distinct row of each sample; the first, where the next are behind drafted tokens."""
     positions: np.ndarray
-    """int64 [S]: position of each token to draw in its sequence."""
-    num_distinct: int
+    """int64 [S]: position of each token to draw in its sequence; not where tokens were drafted."""
+    num_drawn: int
+    """Distinct rows to draw from."""
 
     @classmethod
-    def of(cls, work: SchedulerOutput, order: list[int], flat: FlatColumns, prompt_rows: list[int]) -> "_Asked":
+    def of(
+        cls,
+        work: SchedulerOutput,
+        order: list[int],
+        flat: FlatColumns,
+        num_drafted: np.ndarray,
+        prompt_rows: list[int],
+    ) -> "_Asked":
+        """`num_drafted`: int64 [N], of each chunk of `flat`."""
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
         chunks = place[[task.row for task in work.samples]] if work.samples else np.empty(0, np.int64)
         distinct = list(dict.fromkeys(chunks.tolist()))  # the n samples of a prompt draw from the same row
-        where = {chunk: index for index, chunk in enumerate(distinct)}
+        drawn = rows_up_to(flat.token_starts[1:][distinct] - 1, num_drafted[distinct])
+        firsts = np.cumsum(num_drafted[distinct] + 1) - num_drafted[distinct] - 1
+        where = dict(zip(distinct, firsts.tolist(), strict=True))
         return cls(
-            logit_rows=np.array([*(flat.token_starts[1:][distinct] - 1).tolist(), *prompt_rows], np.int64),
+            logit_rows=np.array([*drawn.tolist(), *prompt_rows], np.int64),
             drawn_rows=np.array([where[chunk] for chunk in chunks.tolist()], np.int64),
             positions=flat.context_lens[chunks].astype(np.int64),
-            num_distinct=len(distinct),
+            num_drawn=len(drawn),
         )
 
     def takes_all_in_order(self, count: int) -> bool:

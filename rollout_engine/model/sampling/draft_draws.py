@@ -66,6 +66,12 @@ def draw_behind_drafts(tasks: Sequence[DraftTask], draw: Callable[[list[Row]], M
     return out
 
 
+def rows_up_to(last_rows: np.ndarray, num_before: np.ndarray) -> np.ndarray:
+    """Each of `last_rows` behind the `num_before` rows that stand right before it, int64 [N + sum]."""
+    ends = np.cumsum(num_before + 1)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(last_rows + 1 - ends, num_before + 1)
+
+
 def _keep(task: DraftTask, token_ids: list[int], kept: list[int], first_row: int) -> bool:
     """Append tokens to their sequence, up to the first that was not drafted; whether there are more to draw."""
     for i, token_id in enumerate(token_ids):

@@ -142,8 +142,9 @@ def test_rates_follow_what_is_seen():
 def draft_by_costs(make_rig):
     """draft_by_costs(step_seconds) -> what is drafted for samples that repeat earlier ones, or do not."""
 
-    def draft(step_seconds, *, repeats=True, num=1):
-        rig = make_rig(speculation=SpeculationConfig(), step_seconds=step_seconds, max_num_seqs=32)
+    def draft(step_seconds, *, repeats=True, num=1, drafted=()):
+        costs = {"step_seconds": step_seconds, "drafted_step_seconds": drafted}
+        rig = make_rig(speculation=SpeculationConfig(), **costs, max_num_seqs=32)
         if rig.config.async_scheduling:
             pytest.skip("nothing is drafted behind a step in flight")
         for round_ in range(2):
@@ -174,6 +175,13 @@ def test_a_draft_from_the_prompt_or_the_sample_itself_counts_as_ngram(run, sourc
 
 def test_nothing_is_drafted_where_rows_cost_what_they_bring(draft_by_costs):
     assert draft_by_costs(((1, 1.0), (2, 2.0))).num_drafted == []
+
+
+def test_steps_with_drafts_may_cost_more_than_others(draft_by_costs):
+    """As on a device, where they have no graph."""
+    plain = ((1, 1.0), (64, 1.2))
+    assert draft_by_costs(plain, drafted=((2, 12.0), (64, 12.2))).num_drafted == []
+    assert sum(draft_by_costs(plain, drafted=((2, 2.0), (64, 2.2))).num_accepted) > 25
 
 
 def test_drafts_that_are_never_right_end(draft_by_costs):

@@ -209,7 +209,7 @@ def test_head_and_draws_run_over_pieces_and_change_no_bit(engine_on, monkeypatch
         given = [each.clone(n=3, max_tokens=2) for each in (*EDITED, own)]
     llm = engine_on("device", **({"logits_processors": (f"{__name__}:OnlyOdd",)} if special else {}))
     prompts, drawn, found = [[7 + i, 8, 9] for i in range(len(given))], [], []
-    sampler = runner_of(llm)._sampler
+    sampler = runner_of(llm).drawing.sampler
     draw = sampler.draw
 
     def counted(logits, *args):

@@ -1,0 +1,82 @@
+"""Drafted tokens on a device: the same tokens and the same log-probs, to the bit, as one token in a step."""
+
+import pytest
+
+from rollout_engine import SamplingParams
+from rollout_engine.execution.step_costs import measure_steps
+from rollout_engine.speculation_config import SpeculationConfig
+from tests.parity.test_speculation import describe
+
+# Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning",
+    "ignore:invalid value encountered:RuntimeWarning",
+    "ignore:divide by zero encountered in log:RuntimeWarning",
+)
+
+PROMPTS = [{"prompt_token_ids": [7, 8, 9, 7, 8]}, {"prompt_token_ids": list(range(40, 62))}]
+SHORT = dict(max_tokens=6, ignore_eos=True, seed=3)
+PARAMS = {
+    "drawn": SamplingParams(temperature=0.8, logprobs=0, n=2, **SHORT),
+    "truncated": SamplingParams(temperature=0.8, top_p=0.9, logprobs=2, **SHORT),
+    "edited": SamplingParams(temperature=0.7, presence_penalty=1.0, logit_bias={7: 4.0}, logprobs=0, **SHORT),
+    "held back": SamplingParams(temperature=0.7, min_tokens=3, logprobs=0, n=2, max_tokens=6, seed=3),
+    "processed": SamplingParams(temperature=0.6, min_p=0.02, logprobs=2, logprobs_mode="processed", **SHORT),
+    "raw": SamplingParams(temperature=1.5, logprobs=1, logprobs_mode="raw", **SHORT),
+    "greedy": SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1, **SHORT),
+}
+
+
+@pytest.fixture
+def llm(engine_on):
+    """An engine on a device that drafts wherever it has a draft."""
+    speculation = SpeculationConfig(max_draft_tokens=3)
+    llm = engine_on("device", deterministic=True, async_scheduling=False, speculation=speculation, max_num_seqs=2)
+    costs = core_of(llm)._scheduler.speculator._costs
+    costs.of = costs.with_drafts = lambda num_rows: 1.0  # every draft pays
+    return llm
+
+
+def core_of(llm):
+    return llm.frontend.client.driver.core
+
+
+def run(llm, params, prompts):
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [(describe(sample), str(output.prompt_logprobs)) for output in outputs for sample in output.outputs]
+
+
+def compare(llm, params, prompts):
+    off = [each.clone(speculation=False) for each in params]
+    expected = run(llm, off, prompts)
+    drafts = core_of(llm).stats.drafts
+    before = sum(drafts.num_accepted)
+    for _ in range(2):  # the second time the first has what is to be drafted
+        assert run(llm, params, prompts) == expected
+    assert sum(drafts.num_accepted) > before
+
+
+def test_no_bit_depends_on_drafts(llm):
+    edited = SamplingParams(temperature=0.7, presence_penalty=1.0, logprobs=0, max_tokens=4, ignore_eos=True, seed=3)
+    compare(llm, [edited, edited.clone(presence_penalty=0.0)], PROMPTS[:1] * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PARAMS)
+def test_no_bit_depends_on_drafts_whatever_is_asked_for(llm, kind):
+    compare(llm, [PARAMS[kind]] * len(PROMPTS), PROMPTS)
+
+
+def test_steps_with_drafts_have_costs_of_their_own(llm):
+    info = llm.frontend.client.info
+    assert info.step_seconds[0][0] == 1 and info.drafted_step_seconds[0][0] == 2
+
+
+def test_costs_of_drafts_are_of_steps_with_drafts():
+    seen = []
+    costs = measure_steps(lambda work: seen.append(work), 9, num_drafted=1)
+    assert [rows for rows, _ in costs] == [2, 4, 8]
+    timed = [work for work in seen if work.scheduled and not work.new]
+    for work in timed:
+        assert all(each.num_scheduled_tokens == 2 and each.draft_token_ids == [0] for each in work.scheduled)
+    assert {len(work.samples) for work in timed} == {1, 2, 4}
