@@ -23,6 +23,7 @@ from rollout_engine.model.cuda.pinned_upload import PinnedUpload
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.sampling import logit_rows
+from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing import random_adapter, spelled_token, spelling_state_dict
 from rollout_engine.testing.models import tiny_checkpoint, tiny_model
 from tests.fake_device.calls import CUDA
@@ -107,7 +108,8 @@ def assert_alike(ours, theirs):
 
 
 class Waits:
-    """What the host waited for while it launched steps. A wait for rows that a user's own code draws is allowed."""
+    """What the host waited for while it launched steps. It may wait for rows that a user's own code draws, and to know
+    which drafted tokens were right."""
 
     def __init__(self):
         self.forbidden, self.allowed = [], []
@@ -121,7 +123,8 @@ class Waits:
             before = len(device.waits_seen)
             result = submit(work)
             for wait in device.waits_seen[before:]:
-                (self.allowed if "_draw_on_host" in wait.functions else self.forbidden).append(wait)
+                may = {"_draw_on_host", "_draw_behind_drafts"} & {*wait.functions}
+                (self.allowed if may else self.forbidden).append(wait)
             return result
 
         with monkeypatch.context() as patch:
@@ -226,6 +229,29 @@ def test_only_rows_that_a_users_own_code_draws_make_a_step_wait(on_device, monke
     waits, own = Waits(), DRAWN.clone(extra_args={}, n=1)
     with on_device(logits_processors=(f"{__name__}:OnlyOdd",)) as (device, llm), waits.noted(device, llm, monkeypatch):
         assert all(token % 2 for tokens, _ in run(llm, own) for token in tokens)
+    assert waits.forbidden == [] and waits.allowed
+
+
+@pytest.mark.slow
+def test_drafts_change_no_bit_in_any_order_beside_graphs(on_device, monkeypatch):
+    """Of two sequences one draws edited logits, token after token; steps without drafts are replayed."""
+    params = DRAWN.clone(n=1, max_tokens=5)
+    asked, waits, found = [params, params.clone(presence_penalty=1.0)], Waits(), []
+    options = dict(deterministic=True, speculation=SpeculationConfig(max_draft_tokens=3), max_num_seqs=2)
+    for order in ("eager", "lazy", "random"):
+        with on_device(**options) as (device, llm), waits.noted(device, llm, monkeypatch):
+            device.timeline.order = order
+            core = llm.frontend.client.driver.core
+            costs = core._scheduler.speculator._costs
+            costs.of = costs.with_drafts = lambda num_rows: 1.0  # every draft pays
+            llm.reset_prefix_cache()
+            found.append(run(llm, [each.clone(speculation=False) for each in asked]))
+            before = sum(core.stats.drafts.num_accepted)
+            found += [run(llm, asked) for _ in range(2)]
+            assert sum(core.stats.drafts.num_accepted) > before
+    for other in found[1:]:
+        assert [tokens for tokens, _ in other] == [tokens for tokens, _ in found[0]]
+        assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(other, found[0], strict=True))
     assert waits.forbidden == [] and waits.allowed
 
 
