@@ -74,7 +74,8 @@ def test_tokens_and_logprobs_are_those_of_the_cpu(engine_on, params):
     assert_alike(run(ours, params), run(engine_on("cpu"), params))
 
 
-@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_the_size_of_blocks_changes_no_bit(engine_on, deterministic):
     """Of 16 tokens, as elsewhere here, and of 64, a device's default: whole tiles of attention. In float32 as many
     programs decode with either."""
