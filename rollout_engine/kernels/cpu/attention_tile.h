@@ -194,9 +194,9 @@ VEC_INLINE void weigh_rows(const AttentionCall& c, const Scratch& s, const Span*
                  c.softcap, s.top + row + r, s.total + (int64_t)(row + r) * LANES, rescale + r);
 }
 
-// out[r] = out[r] * rescale[r] + weights[r] @ V over the key steps [low, high), in their order; `width` columns of V
-// where VECTORS is 1.
-template <typename T, int R, int VECTORS>
+// out[r] = out[r] * rescale[r] + weights[r] @ V over the key steps [low, high), in their order; `width` columns of V,
+// which are whole VECTORS unless IS_PART.
+template <typename T, int R, int VECTORS, bool IS_PART = false>
 VEC_INLINE void mix(float* out, int out_row, const uint32_t* weights, const float* rescale, const Tile& tile,
                     Fetch ahead, int column, int width, int dv, int low, int high) {
     constexpr int steps = LANES / per_unit<T>;  // of each part of the tile
@@ -206,7 +206,7 @@ VEC_INLINE void mix(float* out, int out_row, const uint32_t* weights, const floa
             acc[r][i] = vec::load(out + r * out_row + column + i * LANES) * rescale[r];
     auto add = [&](const uint32_t* v, int key) {
         for (int i = 0; i < VECTORS; i++) {
-            const I value = VECTORS > 1 ? load_units(v + i * LANES) : (I)vec::load((const float*)v, width);
+            const I value = IS_PART ? (I)vec::load((const float*)v, width) : load_units(v + i * LANES);
             for (int r = 0; r < R; r++) acc[r][i] = step(acc[r][i], value, weights[r * (TILE / per_unit<T>) + key], T{});
         }
     };
@@ -242,11 +242,17 @@ void mix_rows(const Sizes<T>& z, const Scratch& s, int row, const uint32_t* weig
               const Tile& tile, Fetch ahead, int column, Span seen) {
     const int low = seen.low / per_unit<T>, high = (seen.high + per_unit<T> - 1) / per_unit<T>;
     float* out = s.out + (int64_t)row * z.padded_dv;
-    if (column + 4 * LANES <= z.dv)
-        return mix<T, R, 4>(out, z.padded_dv, weights, rescale, tile, ahead, column, 0, z.dv, low, high);
-    for (; column < z.dv; column += LANES)
-        mix<T, R, 1>(out, z.padded_dv, weights, rescale, tile, ahead, column, std::min(LANES, z.dv - column), z.dv, low,
-                     high);
+    auto mixed = [&](auto vectors, auto is_part, int width) {
+        mix<T, R, vectors, is_part>(out, z.padded_dv, weights, rescale, tile, ahead, column, width, z.dv, low, high);
+        column += width;
+    };
+    const std::integral_constant<int, 4> four;
+    const std::integral_constant<int, 2> two;
+    const std::integral_constant<int, 1> one;
+    if (column + 4 * LANES <= z.dv) return mixed(four, std::false_type(), 4 * LANES);
+    if (column + 2 * LANES <= z.dv) mixed(two, std::false_type(), 2 * LANES);
+    if (column + LANES <= z.dv) mixed(one, std::false_type(), LANES);
+    if (column < z.dv) mixed(one, std::true_type(), z.dv - column);
 }
 
 // Calls visit(first row, constant number of rows) for parts of `count` rows.

@@ -159,6 +159,11 @@ VEC_INLINE void store(T* p, F x, int n) {
 #ifdef __AVX512F__
 VEC_INLINE F load(const float* p, int n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p); }
 VEC_INLINE void store(float* p, F x, int n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), x); }
+#elif defined(__AVX2__)
+VEC_INLINE F load(const float* p, int n) {
+    const I mask = lane_numbers() < n;
+    return {_mm256_maskload_ps(p, (__m256i)mask.low), _mm256_maskload_ps(p + REGISTER_LANES, (__m256i)mask.high)};
+}
 #endif
 
 VEC_INLINE float to_float(float x) { return x; }
