@@ -40,9 +40,14 @@ VEC_INLINE void write_columns(vec::F left, vec::F right, const Call& call, int64
         left = vec::product(left, vec::load(call.scales + column));
         right = vec::product(right, vec::load(call.scales + column + vec::LANES));
     }
-    T bias[PANEL] = {};
     if (call.bias) {
-        std::memcpy(bias, static_cast<const T*>(call.bias) + column, count * sizeof(T));
+        const T* bias = static_cast<const T*>(call.bias) + column;
+        T padded[PANEL];
+        if (count < PANEL) {
+            std::memset(padded, 0, sizeof padded);
+            std::memcpy(padded, bias, count * sizeof(T));
+            bias = padded;
+        }
         left += vec::load(bias);
         right += vec::load(bias + vec::LANES);
     }
