@@ -119,6 +119,18 @@ class TestOnADevice:
         alone = [run(with_graphs, *pair) for pair in zip(params, ([ids] for ids in PROMPTS), strict=False)]
         assert [each for (each,) in alone] == together
 
+    def test_drafted_tokens_change_no_bit(self, engine):
+        """Of rows that are edited, too. The second time the first has what is to be drafted."""
+        own = {"max_tokens": 40, "logprobs": 0, "ignore_eos": True}
+        params = [DRAWN, SamplingParams(presence_penalty=1.0, seed=2, **own), SamplingParams(top_p=0.9, seed=3, **own)]
+        drafting = engine(deterministic=True, speculation="auto")
+        core = drafting.frontend.client.driver.core
+        costs = core._scheduler.speculator._costs
+        costs.of = costs.with_drafts = lambda num_rows: 1.0  # every draft pays
+        expected = run(engine(deterministic=True), params, PROMPTS[:3])
+        assert [run(drafting, params, PROMPTS[:3]) for _ in range(2)] == [expected] * 2
+        assert sum(core.stats.drafts.num_accepted) > 60
+
     def test_drawn_tokens_have_the_logprobs_that_scoring_gives_them(self, engine):
         llm = engine(deterministic=True)
         drawn = run(llm)
