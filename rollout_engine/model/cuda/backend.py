@@ -206,7 +206,9 @@ class CudaBackend:
         started = time.perf_counter()
         torch.cuda.reset_peak_memory_stats(device)
         try:
-            run_largest_step(self._model(1, model_len), self._loaded.vocab_size)
+            speculation = self._config.speculates
+            num_drafted = 0 if speculation is None else speculation.max_draft_tokens
+            run_largest_step(self._model(1, model_len), self._loaded.vocab_size, num_drafted)
         except torch.OutOfMemoryError as problem:
             advice = "Lower max_num_batched_tokens, max_num_seqs or max_model_len."
             raise ConfigError(f"The largest step does not fit the device ({problem}). {advice}") from None

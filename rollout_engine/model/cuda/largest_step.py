@@ -15,8 +15,11 @@ from rollout_engine.sampling_params import SamplingParams
 
 
 @torch.inference_mode()
-def forward_largest_step(model: CudaModel) -> LogitRows:
-    """Compute as many tokens as `model.limits` allow; logits of its sequences. KV goes to block 0."""
+def forward_largest_step(model: CudaModel, num_drafted: int = 0) -> LogitRows:
+    """Compute as many tokens as `model.limits` allow; logits of its sequences, and of `num_drafted` tokens of each.
+
+    KV goes to block 0.
+    """
     limits, device = model.limits, model.device
     count = min(limits.num_sequences, limits.num_tokens)
     bounds = np.linspace(0, limits.num_tokens, count + 1).astype(np.int32)
@@ -26,15 +29,17 @@ def forward_largest_step(model: CudaModel) -> LogitRows:
     tables = torch.zeros(count, max_blocks, dtype=torch.int32, device=device)
     attention = Batch(starts, starts.diff(), tables, num_decodes=0)
     batch = CudaBatch(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), attention)
+    if num_drafted:
+        return model.forward_rows(batch, torch.arange(_num_drawn(model, num_drafted), device=device))
     return model.forward_rows(batch, starts[1:].long() - 1)
 
 
 @torch.inference_mode()
-def run_largest_step(model: CudaModel, vocab_size: int) -> None:
-    """`forward_largest_step`, and a draw for each of its sequences that is in the first piece."""
-    device, limits = model.device, model.limits
-    piece = row_pieces(min(limits.num_sequences, limits.num_tokens), vocab_size, device)[0]
-    logits = forward_largest_step(model).take(piece)
+def run_largest_step(model: CudaModel, vocab_size: int, num_drafted: int = 0) -> None:
+    """`forward_largest_step`, and a draw from each row of logits that is in the first piece."""
+    device = model.device
+    piece = row_pieces(_num_drawn(model, num_drafted), vocab_size, device)[0]
+    logits = forward_largest_step(model, num_drafted).take(piece)
     count = len(logits)
     params = [SamplingParams(top_p=0.9)] * count
     drawn = SamplingBatch.from_tasks(params, seeds=[0] * count, positions=[0] * count)
@@ -44,3 +49,8 @@ def run_largest_step(model: CudaModel, vocab_size: int) -> None:
     CudaSampler(vocab_size, device).draw(logits, arrived, torch.empty(count, dtype=torch.int64, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _num_drawn(model: CudaModel, num_drafted: int) -> int:
+    """The most rows that tokens are drawn from in a step."""
+    return min(model.limits.num_sequences * (1 + num_drafted), model.limits.num_tokens)

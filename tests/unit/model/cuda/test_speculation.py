@@ -4,6 +4,8 @@ import pytest
 
 from rollout_engine import SamplingParams
 from rollout_engine.execution.step_costs import measure_steps
+from rollout_engine.model.cuda.largest_step import run_largest_step
+from rollout_engine.model.cuda.sampler import CudaSampler
 from rollout_engine.speculation_config import SpeculationConfig
 from tests.parity.test_speculation import describe
 
@@ -70,6 +72,17 @@ def test_no_bit_depends_on_drafts_whatever_is_asked_for(llm, kind):
 def test_steps_with_drafts_have_costs_of_their_own(llm):
     info = llm.frontend.client.info
     assert info.step_seconds[0][0] == 1 and info.drafted_step_seconds[0][0] == 2
+
+
+def test_the_largest_step_has_the_logits_of_drafts(llm):
+    model = llm.frontend.client.driver.executor.worker.runner.model
+    with pytest.MonkeyPatch.context() as patch:
+        drawn = []
+        patch.setattr(CudaSampler, "draw", lambda self, logits, *rest: drawn.append(len(logits)))
+        for num_drafted in (0, 3, 100):
+            run_largest_step(model, 259, num_drafted)
+    llm.reset_prefix_cache()
+    assert drawn == [2, 8, 16]  # as many as the step has tokens
 
 
 def test_costs_of_drafts_are_of_steps_with_drafts():
