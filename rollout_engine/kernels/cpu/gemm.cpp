@@ -68,9 +68,9 @@ int useful_threads(const Call& call) {
 
 // ---- vectors: float32 everywhere, bfloat16 where there is no AMX
 
-constexpr int64_t LINE = 64;
-
 #ifdef __AVX512F__
+
+constexpr int64_t LINE = 64;
 
 // The panel as units of weights: where it is, or widened from its codes into memory of the calling thread.
 const int32_t* weights_of(const Call& call, int64_t panel) {
