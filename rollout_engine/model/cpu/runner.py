@@ -75,7 +75,7 @@ class CpuRunner:
         has_drafts = any(row.draft_token_ids for row in work.scheduled)
         if has_drafts:
             num_drafted = np.array([len(work.scheduled[row].draft_token_ids) for row in rows], np.int64)
-            last_rows = rows_up_to(last_rows, num_drafted)
+            last_rows, first_rows = rows_up_to(last_rows, num_drafted)
         prompt_rows = self._prompts.rows(work.scheduled)
         pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
         logit_rows = np.append(last_rows, prompt_rows) if prompt_rows else last_rows
@@ -91,7 +91,7 @@ class CpuRunner:
         if not rows:
             return ModelRunnerOutput(token_ids=[], logprobs=None, pooled=pooled)
         if has_drafts:
-            first_of = dict(zip(rows, (np.cumsum(num_drafted + 1) - num_drafted - 1).tolist(), strict=True))
+            first_of = dict(zip(rows, first_rows.tolist(), strict=True))
             out = self._sample_drafts(logits, work, first_of)
         else:
             if len(rows) < len(drawn):

@@ -271,8 +271,7 @@ class _Asked(NamedTuple):
         place[order] = np.arange(len(order))
         chunks = place[[task.row for task in work.samples]] if work.samples else np.empty(0, np.int64)
         distinct = list(dict.fromkeys(chunks.tolist()))  # the n samples of a prompt draw from the same row
-        drawn = rows_up_to(flat.token_starts[1:][distinct] - 1, num_drafted[distinct])
-        firsts = np.cumsum(num_drafted[distinct] + 1) - num_drafted[distinct] - 1
+        drawn, firsts = rows_up_to(flat.token_starts[1:][distinct] - 1, num_drafted[distinct])
         where = dict(zip(distinct, firsts.tolist(), strict=True))
         return cls(
             logit_rows=np.array([*drawn.tolist(), *prompt_rows], np.int64),

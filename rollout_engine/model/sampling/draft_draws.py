@@ -66,10 +66,14 @@ def draw_behind_drafts(tasks: Sequence[DraftTask], draw: Callable[[list[Row]], M
     return out
 
 
-def rows_up_to(last_rows: np.ndarray, num_before: np.ndarray) -> np.ndarray:
-    """Each of `last_rows` behind the `num_before` rows that stand right before it, int64 [N + sum]."""
-    ends = np.cumsum(num_before + 1)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(last_rows + 1 - ends, num_before + 1)
+def rows_up_to(last_rows: np.ndarray, num_before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Expand each of `last_rows`, int64 [N], to the `num_before` rows right before it and itself.
+
+    Returns these rows, int64 [N + sum of `num_before`], and where among them each of the N begins, int64 [N].
+    """
+    counts = num_before + 1
+    ends = np.cumsum(counts)
+    return np.arange(counts.sum()) + np.repeat(last_rows + 1 - ends, counts), ends - counts
 
 
 def _keep(task: DraftTask, token_ids: list[int], kept: list[int], first_row: int) -> bool:
