@@ -39,7 +39,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps of so many rows, ascending, two at least where tokens are drafted."""
     drafted_step_seconds: tuple[tuple[int, float], ...] = ()
-    """The same where some rows are drafted tokens; (): they cost what others do."""
+    """(rows, seconds) of steps in which some rows are drafted tokens; empty: as `step_seconds`."""
     draft: DraftInfo | None = None
     """Sizes of the draft model, where there is one."""
     generates: bool = True

@@ -31,7 +31,10 @@ class StepCosts:
     """Seconds of a step by its number of rows: measured at some, straight lines between them and beyond."""
 
     def __init__(self, measured: Rows[tuple[int, float]], drafted: Rows[tuple[int, float]] = ()) -> None:
-        """`drafted`: of steps in which some rows are drafted tokens; (): they cost what others do."""
+        """`measured` and `drafted` are (rows, seconds), ascending: of steps without and with drafted tokens.
+
+        Where `drafted` is empty, steps with drafted tokens cost what the others do.
+        """
         assert len(measured) >= 2, "two measured costs at least"
         self._rows = [rows for rows, _ in measured]
         self._seconds = [seconds for _, seconds in measured]

@@ -31,6 +31,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps of so many rows, measured at load where tokens are drafted; see `CoreConfig`."""
     drafted_step_seconds: tuple[tuple[int, float], ...] = ()
-    """The same of steps with drafted tokens, on a device."""
+    """(rows, seconds) of steps in which some rows are drafted tokens, measured on devices; empty: as `step_seconds`."""
     draft: DraftInfo | None = None
     """Sizes of the draft model, where there is one."""

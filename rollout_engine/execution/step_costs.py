@@ -24,15 +24,16 @@ Costs = tuple[tuple[int, float], ...]
 
 
 class SpeculationCosts(NamedTuple):
-    """What steps cost of a model for which tokens are drafted; () where none are."""
+    """Measured costs of a model's steps, by which it is decided whether to draft tokens."""
 
     plain: Costs = ()
+    """Costs of steps without drafted tokens; empty: no token is to be drafted."""
     with_drafts: Costs = ()
-    """Of steps with drafted tokens; (): as others."""
+    """Costs of steps in which some rows are drafted tokens; empty: the same as `plain`."""
 
 
 def step_costs(config: EngineConfig, backend: Backend) -> SpeculationCosts:
-    """What steps of a loaded model cost, where tokens are to be drafted; else nothing.
+    """Measure the steps of a loaded model if tokens are to be drafted; else return empty costs.
 
     Raises `ConfigError` where several tokens in one step would round otherwise than one by one.
     """

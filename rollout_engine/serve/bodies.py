@@ -27,7 +27,7 @@ _JSON_TYPES = {
     "object": "an object",
     "null": "null",
 }
-"""Types of values as clients know them, for those of msgspec's errors."""
+"""Names of JSON types in errors, by the names that msgspec gives them."""
 
 
 def read_body(route: Route, data: bytes, query: str) -> Any:
@@ -102,7 +102,10 @@ def read_fields(
 
 
 def _worded(kind: type[Any], field: str, fields: Mapping[str, Any], problem: str) -> str:
-    """What is wrong with a field, in words of JSON, or of msgspec where it is neither missing nor of another type."""
+    """Reword an error of msgspec's about a field for clients: a missing field, a wrong type or an unknown word.
+
+    Other errors, such as a broken bound, are returned as they are.
+    """
     if missing := _MISSING.match(problem):
         return f"{'.'.join(filter(None, (missing[2], missing[1])))} is missing."
     if problem.startswith("Invalid enum value") and field in fields:

@@ -1,4 +1,4 @@
-"""The draws of a runner's steps: what each row asks for, and the launches that give it."""
+"""Prepares the draws of a runner's steps on the host and launches them on the device."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,7 +22,7 @@ from rollout_engine.model.sequences.sequence_states import SequenceStates
 
 
 class Drawing:
-    """Draws for `sequences`, whose last tokens are in `rows`."""
+    """Draws tokens for `sequences`; `rows` has their last tokens on the device."""
 
     def __init__(self, sequences: SequenceStates, rows: SequenceRows, *, vocab_size: int, context: int) -> None:
         """`context`: most tokens of a sequence."""
@@ -34,13 +34,13 @@ class Drawing:
         """Settings of the last step's draws."""
 
     def update(self, work: SchedulerOutput) -> None:
-        """Forget sequences that have finished, and what was kept of those that are new under an old name."""
+        """Drop what is kept of finished sequences, and of earlier ones whose ids new sequences have."""
         if work.finished_sequence_ids or work.new:
             self._settings = None
         self._records.forget([*work.finished_sequence_ids, *(new.sequence_id for new in work.new)])
 
     def of(self, work: SchedulerOutput, positions: np.ndarray) -> Draws:
-        """The draws of a step, of tokens at `positions` int64 [S].
+        """Prepare the draws of a step, for tokens at `positions`, int64 [S].
 
         While the same sequences are drawn from, only positions and edits change.
         """
@@ -53,7 +53,7 @@ class Drawing:
         return self._edited(draws, self._sequences.edits_of(sequences, positions.tolist()))
 
     def launch(self, logits: LogitRows, draws: Draws, columns: CudaDraws, drawn: DrawMemory | None = None) -> Tensor:
-        """The outcome of draws, for `to_output`; `columns` are `draws` on the device.
+        """Launch draws and return their outcome, for `to_output`; `columns` are `draws` on the device.
 
         `drawn`: the memory of a graph that has drawn already.
         """
@@ -111,7 +111,7 @@ class Drawing:
         return out
 
     def _edited(self, draws: Draws, edits: Mapping[int, LogitEdits]) -> Draws:
-        """The same draws, of rows of which some are edited."""
+        """Add the edits of rows, by row, to `draws`."""
         on_host = {row: each for row, each in edits.items() if each.need_host}
         edited = [row for row in edits if row not in on_host]
         if not edited:
