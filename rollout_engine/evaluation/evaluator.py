@@ -90,7 +90,7 @@ class Evaluator:
             for checkpoint, cells in missing:
                 if cells:
                     self._sample(ledger, checkpoint, cells, progress)
-                elif checkpoint.path is None or checkpoint.path != ledger.plan["checkpoints"][checkpoint.name]["path"]:
+                elif not _is_as_noted(checkpoint, ledger.plan["checkpoints"][checkpoint.name]):
                     with self._loaded(ledger, checkpoint):
                         pass  # it has the weights of its samples, or that was an error
 
@@ -125,11 +125,11 @@ class Evaluator:
     @contextmanager
     def _loaded(self, ledger: Ledger, checkpoint: Checkpoint) -> Iterator[str | None]:
         """Load a checkpoint and note what it is. Yields the name of its adapter, which is removed behind the block."""
-        request = checkpoint.lora
+        request, stamp = checkpoint.lora, checkpoint.stamp()  # of the files as they are before they are read
         if request is None:
             if checkpoint.source is not None:
                 self._load(ledger, checkpoint)
-            self._note(ledger, checkpoint.name, live_digest(self._policy))
+            self._note(ledger, checkpoint, live_digest(self._policy), stamp)
             yield None
             return
         is_new = request.name not in {info.name for info in self._policy.list_loras()}
@@ -137,14 +137,15 @@ class Evaluator:
             self._policy.add_lora(request)
         try:
             [digest] = [info.digest for info in self._policy.list_loras() if info.name == request.name] or [""]
-            self._note(ledger, checkpoint.name, f"{live_digest(self._policy)} {digest}")
+            self._note(ledger, checkpoint, f"{live_digest(self._policy)} {digest}", stamp)
             yield request.name
         finally:
             if is_new and request.has_values:
                 self._policy.remove_lora(request.name)
 
-    def _note(self, ledger: Ledger, name: str, digest: str) -> None:
-        ledger.note_checkpoint(name, {"digest": digest, "version": self._policy.policy_version})
+    def _note(self, ledger: Ledger, checkpoint: Checkpoint, digest: str, stamp: str | None) -> None:
+        facts = {"path": checkpoint.path, "stamp": stamp, "digest": digest, "version": self._policy.policy_version}
+        ledger.note_checkpoint(checkpoint.name, facts)
 
     def _load(self, ledger: Ledger, checkpoint: Checkpoint) -> None:
         """Load weights, as the version that they had before, or would have if all checkpoints were loaded in turn."""
@@ -184,6 +185,13 @@ class Evaluator:
                 "answer": _answer(missing.task, sample["response"], info),
             }
         return list(found.values())
+
+
+def _is_as_noted(checkpoint: Checkpoint, noted: Mapping[str, Any]) -> bool:
+    """Whether its files are those that were loaded, or are gone from where they were, so that none need be loaded."""
+    if checkpoint.path is None or checkpoint.path != noted["path"]:
+        return False
+    return (stamp := checkpoint.stamp()) is None or stamp == noted.get("stamp")
 
 
 def _turns(runs: Sequence[tuple[_Missing, AnyRun]]) -> Iterator[tuple[_Missing, AnyRun]]:

@@ -42,6 +42,16 @@ class Checkpoint(NamedTuple):
         source = self.source.path if isinstance(self.source, LoRARequest) else self.source
         return os.fspath(source) if isinstance(source, str | os.PathLike) else None
 
+    def stamp(self) -> str | None:
+        """A digest of the names, sizes and times of its files, which is another once one was written; None: no files."""
+        if self.path is None or not os.path.exists(self.path):
+            return None
+        found = [self.path]
+        if os.path.isdir(self.path):
+            found = sorted(os.path.join(at, name) for at, _, names in os.walk(self.path) for name in names)
+        facts = [(os.path.relpath(name, self.path), *_size_and_time(name)) for name in found]
+        return sha256(repr(facts).encode()).hexdigest()[:16]
+
     @property
     def lora(self) -> LoRARequest | None:
         """The adapter that samples over the live weights; None for whole weights."""
@@ -129,6 +139,11 @@ def seed_of(seed: int, task: str, setting: str) -> int:
     for name in (task, setting):
         seed = mix(seed, int.from_bytes(sha256(name.encode()).digest()[:8], "big"))
     return seed
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns
 
 
 def _params(value: Any) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 from safetensors.torch import save_file
@@ -70,7 +71,18 @@ def test_other_weights_under_a_name_are_refused(policy, checkpoint, moved, tmp_p
 
 
 def test_other_weights_are_refused_though_no_sample_is_missing(policy, moved, tmp_path):
-    """By another path under the same name, and as the live weights of another policy."""
+    """In the same files, by another path under the same name, and as the live weights of another policy."""
+    saved = {"settings": SETTINGS, "checkpoints": {"best": str(tmp_path / "saved")}}
+    shutil.copytree(moved[0], tmp_path / "saved")
+    before = evaluated(policy, out=tmp_path / "same", sweep=saved)
+    version = policy.policy_version
+    assert evaluated(policy, out=tmp_path / "same", sweep=saved).table == before.table
+    assert policy.policy_version == version  # nothing was loaded
+    os.utime(tmp_path / "saved" / "model.safetensors")
+    assert evaluated(policy, out=tmp_path / "same", sweep=saved).table == before.table
+    shutil.copytree(moved[1], tmp_path / "saved", dirs_exist_ok=True)
+    with pytest.raises(RequestError, match="checkpoints\\['best'\\].*Its weights were others"):
+        evaluated(policy, out=tmp_path / "same", sweep=saved)
     sweeps = [{"settings": SETTINGS, "checkpoints": {"best": str(path)}} for path in moved]
     first = evaluated(policy, out=tmp_path / "named", sweep=sweeps[0])
     with pytest.raises(RequestError, match="checkpoints\\['best'\\].*Its weights were others"):
