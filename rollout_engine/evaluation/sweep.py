@@ -43,7 +43,7 @@ class Checkpoint(NamedTuple):
         return os.fspath(source) if isinstance(source, str | os.PathLike) else None
 
     def stamp(self) -> str | None:
-        """A digest of the names, sizes and times of its files, which is another once one was written; None: no files."""
+        """A digest of names, sizes and times of its files, another once one of them was written; None: no files."""
         if self.path is None or not os.path.exists(self.path):
             return None
         found = [self.path]
