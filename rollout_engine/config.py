@@ -281,15 +281,11 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{mine} and {other} are both set: {reason}. Give one of them.")
 
     def _check_ranks(self) -> None:
-        is_uncuttable = self.deterministic is False and self.device != "cuda"
-        found = {
-            "deterministic=False": (is_uncuttable, "a cut model has the bits of one that is whole"),
-            f"speculation={self.speculation!r}": (self.speculates is not None, "ranks draft no tokens"),
-        }
-        for other, (is_set, reason) in found.items():
-            if is_set:
-                size = f"tensor_parallel_size={self.tensor_parallel_size}"
-                raise ConfigError(f"{size} and {other} are both set: {reason}. Give one of them.")
+        if self.deterministic is False and self.device != "cuda":
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} and deterministic=False are both set: a cut model "
+                "has the bits of one that is whole. Give one of them."
+            )
 
     def _check_speculation(self) -> None:
         mine, is_device = f"speculation={self.speculation!r}", self.device == "cuda"

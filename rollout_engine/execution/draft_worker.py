@@ -35,7 +35,7 @@ class DraftWorker:
         self.name = speculation.draft_model
         own = msgspec.structs.replace(
             config, model=self.name, tokenizer=None, deterministic="auto", fp32_head=False, speculation="off",
-            quantization=None, max_model_len=None, kv_cache_bytes=None, num_kv_blocks=None,
+            tensor_parallel_size=1, quantization=None, max_model_len=None, kv_cache_bytes=None, num_kv_blocks=None,
             load_format="dummy" if config.load_format == "dummy" else "auto",
         )  # fmt: skip
         try:

@@ -44,6 +44,10 @@ class LeadingWorker(Worker):
         resident.updater = WeightUpdater(weights, checks, weights.writer)
         return resident
 
+    def _begin_to_serve(self) -> None:
+        self._team.wait_started()
+        self._team.seat.serve()
+
     def live_weights(self) -> Mapping[str, Tensor]:
         """The own rows of every weight."""
         if self.updater.is_open:

@@ -46,8 +46,6 @@ class ProcessExecutor(InlineExecutor):
         try:
             with _named(team):
                 worker = LeadingWorker(config, team)
-            team.wait_started()
-            team.seat.serve()
         except BaseException:
             team.shutdown()
             raise

@@ -59,6 +59,7 @@ class Worker:
         self.updater = self._weights.updater
         loaded = loaded._replace(targets={}, cut=None)
         trim_allocator()  # packed weights have given up their plain values
+        self._begin_to_serve()
         costs = step_costs(config, backend)
         speculation = config.speculates
         drafts = speculation is not None and speculation.draft_model is not None and bool(costs.plain)
@@ -91,6 +92,9 @@ class Worker:
 
     def _resident_weights(self, loaded: LoadedModel, backend: Backend, device: torch.device) -> ResidentWeights:
         return ResidentWeights(loaded, backend, device)
+
+    def _begin_to_serve(self) -> None:
+        """Called once the model is loaded, before its first step."""
 
     def live_weights(self) -> Mapping[str, Tensor]:
         return self.updater.live("live_weights")

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import SamplingParams
+from rollout_engine.kernels.cpu import turns
 from tests.parity.test_speculation import Pair, draw_params, draw_prompts
 
 KINDS = ("copy", "noisy", "random")
@@ -37,8 +38,8 @@ def drafter(checkpoint, tmp_path_factory):
 class DraftModelPair(Pair):
     """Two engines of one checkpoint, of which one has a draft model, which drafts wherever it may."""
 
-    def __init__(self, directory, draft_model, rng, sources=()):
-        super().__init__(directory, rng, sources, draft_model=str(draft_model))
+    def __init__(self, directory, draft_model, rng, sources=(), **more):
+        super().__init__(directory, rng, sources, draft_model=str(draft_model), **more)
         self.model = self.drafting.frontend.client.driver.core.draft_model
         self.model._costs.of = lambda num_rows: 1.0
         self.model._draft_costs.of = lambda num_rows: 1e-6
@@ -54,9 +55,10 @@ class DraftModelPair(Pair):
         super().close()
 
 
-def run_round(directory, draft_model, rng, num_rounds=4):
+def run_round(directory, draft_model, rng, num_rounds=4, num_ranks=1):
     """Tokens compared, drafted, and accepted."""
-    pair = DraftModelPair(directory, draft_model, rng, rng.choice([(), (), ("rollouts", "ngram")]))
+    sources = rng.choice([(), (), ("rollouts", "ngram")])
+    pair = DraftModelPair(directory, draft_model, rng, sources, num_ranks=num_ranks)
     num_tokens = 0
     for _ in range(num_rounds):
         prompts, params = draw_prompts(rng), SamplingParams(**draw_params(rng))
@@ -85,6 +87,17 @@ def test_a_draft_model_changes_nothing(checkpoint, drafter, architecture, dtype,
     draft_model = drafter(kind, architecture, dtype)
     _, drafted, accepted = run_round(checkpoint(architecture, dtype), draft_model, rng)
     assert drafted >= accepted > (50 if kind == "copy" else 10 if kind == "noisy" else -1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
+def test_a_draft_model_beside_ranks_changes_nothing(checkpoint, drafter):
+    """It runs whole, beside rank 0."""
+    draft_model = drafter("noisy", "qwen3", torch.float32)
+    _, drafted, accepted = run_round(
+        checkpoint("qwen3", torch.float32), draft_model, random.Random("ranks"), num_ranks=2
+    )
+    assert drafted >= accepted > 10
 
 
 @pytest.mark.slow

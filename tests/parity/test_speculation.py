@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, SamplingParams
 from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.cpu import turns
 from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing import assert_clean
 from rollout_engine.testing.architectures import SIZES
@@ -18,6 +19,7 @@ QUICK = [
     ("llama", torch.bfloat16),
     pytest.param("qwen3_moe", torch.bfloat16, marks=pytest.mark.slow),
 ]
+RANKED = [("llama", torch.bfloat16), ("mixtral", torch.bfloat16), ("gemma3_text", torch.float32)]
 VOCAB_SIZE = 259
 SOURCES = [("rollouts", "ngram"), ("rollouts",), ("ngram",)]
 
@@ -25,8 +27,8 @@ SOURCES = [("rollouts", "ngram"), ("rollouts",), ("ngram",)]
 class Pair:
     """Two engines of one checkpoint, of which one drafts wherever it has a draft."""
 
-    def __init__(self, directory, rng, sources=SOURCES[0], **more):
-        """`more`: for `SpeculationConfig`."""
+    def __init__(self, directory, rng, sources=SOURCES[0], *, num_ranks=1, **more):
+        """`num_ranks`: of the engine that drafts. `more`: for `SpeculationConfig`."""
         block_size = rng.choice([1, 4, 16, 64])
         options = dict(
             model=str(directory),
@@ -39,7 +41,7 @@ class Pair:
         )
         self.plain = LLM(**options)
         speculation = SpeculationConfig(sources=sources, max_draft_tokens=rng.choice([1, 3, 8]), **more)
-        self.drafting = LLM(**options, speculation=speculation)
+        self.drafting = LLM(**options, speculation=speculation, tensor_parallel_size=num_ranks)
         core = self.drafting.frontend.client.driver.core
         core._scheduler.speculator._costs.of = lambda num_rows: 1.0  # every draft pays
         self.drafts = core.stats.drafts
@@ -99,9 +101,9 @@ def draw_prompts(rng):
     ]
 
 
-def run_round(directory, rng, num_rounds=4):
-    """Tokens compared. Every request comes three times, so that the last ones find drafts that are right."""
-    pair = Pair(directory, rng, rng.choice(SOURCES))
+def run_round(directory, rng, num_rounds=4, num_ranks=1):
+    """Tokens compared, drafted, and accepted. Every request comes three times, so that the last find right drafts."""
+    pair = Pair(directory, rng, rng.choice(SOURCES), num_ranks=num_ranks)
     num_tokens = 0
     for _ in range(num_rounds):
         prompts, params = draw_prompts(rng), SamplingParams(**draw_params(rng))
@@ -123,6 +125,17 @@ def test_drafts_change_nothing(checkpoint, architecture, dtype):
     counts = [run_round(checkpoint(architecture, dtype), rng) for _ in range(2)]
     _, drafted, accepted = map(sum, zip(*counts, strict=True))
     assert drafted > accepted > 100
+
+
+@pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), [QUICK[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in RANKED)]
+)
+def test_ranks_that_draft_say_what_one_process_says_without(checkpoint, architecture, dtype):
+    _, drafted, accepted = run_round(
+        checkpoint(architecture, dtype), random.Random(f"ranks {architecture}"), num_ranks=2
+    )
+    assert drafted > accepted > 20
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from rollout_engine.kernels.cpu import turns
 from rollout_engine.model import backends
 from rollout_engine.model.cuda.backend import CudaBackend
 from rollout_engine.model.sampling import logit_rows
+from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from tests.unit.model.cuda.conftest import OPTIONS
 
@@ -75,6 +76,20 @@ def test_two_devices_say_what_one_says_before_and_after_an_update(engine):
     source = tiny_model("qwen3", seed=5, **SMALL)
     assert two.update_weights(source).digest == one.update_weights(source).digest
     assert said(two, prompts) == said(one, prompts)
+
+
+@pytest.mark.slow
+def test_two_devices_that_draft_say_what_one_says_without(engine):
+    speculation = SpeculationConfig(max_draft_tokens=3)
+    two, one = engine(2, max_num_seqs=2, speculation=speculation), engine(1, max_num_seqs=2)
+    core = two.frontend.client.driver.core
+    costs = core._scheduler.speculator._costs
+    costs.of = costs.with_drafts = lambda num_rows: 1.0  # every draft pays
+    params = msgspec.structs.replace(DRAWN, max_tokens=6)
+    expected = said(one, PROMPTS, params)
+    for _ in range(2):  # the second time the first has what is to be drafted
+        assert said(two, PROMPTS, params) == expected
+    assert sum(core.stats.drafts.num_accepted) > 0
 
 
 @pytest.mark.slow
