@@ -8,7 +8,7 @@ from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.errors import StaleVersionError
 from rollout_engine.lora_request import LoRAInfo, LoRARequest
 from rollout_engine.messages import KvMode
-from rollout_engine.model.adapters.pool import AdapterPool, PreparedAdapter
+from rollout_engine.model.adapters.pool import Adapters, PreparedAdapter
 from rollout_engine.outputs import UpdateReport
 
 
@@ -81,7 +81,7 @@ def remove_adapter(driver: EngineDriver, name: str) -> bool:
 
 def _swap(
     driver: EngineDriver,
-    pool: AdapterPool,
+    pool: Adapters,
     request: LoRARequest,
     prepared: PreparedAdapter,
     verb: str,
@@ -100,7 +100,7 @@ def _swap(
 
 
 def _install(
-    driver: EngineDriver, pool: AdapterPool, request: LoRARequest, prepared: PreparedAdapter, version: int
+    driver: EngineDriver, pool: Adapters, request: LoRARequest, prepared: PreparedAdapter, version: int
 ) -> LoRAInfo:
     table = driver.core.adapters
     slot = table.place(request.name, driver.core.num_using)

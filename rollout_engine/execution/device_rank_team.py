@@ -20,13 +20,15 @@ from rollout_engine.execution.rank_wire import (
     Meet,
     OpenPool,
     PackWeights,
+    PrepareAdapter,
     SettleWeights,
     StageWeights,
     StartWeights,
 )
+from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.ranks.device_exchange import DeviceExchange, Form, form_of
 
-_BESIDE_STEPS = (StartWeights, StageWeights, PackWeights, SettleWeights)
+_BESIDE_STEPS = (StartWeights, StageWeights, PackWeights, SettleWeights, PrepareAdapter)
 """Calls that touch nothing that steps read, unless weights are written in place."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -46,14 +48,14 @@ class DeviceRankTeam(RankTeam):
         self._rendezvous = f"file://{self._directory}/rendezvous"
         super().__init__(config)
 
-    def forward_on_device(self, forms: list[Form], num_decodes: int, pool: int) -> None:
-        self._tell(ForwardOnDevice(forms, num_decodes, pool))
+    def forward_on_device(self, forms: list[Form], num_decodes: int, pool: int, *, has_adapters: bool) -> None:
+        self._tell(ForwardOnDevice(forms, num_decodes, pool, has_adapters))
 
     def head(self, states: Tensor) -> None:
         self._tell(HeadOnDevice(form_of(states)))
         self.exchange.send([states])
 
-    def forward_dense(self, input_ids: Tensor) -> NoReturn:
+    def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None) -> NoReturn:
         raise AssertionError("sequences are scored over KV pools")
 
     def open_pool(self, pool: int, num_blocks: int) -> None:

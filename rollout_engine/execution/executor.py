@@ -16,7 +16,7 @@ from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.step_thread import StepThread
 from rollout_engine.execution.worker import Worker
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
-from rollout_engine.model.adapters.pool import AdapterPool
+from rollout_engine.model.adapters.pool import Adapters
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update_session import Core
@@ -128,7 +128,7 @@ class InlineExecutor:
         """Report updates that come as calls to `core`, inside `boundary()`, which keeps steps out."""
         self.worker.update.attach_core(core, boundary)
 
-    def require_adapters(self, verb: str) -> AdapterPool:
+    def require_adapters(self, verb: str) -> Adapters:
         """The model's adapters. Raises `LifecycleError`, naming `verb`, where it computes none."""
         if (adapters := self.worker.backend.adapters) is None:
             what = f"{verb}: this engine computes no adapters: deterministic is off on a CPU, or layers run as modules"

@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import LifecycleError, RPCError
+from rollout_engine.errors import RPCError
 from rollout_engine.execution.device_rank_team import DeviceRankTeam
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.leading_worker import LeadingWorker
 from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_wire import CallExtension, pack_value
+from rollout_engine.execution.team_adapters import TeamAdapters
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.model.adapters.pool import Adapters
 from rollout_engine.model.backends import device_of
 from worker_ext.score import ScoreExtension
 from worker_ext.weights import WeightSyncExtension
@@ -36,7 +38,8 @@ class ProcessExecutor(InlineExecutor):
 
     def __init__(self, worker: LeadingWorker, team: RankTeam, **options: Any) -> None:
         super().__init__(worker, **options)
-        self._team = team
+        self._team, own = team, worker.backend.adapters
+        self._adapters = None if own is None else TeamAdapters(team, own)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "ProcessExecutor":
@@ -95,11 +98,9 @@ class ProcessExecutor(InlineExecutor):
             raise RPCError(f"{method}: its arguments cannot travel to other ranks: {problem}.", method=method) from None
         return self._team.ask(message, lambda: self.worker.extensions.call(method, args, kwargs))
 
-    def require_adapters(self, verb: str) -> NoReturn:
-        raise LifecycleError(
-            f"{verb}: adapters are not computed with tensor_parallel_size={self._team.num_ranks}. Merge the adapter "
-            "(merge_and_unload), or leave tensor_parallel_size out."
-        )
+    def require_adapters(self, verb: str) -> Adapters:
+        own = super().require_adapters(verb)
+        return self._adapters or own
 
     def shutdown(self) -> None:
         """Drop the model and the KV pool, and end the other ranks."""

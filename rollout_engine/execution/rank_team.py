@@ -29,8 +29,10 @@ from rollout_engine.execution.rank_wire import (
     RankSettings,
     Started,
     StepMessage,
+    rows_bytes,
     unpack_value,
 )
+from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model.ranks.exchange import TOTAL_BYTES, Exchange
 from rollout_engine.model.ranks.seat import Columns, Seat
@@ -167,12 +169,14 @@ class RankTeam:
         if error is not None:
             on_death(str(error))
 
-    def forward(self, token_ids: np.ndarray, columns: Columns, logit_rows: np.ndarray) -> None:
+    def forward(
+        self, token_ids: np.ndarray, columns: Columns, logit_rows: np.ndarray, adapter_rows: AdapterRows | None
+    ) -> None:
         arrays = (token_ids, columns.first_positions, columns.token_starts, columns.blocks, columns.block_starts)
-        self._tell(Forward(*(array.tobytes() for array in (*arrays, logit_rows))))
+        self._tell(Forward(*(array.tobytes() for array in (*arrays, logit_rows)), rows_bytes(adapter_rows)))
 
-    def forward_dense(self, input_ids: Tensor) -> None:
-        self._tell(ForwardDense(input_ids.contiguous().numpy().tobytes(), len(input_ids)))
+    def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None) -> None:
+        self._tell(ForwardDense(input_ids.contiguous().numpy().tobytes(), len(input_ids), rows_bytes(adapter_rows)))
 
     def head(self, states: Tensor) -> None:
         content = states.contiguous().view(torch.uint8).numpy().tobytes()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rollout_engine import errors
 from rollout_engine.config import EngineConfig
+from rollout_engine.kernels.adapters import AdapterRows
 from sync.digests import tensor_bytes
 from sync.manifest import dtype_name, torch_dtype
 
@@ -81,8 +82,12 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
         return kind(self.text)
 
 
+RowsBytes = tuple[bytes, bytes, bytes]
+"""The arrays of `AdapterRows`."""
+
+
 class Forward(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """A step: arrays of `FlatBatch` and the rows whose logits are wanted, as bytes."""
+    """A step: arrays of `FlatBatch`, the rows whose logits are wanted and those that have adapters, as bytes."""
 
     token_ids: bytes
     first_positions: bytes
@@ -90,6 +95,7 @@ class Forward(msgspec.Struct, tag=True, frozen=True, array_like=True):
     blocks: bytes
     block_starts: bytes
     logit_rows: bytes
+    adapter_rows: RowsBytes | None
 
 
 class ForwardDense(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -97,6 +103,7 @@ class ForwardDense(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
     input_ids: bytes
     num_rows: int
+    adapter_rows: RowsBytes | None
 
 
 class Head(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -119,6 +126,7 @@ class ForwardOnDevice(msgspec.Struct, tag=True, frozen=True, array_like=True):
     forms: list[tuple[str, tuple[int, ...]]]
     num_decodes: int
     pool: int
+    has_adapters: bool
 
 
 class HeadOnDevice(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -210,6 +218,28 @@ class WriteShard(msgspec.Struct, tag=True, frozen=True):
     directory: str
 
 
+class PrepareAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Lay out your rows of an adapter, to be known by a number: `LinearAdapter`s by name, as `pack_value` writes."""
+
+    number: int
+    linears: bytes
+    gone: list[int]
+    """Numbers to forget."""
+
+
+class InstallAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Have an adapter in a slot."""
+
+    slot: int
+    number: int
+
+
+class RemoveAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Free a slot."""
+
+    slot: int
+
+
 class CallExtension(msgspec.Struct, tag=True, frozen=True):
     """Call a method of a worker extension; arguments and result as `pack_value` writes them."""
 
@@ -229,6 +259,9 @@ CallMessage = (
     | ReleaseWeights
     | RestoreWeights
     | WriteShard
+    | PrepareAdapter
+    | InstallAdapter
+    | RemoveAdapter
     | CallExtension
 )
 
@@ -288,6 +321,19 @@ def _close_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_all)
+
+
+def rows_bytes(rows: AdapterRows | None) -> RowsBytes | None:
+    """Rows with adapters as they are sent."""
+    return None if rows is None else (rows.rows.tobytes(), rows.slots.tobytes(), rows.blocks.tobytes())
+
+
+def rows_of(content: RowsBytes | None) -> AdapterRows | None:
+    """The rows that `rows_bytes` gave."""
+    if content is None:
+        return None
+    rows, slots, blocks = (np.frombuffer(bytearray(each), np.int32) for each in content)
+    return AdapterRows(rows, slots, blocks.reshape(-1, 3))
 
 
 def pack_value(value: Any) -> bytes:

@@ -23,23 +23,28 @@ from rollout_engine.execution.rank_wire import (
     ForwardOnDevice,
     Head,
     HeadOnDevice,
+    InstallAdapter,
     Meet,
     OpenPool,
     PackWeights,
+    PrepareAdapter,
     PrepareWeights,
     RankSettings,
     ReadWeights,
     ReleaseKV,
     ReleaseWeights,
+    RemoveAdapter,
     RestoreWeights,
     SettleWeights,
     StageWeights,
     StartWeights,
     StepMessage,
     WriteShard,
+    rows_of,
     unpack_value,
 )
 from rollout_engine.execution.resident_weights import ResidentWeights
+from rollout_engine.execution.team_adapters import RankAdapters
 from rollout_engine.kernels.cpu.attention import ChunkColumns
 from rollout_engine.kernels.memory import trim_allocator
 from rollout_engine.model.backends import device_of
@@ -64,6 +69,7 @@ class RankWorker:
         self._backend = backend = device.backend(config, loaded, ())
         self._weights = ResidentWeights(loaded, backend, device.torch_device)
         self._held = self._weights.updater.weights
+        self._adapters = RankAdapters(backend.adapters)
         self._parts = RankParts(self._held, loaded.cut.parts, seat.exchange.window)
         self.module, self.vocab_size = loaded.module, loaded.vocab_size
         self.max_model_len = cap_model_len(config, loaded.max_model_len, backend.num_blocks)
@@ -107,19 +113,18 @@ class RankWorker:
                     _integers(message.block_starts),
                 )
                 batch = FlatBatch(_integers(message.token_ids), columns)
-                model.forward_states(batch, _integers(message.logit_rows), ())
-            case ForwardDense(input_ids, num_rows):
+                model.forward_states(batch, _integers(message.logit_rows), (), rows_of(message.adapter_rows))
+            case ForwardDense(input_ids, num_rows, adapter_rows):
                 ids = torch.frombuffer(bytearray(input_ids), dtype=torch.int64).view(num_rows, -1)
-                with torch.no_grad():
-                    model.module(input_ids=ids, use_cache=False)
+                model.follow_dense(ids, rows_of(adapter_rows))
             case Head(states, shape, dtype):
                 with torch.inference_mode():
                     hidden = torch.frombuffer(bytearray(states), dtype=torch_dtype(dtype)).view(shape)
                     model.module.get_output_embeddings()(hidden)
             case CopyBlocks(pairs):
                 model.follow_copies(pairs)
-            case ForwardOnDevice(forms, num_decodes, pool):
-                model.follow_forward(forms, num_decodes, pool)
+            case ForwardOnDevice(forms, num_decodes, pool, has_adapters):
+                model.follow_forward(forms, num_decodes, pool, has_adapters=has_adapters)
             case HeadOnDevice(form):
                 model.follow_head(form)
             case OpenPool(pool, num_blocks):
@@ -160,6 +165,12 @@ class RankWorker:
             case WriteShard(directory):
                 forms, live = self._weights.updater.metadata(), self.live_weights()
                 return write_shard(Path(directory), self.rank, self._num_ranks, forms, live)
+            case PrepareAdapter(number, linears, gone):
+                return self._adapters.prepare(number, linears, gone)
+            case InstallAdapter(slot, number):
+                return self._adapters.install(slot, number)
+            case RemoveAdapter(slot):
+                return self._adapters.remove(slot)
             case CallExtension(method, arguments):
                 args, kwargs = unpack_value(arguments)
                 return self._extensions.call(method, args, kwargs)

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rollout_engine import LLM, EngineConfig, LoRARequest, SamplingParams
+from rollout_engine import LLM, EngineConfig, SamplingParams
 from rollout_engine.errors import (
     ConfigError,
     DirtyWeightsError,
@@ -301,8 +301,6 @@ def test_products_that_depend_on_the_batch_are_refused_by_name():
 def test_what_ranks_cannot_do_is_refused_by_name(engine):
     with pytest.raises(LifecycleError, match="apply_model: not possible with tensor_parallel_size=2"):
         engine.apply_model(lambda module: None)
-    with pytest.raises(LifecycleError, match="adapters are not computed with tensor_parallel_size=2"):
-        engine.add_lora(LoRARequest("math", path="/nowhere"))
 
 
 def ranks_below():

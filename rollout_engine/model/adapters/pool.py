@@ -2,11 +2,14 @@
 
 prepare(request) ──> install(slot, prepared) ──> steps add each row's adapter to its products
 files, checks        between two steps
+
+Where a model is cut over ranks, each has all of A and the rows of B that its outputs are.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -49,13 +52,21 @@ class Target(NamedTuple):
     place: int
     """Its place among them."""
     linear: nn.Linear
+    outputs: slice
+    """The output features that it computes here, of all ranks' `num_outputs`."""
+    num_outputs: int
 
 
-class PreparedAdapter(NamedTuple):
+Pairs = dict[int, list[Any]]
+"""Number of a group -> a `Pair` for each of its linears, or None."""
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedAdapter:
     """An adapter that has been checked, in the kernel's layout."""
 
-    pairs: dict[int, list[Any]]
-    """Number of a group -> a `Pair` for each of its linears, or None."""
+    pairs: Pairs
+    """Of this rank's outputs."""
     rank: int
     """The largest of its layers."""
     num_tensors: int
@@ -64,10 +75,24 @@ class PreparedAdapter(NamedTuple):
     """Over names, scales and values."""
 
 
+class Adapters(Protocol):
+    """The adapters of a model, which may be cut over ranks."""
+
+    def prepare(self, request: LoRARequest) -> PreparedAdapter:
+        """Read an adapter and check it against the model. Raises `RequestError`. Steps may run meanwhile."""
+        ...
+
+    def install(self, slot: int, prepared: PreparedAdapter) -> None:
+        """Have an adapter in a slot, in place of what is there. No step may be running on the host."""
+
+    def remove(self, slot: int) -> None:
+        """Free a slot. No step may be running on the host."""
+
+
 class AdapterPool(ABC):
     """Room for `max_loras` adapters of at most `max_rank` beside the linears of `module`.
 
-    While there is no adapter, steps cost what they cost without a pool.
+    While there is no adapter, steps cost what they cost without a pool. Satisfies `Adapters`.
     """
 
     block_rows: ClassVar[int]
@@ -75,10 +100,10 @@ class AdapterPool(ABC):
 
     def __init__(self, module: nn.Module, *, max_loras: int, max_rank: int) -> None:
         self._module, self._max_loras, self._max_rank = module, max_loras, max_rank
-        self._dtype = next(module.parameters()).dtype
+        self.dtype = next(module.parameters()).dtype
         self._tables: dict[int, Any] = {}
         """By the number of a group, those of groups with an adapter."""
-        self._installed: dict[int, PreparedAdapter] = {}
+        self._installed: dict[int, Pairs] = {}
         self.num_changes = 0
         """Counts changes of the adapters that are installed."""
         self._last: tuple[list[int], list[int], AdapterRows | None] = ([], [], None)
@@ -89,38 +114,48 @@ class AdapterPool(ABC):
         return not self._installed
 
     def prepare(self, request: LoRARequest) -> PreparedAdapter:
-        """Read an adapter and check it against the model. Raises `RequestError`. Steps may run meanwhile."""
         with naming_adapter(request):
-            return self._prepared(request)
+            return self.checked(read_adapter(request))
 
-    def _prepared(self, request: LoRARequest) -> PreparedAdapter:
-        pairs: dict[int, list[Any]] = {}
+    def checked(self, linears: Mapping[str, LinearAdapter]) -> PreparedAdapter:
+        """Check the matrices of an adapter, and lay them out. Raises `RequestError`."""
+        packed: dict[str, Pair] = {}
         digest, rank, num_bytes = xxhash.xxh3_128(), 0, 0
-        linears = read_adapter(request)
         for name, linear in sorted(linears.items()):
-            target = self._target(name)
-            self._check(name, linear, target.linear)
-            pair = self._packed(linear)
+            self._check(name, linear, self._target(name))
+            pair = packed[name] = self._packed(linear)
             tensors = pair.a, pair.b
             if not all(math.isfinite(bound) for tensor in tensors for bound in tensor.aminmax()):  # NaN is both bounds
                 raise RequestError.for_field(f"tensors of '{name}'", "NaN or infinite values", "finite", _NOT_FINITE)
-            pairs.setdefault(target.group, [None] * len(self._groups[target.group]))[target.place] = pair
             digest.update(f"{name} {float(linear.scale).hex()} {len(linear.a)}\n".encode())
             for tensor in tensors:
                 digest.update(tensor_bytes(tensor))
                 num_bytes += tensor.nbytes
             rank = max(rank, len(linear.a))
-        return PreparedAdapter(self._placed(pairs), rank, 2 * len(linears), num_bytes, digest.hexdigest())
+        return PreparedAdapter(self.pairs(linears, packed), rank, 2 * len(linears), num_bytes, digest.hexdigest())
+
+    def pairs(self, linears: Mapping[str, LinearAdapter], packed: Mapping[str, Pair] | None = None) -> Pairs:
+        """Lay out this rank's outputs of matrices that have been checked. `packed`: all outputs of each."""
+        found: Pairs = {}
+        for name, linear in linears.items():
+            target = self._target(name)
+            is_whole = target.linear.out_features == target.num_outputs
+            own = linear._replace(b=linear.b[target.outputs])
+            pair = packed[name] if packed and is_whole else self._packed(own)
+            found.setdefault(target.group, [None] * len(self._groups[target.group]))[target.place] = pair
+        return self._placed(found)
 
     def install(self, slot: int, prepared: PreparedAdapter) -> None:
-        """Have an adapter in a slot, in place of what is there. No step may be running on the host."""
-        self._clear(slot, keep=prepared.pairs)
-        for key, pairs in prepared.pairs.items():
-            self._table(key).set(slot, pairs)
-        self._installed[slot] = prepared
+        self.put(slot, prepared.pairs)
+
+    def put(self, slot: int, pairs: Pairs) -> None:
+        """Have these pairs in a slot. No step may be running on the host."""
+        self._clear(slot, keep=pairs)
+        for key, each in pairs.items():
+            self._table(key).set(slot, each)
+        self._installed[slot] = pairs
 
     def remove(self, slot: int) -> None:
-        """Free a slot. No step may be running on the host."""
         self._clear(slot, keep=())
 
     def rows(self, slots: list[int], sizes: list[int]) -> AdapterRows | None:
@@ -137,7 +172,7 @@ class AdapterPool(ABC):
     def _packed(self, linear: LinearAdapter) -> Pair:
         """The matrices for the kernel, in the host's memory."""
 
-    def _placed(self, pairs: dict[int, list[Any]]) -> dict[int, list[Any]]:
+    def _placed(self, pairs: Pairs) -> Pairs:
         """The same pairs where steps run."""
         return pairs
 
@@ -170,12 +205,12 @@ class AdapterPool(ABC):
             raise RequestError.for_field("target", name, bound, hint)
         return found
 
-    def _check(self, name: str, linear: LinearAdapter, child: nn.Linear) -> None:
+    def _check(self, name: str, linear: LinearAdapter, target: Target) -> None:
         if len(linear.a) > self._max_rank:
             bound = f"at most {self._max_rank} (max_lora_rank)"
             hint = f"It is the rank of '{name}'. Make the engine with max_lora_rank={len(linear.a)}."
             raise RequestError.for_field("rank", len(linear.a), bound, hint)
-        came, wanted = [linear.a.shape[1], linear.b.shape[0]], [child.in_features, child.out_features]
+        came, wanted = [linear.a.shape[1], linear.b.shape[0]], [target.linear.in_features, target.num_outputs]
         if came != wanted:
             hint = f"They are the inputs and outputs of '{name}': the adapter is of another base model."
             raise RequestError.for_field(f"shape of '{name}'", came, str(wanted), hint)
@@ -184,12 +219,12 @@ class AdapterPool(ABC):
         """Empty a slot, but for the tables of the groups `keep`, which are set next."""
         self.num_changes += 1
         before = self._installed.pop(slot, None)
-        for key in before.pairs if before else ():
+        for key in before or ():
             if key in keep:
                 continue
             table = self._tables[key]
             table.set(slot, [None] * len(table.sizes))
-            if not any(key in other.pairs for other in self._installed.values()):
+            if not any(key in other for other in self._installed.values()):
                 del self._tables[key]
                 self._dropped_table(key)
 

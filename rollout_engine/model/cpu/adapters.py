@@ -12,6 +12,7 @@ from rollout_engine.kernels.cpu.adapters import BLOCK_ROWS
 from rollout_engine.model.adapters.peft_format import LinearAdapter
 from rollout_engine.model.adapters.pool import AdapterPool, Target
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
+from rollout_engine.model.ranks.cut import outputs_of
 
 
 class CpuAdapterPool(AdapterPool):
@@ -22,8 +23,8 @@ class CpuAdapterPool(AdapterPool):
     def __init__(self, module: nn.Module, **sizes: Any) -> None:
         super().__init__(module, **sizes)
         self._of_number: dict[int, LinearGroup] = {}
-        self._rows: AdapterRows | None = None
-        """Rows of the batch that is computed now."""
+        self.active_rows: AdapterRows | None = None
+        """Rows of the batch that is computed now, inside `active`."""
 
     def table_of(self, group: LinearGroup) -> AdapterTable | None:
         """The adapters of a group of linears, until an adapter is installed or removed; None: none changes it."""
@@ -32,28 +33,29 @@ class CpuAdapterPool(AdapterPool):
     @contextmanager
     def active(self, rows: AdapterRows | None) -> Iterator[None]:
         """Inside, products of the module's linears get the adapters of `rows`."""
-        self._rows = rows
+        self.active_rows = rows
         try:
             yield
         finally:
-            self._rows = None
+            self.active_rows = None
 
     def _find_targets(self) -> dict[str, Target]:
         head = self._module.get_output_embeddings()  # type: ignore[operator]
         found = {}
         for name, child in self._module.named_modules():
             if isinstance(child, RowInvariantLinear) and child is not head:
-                found[name] = Target(id(child._group), child._slot, child)
+                own = outputs_of(child)
+                found[name] = Target(id(child._group), child._slot, child, own.rows, own.whole)
                 self._of_number[id(child._group)] = child._group
         return found
 
     def _packed(self, linear: LinearAdapter) -> AdapterPair:
-        return AdapterPair.packed(linear.a, linear.b, linear.scale, self._dtype)
+        return AdapterPair.packed(linear.a, linear.b, linear.scale, self.dtype)
 
     def _made_table(self, group: int) -> AdapterTable:
         linears = self._groups[group]
         sizes = [child.out_features for child in linears]
-        table = AdapterTable(self._max_loras, linears[0].in_features, sizes, self._dtype)
+        table = AdapterTable(self._max_loras, linears[0].in_features, sizes, self.dtype)
         self._of_number[group].add_to = partial(self._add, table)
         return table
 
@@ -61,5 +63,5 @@ class CpuAdapterPool(AdapterPool):
         self._of_number[group].add_to = None
 
     def _add(self, table: AdapterTable, x: Tensor, out: Tensor) -> None:
-        if self._rows is not None:
-            add_adapters(table, x, out, self._rows)
+        if self.active_rows is not None:
+            add_adapters(table, x, out, self.active_rows)

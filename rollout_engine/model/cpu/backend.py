@@ -60,7 +60,7 @@ class CpuBackend:
         if reason is not None:
             logger.info("The layers run as modules, more slowly: %s.", reason)
         self.adapters = None
-        if self.is_deterministic and cut is None:
+        if self.is_deterministic:
             self.adapters = CpuAdapterPool(loaded.module, max_loras=config.max_loras, max_rank=config.max_lora_rank)
         kind = CpuModel if cut is None else RankedModel
         model = kind(

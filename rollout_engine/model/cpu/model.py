@@ -89,7 +89,7 @@ class CpuModel:
             return LogitRows.of(states[:0]), states
 
         def forward(rows: Tensor) -> Any:
-            with self.kv.step(batch), self._adapting(adapter_rows):
+            with self.kv.step(batch), self.adapting(adapter_rows):
                 return self.module(
                     input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
                 )
@@ -98,7 +98,8 @@ class CpuModel:
             logits = module_logits(self.module, forward, rows, self.module.config.vocab_size, may_repeat=True)
         return logits, found[0][of_states] if found else torch.empty(0)
 
-    def _adapting(self, rows: AdapterRows | None) -> AbstractContextManager[None]:
+    def adapting(self, rows: AdapterRows | None) -> AbstractContextManager[None]:
+        """Inside, products of the module get the adapters of `rows`."""
         return nullcontext() if self.adapters is None or rows is None else self.adapters.active(rows)
 
 

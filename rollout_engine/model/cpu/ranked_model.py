@@ -1,6 +1,7 @@
 """The model of one rank on the CPU: rank 0 tells the others of each step, and all compute it together."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,10 @@ class RankedModel(CpuModel):
         super().__init__(*args, cut=cut, **options)
         self._seat = cut.seat
         self.kv.on_copy = self._announce_copies
+        self._dense: list[AbstractContextManager[None]] = []
+        """While rank 0 runs the whole module over sequences, for scores: what `together` has given."""
+        self.module.register_forward_pre_hook(self._before_dense, with_kwargs=True)
+        self.module.register_forward_hook(self._after_dense, always_call=True)
 
     @torch.inference_mode()
     def forward_states(
@@ -37,8 +42,13 @@ class RankedModel(CpuModel):
             return super().forward_states(chunks, logit_rows, state_rows, adapter_rows)
         batch = chunks if isinstance(chunks, FlatBatch) else FlatBatch.of(chunks)
         with self._seat.together():
-            followers.forward(batch.token_ids, batch.columns, np.asarray(logit_rows, np.int64))
+            followers.forward(batch.token_ids, batch.columns, np.asarray(logit_rows, np.int64), adapter_rows)
             return super().forward_states(batch, logit_rows, state_rows, adapter_rows)
+
+    def follow_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None) -> None:
+        """Do what `forward_dense` tells this rank."""
+        with torch.no_grad(), self.adapting(adapter_rows):
+            self.module(input_ids=input_ids, use_cache=False)
 
     def follow_copies(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Do what `copy_blocks` tells this rank."""
@@ -47,6 +57,16 @@ class RankedModel(CpuModel):
     def _announce_copies(self, pairs: Sequence[tuple[int, int]]) -> None:
         if (followers := self._seat.alone) is not None:
             followers.copy_blocks(list(pairs))
+
+    def _before_dense(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (followers := self._seat.alone) is not None:
+            followers.forward_dense(kwargs["input_ids"], self.adapters.active_rows if self.adapters else None)
+            self._dense.append(self._seat.together())
+            self._dense[-1].__enter__()
+
+    def _after_dense(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if self._dense:
+            self._dense.pop().__exit__(None, None, None)
 
 
 def check_products(module: nn.Module, cut: ModelCut, *, is_deterministic: bool) -> None:

@@ -11,9 +11,10 @@ from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.triton.adapters import BLOCK_ROWS, AdapterBatch, AdapterPair, AdapterTable
 from rollout_engine.kernels.triton.rounding import compiles_kernels
 from rollout_engine.model.adapters.peft_format import LinearAdapter
-from rollout_engine.model.adapters.pool import AdapterPool, Target
+from rollout_engine.model.adapters.pool import AdapterPool, Pairs, Target
 from rollout_engine.model.cuda.copy_stream import CopyStream
 from rollout_engine.model.packing.linear_groups import linears_by_input
+from rollout_engine.model.ranks.cut import outputs_of
 
 
 class CudaAdapterPool(AdapterPool):
@@ -51,16 +52,16 @@ class CudaAdapterPool(AdapterPool):
         head = self._module.get_output_embeddings()  # type: ignore[operator]
         names = {id(child): name for name, child in self._module.named_modules()}
         return {
-            names[id(child)]: Target(id(group[0]), place, child)
+            names[id(child)]: Target(id(group[0]), place, child, outputs_of(child).rows, outputs_of(child).whole)
             for group in linears_by_input(self._module, (nn.Linear,))
             for place, child in enumerate(group)
             if child is not head
         }
 
     def _packed(self, linear: LinearAdapter) -> AdapterPair:
-        return AdapterPair.packed(linear.a.cpu(), linear.b.cpu(), linear.scale, self._dtype)
+        return AdapterPair.packed(linear.a.cpu(), linear.b.cpu(), linear.scale, self.dtype)
 
-    def _placed(self, pairs: dict[int, list[Any]]) -> dict[int, list[Any]]:
+    def _placed(self, pairs: Pairs) -> Pairs:
         with self._stream.entered():
             placed = {
                 group: [None if pair is None else pair.to(self._device) for pair in each]
@@ -81,7 +82,7 @@ class CudaAdapterPool(AdapterPool):
         self._compiled.add(shape)
         table, none = self._new_table(group, 1), torch.zeros(1, dtype=torch.int32, device=self._device)
         table.set(0, pairs)
-        x, out = (torch.zeros(1, n, dtype=self._dtype, device=self._device) for n in (shape[0], sum(shape[1])))
+        x, out = (torch.zeros(1, n, dtype=self.dtype, device=self._device) for n in (shape[0], sum(shape[1])))
         table.add(x, out, AdapterBatch(none, torch.zeros(1, 3, dtype=torch.int32, device=self._device)))
 
     def _made_table(self, group: int) -> AdapterTable:
@@ -94,4 +95,4 @@ class CudaAdapterPool(AdapterPool):
     def _new_table(self, group: int, num_slots: int) -> AdapterTable:
         linears = self._groups[group]
         sizes = [child.out_features for child in linears]
-        return AdapterTable(num_slots, linears[0].in_features, sizes, self._dtype, self._device)
+        return AdapterTable(num_slots, linears[0].in_features, sizes, self.dtype, self._device)

@@ -78,7 +78,7 @@ class CudaBackend:
         self.packed = PackedWeights(loaded.module)
         stream = copy_stream_for(device)
         self.adapters: CudaAdapterPool | None = None
-        if self._fused and self._seat is None:
+        if self._fused:
             sizes = {"max_loras": config.max_loras, "max_rank": config.max_lora_rank}
             self.adapters = CudaAdapterPool(loaded.module, stream=stream, **sizes)
         model_len = config.max_model_len or loaded.max_model_len

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout_engine.kernels.triton.activation import gated
+from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
@@ -100,21 +101,23 @@ class CudaDecoder:
 
     def _adapted(self, x: Tensor, linear: Linear, batch: CudaBatch) -> Tensor:
         """A product of a layer, with the adapters of its rows."""
-        out = self._product(x, linear)
-        if batch.adapters is not None:
-            assert self._adapters is not None, "no row has an adapter where there are none"
-            self._adapters.add(linear.group, x, out, batch.adapters)
-        return out
+        return self._product(x, linear, adapted=batch.adapters)
 
-    def _product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+    def _product(
+        self, x: Tensor, linear: Linear, out: Tensor | None = None, adapted: AdapterBatch | None = None
+    ) -> Tensor:
         """x [T, K] -> [T, N], written to `out` where it is given; what other ranks have of either is gathered."""
         gathers = linear.gathers
         if gathers.input is not None:
             x = gathers.input(x)
+        part = self._multiply(x, linear, out if gathers.output is None else None)
+        if adapted is not None:
+            assert self._adapters is not None, "no row has an adapter where there are none"
+            self._adapters.add(linear.group, x, part, adapted)
         if gathers.output is None:
-            return self._multiply(x, linear, out)
-        part = gathers.output(self._multiply(x, linear))
-        return part if out is None else out.copy_(part)
+            return part
+        whole = gathers.output(part)
+        return whole if out is None else out.copy_(whole)
 
     def _multiply(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         weight, bias = linear.weight, linear.bias

@@ -14,7 +14,7 @@ from rollout_engine.model.modules.decoder_structure import UnsupportedStructure,
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.packing.linear_groups import stacked
-from rollout_engine.model.ranks.cut import num_outputs
+from rollout_engine.model.ranks.cut import outputs_of
 from rollout_engine.model.ranks.wiring import Gathers, OwnRows, gathers_of
 
 
@@ -122,7 +122,7 @@ def _linear(children: list[nn.Module]) -> Linear:
     gathers = gathers_of(children[0])
     are_local = all(gathers_of(child) == Gathers(None, None) for child in children)
     require(len(children) == 1 or are_local, "linears that share an input are not cut by heads and columns")
-    count = sum(map(num_outputs, children))
+    count = sum(outputs_of(child).whole for child in children)
     tile = tile_for(count, weight.shape[1], weight.dtype)
     return Linear(weight, _fused(biases) if biases else None, tile, count, id(children[0]), gathers)
 

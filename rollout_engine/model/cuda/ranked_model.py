@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
 from rollout_engine.model.cuda.attention import CudaBatch, CudaKVPool
 from rollout_engine.model.cuda.model import CudaModel
@@ -32,7 +33,7 @@ _STEPS = 0
 class DeviceFollowers(Followers, Protocol):
     """The ranks from 1 on, each with a device of its own. What follows a call is sent by the exchange."""
 
-    def forward_on_device(self, forms: list[Form], num_decodes: int, pool: int) -> None:
+    def forward_on_device(self, forms: list[Form], num_decodes: int, pool: int, *, has_adapters: bool) -> None:
         """Compute a batch, whose tensors of these forms follow, over a pool by its number."""
 
     def open_pool(self, pool: int, num_blocks: int) -> None:
@@ -58,8 +59,9 @@ class RankedCudaModel(CudaModel):
             return super().forward_rows(batch, rows, pool)
         tensors = _tensors_of(batch, rows)
         number = next(key for key, each in self._pools.items() if each is (pool or self.kv))
+        forms, has_adapters = [form_of(each) for each in tensors], batch.adapters is not None
         with self._seat.together():
-            followers.forward_on_device([form_of(each) for each in tensors], batch.attention.num_decodes, number)
+            followers.forward_on_device(forms, batch.attention.num_decodes, number, has_adapters=has_adapters)
             self._exchange.send(tensors)
             return super().forward_rows(batch, rows, pool)
 
@@ -77,9 +79,9 @@ class RankedCudaModel(CudaModel):
             followers.close_pool(number)
 
     @torch.inference_mode()
-    def follow_forward(self, forms: Sequence[Form], num_decodes: int, pool: int) -> None:
+    def follow_forward(self, forms: Sequence[Form], num_decodes: int, pool: int, *, has_adapters: bool) -> None:
         """Do what `forward_on_device` tells this rank."""
-        batch, rows = _batch_of(self._exchange.receive(forms), num_decodes)
+        batch, rows = _batch_of(self._exchange.receive(forms), num_decodes, has_adapters=has_adapters)
         self.kv.memory.restore()
         self.forward_rows(batch, rows, self._pools[pool])
 
@@ -134,11 +136,12 @@ def _tensors_of(batch: CudaBatch, rows: Tensor) -> list[Tensor]:
     attention = batch.attention
     tensors = [rows, batch.token_ids, batch.positions, batch.slots]
     tensors += [attention.token_starts, attention.context_lens, attention.block_tables]
-    return tensors + list(attention.prefixes or ())
+    return tensors + list(batch.adapters or ()) + list(attention.prefixes or ())
 
 
-def _batch_of(tensors: Sequence[Tensor], num_decodes: int) -> tuple[CudaBatch, Tensor]:
+def _batch_of(tensors: Sequence[Tensor], num_decodes: int, *, has_adapters: bool) -> tuple[CudaBatch, Tensor]:
     """The batch and its rows that `_tensors_of` gave."""
-    rows, token_ids, positions, slots, starts, lens, tables, *prefixes = tensors
-    found = Prefixes(*prefixes) if prefixes else None
-    return CudaBatch(token_ids, positions, slots, Batch(starts, lens, tables, num_decodes, found)), rows
+    rows, token_ids, positions, slots, starts, lens, tables, *more = tensors
+    adapters, prefixes = (AdapterBatch(*more[:2]), more[2:]) if has_adapters else (None, more)
+    attention = Batch(starts, lens, tables, num_decodes, Prefixes(*prefixes) if prefixes else None)
+    return CudaBatch(token_ids, positions, slots, attention, adapters), rows

@@ -25,7 +25,7 @@ from rollout_engine.model.modules.attention_interface import rollout_attention
 from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.modules.row_trial import unproven_parts
 from rollout_engine.model.packing.linear_groups import linears_by_input
-from rollout_engine.model.ranks.cut import num_outputs
+from rollout_engine.model.ranks.cut import outputs_of
 
 _ATTENTION_NAME = "rollout_engine_on_device"
 
@@ -43,7 +43,7 @@ def make_row_invariant(module: nn.Module) -> None:
             child.__class__, child._epsilon = _RMSNorm, epsilon
     for group in linears_by_input(module, (nn.Linear, _Linear)):
         for child in group:
-            child.__class__, child._num_beside = _Linear, sum(map(num_outputs, group))
+            child.__class__, child._num_beside = _Linear, sum(outputs_of(each).whole for each in group)
 
 
 def _refuse_coarse_products(rotary: nn.Module, args: tuple[Any, ...]) -> None:

@@ -86,9 +86,10 @@ def cut_module(
     return cut
 
 
-def num_outputs(linear: nn.Linear) -> int:
-    """Output features of a linear, on all ranks together if it is cut."""
-    return int(getattr(linear, "whole_out_features", linear.out_features))
+def outputs_of(linear: nn.Linear) -> Share:
+    """The output features of a linear that this rank computes: all, if it is not cut."""
+    found: Share = getattr(linear, "_own_outputs", Share.all(linear.out_features))
+    return found
 
 
 def _plan_of(module: PreTrainedModel) -> dict[int, str]:
@@ -201,7 +202,7 @@ def _replace_parameters(module: PreTrainedModel, cut: ModelCut, *, keep_values: 
             replaced[id(before)] = nn.Parameter(data, requires_grad=False)
         child.register_parameter(attribute, replaced[id(before)])
     for each in cut.linears:
-        each.module.out_features, each.module.whole_out_features = each.share.size, each.share.whole
+        each.module.out_features, each.module._own_outputs = each.share.size, each.share
     if cut.embedding is not None:
         embedding, share = cut.embedding
         embedding.num_embeddings, embedding.padding_idx = share.size, None

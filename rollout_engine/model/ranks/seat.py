@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.ranks.exchange import Exchange
 
 ELSEWHERE = "so they do on another rank"
@@ -25,10 +26,12 @@ class Columns(Protocol):
 class Followers(Protocol):
     """The ranks from 1 on, as rank 0 sees them. Each call returns at once; they meet rank 0 in what it computes."""
 
-    def forward(self, token_ids: np.ndarray, columns: Columns, logit_rows: np.ndarray) -> None:
+    def forward(
+        self, token_ids: np.ndarray, columns: Columns, logit_rows: np.ndarray, adapter_rows: AdapterRows | None
+    ) -> None:
         """Compute these chunks, int64 [T], over the KV pool, and logits of these rows."""
 
-    def forward_dense(self, input_ids: Tensor) -> None:
+    def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None) -> None:
         """Compute whole sequences, int64 [B, T], without the KV pool."""
 
     def head(self, states: Tensor) -> None:

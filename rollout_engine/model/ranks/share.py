@@ -19,6 +19,11 @@ class Share(NamedTuple):
         return self.stop - self.first
 
     @property
+    def rows(self) -> slice:
+        """The rows, to index with."""
+        return slice(self.first, self.stop)
+
+    @property
     def is_whole(self) -> bool:
         """Whether it is all rows."""
         return self.size == self.whole

@@ -1,7 +1,7 @@
 """Connects the parts of a module that is cut over ranks: gathers what a product needs, and what it gives."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,6 @@ def connect(module: nn.Module, cut: ModelCut) -> None:
         embedding._own_rows = own = OwnRows(cut.seat, share)
         embedding.register_forward_pre_hook(own.before)
         embedding.register_forward_hook(own.after)
-    _announce_dense(module, cut.seat)
 
 
 class Gathers(NamedTuple):
@@ -104,21 +103,3 @@ class OwnRows:
         """(Places in the own table, whether they are of these ids)."""
         is_own = (ids >= self._share.first) & (ids < self._share.stop)
         return (ids - self._share.first).clamp(0, self._share.size - 1), is_own
-
-
-def _announce_dense(module: nn.Module, seat: Seat) -> None:
-    """Have the followers join when rank 0 runs the whole module over sequences, for scores."""
-    contexts: list[Any] = []
-
-    def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if called is module and (followers := seat.alone) is not None:
-            followers.forward_dense(kwargs["input_ids"])
-            contexts.append(seat.together())
-            contexts[-1].__enter__()
-
-    def after(called: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if called is module and contexts:
-            contexts.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)

@@ -21,7 +21,7 @@ from rollout_engine.model import backends
 from rollout_engine.model.cuda.backend import CudaBackend
 from rollout_engine.model.sampling import logit_rows
 from rollout_engine.speculation_config import SpeculationConfig
-from rollout_engine.testing import tiny_checkpoint, tiny_model
+from rollout_engine.testing import random_adapter, tiny_checkpoint, tiny_model
 from tests.unit.model.cuda.conftest import OPTIONS
 
 pytestmark = [
@@ -90,6 +90,26 @@ def test_two_devices_that_draft_say_what_one_says_without(engine):
     for _ in range(2):  # the second time the first has what is to be drafted
         assert said(two, PROMPTS, params) == expected
     assert sum(core.stats.drafts.num_accepted) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_devices_say_what_one_says_under_adapters(engine, num_ranks):
+    fields = dict(num_attention_heads=8, num_key_value_heads=2, hidden_size=80, intermediate_size=100)
+    many, one = (engine(n, "llama", fields, max_loras=2) for n in (num_ranks, 1))
+    prompts = [*PROMPTS, PROMPTS[0]]
+    found = []
+    for llm in (many, one):
+        for name, rank in (("a", 8), ("b", 20)):
+            llm.add_lora(random_adapter(tiny_model("llama", **fields), name, seed=rank, rank=rank))
+        parts = [llm.list_loras()[0].digest]
+        for revision in range(2):
+            outputs = llm.generate(prompts, DRAWN, lora_request=["a", None, "b"], use_tqdm=False)
+            parts += [(list(c.token_ids), c.logprobs.tobytes()) for output in outputs for c in output.outputs]
+            parts += [each.tobytes() for each in llm.score([[5, 9, 2], [7]], [[4, 5], [8]], lora="a")]
+            llm.add_lora(random_adapter(tiny_model("llama", **fields), "a", seed=3, revision=revision + 1))
+        found.append(parts)
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

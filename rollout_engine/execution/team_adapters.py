@@ -1,0 +1,77 @@
+"""Adapters of a model that is cut over ranks: read and checked by rank 0, which sends the others their matrices.
+
+rank 0    prepare ── PrepareAdapter ──>   lays out its rows, beside steps
+          install ── InstallAdapter ──>   has them in the slot, between the same two steps
+"""
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from rollout_engine.execution.rank_team import RankTeam
+from rollout_engine.execution.rank_wire import InstallAdapter, PrepareAdapter, RemoveAdapter, pack_value, unpack_value
+from rollout_engine.lora_request import LoRARequest
+from rollout_engine.model.adapters.peft_format import LinearAdapter, naming_adapter, read_adapter
+from rollout_engine.model.adapters.pool import AdapterPool, Pairs, PreparedAdapter
+
+
+class TeamAdapters:
+    """Satisfies `model.adapters.pool.Adapters` for all ranks; made by rank 0, whose own adapters `own` are."""
+
+    def __init__(self, team: RankTeam, own: AdapterPool) -> None:
+        self._team, self._own = team, own
+        self._count = count()
+        self._numbers: WeakKeyDictionary[PreparedAdapter, int] = WeakKeyDictionary()
+        self._told: set[int] = set()
+        """Numbers that the other ranks know."""
+
+    def prepare(self, request: LoRARequest) -> PreparedAdapter:
+        with naming_adapter(request):
+            linears = read_adapter(request)
+            prepared = self._own.checked(linears)
+        gone = self._told - set(self._numbers.values())
+        number = self._numbers[prepared] = next(self._count)
+        self._team.ask(PrepareAdapter(number, _packed(linears, self._own.dtype), sorted(gone)))
+        self._told = self._told - gone | {number}
+        return prepared
+
+    def install(self, slot: int, prepared: PreparedAdapter) -> None:
+        message = InstallAdapter(slot, self._numbers[prepared])
+        self._team.ask(message, lambda: self._own.install(slot, prepared))
+
+    def remove(self, slot: int) -> None:
+        self._team.ask(RemoveAdapter(slot), lambda: self._own.remove(slot))
+
+
+class RankAdapters:
+    """The other end: the adapters of one rank, which it does as it is told."""
+
+    def __init__(self, own: AdapterPool) -> None:
+        self._own = own
+        self._prepared: dict[int, Pairs] = {}
+
+    def prepare(self, number: int, linears: bytes, gone: Sequence[int]) -> None:
+        """Lay out this rank's rows of an adapter, to be known by a number; forget others."""
+        for each in gone:
+            del self._prepared[each]
+        self._prepared[number] = self._own.pairs(_unpacked(linears))
+
+    def install(self, slot: int, number: int) -> None:
+        """Have an adapter in a slot. No step may be running on the host."""
+        self._own.put(slot, self._prepared[number])
+
+    def remove(self, slot: int) -> None:
+        """Free a slot. No step may be running on the host."""
+        self._own.remove(slot)
+
+
+def _packed(linears: dict[str, LinearAdapter], dtype: torch.dtype) -> bytes:
+    return pack_value({name: (each.a.to(dtype), each.b.to(dtype), each.scale) for name, each in linears.items()})
+
+
+def _unpacked(body: bytes) -> dict[str, LinearAdapter]:
+    found: dict[str, Any] = unpack_value(body)
+    return {name: LinearAdapter(*each) for name, each in found.items()}
