@@ -4,6 +4,7 @@ rank 0    prepare ── PrepareAdapter ──>   lays out its rows, beside step
           install ── InstallAdapter ──>   has them in the slot, between the same two steps
 """
 
+import threading
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -23,19 +24,21 @@ class TeamAdapters:
 
     def __init__(self, team: RankTeam, own: AdapterPool) -> None:
         self._team, self._own = team, own
-        self._count = count()
+        self._count, self._preparing = count(), threading.Lock()
         self._numbers: WeakKeyDictionary[PreparedAdapter, int] = WeakKeyDictionary()
         self._told: set[int] = set()
-        """Numbers that the other ranks know."""
+        """Numbers that the other ranks may know."""
 
     def prepare(self, request: LoRARequest) -> PreparedAdapter:
         with naming_adapter(request):
             linears = read_adapter(request)
             prepared = self._own.checked(linears)
-        gone = self._told - set(self._numbers.values())
-        number = self._numbers[prepared] = next(self._count)
-        self._team.ask(PrepareAdapter(number, _packed(linears, self._own.dtype), sorted(gone)))
-        self._told = self._told - gone | {number}
+        with self._preparing:
+            gone = self._told - set(self._numbers.values())
+            number = self._numbers[prepared] = next(self._count)
+            self._told.add(number)
+            self._team.ask(PrepareAdapter(number, _packed(linears, self._own.dtype), sorted(gone)))
+            self._told -= gone
         return prepared
 
     def install(self, slot: int, prepared: PreparedAdapter) -> None:
@@ -56,7 +59,7 @@ class RankAdapters:
     def prepare(self, number: int, linears: bytes, gone: Sequence[int]) -> None:
         """Lay out this rank's rows of an adapter, to be known by a number; forget others."""
         for each in gone:
-            del self._prepared[each]
+            self._prepared.pop(each, None)
         self._prepared[number] = self._own.pairs(_unpacked(linears))
 
     def install(self, slot: int, number: int) -> None:
