@@ -5,13 +5,14 @@ rank 0    prepare ── PrepareAdapter ──>   lays out its rows, beside step
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from rollout_engine.errors import EngineDeadError
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_wire import InstallAdapter, PrepareAdapter, RemoveAdapter, pack_value, unpack_value
 from rollout_engine.lora_request import LoRARequest
@@ -42,11 +43,20 @@ class TeamAdapters:
         return prepared
 
     def install(self, slot: int, prepared: PreparedAdapter) -> None:
-        message = InstallAdapter(slot, self._numbers[prepared])
-        self._team.ask(message, lambda: self._own.install(slot, prepared))
+        self._change(InstallAdapter(slot, self._numbers[prepared]), lambda: self._own.install(slot, prepared))
 
     def remove(self, slot: int) -> None:
-        self._team.ask(RemoveAdapter(slot), lambda: self._own.remove(slot))
+        self._change(RemoveAdapter(slot), lambda: self._own.remove(slot))
+
+    def _change(self, message: InstallAdapter | RemoveAdapter, own: Callable[[], object]) -> None:
+        try:
+            self._team.ask(message, own)
+        except Exception as problem:
+            what = f"{type(message).__name__} failed on a rank ({type(problem).__name__}: {problem})"
+            self._team.fail(
+                EngineDeadError(f"{what}, and ranks whose adapters differ compute garbage: make a new engine.")
+            )
+            raise
 
 
 class RankAdapters:

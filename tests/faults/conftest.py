@@ -5,6 +5,7 @@ import pytest
 from rollout_engine.kernels.cpu import build
 from rollout_engine.process import core_launcher
 from rollout_engine.testing import tiny_checkpoint
+from tests.caches import cache_without
 
 _start = core_launcher._start
 
@@ -26,10 +27,6 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def post_mortems(tmp_path, monkeypatch):
     """The folder where cores that die leave their files; everything else in the cache is as always."""
-    usual, cache = build.cache_directory(""), tmp_path / "cache"
-    cache.mkdir()
-    for path in usual.iterdir():
-        if path.name != "post-mortems":
-            (cache / path.name).symlink_to(path)
+    cache = cache_without("post-mortems", tmp_path / "cache")
     monkeypatch.setenv(build.CACHE_VARIABLE, str(cache))
     return cache / "post-mortems"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout_engine import LLM, LoRARequest, SamplingParams, exact
-from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.testing import assert_clean, random_adapter, save_adapter, tiny_checkpoint, tiny_model
 from tests.unit.peft_layers import PeftModel
@@ -136,3 +136,13 @@ def test_a_trainer_sends_its_adapter_alone_and_finds_its_own_log_probs(two):
         with torch.no_grad():
             trainer.adapters()[0].lora_B["default"].weight.mul_(1.5)
     two.remove_lora(info.name)
+
+
+def test_ranks_whose_adapters_may_differ_compute_no_more(two, monkeypatch):
+    """The last test: the engine has ended."""
+    own = two.llm_engine.frontend.client.driver.executor._adapters._own
+    monkeypatch.setattr(own, "put", lambda *args: (_ for _ in ()).throw(MemoryError("no room")))
+    with pytest.raises((MemoryError, EngineDeadError), match="no room"):
+        two.add_lora(adapter("qwen3", "late"))
+    with pytest.raises(EngineDeadError, match=r"InstallAdapter failed on a rank \(MemoryError: no room\)"):
+        said(two, [(0, None)])
