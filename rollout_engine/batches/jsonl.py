@@ -101,16 +101,30 @@ def _plain(batch: TensorDictBase, reserved: frozenset[str]) -> dict[Key, list[An
 
 
 def line_of(sample: dict[str, Any]) -> str:
-    """One dict of `samples` as JSON. Raises `RequestError` for a column that cannot be written."""
-    for name, value in sample["columns"].items():
+    """One dict of `samples` as JSON. Raises `RequestError` for a value that cannot be written, such as a column."""
+    encoded = (f"{_dumps(name)}: {_numbers(value) or _dumps(value)}" for name, value in sample.items())
+    try:
+        line = f"{{{', '.join(encoded)}}}"
+    except (TypeError, ValueError) as problem:
+        raise _refused(sample) from problem
+    # Half a surrogate pair has no UTF-8, but JSON has an escape for it.
+    return line.encode(errors="backslashreplace").decode()
+
+
+def _refused(sample: dict[str, Any]) -> RequestError:
+    """The error that names what of a sample cannot be written."""
+    columns = {
+        f"columns[{name!r}]": (value, f", or leave it out with batch.exclude({name!r})")
+        for name, value in sample["columns"].items()
+    }
+    for name, (value, advice) in (columns | {name: (value, "") for name, value in sample.items()}).items():
         try:
             _dumps(value)
         except (TypeError, ValueError) as problem:
-            where = f"columns[{name!r}] of group {sample['group_id']}, sample {sample['sample_index']}"
-            hint = f"{problem}. Convert it, or leave it out with batch.exclude({name!r})."
-            raise RequestError.for_field(where, value, "something that JSON can represent", hint) from problem
-    encoded = (f"{_dumps(name)}: {_numbers(value) or _dumps(value)}" for name, value in sample.items())
-    return f"{{{', '.join(encoded)}}}"
+            where = f"{name} of group {sample['group_id']}, sample {sample['sample_index']}"
+            bound = "something that JSON can represent"
+            return RequestError.for_field(where, value, bound, f"{problem}. Convert it{advice}.")
+    raise AssertionError("every value can be written")
 
 
 def _numbers(value: Any) -> str | None:

@@ -86,7 +86,7 @@ class Ledger:
             sample for sample in samples if sample["sample_index"] not in self.has(Cell.of(sample), sample["group_id"])
         ]
         if self._file is not None:
-            self._file.write("".join(line_of(sample) + "\n" for sample in new).encode(errors="surrogatepass"))
+            self._file.write("".join(line_of(sample) + "\n" for sample in new).encode())
             self._file.flush()
         for sample in new:
             self._count(sample)

@@ -132,5 +132,11 @@ def test_a_line_says_what_json_would(value):
 
 @pytest.mark.parametrize("value", [[1.0, math.nan], [math.inf], [-math.inf, math.inf]], ids=repr)
 def test_numbers_that_json_does_not_have_are_no_line(value):
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        line_of({"columns": {}, "value": value})
+    with pytest.raises(RequestError, match="^value of group 0, sample 1=.*not JSON compliant"):
+        line_of({"group_id": 0, "sample_index": 1, "columns": {}, "value": value})
+
+
+def test_half_a_surrogate_pair_is_written_to_a_file_and_read_back(make_batch, tmp_path):
+    batch = make_batch(num_groups=1, num_samples=2)
+    batch["odd"] = NonTensorStack("a\ud800\\", "\udfff\u20ac")
+    assert [row["columns"]["odd"] for row in written(batch, tmp_path / "file")] == ["a\ud800\\", "\udfff\u20ac"]
