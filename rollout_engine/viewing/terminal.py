@@ -26,6 +26,8 @@ _SORTS = ("file", "reward", "length", "log-prob")
 _HUES = ("#1b4965", "#5b3a76", "#2d5a3d", "#6b4a1c", "#5c2a36", "#1f5560")
 _MOST_TOKENS = 4_000
 """Tokens of a sample that are drawn."""
+_MOST_COMPARED = 2_000
+"""Tokens of a sample that are compared with another's, which takes the time of their product."""
 
 
 class RolloutViewer(App[None]):
@@ -114,13 +116,15 @@ class RolloutViewer(App[None]):
         """Show what differs between the chosen sample and the one that was chosen before."""
         one, other = self._samples[self._before], self._samples[self._chosen]
         text = Text(f"{one.name} (red) and {other.name} (green)\n\n")
-        matcher = difflib.SequenceMatcher(None, one.pieces, other.pieces, autojunk=False)
-        for kind, a, b, c, d in matcher.get_opcodes():
+        gone, new = one.pieces[:_MOST_COMPARED], other.pieces[:_MOST_COMPARED]
+        for kind, a, b, c, d in difflib.SequenceMatcher(None, gone, new, autojunk=False).get_opcodes():
             if kind == "equal":
-                text.append(visible("".join(one.pieces[a:b])))
+                text.append(visible("".join(gone[a:b])))
                 continue
-            text.append(visible("".join(one.pieces[a:b])), "white on #7a2222")
-            text.append(visible("".join(other.pieces[c:d])), "white on #1f5f2f")
+            text.append(visible("".join(gone[a:b])), "white on #7a2222")
+            text.append(visible("".join(new[c:d])), "white on #1f5f2f")
+        if max(len(one.pieces), len(other.pieces)) > _MOST_COMPARED:
+            text.append(f" [only the first {_MOST_COMPARED} tokens are compared]", "italic dim")
         self._show(text)
 
     def _fill(self) -> None:
@@ -152,7 +156,7 @@ class RolloutViewer(App[None]):
         facts |= {"ended by": sample.get("ended_by") or sample.get("finish_reason"), "seed": sample["seed"]}
         facts |= {"versions": ", ".join(map(str, sorted({*sample["policy_version"]} - {-1})))}
         facts |= {**(sample.get("rewards") or {}), **(sample.get("columns") or {})}
-        told = Text("\n".join(f"{name}: {visible(str(value))}" for name, value in facts.items()))
+        told = Text("\n".join(visible(f"{name}: {value}") for name, value in facts.items()))
         return Group(told, Panel(Text(visible(self._samples[i].prompt)), title="prompt"), self._panel(i))
 
     def _panel(self, i: int) -> Panel:

@@ -61,6 +61,16 @@ def test_a_group_and_a_comparison():
     assert "group 0, sample 0 (red) and group 0, sample 1 (green)" in shown
 
 
+def test_only_the_beginnings_of_long_responses_are_compared():
+    first, second = rollouts(1, 2)
+    for sample, last in ((first, 7), (second, 8)):
+        many = [0, 1] * 10_000 + [last]
+        sample |= {"response_token_ids": many, "log_probs": [0.0] * len(many), "policy_version": [0] * len(many)}
+    _, shown = drive([first, second], "down", "d")
+    assert "[only the first 2000 tokens are compared]" in " ".join(shown.split())
+    assert shown.count("t0") == 1_000 and "t7" not in shown and "t8" not in shown
+
+
 def test_what_others_said_is_folded():
     [sample] = rollouts(1, 1, num_tokens=30)
     length = len(sample["response_token_ids"])
@@ -77,7 +87,8 @@ def test_every_colour_draws(times):
 def test_control_characters_are_pictures():
     assert "\x1b" not in visible(HOSTILE) and "\N{SYMBOL FOR ESCAPE}" in visible(HOSTILE)
     assert "\u202e" not in visible(HOSTILE)
-    samples = [s | {"prompt": HOSTILE, "response": HOSTILE} for s in rollouts(1, 1)]
+    said = {"prompt": HOSTILE, "response": HOSTILE, "columns": {HOSTILE: HOSTILE}}
+    samples = [s | said for s in rollouts(1, 1)]
     assert "\x1b[31m" not in drive(samples)[1]
 
 
