@@ -92,7 +92,8 @@ def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[A
     keeps the last of them. Pieces of weights that are not among them are made under the live ones, and `causes` says
     so.
 
-    Raises `RequestError` for a sample that does not say how it was sampled, as `rollout(log_to=...)` does.
+    Raises `RequestError` for a sample that does not say how it was sampled, as `rollout(log_to=...)` does, and for one
+    of an adapter that the policy does not have.
     """
     if isinstance(samples, str | os.PathLike):
         bound = "samples: read_jsonl(path) reads those of a file"
@@ -103,6 +104,7 @@ def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[A
         report = ReplayReport(sample["group_id"], sample["sample_index"])
         reports.append(report)
         pieces += _pieces(sample, report)
+    _require_loras(policy, pieces)
     live = live_digest(policy)
     waiting = [piece for piece in pieces if piece.digest != live]
     _make_again(policy, [piece for piece in pieces if piece.digest == live])
@@ -145,8 +147,10 @@ def _pieces(sample: Sample, report: ReplayReport) -> Iterator[_Piece]:
         if why:
             report.left_out[why] = report.left_out.get(why, 0) + end - start
             continue
-        changes = {"seed": seed_of_turn(sample["seed"], turn), "n": 1, "max_tokens": end - start}
+        changes: dict[str, Any] = {"seed": seed_of_turn(sample["seed"], turn), "n": 1, "max_tokens": end - start}
         changes["min_tokens"] = min(max(0, params.min_tokens - (start - first)), end - start)
+        # The logged prompt was cut already, and stop strings were looked for in the text of the whole turn.
+        changes |= {"truncate_prompt_tokens": None, "stop": None, "stop_regex": None}
         yield _Piece(sample, report, start, end, sample["weights"].get(str(version)), params.clone(**changes))
 
 
@@ -157,6 +161,13 @@ def _looks_back(params: SamplingParams, sample: Sample) -> str:
     if params.bad_words or params.structured_outputs:
         return "bad_words" if params.bad_words else "structured_outputs"
     return "a logits processor" if sample["engine"]["logits_processors"] else ""
+
+
+def _require_loras(policy: RolloutPolicy, pieces: list[_Piece]) -> None:
+    names = {piece.sample["lora"]["name"] for piece in pieces if piece.sample["lora"] is not None}
+    for name in sorted(names - {info.name for info in policy.list_loras()} if names else ()):
+        hint = "Lines have its digest alone. In Python: policy.add_lora(...), then replay(policy, samples)."
+        raise RequestError.for_field("lora", name, "an adapter that the policy has", hint)
 
 
 def _make_again(policy: RolloutPolicy, pieces: list[_Piece]) -> None:

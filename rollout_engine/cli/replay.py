@@ -17,7 +17,7 @@ from typing import Any
 
 from rollout_engine.batches.rollout_files import read_jsonl
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
-from rollout_engine.errors import RequestError
+from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.policy import RolloutPolicy
 from rollout_engine.rollout_explain import explain
 from rollout_engine.rollout_replay import replay, require_log
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {name: logged[name] for name in ("dtype", "fp32_head", "deterministic")}
     options["quantization"] = logged.get("quantization")  # lines of older versions have none
     options |= {"logits_processors": tuple(logged["logits_processors"])} | overrides.engine
-    with RolloutPolicy.from_pretrained(arguments.model or logged["model"], **options) as policy:
+    with _policy(arguments.model, logged["model"], options) as policy:
         reports = replay(policy, samples, arguments.weights)
     for report in reports:
         if len(reports) == 1 or not report.is_equal:
@@ -60,6 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     num_equal = sum(report.is_equal for report in reports)
     print(f"{num_equal} of {len(reports)} samples made again, equal to the bit")
     return int(num_equal < len(reports))
+
+
+def _policy(given: str | None, logged: str, options: dict[str, Any]) -> RolloutPolicy:
+    try:
+        return RolloutPolicy.from_pretrained(given or logged, **options)
+    except ConfigError as problem:
+        if given is not None or Path(logged).is_dir():
+            raise
+        raise ConfigError(f"{problem} The lines name it so; --model says where it is now.") from None
 
 
 def _one_file(path: Path) -> Path:

@@ -130,6 +130,24 @@ def test_pieces_over_an_update_are_made_again_each_under_its_own_weights(policy,
     assert all(report.causes == [] for report in reports)
 
 
+@pytest.mark.parametrize("params", [PARAMS, SamplingParams(max_tokens=20, truncate_prompt_tokens=5)], ids=["", "cut"])
+def test_pieces_are_not_truncated_or_stopped_as_if_each_was_a_response(policy, log, params):
+    [*_, sample] = logged(policy, log, params)
+    count, [digest] = len(sample["policy_version"]), sample["weights"].values()
+    assert count > 6
+    # As if an update to equal weights had come every three tokens.
+    versions = [place // 3 for place in range(count)]
+    stop = rf"\A[^\U{ord(sample['response'][0]):08x}]"  # the whole response does not match, pieces do
+    sampling = sample["sampling"] | {"stop_regex": [stop]}
+    divided = {
+        "policy_version": versions,
+        "kv_min_version": versions,
+        "weights": dict.fromkeys(map(str, versions), digest),
+    }
+    [report] = replay(policy, [sample | divided | {"sampling": sampling}])
+    assert report.is_equal and report.num_tokens == count, report
+
+
 def test_tokens_over_kept_kv_are_left_out_and_counted(policy, log):
     [sample, *_] = logged(policy, log)
     count = len(sample["kv_min_version"])
@@ -162,14 +180,16 @@ def test_every_turn_of_an_episode_is_made_again(policy, log):
         assert report.num_tokens == sum(turn >= 0 for turn in sample["turns"])
 
 
-def test_an_adapter_is_named_and_asked_for(policy, log):
+def test_an_adapter_is_named_and_asked_for(policy, log, capsys):
     adapter = random_adapter(tiny_model(), "a", seed=1)
     samples = logged(policy, log, lora_request=adapter)
     assert samples[0]["lora"] | {"digest": ""} == {"name": "a", "revision": 0, "digest": ""}
     assert all(report.is_equal for report in replay(policy, samples))
     policy.remove_lora("a")
-    with pytest.raises(RequestError, match="'a'"):
+    with pytest.raises(RequestError, match="lora='a' is not allowed: must be an adapter that the policy has"):
         replay(policy, samples)
+    assert main(["replay", str(log), "--sample", "4", "num_kv_blocks=1024", "max_model_len=256"]) == 2
+    assert "lora='a' is not allowed" in capsys.readouterr().err
     policy.add_lora(random_adapter(tiny_model(), "a", seed=2))
     reports = replay(policy, samples)
     assert all(report.causes[0].startswith("other values of the adapter 'a'") for report in reports)
@@ -260,6 +280,9 @@ def test_the_command_makes_a_sample_again(policy, checkpoint, log, tmp_path, cap
     assert "9 of 18 samples made again, equal to the bit" in out and "other weights: digest" in out
     assert main(["replay", str(log), "--sample", "18", *options]) == 2
     assert "--sample=18" in capsys.readouterr().err
+    log.write_text(log.read_text().replace(json.dumps(str(checkpoint)), json.dumps(str(tmp_path / "gone"))))
+    assert main(["replay", str(log), *options]) == 2
+    assert "has no 'gone'. The lines name it so; --model says where it is now." in capsys.readouterr().err
 
 
 def test_a_path_in_place_of_samples_is_refused():
