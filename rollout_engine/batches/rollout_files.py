@@ -4,7 +4,9 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
+
+import msgspec
 
 from rollout_engine.errors import RequestError
 
@@ -12,7 +14,26 @@ logger = logging.getLogger("rollout_engine")
 
 SCHEMA = 1
 """Number of the table of `rollout_engine.rollout_log`; files of a higher one are not read."""
-_NEEDED = {"group_id", "sample_index", "seed", "prompt_token_ids", "response_token_ids", "log_probs", "policy_version"}
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0)]]
+
+
+class _Rollout(msgspec.Struct):
+    """The keys that every reader relies on."""
+
+    group_id: int
+    sample_index: int
+    seed: int
+    prompt_token_ids: _TokenIds
+    response_token_ids: _TokenIds
+    log_probs: list[float]
+    policy_version: list[int]
+    prompt: str | None = None
+    response: str | None = None
+    reward: float | None = None
+    columns: dict[str, Any] | None = None
+
+
+_NEEDED = {field.name for field in msgspec.structs.fields(_Rollout) if field.required}
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -47,13 +68,10 @@ def complete_lines(content: bytes) -> tuple[list[bytes], bytes]:
 def parse_sample(line: bytes) -> dict[str, Any] | None:
     """A line of a file that grows as a sample; None for what is none, and for one of a newer schema."""
     try:
-        sample = json.loads(line)
+        sample = json.loads(line, parse_constant=_not_json)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(sample, dict) or not _NEEDED <= sample.keys() or sample.get("schema", 0) not in range(SCHEMA + 1):
-        return None
-    per_token = ("response_token_ids", "log_probs", "policy_version")
-    return sample if all(isinstance(sample[key], list) for key in per_token) else None
+    return None if _problem(sample) or sample.get("schema", 0) not in range(SCHEMA + 1) else sample
 
 
 def _read_line(path: str, number: int, line: bytes) -> dict[str, Any] | None:
@@ -62,20 +80,36 @@ def _read_line(path: str, number: int, line: bytes) -> dict[str, Any] | None:
     if not line:
         return None
     try:
-        sample = json.loads(line)
-    except ValueError as problem:
+        sample: dict[str, Any] = json.loads(line, parse_constant=_not_json)
+    except (ValueError, RecursionError) as problem:
         if not line.endswith(b"}") or getattr(problem, "pos", 0) >= len(line.decode(errors="replace")):
             logger.warning("%s: line %d was cut off (%d bytes) and is left out", path, number, len(line))
             return None
         raise RequestError.for_field(f"{path}:{number}", _start(line), "a line of JSON", f"{problem}.") from None
-    if not isinstance(sample, dict) or not _NEEDED <= sample.keys():
-        missing = sorted(_NEEDED - (sample.keys() if isinstance(sample, dict) else set()))
-        hint = f"It lacks {missing}. Files of rollouts are written by rollout(log_to=...) and to_jsonl."
+    if reason := _problem(sample):
+        hint = f"{reason}. Files of rollouts are written by rollout(log_to=...) and to_jsonl."
         raise RequestError.for_field(f"{path}:{number}", _start(line), "a rollout", hint)
     if sample.get("schema", 0) not in range(SCHEMA + 1):
         hint = "A newer rollout-engine wrote it: read it with that one."
         raise RequestError.for_field(f"{path}:{number}: schema", sample["schema"], f"at most {SCHEMA}", hint)
     return sample
+
+
+def _problem(sample: Any) -> str:
+    """Why a line is no rollout; empty for one that is."""
+    missing = sorted(_NEEDED - (sample.keys() if isinstance(sample, dict) else set()))
+    if missing:
+        return f"It lacks {missing}"
+    try:
+        known = msgspec.convert(sample, _Rollout)
+    except msgspec.ValidationError as problem:
+        return str(problem)
+    sizes = [len(values) for values in (known.response_token_ids, known.log_probs, known.policy_version)]
+    return "" if len(set(sizes)) == 1 else f"It has {sizes} tokens, log_probs and versions"
+
+
+def _not_json(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON, which has null")
 
 
 def _start(line: bytes) -> str:

@@ -13,6 +13,7 @@ from rollout_engine.cli.main import main
 from rollout_engine.errors import RequestError
 from rollout_engine.testing import random_adapter, tiny_checkpoint, tiny_model
 from tests.integration.test_policy import perturbed
+from tests.unit.viewing.lines import rollouts
 
 OPTIONS = dict(dtype="float32", num_kv_blocks=1024, max_model_len=256)
 PROMPTS = ["one", "another", "a prompt of more than sixty-four tokens, so that it spans more than one tile of KV"]
@@ -236,12 +237,27 @@ def test_other_bits_are_expected_of_another_machine_or_library(policy, log):
     assert report.causes == [f"another torch: it was '1.0', and is {torch.__version__!r}"]
 
 
+def line_with(**values):
+    return json.dumps(rollouts(1, 1)[0] | values)
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
         ('{"schema": 2}', "rollouts.jsonl:1=.*a rollout.*It lacks"),
         ("[1]", "rollouts.jsonl:1"),
         ('{"a": nonsense}', "rollouts.jsonl:1.*a line of JSON"),
+        ('{"a": ' + "[" * 100_000 + "}", "rollouts.jsonl:1.*a line of JSON"),
+        ('{"reward": NaN}', "rollouts.jsonl:1.*a line of JSON. NaN is no number of JSON, which has null"),
+        (
+            line_with(reward="high"),
+            r"rollouts.jsonl:1.*a rollout. Expected `float \| null`, got `str` - at `\$.reward`",
+        ),
+        (line_with(log_probs=None), r"rollouts.jsonl:1.*a rollout. Expected `array`, got `null` - at `\$.log_probs`"),
+        (
+            line_with(log_probs=[]),
+            r"rollouts.jsonl:1.*a rollout. It has \[\d+, 0, \d+\] tokens, log_probs and versions",
+        ),
     ],
 )
 def test_a_line_that_is_no_rollout_is_refused_with_its_number(log, line, says):

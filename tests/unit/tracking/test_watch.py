@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 
 import pytest
@@ -125,12 +126,13 @@ def test_what_is_caught_up_with_at_first_does_not_count_as_coming_in(tmp_path, m
 def test_lines_that_are_no_rollouts_or_steps_are_counted_and_left_out(tmp_path):
     good = rollouts(1, 1)[0]
     bad = [good | {"log_probs": ["x"] * len(good["log_probs"])}, good | {"schema": 99}, {"a": 1}, []]
+    bad += [good | {"reward": math.inf}, good | {"reward": -math.inf}] * 32
     write_lines(tmp_path / "rollouts.jsonl", [*bad, good])
     (tmp_path / "steps.jsonl").write_text("{}\n" + "[" * 10**5 + "\n")
     watch = RunWatch(tmp_path)
     watch.read()
-    assert (watch.num_samples, watch.num_bad_lines) == (1, 6)
-    assert "6 lines cannot be read, and are left out" in lines_of(watch, 80)
+    assert (watch.num_samples, watch.num_bad_lines) == (1, 70)
+    assert "70 lines cannot be read, and are left out" in lines_of(watch, 80)
 
 
 def test_texts_are_shown_never_obeyed_and_cut(tmp_path, capsys):
