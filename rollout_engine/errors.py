@@ -173,7 +173,10 @@ def as_weight_errors() -> Iterator[None]:
 
 def refused(field: str, value: object, bound: str, hint: str = "") -> str:
     """Word the refusal of a field: ``top_p=0 is not allowed: must be in (0, 1].``"""
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except Exception as problem:  # nested too deep, an int of too many digits, a class that raises
+        shown = f"<{type(value).__name__}: {problem}>"
     if len(shown) > _SHOWN_CHARS:
         shown = shown[: _SHOWN_CHARS - 3] + "..."
     return f"{field}={shown} is not allowed: must be {bound}." + (f" {hint}" if hint else "")

@@ -4,6 +4,7 @@
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ def check_schema(field: str, schema: Any) -> None:
     if not isinstance(schema, dict | bool):
         raise RequestError.for_field(field, schema, "a JSON schema: a dict or a bool")
     if not is_plain(schema, MAX_SCHEMA_DEPTH):
-        bound = f"plain JSON, at most {MAX_SCHEMA_DEPTH} dicts and lists inside one another"
+        bound = f"plain JSON, numbers finite, at most {MAX_SCHEMA_DEPTH} dicts and lists inside one another"
         raise RequestError.for_field(field, schema, bound)
 
 
@@ -71,7 +72,9 @@ def is_plain(value: object, depth: int) -> bool:
         return depth > 0 and all(isinstance(key, str) and is_plain(item, depth - 1) for key, item in value.items())
     if isinstance(value, list):
         return depth > 0 and all(is_plain(item, depth - 1) for item in value)
-    return value is None or type(value) in (bool, int, float, str)
+    if type(value) is int or type(value) is float:
+        return -sys.float_info.max <= value <= sys.float_info.max  # NaN is in no bounds
+    return value is None or type(value) in (bool, str)
 
 
 def _check_choices(choices: Any) -> None:
@@ -117,3 +120,7 @@ def _check_text(field: str, text: Any) -> None:
         raise RequestError.for_field(field, text, "text of at least one character")
     if len(text) > MAX_GRAMMAR_CHARS:
         raise RequestError.for_field(field, f"{len(text)} characters", f"at most {MAX_GRAMMAR_CHARS} characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError.for_field(field, text, "Unicode text; this holds half a surrogate pair") from None

@@ -1,5 +1,7 @@
 """Which structured outputs are let through to the compiler of grammars."""
 
+import math
+
 import pytest
 
 from rollout_engine import RequestError, SamplingParams
@@ -29,6 +31,13 @@ TAG = {"begin": "<a>", "schema": {}, "end": ""}
         ({"json": "[" * 60_000}, "JSON text"),
         ({"json": {"const": "a" * MAX_GRAMMAR_CHARS}}, f"at most {MAX_GRAMMAR_CHARS} characters"),
         ({"json": {"const": b"a"}}, "plain JSON"),
+        ({"json": {"const": math.nan}}, "numbers finite"),
+        ({"json": '{"maximum": Infinity}'}, "numbers finite"),
+        ({"json": {"const": 10**5000}}, "numbers finite"),
+        ({"json": nested(100_000)}, "at most 64 dicts and lists"),
+        ({"regex": nested(100_000)}, "at least one character"),
+        ({"json": {"const": "\ud800"}}, "half a surrogate pair"),
+        ({"choice": ["\udfff"]}, "structured_outputs['choice'][0]"),
         ({"regex": ""}, "at least one character"),
         ({"regex": 3}, "structured_outputs['regex']=3"),
         ({"grammar": "a" * (MAX_GRAMMAR_CHARS + 1)}, "at most"),
@@ -47,7 +56,7 @@ def test_what_is_no_structured_output_is_refused_by_name(given, names):
 
 
 def test_what_is_one_is_kept_as_given():
-    for given in ({"json": {"b": 1, "a": [2]}}, {"json": True}, {"json": "{}"}, {"choice": ["x"]}):
+    for given in ({"json": {"b": 1, "a": [2.5, -(10**300)]}}, {"json": True}, {"json": "{}"}, {"choice": ["x"]}):
         assert SamplingParams(structured_outputs=given).structured_outputs == given
     tags = {"type": "structural_tag", "structures": [TAG], "triggers": ["<", "<a"]}
     SamplingParams(structured_outputs={"structural_tag": tags})
