@@ -30,7 +30,8 @@ def check_structured_outputs(given: Mapping[str, Any] | None) -> None:
         if {"type", "properties", "$ref", "anyOf"} & given.keys():
             hint = "Give a JSON schema as {'json': schema}."
         else:
-            hint = did_you_mean(str(next(iter(given))), KINDS) if len(given) == 1 else ""
+            unknown = [str(name) for name in given if name not in KINDS]
+            hint = "".join(did_you_mean(name, KINDS) or f"{name!r} is none of them." for name in unknown[:1])
         bound = f"a dict with exactly one of the keys {', '.join(map(repr, KINDS))}"
         raise RequestError.for_field(_FIELD, dict(given), bound, hint)
     kind, value = next(iter(given.items()))

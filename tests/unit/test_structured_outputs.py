@@ -24,6 +24,7 @@ TAG = {"begin": "<a>", "schema": {}, "end": ""}
         ({}, "'json', 'regex', 'grammar', 'choice', 'structural_tag'"),
         ({"json": {}, "regex": "a"}, "a dict with exactly one of"),
         ({"jsn": {}}, "Did you mean 'json'?"),
+        ({"json": {"const": "a" * 80}, "disable_any_whitespace": True}, "'disable_any_whitespace' is none of them."),
         ({"type": "object", "properties": {}}, "Give a JSON schema as {'json': schema}."),
         ({"json": 3}, "structured_outputs['json']=3"),
         ({"json": "{"}, "JSON text"),
