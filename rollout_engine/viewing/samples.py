@@ -70,7 +70,7 @@ def advantages(samples: Sequence[Viewed]) -> list[float | None]:
     for each in samples:
         if each.reward is not None:
             sums.setdefault(each.group, []).append(each.reward)
-    means = {group: math.fsum(rewards) / len(rewards) for group, rewards in sums.items()}
+    means = {group: sum(rewards) / len(rewards) for group, rewards in sums.items()}  # fsum has no inf - inf
     return [None if each.reward is None else each.reward - means[each.group] for each in samples]
 
 

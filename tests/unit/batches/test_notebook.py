@@ -1,5 +1,6 @@
 """A rollout in a notebook: its samples, as text alone, and never more than fits."""
 
+import math
 import re
 from html.parser import HTMLParser
 
@@ -103,6 +104,13 @@ def test_long_texts_and_large_batches_are_cut(make_batch):
 def test_what_is_no_list_of_samples_any_more_shows_its_repr(make_batch, change):
     changed = change(make_batch())
     assert parsed(changed._repr_html_()).text.splitlines()[0] in repr(changed)
+
+
+def test_rewards_that_are_not_finite_are_shown(make_batch):
+    batch = make_batch(num_groups=1, num_samples=3)
+    batch["next", "reward"] = torch.tensor([[math.inf], [-math.inf], [math.nan]])
+    shown = show(batch)._repr_html_()
+    assert all(f">{reward}</td>" in shown for reward in ("inf", "-inf", "nan"))
 
 
 def test_what_is_no_rollout_is_refused():
