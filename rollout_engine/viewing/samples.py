@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 Text = str | None
@@ -36,8 +37,11 @@ class Viewed(NamedTuple):
 
 
 def viewed(samples: Iterable[Mapping[str, Any]], token_text: TokenText) -> list[Viewed]:
-    """Derive what views show. A group stands together in its file, its samples in the order of their indexes."""
+    """Derive what views show. Samples of a group are in the order of their indexes, maybe between others."""
     made: list[Viewed] = []
+    newest: dict[Any, Viewed] = {}
+    """The last sample with each group id, in an evaluation of each cell."""
+    numbers = count()
     texts: dict[int, str] = {}
     for sample in samples:
         for token_id in (*sample["prompt_token_ids"], *sample["response_token_ids"]):
@@ -46,22 +50,28 @@ def viewed(samples: Iterable[Mapping[str, Any]], token_text: TokenText) -> list[
                 texts[token_id] = f"<{token_id}>" if text is None else text
         prompt, response = sample.get("prompt"), sample.get("response")
         pieces = [texts[token_id] for token_id in sample["response_token_ids"]]
-        made.append(
-            Viewed(
-                sample,
-                _group(made[-1], sample) if made else 0,
-                "".join(texts[token_id] for token_id in sample["prompt_token_ids"]) if prompt is None else prompt,
-                "".join(pieces) if response is None else response,
-                pieces,
-            )
+        evaluation = sample.get("evaluation") or {}
+        key = (sample["group_id"], *(evaluation.get(name) for name in ("checkpoint", "task", "setting")))
+        last = newest.get(key)
+        newest[key] = Viewed(
+            sample,
+            last.group if last and _is_mate(last.sample, sample) else next(numbers),
+            "".join(texts[token_id] for token_id in sample["prompt_token_ids"]) if prompt is None else prompt,
+            "".join(pieces) if response is None else response,
+            pieces,
         )
+        made.append(newest[key])
     return made
 
 
-def _group(last: Viewed, sample: Mapping[str, Any]) -> int:
-    before = last.sample
-    same = all(before[key] == sample[key] for key in ("group_id", "prompt_token_ids"))
-    return last.group + (not (same and before["sample_index"] < sample["sample_index"]))
+def _is_mate(last: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
+    """Whether a sample is of the group of an earlier one with the same group id, and not of a later rollout."""
+    if "episode_id" not in sample:
+        same_prompt = last["prompt_token_ids"] == sample["prompt_token_ids"]
+        return bool(same_prompt and last["sample_index"] < sample["sample_index"])
+    # With on_rewrite="branch" an episode has a row for each turn, whose prompts differ.
+    places = [(each["sample_index"], max(each.get("turns") or [-1])) for each in (last, sample)]
+    return places[0] < places[1]
 
 
 def advantages(samples: Sequence[Viewed]) -> list[float | None]:

@@ -35,6 +35,24 @@ def test_groups_of_a_later_rollout_are_other_groups():
     assert [s["where"] for s in data["samples"]] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+def test_rows_of_an_episode_and_of_other_seats_between_them_are_of_their_group():
+    of_start = rollouts(1, 2)
+    rows = []
+    for index, turn, seat in [(0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0), (1, 1, 0), (1, 0, 1)]:
+        length = len(of_start[index]["response_token_ids"])
+        prompt = {"group_id": seat, "prompt_token_ids": [seat, turn]}
+        rows.append(of_start[index] | prompt | {"episode_id": index, "turns": [turn] * length})
+    data = page_data(rows * 2, "t", lambda token_id: None)
+    assert [s["where"] for s in data["samples"]] == [0, 0, 1, 0, 0, 1, 2, 2, 3, 2, 2, 3]
+
+
+def test_samples_that_an_evaluation_added_later_are_of_their_group():
+    cells = [{"checkpoint": "base", "task": "t", "setting": setting} for setting in ("hot", "cold")]
+    first, second = ([sample | {"evaluation": cell} for sample in rollouts(1, 4)] for cell in cells)
+    data = page_data([*first[:2], *second[:2], *first[2:], *second[2:]], "t", lambda token_id: None)
+    assert [s["where"] for s in data["samples"]] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
 def test_hostile_text_stays_data(tmp_path):
     samples = [s | {"prompt": HOSTILE, "response": HOSTILE, "columns": {"c": HOSTILE}} for s in rollouts(1, 1)]
     write_page(samples, tmp_path / "page.html", title=HOSTILE)
