@@ -98,4 +98,5 @@ def readable(error: str) -> str:
     text = " ".join(" ".join(lines).split())[:400]
     if text.startswith("NoExtension"):
         return "no output has this form, or goes on from here"
+    text = text.replace("Enable 'coerce_one_of' option", "Give the schema 'x-guidance': {'coerce_one_of': True}")
     return text or "no reason given"

@@ -56,6 +56,7 @@ def test_other_hostile_grammars_are_refused(trials, given):
         ({"regex": "(a"}, "unclosed group"),
         ({"grammar": "start: other"}, "unknown name"),
         ({"json": False}, "Unsatisfiable schema"),
+        ({"json": {"oneOf": [{"type": "object"}, {"type": "object"}]}}, "'x-guidance': {'coerce_one_of': True} to"),
         ({"json": {"$ref": "https://example.com/a.json"}}, "example.com"),
         ({"json": {"$ref": "#"}}, "must be a grammar"),
     ],
