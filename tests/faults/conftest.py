@@ -10,7 +10,7 @@ from tests.caches import cache_without
 _start = core_launcher._start
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def cold_cores():
     """Cores' processes are new interpreters, as users have them."""
     with pytest.MonkeyPatch.context() as patch:
