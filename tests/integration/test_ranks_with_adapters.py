@@ -1,4 +1,4 @@
-"""LoRA adapters of a model cut over ranks: what one process computes under them, to the bit."""
+"""Adapters and drafted tokens of a model cut over ranks: what one process computes under them, to the bit."""
 
 import gc
 
@@ -9,6 +9,7 @@ import torch
 from rollout_engine import LLM, LoRARequest, SamplingParams, exact
 from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError
 from rollout_engine.kernels.cpu import turns
+from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing import assert_clean, random_adapter, save_adapter, tiny_checkpoint, tiny_model
 from tests.unit.peft_layers import PeftModel
 
@@ -67,14 +68,20 @@ def compare(tmp_path, architecture, dtype, num_ranks):
     options = dict(skip_tokenizer_init=True, log_stats=False, num_kv_blocks=48, max_num_batched_tokens=64, dtype=dtype)
     found = []
     for ranks in (1, num_ranks):
-        with LLM(path, tensor_parallel_size=ranks, max_loras=2, max_lora_rank=32, **options) as llm:
+        options |= dict(tensor_parallel_size=ranks, max_loras=2, max_lora_rank=32)
+        speculation = "off" if ranks == 1 else SpeculationConfig(max_draft_tokens=3)
+        with LLM(path, speculation=speculation, **options) as llm:
+            core = llm.frontend.client.driver.core
+            if ranks > 1:
+                core._scheduler.speculator._costs.of = lambda num_rows: 1.0  # every draft pays
             found.append(story(llm, architecture, tmp_path / "adapter"))
+            assert ranks == 1 or sum(core.stats.drafts.num_accepted) > 0
             assert_clean(llm.llm_engine)
     for number, (expected, got) in enumerate(zip(*found, strict=True)):
         assert got == expected, f"part {number} differs"
 
 
-def test_two_ranks_say_what_one_process_says_under_adapters(tmp_path):
+def test_two_ranks_that_draft_say_what_one_process_says_under_adapters(tmp_path):
     compare(tmp_path, "qwen3", "bfloat16", 2)
 
 

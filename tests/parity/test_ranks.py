@@ -1,6 +1,6 @@
 """A model cut over ranks says what one process says, to the bit: random models, engines, requests and updates.
 
-    RANK_FUZZ_ROUNDS=200 python -m pytest tests/parity/test_ranks.py -m "slow or not slow"
+    RANK_FUZZ_ROUNDS=200 python -m pytest tests/parity/test_ranks.py
 
 Each round draws a model (architecture, sizes, ties, dtype), a number of ranks, an engine (chunks, a pool so small that
 requests are preempted, prefix caching) and requests; some go on through updates of the weights. Everything is compared
@@ -108,9 +108,8 @@ def _plain(value):
     return value.tobytes() if hasattr(value, "tobytes") else repr(value)
 
 
-@pytest.mark.parametrize(
-    "seed", [number if number < 1 else pytest.param(number, marks=pytest.mark.slow) for number in range(NUM_ROUNDS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(NUM_ROUNDS))
 def test_ranks_say_what_one_process_says(tmp_path, seed):
     rng = random.Random(f"ranks {seed}")
     architecture, dtype, fields, num_ranks = draw_model(rng)

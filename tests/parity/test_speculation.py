@@ -19,7 +19,12 @@ QUICK = [
     ("llama", torch.bfloat16),
     pytest.param("qwen3_moe", torch.bfloat16, marks=pytest.mark.slow),
 ]
-RANKED = [("llama", torch.bfloat16), ("mixtral", torch.bfloat16), ("gemma3_text", torch.float32)]
+RANKED = [
+    ("qwen3", torch.float32),
+    ("llama", torch.bfloat16),
+    ("mixtral", torch.bfloat16),
+    ("gemma3_text", torch.float32),
+]
 VOCAB_SIZE = 259
 SOURCES = [("rollouts", "ngram"), ("rollouts",), ("ngram",)]
 
@@ -127,10 +132,9 @@ def test_drafts_change_nothing(checkpoint, architecture, dtype):
     assert drafted > accepted > 100
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
-@pytest.mark.parametrize(
-    ("architecture", "dtype"), [QUICK[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in RANKED)]
-)
+@pytest.mark.parametrize(("architecture", "dtype"), RANKED)
 def test_ranks_that_draft_say_what_one_process_says_without(checkpoint, architecture, dtype):
     _, drafted, accepted = run_round(
         checkpoint(architecture, dtype), random.Random(f"ranks {architecture}"), num_ranks=2

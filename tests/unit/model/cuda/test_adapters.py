@@ -49,6 +49,7 @@ def trainer(monkeypatch, device, checkpoints):
     return exact.enable(model.to(device))
 
 
+@pytest.mark.slow
 def test_requests_have_their_own_adapters_whatever_runs_beside_them(engine_on):
     llm = engine_on("device", deterministic=True)
     base = run(llm, PROMPTS, None)

@@ -248,7 +248,7 @@ def test_exact_engines_and_cpus_keep_our_kernels():
     assert EngineConfig(model="m").attention_backend == "ours"
 
 
-@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.slow), "flashinfer"], indirect=True)
+@pytest.mark.slow
 def test_an_engine_draws_the_tokens_that_ours_draw(backend, engine_on):
     name, calls = backend
     prompts = [{"prompt_token_ids": ids} for ids in ([7, 8, 9], list(range(40, 62)))]

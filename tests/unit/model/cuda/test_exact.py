@@ -138,7 +138,7 @@ def test_logprobs_are_the_trainers_in_other_shapes(engine_on, trainer_of, archit
     assert_those_of(trainer_of(architecture, dtype), run(llm, LONG, SHORT, [7, 8, 9]))
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"])
 def test_values_and_gradients_are_those_of_eager_attention_and_plain_linears(enable, device, architecture):
     reference = tiny_model(architecture, attn_implementation="eager").requires_grad_(True).to(device)
     trainer = enable(copy.deepcopy(reference))

@@ -68,6 +68,7 @@ def executor_of(llm):
     return llm.frontend.client.driver.executor
 
 
+@pytest.mark.slow
 def test_two_devices_say_what_one_says_before_and_after_an_update(engine):
     one, two = (engine(n, fields=SMALL, dtype="bfloat16") for n in (1, 2))
     assert executor_of(two).worker.runner.model.decoder is not None

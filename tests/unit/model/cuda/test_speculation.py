@@ -58,6 +58,7 @@ def compare(llm, params, prompts):
     assert sum(drafts.num_accepted) > before
 
 
+@pytest.mark.slow
 def test_no_bit_depends_on_drafts(llm):
     edited = SamplingParams(temperature=0.7, presence_penalty=1.0, logprobs=0, max_tokens=4, ignore_eos=True, seed=3)
     compare(llm, [edited, edited.clone(presence_penalty=0.0)], PROMPTS[:1] * 2)

@@ -63,6 +63,7 @@ def test_without_these_steps_at_load_kernels_would_be_compiled_for_requests():
     assert {each.split()[0] for each in later} >= DRAWS | {"_prepare_kernel", "_block_copy_kernel"}
 
 
+@pytest.mark.slow
 def test_the_steps_at_load_leave_nothing_behind_and_change_no_bit(engine_on):
     llm = engine_on("device")
     runner = runner_of(llm)
