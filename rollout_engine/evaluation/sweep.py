@@ -43,7 +43,7 @@ class Checkpoint(NamedTuple):
         return os.fspath(source) if isinstance(source, str | os.PathLike) else None
 
     def stamp(self) -> str | None:
-        """A digest of names, sizes and times of its files, another once one of them was written; None: no files."""
+        """A digest of the names, sizes and times of its files, which changes when one is written; None: no files."""
         if self.path is None or not os.path.exists(self.path):
             return None
         found = [self.path]
@@ -142,7 +142,7 @@ def seed_of(seed: int, task: str, setting: str) -> int:
 
 
 def _size_and_time(path: str) -> tuple[int, int]:
-    found = os.stat(path)
+    found = os.stat(path) if os.path.exists(path) else os.lstat(path)  # a link to nothing
     return found.st_size, found.st_mtime_ns
 
 

@@ -74,6 +74,7 @@ def test_other_weights_are_refused_though_no_sample_is_missing(policy, moved, tm
     """In the same files, by another path under the same name, and as the live weights of another policy."""
     saved = {"settings": SETTINGS, "checkpoints": {"best": str(tmp_path / "saved")}}
     shutil.copytree(moved[0], tmp_path / "saved")
+    os.symlink("nowhere", tmp_path / "saved" / "a link to nothing")
     before = evaluated(policy, out=tmp_path / "same", sweep=saved)
     version = policy.policy_version
     assert evaluated(policy, out=tmp_path / "same", sweep=saved).table == before.table
