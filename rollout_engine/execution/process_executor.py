@@ -99,8 +99,9 @@ class ProcessExecutor(InlineExecutor):
         return self._team.ask(message, lambda: self.worker.extensions.call(method, args, kwargs))
 
     def require_adapters(self, verb: str) -> Adapters:
-        own = super().require_adapters(verb)
-        return self._adapters or own
+        super().require_adapters(verb)
+        assert self._adapters is not None, "rank 0 has some"
+        return self._adapters
 
     def shutdown(self) -> None:
         """Drop the model and the KV pool, and end the other ranks."""

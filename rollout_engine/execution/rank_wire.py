@@ -224,18 +224,18 @@ class PrepareAdapter(msgspec.Struct, tag=True, frozen=True):
     number: int
     linears: bytes
     gone: list[int]
-    """Numbers to forget."""
+    """Numbers of adapters that will not be installed any more."""
 
 
 class InstallAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Have an adapter in a slot."""
+    """Put the adapter that was prepared under a number into a slot."""
 
     slot: int
     number: int
 
 
 class RemoveAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Free a slot."""
+    """Take the adapter out of a slot."""
 
     slot: int
 

@@ -28,7 +28,7 @@ class TeamAdapters:
         self._count, self._preparing = count(), threading.Lock()
         self._numbers: WeakKeyDictionary[PreparedAdapter, int] = WeakKeyDictionary()
         self._told: set[int] = set()
-        """Numbers that the other ranks may know."""
+        """Numbers of the adapters that the other ranks may hold, installed or not."""
 
     def prepare(self, request: LoRARequest) -> PreparedAdapter:
         with naming_adapter(request):
@@ -60,14 +60,15 @@ class TeamAdapters:
 
 
 class RankAdapters:
-    """The other end: the adapters of one rank, which it does as it is told."""
+    """The adapters of a rank other than the first, which changes them as rank 0 tells it."""
 
     def __init__(self, own: AdapterPool) -> None:
         self._own = own
         self._prepared: dict[int, Pairs] = {}
+        """By their numbers, adapters that rank 0 may still have installed."""
 
     def prepare(self, number: int, linears: bytes, gone: Sequence[int]) -> None:
-        """Lay out this rank's rows of an adapter, to be known by a number; forget others."""
+        """Lay out this rank's part of an adapter, to be known by a number; forget the adapters of numbers `gone`."""
         for each in gone:
             self._prepared.pop(each, None)
         self._prepared[number] = self._own.pairs(_unpacked(linears))

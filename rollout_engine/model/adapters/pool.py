@@ -53,8 +53,9 @@ class Target(NamedTuple):
     """Its place among them."""
     linear: nn.Linear
     outputs: slice
-    """The output features that it computes here, of all ranks' `num_outputs`."""
+    """Output features of the layer that this rank computes: all, unless the model is cut over ranks."""
     num_outputs: int
+    """Output features of the layer on all ranks together."""
 
 
 Pairs = dict[int, list[Any]]
@@ -66,7 +67,7 @@ class PreparedAdapter:
     """An adapter that has been checked, in the kernel's layout."""
 
     pairs: Pairs
-    """Of this rank's outputs."""
+    """The adapter's matrices, those of B cut to the output features that this rank computes."""
     rank: int
     """The largest of its layers."""
     num_tensors: int
@@ -149,7 +150,7 @@ class AdapterPool(ABC):
         self.put(slot, prepared.pairs)
 
     def put(self, slot: int, pairs: Pairs) -> None:
-        """Have these pairs in a slot. No step may be running on the host."""
+        """Have an adapter's matrices in a slot, in place of what is there. No step may be running on the host."""
         self._clear(slot, keep=pairs)
         for key, each in pairs.items():
             self._table(key).set(slot, each)

@@ -86,7 +86,7 @@ class RowInvariantExperts(nn.Module):
         share = Share.all(len(gate_up)) if own is None else own.share
         counts = torch.bincount(index.flatten(), minlength=share.whole).tolist()
         outputs: list[Tensor] = []
-        for expert, part in enumerate(rows.split(counts)[share.first : share.stop]):
+        for expert, part in enumerate(rows.split(counts)[share.rows]):
             if len(part):
                 (projected,) = self._groups[expert].product(part, [gate_up[expert]])
                 activated = gated_silu(*projected.chunk(2, dim=-1))

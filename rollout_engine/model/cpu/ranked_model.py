@@ -26,7 +26,7 @@ class RankedModel(CpuModel):
         self._seat = cut.seat
         self.kv.on_copy = self._announce_copies
         self._dense: list[AbstractContextManager[None]] = []
-        """While rank 0 runs the whole module over sequences, for scores: what `together` has given."""
+        """The open context of `Seat.together`, while rank 0 runs the whole module over sequences, for scores."""
         self.module.register_forward_pre_hook(self._before_dense, with_kwargs=True)
         self.module.register_forward_hook(self._after_dense, always_call=True)
 

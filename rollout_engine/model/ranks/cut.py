@@ -197,7 +197,7 @@ def _replace_parameters(module: PreTrainedModel, cut: ModelCut, *, keep_values: 
         before = child.get_parameter(attribute)
         if id(before) not in replaced:
             cut.shares[names[id(before)]] = share
-            rows = before.data[share.first : share.stop]
+            rows = before.data[share.rows]
             data = rows.clone() if keep_values else torch.empty_like(rows)
             replaced[id(before)] = nn.Parameter(data, requires_grad=False)
         child.register_parameter(attribute, replaced[id(before)])

@@ -62,7 +62,7 @@ class Exchange:
         """The whole [..., whole] of which every rank gives its columns [..., size] of `share`."""
         rows = part.numel() // share.size
         place = self._next(rows * share.whole, part.dtype).view(rows, share.whole)
-        place[:, share.first : share.stop].copy_(part.reshape(rows, share.size))
+        place[:, share.rows].copy_(part.reshape(rows, share.size))
         self.turns.meet()
         return place.clone().view(*part.shape[:-1], share.whole)
 

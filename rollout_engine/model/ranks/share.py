@@ -20,7 +20,7 @@ class Share(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """The rows, to index with."""
+        """The rows as an index of a tensor that has all of them."""
         return slice(self.first, self.stop)
 
     @property
