@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="checkpoint directory or hub id; default: the one that the lines name")
     parser.add_argument("--weights", action="append", default=[], metavar="DIR", help="a checkpoint of a later version")
     parser.add_argument("--explain", action="store_true", help="which step drew a token of --sample, and what it met")
-    parser.add_argument("--token", type=int, default=0, metavar="P", help="its place in the response (0)")
-    parser.add_argument("--trace", metavar="DIR", help="directory of the trace; default: the one that the lines name")
+    parser.add_argument("--token", type=int, metavar="P", help="for --explain: its place in the response (0)")
+    parser.add_argument("--trace", metavar="DIR", help="for --explain: its directory; default: the one of the lines")
     add_overrides(parser)
 
 
@@ -42,6 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(f"{arguments.file} has no rollouts.")
     if arguments.explain:
         return _explain(arguments, samples)
+    for name in ("token", "trace"):
+        if getattr(arguments, name) is not None:
+            raise RequestError.for_field(f"--{name}", getattr(arguments, name), "absent without --explain")
     if arguments.sample is not None:
         samples = _chosen(samples, arguments.sample)
     if overrides.sampling:
@@ -89,7 +92,7 @@ def _explain(arguments: argparse.Namespace, samples: list[dict[str, Any]]) -> in
             "--explain: the lines name no trace. Give its directory by --trace, or let the engine write one by "
             "EngineConfig(step_trace=DIR) the next time."
         )
-    print(explain(sample, arguments.token, directory, samples)[1])
+    print(explain(sample, arguments.token or 0, directory, samples)[1])
     return 0
 
 

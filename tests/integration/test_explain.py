@@ -105,6 +105,8 @@ def test_the_command_explains_without_a_model(made, run, capsys):
         (["--explain", "--sample", "0", "--token", "40"], "--token=40 is not allowed: must be from 0 to 39"),
         (["--explain", "--sample", "0", "--trace", "nowhere"], "must be a directory with traces"),
         (["--explain", "--sample", "0", "--trace", "."], "must be a trace that has this token"),
+        (["--sample", "0", "--token", "0"], "--token=0 is not allowed: must be absent without --explain"),
+        (["--trace", "trace"], "--trace='trace' is not allowed: must be absent without --explain"),
     ],
 )
 def test_what_cannot_be_explained_is_said_in_one_line(made, run, capsys, monkeypatch, arguments, message):
