@@ -62,7 +62,7 @@ class Grammar:
         return self.compiled.done() or time.monotonic() >= self._deadline
 
     def start(self) -> tuple[Vocabulary, Any]:
-        """The vocabulary, and an `LLMatcher` at the beginning. Waits where it is on its way. Raises `GrammarError`."""
+        """The vocabulary, and a matcher of `Vocabulary.begin`. Waits where it is on its way. Raises `GrammarError`."""
         try:
             vocabulary, matcher = self.compiled.result(max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:
@@ -79,8 +79,6 @@ class GrammarCompiler:
         self._known: OrderedDict[str, Grammar] = OrderedDict()
         self._lock = threading.Lock()
         self._thread = DaemonThread("grammars")
-        self.mask_thread = DaemonThread("grammar masks")
-        """Computes masks beside a step."""
 
     def grammar(self, given: Mapping[str, Any]) -> Grammar:
         """The grammar of structured outputs; begins to compile it where it is not known. Any thread may ask."""
@@ -96,15 +94,14 @@ class GrammarCompiler:
         return found
 
     def close(self) -> None:
-        """End the threads."""
+        """End the thread."""
         self._thread.close()
-        self.mask_thread.close()
 
     def _compile(self, given: Mapping[str, Any], grammar: Grammar) -> None:
         try:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
-            grammar.compiled.set_result((self._vocabulary, self._vocabulary.compile(given)))
+            grammar.compiled.set_result((self._vocabulary, self._vocabulary.begin(given)))
         except (GrammarError, RequestError) as problem:
             grammar.compiled.set_exception(GrammarError(str(problem)))
         except Exception as problem:  # a tokenizer's files may raise anything

@@ -1,25 +1,24 @@
-"""Masks of the tokens that the grammar of a sequence allows next, computed beside the step that they are for.
+"""Masks of the tokens that the grammars of sequences allow next, of all sequences of a step in one call.
 
-begin_masks    a thread follows the sequences' tokens and fills masks, while the model computes
-masks_of       waits for them; computes what nobody asked for ahead
+C++ fills them, on the threads that compute the model (`kernels.cpu.grammar`), or Python one by one, with the same
+result.
 """
 
-import threading
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.grammars.compiler import DaemonThread, Grammar
+from rollout_engine.grammars.compiler import Grammar
 from rollout_engine.grammars.vocabulary import GrammarError, MaskBits, Vocabulary, readable
+from rollout_engine.kernels.cpu import grammar
+from rollout_engine.kernels.cpu.grammar import Followed, Outcome
 
-_MAX_MASK_SECONDS = 0.5
+MAX_MASK_SECONDS = 0.5
 """Computing time of one mask, beyond which its sequence ends with an error."""
-_SLOW_SECONDS = 0.1
-"""A call that takes longer has the next masks of its states computed one by one, each with its time taken."""
 _ALL = 0xFFFFFFFF
 """Word of a mask that allows all."""
 
@@ -33,176 +32,183 @@ class GrammarState:
     def __init__(self, grammar: Grammar, num_prompt_tokens: int, stop_ids: Sequence[int]) -> None:
         self._grammar = grammar
         self._stop_ids = tuple(stop_ids)
-        self._matcher: Any = None
-        """None before the first mask."""
-        self._vocabulary: Vocabulary
-        self._bits: MaskBits
-        self._is_timed = False
-        self._num_followed = num_prompt_tokens
-        self._has_ended = False
-        self._failure: str | None = None
-        self._place = -1
-        """Length of the sequence that `_masks` are for."""
-        self._masks: dict[tuple[int, ...], np.ndarray] = {}
-        """Masks by the drafted tokens behind the sequence."""
-        self._ahead: threading.Event | None = None
-        """Set once the masks are there that `begin_masks` was asked for."""
+        self.vocabulary: Vocabulary | None = None
+        """None before `begin`."""
+        self.matcher: Any = None
+        """None before `begin`, and behind the sequence's end."""
+        self.bits: MaskBits
+        self.num_followed = num_prompt_tokens
+        """Tokens of the sequence that the matcher has taken, and its prompt, which it never sees."""
+        self.failure: str | None = None
+        """Why it cannot go on."""
 
-    def mask(self, token_ids: list[int], draft: Sequence[int] = ()) -> np.ndarray:
-        """Bits uint32 [words] of the tokens allowed behind a sequence's tokens and a draft. Raises `GrammarError`."""
-        if self._ahead is not None:
-            if not self._ahead.is_set():
-                self._ahead.wait()
-            self._ahead = None
-        key = tuple(draft)
-        if self._failure is None and (self._place != len(token_ids) or key not in self._masks):
-            self.fill(token_ids, draft)
-        if self._failure is not None:
-            raise GrammarError(self._failure)
-        return self._masks[key]
-
-    def wait_for(self, ahead: threading.Event) -> None:
-        """From now on `mask` waits for this event first."""
-        self._ahead = ahead
-
-    def fill(self, token_ids: list[int], draft: Sequence[int] = ()) -> None:
-        """Compute the masks behind a sequence's tokens and behind each token of a draft. Notes what fails."""
-        _fill_together([(self, token_ids)])
-        if draft and self._failure is None:
-            try:
-                self._fill_draft(draft)
-            except GrammarError as problem:
-                self._failure = str(problem)
-
-    def _begin(self, token_ids: list[int]) -> list[int]:
-        """Tokens that the matcher has to take yet; from now on they count as taken. Raises `GrammarError`."""
-        if self._matcher is None:
-            self._vocabulary, self._matcher = self._grammar.start()
-            self._bits = self._vocabulary.bits(self._stop_ids)
-        new = [] if self._has_ended else token_ids[self._num_followed :]
-        self._num_followed = len(token_ids)
-        for place, token_id in enumerate(new):
-            if token_id in self._stop_ids:
-                self._has_ended = True
-                return new[:place]
-        return new
-
-    def _refuse(self, token_id: int) -> None:
-        self._failure = f"token {token_id} is not allowed ({readable(self._matcher.get_error())})"
-
-    def _keep(self, mask: np.ndarray) -> None:
-        self._masks, self._place = {(): mask}, self._num_followed
-
-    def _fill_draft(self, draft: Sequence[int]) -> None:
-        num_right, is_right = 0, not self._has_ended
-        for end, token_id in enumerate(draft, 1):
-            is_right = is_right and token_id not in self._stop_ids and self._matcher.try_consume_tokens([token_id]) == 1
-            num_right += is_right  # what is drawn behind a token that cannot come is dropped
-            if is_right:
-                [mask] = _masks_of([self])
-                if self._failure is not None:
-                    return
-            else:
-                mask = np.full_like(self._bits.text, _ALL)
-            self._masks[tuple(draft[:end])] = mask
-        if num_right and not self._matcher.rollback(num_right):
-            raise GrammarError(f"it cannot go back behind a draft ({readable(self._matcher.get_error())})")
-
-
-def _fill_together(asked: Iterable[tuple[GrammarState, list[int]]]) -> None:
-    """Compute the masks behind the tokens of sequences. Notes what fails."""
-    states = _followed(asked)
-    for state, mask in zip(states, _masks_of(states) if states else (), strict=True):
-        state._keep(mask)
-
-
-def _followed(asked: Iterable[tuple[GrammarState, list[int]]]) -> list[GrammarState]:
-    """Go on to the last of the sequences' tokens; the states where a mask can be computed. Notes what fails."""
-    going_on: list[tuple[GrammarState, list[int]]] = []
-    for state, token_ids in asked:
-        if state._failure is None:
-            try:
-                going_on.append((state, state._begin(token_ids)))
-            except GrammarError as problem:
-                state._failure = str(problem)
-    # All take their first token, then their second ...: nearly always they have one each.
-    for place in range(max((len(new) for _, new in going_on), default=0)):
-        taking = [(state, new[place]) for state, new in going_on if place < len(new) and state._failure is None]
-        executor = taking[0][0]._vocabulary.executor
-        taken = executor.consume_token_par([(state._matcher, token_id) for state, token_id in taking])
-        for (state, token_id), is_taken in zip(taking, taken, strict=True):
-            if not is_taken:
-                state._refuse(token_id)
-    for state, _ in going_on:
-        if state._has_ended and state._failure is None:  # the row is dropped
-            state._keep(np.full_like(state._bits.text, _ALL))
-    return [state for state, _ in going_on if state._failure is None and not state._has_ended]
-
-
-def _masks_of(states: Sequence[GrammarState]) -> np.ndarray:
-    """Masks uint32 [N, words] of N states where their matchers stand. Notes what fails."""
-    masks = np.zeros((len(states), len(states[0]._bits.text)), np.uint32)
-    _compute(states, masks)
-    for bits in {id(state._bits): state._bits for state in states}.values():  # one, but for requests with stop ids
-        rows = [row for row, state in enumerate(states) if state._bits is bits]
-        ends = [row for row in rows if states[row]._matcher.is_accepting()]
-        if len(rows) == len(states):
-            masks &= bits.text
-        else:
-            masks[rows] &= bits.text
-        if ends:
-            masks[ends] |= bits.stops
-    return masks
-
-
-def _compute(states: Sequence[GrammarState], masks: np.ndarray) -> None:
-    """Fill the masks with llguidance's; all in one call, but for states that were among slow ones. Notes what fails."""
-    place, size = masks.ctypes.data, masks.strides[0]
-    together = []
-    for row, state in enumerate(states):
-        if state._matcher.is_stopped():
-            continue
-        if not state._is_timed:
-            together.append((state._matcher, row))
-            continue
-        start = time.thread_time()
-        state._matcher.unsafe_compute_mask_ptr(place + row * size, size)
-        seconds = time.thread_time() - start
-        state._is_timed = seconds > _SLOW_SECONDS
-        if seconds > _MAX_MASK_SECONDS:
-            state._failure = f"the tokens that may come next took {seconds:.1f} s to find: give a simpler grammar"
-    if together:
-        start = time.perf_counter()
-        states[0]._vocabulary.executor.unsafe_compute_mask_ptr(together, place, size, len(states))
-        if time.perf_counter() - start > _SLOW_SECONDS:
-            for _, row in together:
-                states[row]._is_timed = True
-    for state in states:
-        if state._failure is None and state._matcher.is_error():
-            state._failure = readable(state._matcher.get_error())
-
-
-def begin_masks(thread: DaemonThread, asked: Iterable[tuple[GrammarState, list[int], list[int]]]) -> None:
-    """Fill the masks of states on a thread; of each its sequence's tokens, and the draft behind them."""
-    done, work = threading.Event(), list(asked)
-    if not work:
-        return
-    for state, _, _ in work:
-        state.wait_for(done)
-
-    def fill() -> None:
+    def begin(self) -> None:
+        """Wait for the grammar, if need be. Notes what fails."""
         try:
-            _fill_together((state, token_ids) for state, token_ids, draft in work if not draft)
-            for state, token_ids, draft in work:
-                if draft:
-                    state.fill(token_ids, draft)
-        finally:
-            done.set()
+            self.vocabulary, self.matcher = self._grammar.start()
+            self.bits = self.vocabulary.bits(self._stop_ids)
+        except GrammarError as problem:
+            self.failure = str(problem)
 
-    thread.submit(fill)
+    def ends_with(self, token_id: int) -> bool:
+        """Whether this token ends the sequence."""
+        return token_id in self._stop_ids
+
+    def note(self, outcome: Outcome, token_id: int, seconds: float) -> None:
+        """Note what became of it: `token_id` was refused, or its slowest mask took so many seconds."""
+        if outcome is Outcome.ENDED:
+            self.matcher = None
+        elif outcome is Outcome.SLOW:
+            self.failure = f"the tokens that may come next took {seconds:.1f} s to find: give a simpler grammar"
+        else:
+            problem = readable(self.matcher.get_error())
+            self.failure = {
+                Outcome.REFUSED: f"token {token_id} is not allowed ({problem})",
+                Outcome.STUCK: f"it cannot go back behind a draft ({problem})",
+            }.get(outcome, problem)
 
 
-def forbid(logits: Tensor, masks: Sequence[np.ndarray]) -> None:
-    """Set the logits float32 [N, V] of tokens that the N masks do not allow to -inf, in place."""
-    forbidden = np.unpackbits(~np.stack(masks).view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+class Asked(NamedTuple):
+    """A sequence whose masks are asked for."""
+
+    state: GrammarState
+    token_ids: list[int]
+    draft: Sequence[int] = ()
+    """Tokens that it may come to have; a mask is asked for behind each of them too."""
+
+
+class _Columns(NamedTuple):
+    """N sequences as columns; see `kernels.cpu.grammar.fill`."""
+
+    states: list[GrammarState]
+    tokens: list[int]
+    token_ends: list[int]
+    num_drafted: list[int]
+    first_masks: list[int]
+
+
+def masks_behind(asked: Sequence[Asked]) -> tuple[np.ndarray, list[int]]:
+    """Masks uint32 [N + drafted tokens, words] of N sequences, none twice, and which of them is behind each sequence.
+
+    Those behind the tokens of its draft follow that one. Bit t % 32 of word t // 32 is token t. The states note what
+    fails; a mask of such a sequence, and one behind its end, allows all.
+    """
+    columns = _columns_of(asked)
+    vocabulary = next((state.vocabulary for state in columns.states if state.vocabulary is not None), None)
+    num_masks = len(asked) + sum(columns.num_drafted)
+    if vocabulary is None:
+        return np.full((num_masks, 1), _ALL, np.uint32), columns.first_masks
+    masks = np.empty((num_masks, vocabulary.num_words), np.uint32)
+    found = _fill(vocabulary, columns, masks) if vocabulary.native else _fill_in_python(columns, masks)
+    for row in found.outcomes.nonzero()[0].tolist():
+        state = columns.states[row]
+        if state.failure is None and state.matcher is not None:
+            end = columns.token_ends[row - 1] if row else 0
+            token_id = columns.tokens[end + int(found.places[row])] if columns.tokens else -1
+            state.note(Outcome(int(found.outcomes[row])), token_id, float(found.seconds[row]))
+    return masks, columns.first_masks
+
+
+def _columns_of(asked: Sequence[Asked]) -> _Columns:
+    """The columns; from now on the matchers count as having taken the tokens."""
+    columns = _Columns([], [], [], [], [])
+    num_masks = 0
+    for state, token_ids, draft in asked:
+        if state.vocabulary is None and state.failure is None:
+            state.begin()
+        columns.states.append(state)
+        columns.tokens.extend(token_ids[state.num_followed :])
+        columns.tokens.extend(draft)
+        columns.token_ends.append(len(columns.tokens))
+        columns.num_drafted.append(len(draft))
+        columns.first_masks.append(num_masks)
+        num_masks += 1 + len(draft)
+        state.num_followed = len(token_ids)
+    return columns
+
+
+def _goes_on(state: GrammarState) -> bool:
+    return state.failure is None and state.matcher is not None
+
+
+def _fill(vocabulary: Vocabulary, columns: _Columns, masks: np.ndarray) -> Followed:
+    """Fill the masks by C++."""
+    assert vocabulary.native is not None
+    going_on = [state if _goes_on(state) else None for state in columns.states]
+    some_bits = vocabulary.bits(())
+    bits = [some_bits if state is None else state.bits for state in going_on]
+    return grammar.fill(
+        vocabulary.native.functions,
+        np.array([0 if state is None else state.matcher.address for state in going_on], np.uint64),
+        np.array(columns.tokens, np.uint32),
+        np.array(columns.token_ends, np.int64),
+        np.array(columns.num_drafted, np.int64),
+        (np.array([b.text_address for b in bits], np.uint64), np.array([b.stops_address for b in bits], np.uint64)),
+        masks,
+        np.array(columns.first_masks, np.int64),
+        MAX_MASK_SECONDS,
+    )
+
+
+def _fill_in_python(columns: _Columns, masks: np.ndarray) -> Followed:
+    """Fill the masks by llguidance's Python objects: the twin of `grammar.cpp`."""
+    found, start = Followed(len(columns.states)), 0
+    for row, state in enumerate(columns.states):
+        end, first, num_drafted = columns.token_ends[row], columns.first_masks[row], columns.num_drafted[row]
+        tokens, own = columns.tokens[start:end], masks[first : first + 1 + num_drafted]
+        new, draft = tokens[: len(tokens) - num_drafted], tokens[len(tokens) - num_drafted :]
+        outcome, found.places[row], found.seconds[row] = _follow(state, new, draft, own)
+        if outcome is not Outcome.FILLED:
+            own.fill(_ALL)
+        found.outcomes[row], start = outcome, end
+    return found
+
+
+def _follow(state: GrammarState, new: list[int], draft: list[int], masks: np.ndarray) -> tuple[Outcome, int, float]:
+    """Fill the masks of one sequence; returns what became of it, the place of a refused token, and a mask's seconds."""
+    if not _goes_on(state):
+        return Outcome.ENDED, 0, 0.0
+    for place, token_id in enumerate(new):
+        if state.ends_with(token_id):
+            return Outcome.ENDED, 0, 0.0
+        if not state.matcher.consume_token(token_id):
+            return Outcome.REFUSED, place, 0.0
+    outcome, slowest = _fill_one(state, masks[0])
+    num_right = 0
+    for token_id in draft:
+        if outcome is not Outcome.FILLED or state.ends_with(token_id):
+            break
+        if state.matcher.try_consume_tokens([token_id]) != 1:
+            break
+        num_right += 1
+        outcome, seconds = _fill_one(state, masks[num_right])
+        slowest = max(slowest, seconds)
+    masks[num_right + 1 :] = _ALL  # what is drawn behind a token that cannot come is dropped
+    if outcome is Outcome.FILLED and num_right and not state.matcher.rollback(num_right):
+        outcome = Outcome.STUCK
+    return outcome, 0, slowest
+
+
+def _fill_one(state: GrammarState, mask: np.ndarray) -> tuple[Outcome, float]:
+    """Fill a mask, uint32 [words], where the matcher stands."""
+    matcher, seconds = state.matcher, 0.0
+    if matcher.is_stopped():
+        mask.fill(0)
+    else:
+        start = time.thread_time()
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        seconds = time.thread_time() - start
+        if seconds > MAX_MASK_SECONDS:
+            return Outcome.SLOW, seconds
+    if matcher.is_error():
+        return Outcome.FAILED, seconds
+    mask &= state.bits.text
+    if matcher.is_accepting():
+        mask |= state.bits.stops
+    return Outcome.FILLED, seconds
+
+
+def forbid(logits: Tensor, masks: np.ndarray) -> None:
+    """Set the logits float32 [N, V] of tokens that the masks, uint32 [N, words], do not allow to -inf, in place."""
+    forbidden = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
     logits.masked_fill_(torch.from_numpy(forbidden[:, : logits.shape[1]]), -torch.inf)

@@ -1,13 +1,15 @@
 """The tokens of a tokenizer as llguidance reads them, and the grammars compiled for them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from rollout_engine.errors import RequestError
+from rollout_engine.grammars.native import NativeTokens, native_tokens
 from rollout_engine.grammars.sources import AddedToken, source_of
 
 _LIMITS = {"max_lexer_states": 1 << 15, "step_max_items": 20_000, "verbose_errors": False}
@@ -29,13 +31,15 @@ def require_llguidance(given: object) -> ModuleType:
     return module
 
 
-class MaskBits(NamedTuple):
+class MaskBits:
     """Tokens as the bits of a mask, uint32 [words]."""
 
-    text: np.ndarray
-    """Tokens that end no sequence."""
-    stops: np.ndarray
-    """Tokens that end the sequence."""
+    def __init__(self, text: np.ndarray, stops: np.ndarray) -> None:
+        self.text = text
+        """Tokens that end no sequence."""
+        self.stops = stops
+        """Tokens that end the sequence."""
+        self.text_address, self.stops_address = text.ctypes.data, stops.ctypes.data
 
 
 class Vocabulary:
@@ -61,9 +65,12 @@ class Vocabulary:
         self.eos_token_ids = list(self._tokens.eos_tokens)
         """Tokens whose bits llguidance sets where a grammar accepts."""
         self._limits = module.LLParserLimits(**_LIMITS)
-        self.executor = module.LLExecutor(num_threads=1)
-        """Works on many matchers in one call, without the interpreter."""
         self._bits: dict[tuple[int, ...], MaskBits] = {}
+
+    @cached_property
+    def native(self) -> NativeTokens | None:
+        """The same tokens for C++; None where grammars are followed in Python."""
+        return native_tokens(self._tokens, _LIMITS, self._limits)
 
     def bits(self, stop_ids: tuple[int, ...]) -> MaskBits:
         """The bits of the tokens that end a sequence, and of the others."""
@@ -82,9 +89,17 @@ class Vocabulary:
     def compile(self, given: Mapping[str, Any]) -> Any:
         """An `LLMatcher` at the beginning of the grammar. Raises `GrammarError`."""
         module = require_llguidance(given)
+        return self._checked(
+            given, lambda source: module.LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
+        )
+
+    def begin(self, given: Mapping[str, Any]) -> Any:
+        """The same as a `NativeMatcher`, but where there is no `native`. Raises as `compile`."""
+        return self.compile(given) if self.native is None else self._checked(given, self.native.compile)
+
+    def _checked(self, given: Mapping[str, Any], compiled: Callable[[str], Any]) -> Any:
         try:
-            source = source_of(given, self._added)
-            matcher = module.LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
+            matcher = compiled(source_of(given, self._added))
         except Exception as problem:
             raise GrammarError(str(problem)) from problem
         if matcher.is_error():

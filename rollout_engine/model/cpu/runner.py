@@ -81,7 +81,6 @@ class CpuRunner:
         logit_rows = np.append(last_rows, prompt_rows) if prompt_rows else last_rows
         with self.routing.step(work, batch):
             adapter_rows = self._adapter_rows(work.scheduled)
-            self._sequences.begin_masks(work)  # last, so that its thread finds the interpreter free
             logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, adapter_rows)
         pooled = self._pooler.pool(states) if self._pooler else {}
         if self._prompts.has_pieces:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.grammars.compiler import GrammarCompiler
-from rollout_engine.grammars.masks import GrammarState, forbid
-from rollout_engine.grammars.vocabulary import GrammarError
+from rollout_engine.grammars.masks import Asked, GrammarState, forbid, masks_behind
 from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor, SequenceView
 from rollout_engine.model.sampling.penalties import TokenCounts, penalise
@@ -161,11 +160,11 @@ class LogitEdits:
         if self._num_output_tokens < self.sequence.params.min_tokens:
             logits[self.stop_ids] = -np.inf
 
-    def allowed_by_grammar(self) -> np.ndarray:
-        """Bits of the tokens that the grammar allows next, as `GrammarState.mask`. Raises `GrammarError`."""
-        assert self.grammar is not None, "a sequence without a grammar"
+    @property
+    def drawn_token_ids(self) -> list[int]:
+        """The sequence's tokens without the draft."""
         token_ids = self.sequence.token_ids
-        return self.grammar.mask(token_ids[: len(token_ids) - len(self.draft)] if self.draft else token_ids, self.draft)
+        return token_ids[: len(token_ids) - len(self.draft)] if self.draft else token_ids
 
     @property
     def _num_output_tokens(self) -> int:
@@ -188,27 +187,40 @@ def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
         if each.edits_beside_grammar and (failure := each.apply(logits[row])) is not None:
             failures[row] = failure
     with_grammar = {row: each for row, each in enumerate(edits) if each.grammar is not None and row not in failures}
-    masks, others = masks_of(with_grammar)
-    if len(masks) == len(logits):
-        forbid(logits, list(masks.values()))
-    elif masks:
-        rows = torch.tensor(list(masks))
+    rows, masks, others = masks_of(with_grammar)
+    if len(rows) == len(logits):
+        forbid(logits, masks)
+    elif len(rows):
         some = logits[rows]
-        forbid(some, list(masks.values()))
+        forbid(some, masks)
         logits[rows] = some
     return failures | others
 
 
-def masks_of(edits: Mapping[int, LogitEdits]) -> tuple[dict[int, np.ndarray], dict[int, str]]:
-    """Row -> bits of the tokens that its grammar allows next, and row -> why it cannot be sampled."""
-    masks: dict[int, np.ndarray] = {}
-    failures: dict[int, str] = {}
+def masks_of(edits: Mapping[int, LogitEdits]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+    """Rows, int64 [M], the masks of the tokens that their grammars allow next, and row -> why it cannot be sampled.
+
+    The masks are those of `masks_behind`, and all of them are computed now.
+    """
+    if not edits:
+        return np.empty(0, np.int64), np.empty((0, 1), np.uint32), {}
+    asked: dict[int, Asked] = {}
+    for each in edits.values():
+        state, known = each.grammar, asked.get(id(each.grammar))
+        assert state is not None, "a sequence without a grammar"
+        if known is None or len(known.draft) < len(each.draft):
+            asked[id(state)] = Asked(state, each.drawn_token_ids, each.draft)
+    masks, firsts = masks_behind(list(asked.values()))
+    failures = {}
     for row, each in edits.items():
-        try:
-            masks[row] = each.allowed_by_grammar()
-        except GrammarError as problem:
-            failures[row] = f"structured_outputs: the grammar cannot go on: {problem}."
-    return masks, failures
+        if each.grammar.failure is not None:
+            failures[row] = f"structured_outputs: the grammar cannot go on: {each.grammar.failure}."
+    if not failures and len(masks) == len(edits) == len(asked):  # a row for each sequence, in order
+        return np.fromiter(edits, np.int64, len(edits)), masks, failures
+    first_of = dict(zip(asked, firsts, strict=True))
+    rows = [row for row in edits if row not in failures]
+    places = [first_of[id(edits[row].grammar)] + len(edits[row].draft) for row in rows]
+    return np.array(rows, np.int64), masks[places], failures
 
 
 def _as_columns(bias: dict[int, float] | None) -> tuple[np.ndarray, np.ndarray] | None:

@@ -234,13 +234,12 @@ def _masked_in_the_draw(
     if not alone:
         return None, edits, {}
     others = {row: each for row, each in edits.items() if row not in alone} if len(alone) < len(edits) else _NO_EDITS
-    found, failures = masks_of(alone)
-    if not found:
+    rows, masks, failures = masks_of(alone)
+    if not len(rows):
         return None, others, failures
     places = np.full(len(batch.positions), -1)
-    places[list(found)] = np.arange(len(found))
-    bits = np.concatenate(list(found.values())).view(np.int32).reshape(len(found), -1)
-    return TokenMasks(torch.from_numpy(bits), torch.from_numpy(places)), others, failures
+    places[rows] = np.arange(len(rows))
+    return TokenMasks(torch.from_numpy(masks.view(np.int32)), torch.from_numpy(places)), others, failures
 
 
 def _draw(

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from rollout_engine.grammars.compiler import GrammarCompiler
-from rollout_engine.grammars.masks import begin_masks
 from rollout_engine.messages import NewSequence, SchedulerOutput
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
@@ -50,14 +49,3 @@ class SequenceStates(dict[int, NewSequence]):
                 if edits is not None and edits.active_at(positions[row]):
                     found[row] = edits
         return found
-
-    def begin_masks(self, work: SchedulerOutput) -> None:
-        """Compute the grammar masks of a step's draws on a thread, while the model computes."""
-        if not self._edits or self._grammars is None:
-            return
-        asked = []
-        for task in work.samples:
-            edits = self._edits.get(task.sequence_id)
-            if edits is not None and edits.grammar is not None:
-                asked.append((edits.grammar, edits.sequence.token_ids, work.scheduled[task.row].draft_token_ids))
-        begin_masks(self._grammars.mask_thread, asked)
