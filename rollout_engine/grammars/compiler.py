@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
@@ -15,6 +15,8 @@ from rollout_engine.structured_outputs import text_of
 
 _MAX_KEPT = 1024
 """Grammars that are kept for the next request that asks for the same."""
+_MAX_IDLE = 256
+"""Matchers without a sequence that are kept, of some 0.3 to 1 MiB each."""
 _MAX_COMPILE_SECONDS = 10.0
 """Longest that a request waits for its grammar, a tokenizer that is being read included."""
 
@@ -51,7 +53,9 @@ class DaemonThread:
 class Grammar:
     """A grammar, compiled or on its way."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle: "deque[tuple[Grammar, Any]]") -> None:
+        """`idle`: matchers of all grammars that no sequence has now, the oldest first."""
+        self._idle = idle
         self.compiled: Future[tuple[Vocabulary, Any]] = Future()
         self._deadline = time.monotonic() + _MAX_COMPILE_SECONDS
 
@@ -67,7 +71,18 @@ class Grammar:
             vocabulary, matcher = self.compiled.result(max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:
             raise GrammarError(f"it was not compiled in {_MAX_COMPILE_SECONDS:g} s") from None
+        for place in reversed(range(len(self._idle))):
+            grammar, used = self._idle[place]
+            if grammar is self:
+                del self._idle[place]
+                return vocabulary, used
         return vocabulary, matcher.deep_copy()
+
+    def take_back(self, matcher: Any) -> None:
+        """Keep a matcher for the next sequence: it has learned masks that a new one would have to compute."""
+        if not matcher.is_error():
+            matcher.reset()
+            self._idle.append((self, matcher))
 
 
 class GrammarCompiler:
@@ -77,6 +92,7 @@ class GrammarCompiler:
         self._load = load
         self._vocabulary: Vocabulary | None = None
         self._known: OrderedDict[str, Grammar] = OrderedDict()
+        self._idle: deque[tuple[Grammar, Any]] = deque(maxlen=_MAX_IDLE)
         self._lock = threading.Lock()
         self._thread = DaemonThread("grammars")
 
@@ -86,7 +102,7 @@ class GrammarCompiler:
         with self._lock:
             found = self._known.get(text)
             if found is None:
-                found = self._known[text] = Grammar()
+                found = self._known[text] = Grammar(self._idle)
                 self._thread.submit(lambda: self._compile(given, found))
             self._known.move_to_end(text)
             if len(self._known) > _MAX_KEPT:

@@ -50,6 +50,12 @@ class GrammarState:
         except GrammarError as problem:
             self.failure = str(problem)
 
+    def end(self) -> None:
+        """Give the matcher to the next sequence."""
+        if self.matcher is not None:
+            self._grammar.take_back(self.matcher)
+            self.matcher = None
+
     def ends_with(self, token_id: int) -> bool:
         """Whether this token ends the sequence."""
         return token_id in self._stop_ids
@@ -57,7 +63,7 @@ class GrammarState:
     def note(self, outcome: Outcome, token_id: int, seconds: float) -> None:
         """Note what became of it: `token_id` was refused, or its slowest mask took so many seconds."""
         if outcome is Outcome.ENDED:
-            self.matcher = None
+            self.end()
         elif outcome is Outcome.SLOW:
             self.failure = f"the tokens that may come next took {seconds:.1f} s to find: give a simpler grammar"
         else:

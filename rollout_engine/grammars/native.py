@@ -78,6 +78,10 @@ class NativeMatcher:
         """A matcher at the same place, which goes its own way."""
         return NativeMatcher(self._tokens, _library().llg_clone_matcher(self.address))
 
+    def reset(self) -> None:
+        """Go back to the beginning of the grammar."""
+        _library().llg_matcher_reset(self.address)
+
     def compute_mask_into(self, mask: np.ndarray) -> None:
         """Fill a mask, uint32 [words]."""
         _library().llg_matcher_compute_mask_into(self.address, mask.ctypes.data, mask.nbytes)
@@ -204,6 +208,7 @@ def _library() -> ctypes.CDLL:
         "llg_new_matcher": (c_void_p, (c_void_p, c_char_p, c_char_p)),
         "llg_clone_matcher": (c_void_p, (c_void_p,)),
         "llg_free_matcher": (None, (c_void_p,)),
+        "llg_matcher_reset": (c_int32, (c_void_p,)),
         "llg_matcher_compute_mask_into": (c_int32, (c_void_p, c_void_p, c_size_t)),
         "llg_matcher_consume_token": (c_int32, (c_void_p, c_uint32)),
         "llg_matcher_get_error": (c_char_p, (c_void_p,)),

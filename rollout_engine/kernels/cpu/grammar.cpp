@@ -3,7 +3,6 @@
 // llguidance has to see as tokens for the first time.
 #include <time.h>
 
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <mutex>
@@ -50,22 +49,45 @@ struct Arguments {
 
 bool has(const uint32_t* bits, uint32_t token) { return bits[token / 32] >> token % 32 & 1; }
 
-double thread_seconds() {
+double seconds_of(clockid_t clock) {
     timespec now;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    clock_gettime(clock, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
+
+// Measures computing time of a thread. That clock takes a microsecond to read, so it is read only where the time by the
+// wall, in which other work may have come between, is long.
+class Stopwatch {
+  public:
+    void start() { wall_ = seconds_of(CLOCK_MONOTONIC); }
+
+    // At least the computing time since `start`, and at most the time by the wall.
+    double stop() {
+        const double wall = seconds_of(CLOCK_MONOTONIC) - wall_;
+        if (wall < SHORT) return wall;
+        const double before = computed_;
+        computed_ = seconds_of(CLOCK_THREAD_CPUTIME_ID);
+        return computed_ - before < wall ? computed_ - before : wall;
+    }
+
+  private:
+    static constexpr double SHORT = 0.01;
+
+    double wall_ = 0, computed_ = seconds_of(CLOCK_THREAD_CPUTIME_ID);
+};
 
 // One sequence: its matcher, and the masks to fill.
 struct Sequence {
     const Arguments& a;
+    Stopwatch& watch;
     int64_t index;
     void* matcher;
     const uint32_t *tokens, *stops;
     int64_t num_new, num_drafted;
     uint32_t* mask;
 
-    Sequence(const Arguments& args, int64_t i) : a(args), index(i), matcher(args.matchers[i]), stops(args.stop_bits[i]) {
+    Sequence(const Arguments& args, int64_t i, Stopwatch& stopwatch)
+        : a(args), watch(stopwatch), index(i), matcher(args.matchers[i]), stops(args.stop_bits[i]) {
         const int64_t start = i ? a.token_ends[i - 1] : 0;
         num_drafted = a.num_drafted[i];
         num_new = a.token_ends[i] - start - num_drafted;
@@ -109,9 +131,9 @@ struct Sequence {
         if (f.is_stopped(matcher)) {
             memset(bits, 0, (size_t)a.words * sizeof *bits);
         } else {
-            const double start = thread_seconds();
+            watch.start();
             const int32_t failed = f.compute_mask_into(matcher, bits, (size_t)a.words * sizeof *bits);
-            const double seconds = thread_seconds() - start;
+            const double seconds = watch.stop();
             if (seconds > a.seconds[index]) a.seconds[index] = seconds;
             if (failed) return FAILED;
             if (seconds > a.max_seconds) return SLOW;
@@ -173,8 +195,12 @@ class TokensOfTexts {
 extern "C" {
 
 void grammar_fill(const Arguments* a) {
-#pragma omp parallel for schedule(dynamic) num_threads(a->threads) if (a->threads > 1)
-    for (int64_t i = 0; i < a->sequences; i++) Sequence(*a, i).run();
+#pragma omp parallel num_threads(a->threads) if (a->threads > 1)
+    {
+        Stopwatch watch;
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < a->sequences; i++) Sequence(*a, i, watch).run();
+    }
 }
 
 TokensOfTexts* grammar_texts_new(TokensOfTexts::Divide divide) { return new TokensOfTexts(divide); }

@@ -204,23 +204,23 @@ def masks_of(edits: Mapping[int, LogitEdits]) -> tuple[np.ndarray, np.ndarray, d
     """
     if not edits:
         return np.empty(0, np.int64), np.empty((0, 1), np.uint32), {}
+    states = {row: each.grammar for row, each in edits.items() if each.grammar is not None}
     asked: dict[int, Asked] = {}
-    for each in edits.values():
-        state, known = each.grammar, asked.get(id(each.grammar))
-        assert state is not None, "a sequence without a grammar"
-        if known is None or len(known.draft) < len(each.draft):
+    for row, state in states.items():
+        each, known = edits[row], asked.get(id(state))
+        if known is None or len(known.draft) < len(each.draft):  # drafts of one sequence begin alike
             asked[id(state)] = Asked(state, each.drawn_token_ids, each.draft)
     masks, firsts = masks_behind(list(asked.values()))
-    failures = {}
-    for row, each in edits.items():
-        if each.grammar.failure is not None:
-            failures[row] = f"structured_outputs: the grammar cannot go on: {each.grammar.failure}."
-    if not failures and len(masks) == len(edits) == len(asked):  # a row for each sequence, in order
-        return np.fromiter(edits, np.int64, len(edits)), masks, failures
+    failures = {
+        row: f"structured_outputs: the grammar cannot go on: {state.failure}."
+        for row, state in states.items()
+        if state.failure is not None
+    }
+    if not failures and len(masks) == len(states):  # a row for each sequence, in order
+        return np.fromiter(states, np.int64, len(states)), masks, failures
     first_of = dict(zip(asked, firsts, strict=True))
-    rows = [row for row in edits if row not in failures]
-    places = [first_of[id(edits[row].grammar)] + len(edits[row].draft) for row in rows]
-    return np.array(rows, np.int64), masks[places], failures
+    places = {row: first_of[id(state)] + len(edits[row].draft) for row, state in states.items() if row not in failures}
+    return np.fromiter(places, np.int64, len(places)), masks[list(places.values())], failures
 
 
 def _as_columns(bias: dict[int, float] | None) -> tuple[np.ndarray, np.ndarray] | None:

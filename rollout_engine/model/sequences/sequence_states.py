@@ -29,7 +29,9 @@ class SequenceStates(dict[int, NewSequence]):
         """Drop finished sequences and add new ones."""
         for sequence_id in work.finished_sequence_ids:
             self.pop(sequence_id, None)
-            self._edits.pop(sequence_id, None)
+            edits = self._edits.pop(sequence_id, None)
+            if edits is not None and edits.grammar is not None:
+                edits.grammar.end()
             self._prompts.forget(sequence_id)
         siblings: dict[int, LogitEdits] = {}
         for new in work.new:
