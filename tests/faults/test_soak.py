@@ -69,6 +69,7 @@ asyncio.run(stuck_part())
     assert "in run" in log and "stuck_task" in log and "stuck_part" in log
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_too_much_memory_is_ended_before_the_system_is_out_of_it(tmp_path):
     code = "held = bytearray(1 << 29)\nheld[::4096] = bytes(1 << 17)\ntime.sleep(3600)"
     figure, _, log = run(tmp_path, code, Limits(hang_seconds=600.0, memory_gib=0.4))

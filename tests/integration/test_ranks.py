@@ -112,6 +112,7 @@ def test_ranks_give_the_bits_of_one_process(engine, whole):
     assert num_preemptions(engine) == num_preemptions(whole) > 0
 
 
+@pytest.mark.slow
 def test_ranks_that_find_other_weights_choose_alike(tmp_path):
     """A projection that is zeros on one rank alone proves nothing there, so no rank compiles the layers."""
     model = tiny_model("qwen3", num_attention_heads=4, num_key_value_heads=2)

@@ -81,6 +81,7 @@ def compare(tmp_path, architecture, dtype, num_ranks):
         assert got == expected, f"part {number} differs"
 
 
+@pytest.mark.slow
 def test_two_ranks_that_draft_say_what_one_process_says_under_adapters(tmp_path):
     compare(tmp_path, "qwen3", "bfloat16", 2)
 

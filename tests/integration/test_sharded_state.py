@@ -152,6 +152,7 @@ def test_a_damaged_header_is_refused_with_what_to_do(copied, change):
 
 
 @needs_ranks
+@pytest.mark.slow
 def test_a_torn_file_of_another_rank_is_refused_by_its_name_alone(of_two, tmp_path, caplog):
     path = shutil.copytree(of_two, tmp_path / "torn")
     file = path / "rank-1-of-2.safetensors"

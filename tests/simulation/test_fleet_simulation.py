@@ -6,7 +6,7 @@ from tests.simulation.known_fleet_faults import FAULTS
 from tests.simulation.run import FleetRun
 from tests.simulation.scheduler import Carriers
 
-NUM_SEEDS = 60
+NUM_SEEDS = 40
 NUM_SEEDS_TO_FIND = 600
 """Seeds within which every fault that is put back is found; most are within twenty."""
 

@@ -29,7 +29,7 @@ def carriers():
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(NUM_SEEDS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("part", ["in process", "own process"])
+@pytest.mark.parametrize("part", ["in process", pytest.param("own process", marks=pytest.mark.slow)])
 def test_no_schedule_breaks_a_promise(part, first, carriers):
     ends, faults = 0, 0
     for seed in range(first + (part == "own process"), first + NUM_SEEDS, 2):

@@ -25,6 +25,7 @@ def launch(tmp_path, *arguments):
     return subprocess.run(command, env=environment, cwd=Path(__file__).parents[4], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_what_is_found_is_what_triton_would_launch(tmp_path):
     done = launch(tmp_path, "small")
     assert done.returncode == 0, done.stderr

@@ -175,6 +175,7 @@ def test_nothing_but_decode_depends_on_the_size_of_a_block():
             assert heads.tiling(kind).max_registers is None
 
 
+@pytest.mark.slow
 def test_bits_of_the_fast_mode_depend_on_the_number_of_programs_and_those_in_order_do_not(contexts):
     """Where the line of units is cut, two softmaxes are merged. So only the exact mode promises bits."""
     fast, exact = (

@@ -63,6 +63,7 @@ def test_requests_have_their_own_adapters_whatever_runs_beside_them(engine_on):
     assert run(llm, PROMPTS, None) == base
 
 
+@pytest.mark.slow
 def test_an_exact_trainer_has_the_bits_of_its_adapter_and_scores_too(engine_on, trainer):
     llm = engine_on("device", deterministic=True)
     llm.add_lora(trainer.request("x"))

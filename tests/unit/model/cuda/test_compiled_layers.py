@@ -193,6 +193,7 @@ class TestEngine:
         assert_alike(run(llm, GREEDY), run(reference, GREEDY))
         assert layers.num_graphs == num_graphs
 
+    @pytest.mark.slow
     def test_scores_are_those_of_the_cpu_and_layers_can_be_watched(self, engines_of):
         (llm, _), seen = engines_of, []
         ours, theirs = (each.score([[7, 8, 9]], [[11, 12]])[0] for each in engines_of)

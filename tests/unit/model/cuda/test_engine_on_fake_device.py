@@ -135,6 +135,7 @@ OTHER = {
 }
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_nothing_and_finds_the_same_in_every_order(on_device, monkeypatch):
     waits, found = Waits(), []
     for order in ("lazy", "random"):

@@ -139,6 +139,7 @@ def test_logprobs_are_the_trainers_in_other_shapes(engine_on, trainer_of, archit
 
 
 @pytest.mark.parametrize("architecture", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"])
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_eager_attention_and_plain_linears(enable, device, architecture):
     reference = tiny_model(architecture, attn_implementation="eager").requires_grad_(True).to(device)
     trainer = enable(copy.deepcopy(reference))
@@ -185,6 +186,7 @@ def test_rotary_frequencies_are_those_that_engines_have(enable):
     assert torch.equal(enable(model).model.rotary_emb.inv_freq.cpu(), expected)
 
 
+@pytest.mark.slow
 def test_products_that_would_round_positions_are_refused_by_trainer_and_engine(enable, engine_on):
     trainer = enable(tiny_model("llama", num_hidden_layers=1))
     ids = torch.tensor([[5, 6, 7]], device=next(trainer.parameters()).device)

@@ -70,11 +70,13 @@ def test_no_bit_depends_on_drafts_whatever_is_asked_for(llm, kind):
     compare(llm, [PARAMS[kind]] * len(PROMPTS), PROMPTS)
 
 
+@pytest.mark.slow
 def test_steps_with_drafts_have_costs_of_their_own(llm):
     info = llm.frontend.client.info
     assert info.step_seconds[0][0] == 1 and info.drafted_step_seconds[0][0] == 2
 
 
+@pytest.mark.slow
 def test_the_largest_step_has_the_logits_of_drafts(llm):
     model = llm.frontend.client.driver.executor.worker.runner.model
     with pytest.MonkeyPatch.context() as patch:

@@ -34,6 +34,7 @@ def kernels(*arguments):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_random_steps_launch_only_what_was_launched_at_load():
     found = kernels("qwen3", "bfloat16")
     assert found["later"] == []
@@ -74,6 +75,7 @@ def test_the_steps_at_load_leave_nothing_behind_and_change_no_bit(engine_on):
     assert_alike(run(llm, DRAWN), plain, bound=0)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_does_not_compile_is_a_warning_and_requests_that_need_it_fail_alone(
     engine_on, monkeypatch, caplog
 ):
