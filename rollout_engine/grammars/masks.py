@@ -60,8 +60,8 @@ class GrammarState:
         """Whether this token ends the sequence."""
         return token_id in self._stop_ids
 
-    def note(self, outcome: Outcome, token_id: int, seconds: float) -> None:
-        """Note what became of it: `token_id` was refused, or its slowest mask took so many seconds."""
+    def note(self, outcome: Outcome, token_id: int | None, seconds: float) -> None:
+        """Note what became of it; `token_id`: the one that was refused; `seconds`: computing time of a slow mask."""
         if outcome is Outcome.ENDED:
             self.end()
         elif outcome is Outcome.SLOW:
@@ -108,10 +108,11 @@ def masks_behind(asked: Sequence[Asked]) -> tuple[np.ndarray, list[int]]:
     found = _fill(vocabulary, columns, masks) if vocabulary.native else _fill_in_python(columns, masks)
     for row in found.outcomes.nonzero()[0].tolist():
         state = columns.states[row]
-        if state.failure is None and state.matcher is not None:
-            end = columns.token_ends[row - 1] if row else 0
-            token_id = columns.tokens[end + int(found.places[row])] if columns.tokens else -1
-            state.note(Outcome(int(found.outcomes[row])), token_id, float(found.seconds[row]))
+        outcome = Outcome(int(found.outcomes[row]))
+        if _goes_on(state):
+            place = (columns.token_ends[row - 1] if row else 0) + int(found.places[row])
+            token_id = columns.tokens[place] if outcome is Outcome.REFUSED else None
+            state.note(outcome, token_id, float(found.seconds[row]))
     return masks, columns.first_masks
 
 

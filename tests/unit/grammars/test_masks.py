@@ -168,6 +168,18 @@ def test_a_grammar_that_does_not_compile_fails_the_sequence_alone(compiler):
     assert allowed(mask_of(state_of(compiler, "a"), PROMPT))
 
 
+def test_a_matcher_of_a_sequence_that_ended_begins_anew_for_the_next(compiler):
+    first = state_of(compiler, "ab|[0-9]+")
+    expected = mask_of(first, PROMPT)
+    mask_of(first, [*PROMPT, *TOKENIZER.encode("12")])
+    matcher = first.matcher
+    first.end()
+    other, later = state_of(compiler, "x"), state_of(compiler, "ab|[0-9]+")
+    assert allowed(mask_of(other, PROMPT)) & set(ASCII) == set(TOKENIZER.encode("x"))
+    assert np.array_equal(mask_of(later, PROMPT), expected)
+    assert later.matcher is matcher and other.matcher is not matcher
+
+
 def test_the_same_grammar_is_compiled_once(compiler):
     first = compiler.grammar({"json": {"type": "object", "properties": {"a": True, "b": True}}})
     assert compiler.grammar({"json": {"type": "object", "properties": {"a": True, "b": True}}}) is first
@@ -186,6 +198,6 @@ def test_a_slow_mask_fails_its_sequence_alone(compiler, monkeypatch):
     tokens = [*PROMPT, *TOKENIZER.encode("1")]
     masks_behind([Asked(fast, tokens), Asked(ended, [*PROMPT, END])])
     monkeypatch.setattr(masks, "MAX_MASK_SECONDS", 0.0)
-    found, _ = masks_behind([Asked(ended, [*PROMPT, END, END]), Asked(slow, tokens)])
+    found, _ = masks_behind([Asked(ended, [*PROMPT, END, END]), Asked(slow, PROMPT)])
     assert (found == 0xFFFFFFFF).all() and ended.failure is None and fast.failure is None
     assert re.fullmatch(r"the tokens that may come next took 0\.0 s to find: give a simpler grammar", slow.failure)
