@@ -16,7 +16,7 @@ from rollout_engine.structured_outputs import text_of
 _MAX_KEPT = 1024
 """Grammars that are kept for the next request that asks for the same."""
 _MAX_IDLE = 256
-"""Matchers without a sequence that are kept, of some 0.3 to 1 MiB each."""
+"""Matchers that are kept while no sequence has them, with the masks that they have learned."""
 _MAX_COMPILE_SECONDS = 10.0
 """Longest that a request waits for its grammar, a tokenizer that is being read included."""
 

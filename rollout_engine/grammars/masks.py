@@ -33,10 +33,11 @@ class GrammarState:
         self._grammar = grammar
         self._stop_ids = tuple(stop_ids)
         self.vocabulary: Vocabulary | None = None
-        """None before `begin`."""
+        """The tokens that its grammar was compiled for; None before `begin`."""
         self.matcher: Any = None
-        """None before `begin`, and behind the sequence's end."""
+        """A matcher of `Vocabulary.begin`; None before `begin`, and behind the sequence's end."""
         self.bits: MaskBits
+        """The tokens that end the sequence, and those that end none; from `begin` on."""
         self.num_followed = num_prompt_tokens
         """Tokens of the sequence that the matcher has taken, and its prompt, which it never sees."""
         self.failure: str | None = None
@@ -51,7 +52,7 @@ class GrammarState:
             self.failure = str(problem)
 
     def end(self) -> None:
-        """Give the matcher to the next sequence."""
+        """Give the matcher back, for the next sequence of its grammar."""
         if self.matcher is not None:
             self._grammar.take_back(self.matcher)
             self.matcher = None
@@ -61,7 +62,7 @@ class GrammarState:
         return token_id in self._stop_ids
 
     def note(self, outcome: Outcome, token_id: int | None, seconds: float) -> None:
-        """Note what became of it; `token_id`: the one that was refused; `seconds`: computing time of a slow mask."""
+        """End it, or set `failure`, by an outcome; `token_id`: the refused one; `seconds`: of its slowest mask."""
         if outcome is Outcome.ENDED:
             self.end()
         elif outcome is Outcome.SLOW:

@@ -106,6 +106,9 @@ class NativeMatcher:
 class NativeTokens:
     """The tokens of a tokenizer for grammars that C++ follows. Any thread may use it."""
 
+    _tokenizer: int | None = None
+    _texts: TokensOfTexts | None = None
+
     def __init__(self, tokens: Any, limits: Mapping[str, Any]) -> None:
         """`tokens`: an `LLTokenizer`, which stays what divides texts. `limits`: of each grammar, by llguidance's names.
 
@@ -115,7 +118,7 @@ class NativeTokens:
         library = _library()
         self.functions = functions(library)
         self._texts = TokensOfTexts(tokens.tokenize_bytes)
-        self._limits, self._tokenizer = limits, None
+        self._limits = limits
         names = [_bytes_of(tokens, token_id) for token_id in range(tokens.vocab_size)]
         lengths = np.array([len(name) for name in names], np.uint32)
         eos = list(tokens.eos_tokens) or [_NO_TOKEN]
@@ -148,6 +151,7 @@ class NativeTokens:
     def __del__(self) -> None:  # every matcher refers to it, so none is left
         if self._tokenizer:
             _library().llg_free_tokenizer(self._tokenizer)
+        if self._texts is not None:
             self._texts.close()
 
 

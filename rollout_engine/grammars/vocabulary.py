@@ -69,7 +69,7 @@ class Vocabulary:
 
     @cached_property
     def native(self) -> NativeTokens | None:
-        """The same tokens for C++; None where grammars are followed in Python."""
+        """The tokens as C++ reads them; None where grammars are followed in Python."""
         return native_tokens(self._tokens, _LIMITS, self._limits)
 
     def bits(self, stop_ids: tuple[int, ...]) -> MaskBits:
@@ -94,7 +94,10 @@ class Vocabulary:
         )
 
     def begin(self, given: Mapping[str, Any]) -> Any:
-        """The same as a `NativeMatcher`, but where there is no `native`. Raises as `compile`."""
+        """A `NativeMatcher` at the beginning of the grammar, or an `LLMatcher` where `native` is None.
+
+        Raises `GrammarError`.
+        """
         return self.compile(given) if self.native is None else self._checked(given, self.native.compile)
 
     def _checked(self, given: Mapping[str, Any], compiled: Callable[[str], Any]) -> Any:

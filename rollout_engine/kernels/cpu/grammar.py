@@ -25,19 +25,20 @@ FUNCTIONS = (
 
 
 class Outcome(IntEnum):
-    """What became of one sequence. Where it is not `FILLED`, its masks allow all tokens."""
+    """How the grammar of one sequence was followed; all but `FILLED` leave masks that allow all tokens."""
 
     FILLED = 0
+    """The masks hold the tokens that the grammar allows."""
     ENDED = 1
-    """It has ended: it has no matcher, or one of its tokens ends it."""
+    """The sequence has ended: it has no matcher, or one of its tokens ends it."""
     REFUSED = 2
-    """Its grammar does not allow one of its tokens."""
+    """The grammar does not allow one of the sequence's tokens."""
     FAILED = 3
-    """Its matcher reports an error."""
+    """The matcher reports an error."""
     SLOW = 4
     """A mask took longer than allowed."""
     STUCK = 5
-    """Its matcher cannot go back behind the draft."""
+    """The matcher cannot go back to the place before the draft."""
 
 
 class _Arguments(ctypes.Structure):
@@ -58,11 +59,11 @@ class Followed:
 
     def __init__(self, num_sequences: int) -> None:
         self.outcomes = np.zeros(num_sequences, np.int64)
-        """`Outcome` of each."""
+        """int64 [N], the `Outcome` of each sequence."""
         self.places = np.zeros(num_sequences, np.int64)
-        """Which of its tokens was refused."""
+        """int64 [N], index of the refused token among the sequence's own; 0 where none was refused."""
         self.seconds = np.zeros(num_sequences)
-        """Computing time of its slowest mask."""
+        """float64 [N], computing time of the sequence's slowest mask."""
 
 
 def functions(library: ctypes.CDLL) -> np.ndarray:

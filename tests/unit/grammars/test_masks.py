@@ -8,7 +8,7 @@ import pytest
 import regex
 import torch
 
-from rollout_engine.grammars import masks
+from rollout_engine.grammars import masks, native
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.masks import Asked, GrammarState, forbid, masks_behind
 from rollout_engine.grammars.tokenizer_file import serialized
@@ -185,6 +185,21 @@ def test_the_same_grammar_is_compiled_once(compiler):
     assert compiler.grammar({"json": {"type": "object", "properties": {"a": True, "b": True}}}) is first
     other_order = {"json": {"type": "object", "properties": {"b": True, "a": True}}}
     assert compiler.grammar(other_order) is not first
+
+
+@pytest.mark.parametrize("fault", ["a function is missing", "other tokens are taken"])
+def test_without_c_functions_that_agree_python_follows_grammars_and_the_log_says_so(monkeypatch, caplog, fault):
+    if fault == "a function is missing":
+        monkeypatch.setattr(native, "functions", lambda library: library.llg_matcher_of_no_version)
+    else:
+        monkeypatch.setattr(native.NativeMatcher, "consume_token", lambda matcher, token_id: False)
+    found = Vocabulary(serialized(TOKENIZER), 259, [END])
+    assert found.native is None
+    [said] = [record.message for record in caplog.records]
+    assert said.startswith("Grammars are followed in Python, which is slower, without llguidance's C functions: ")
+    made = GrammarCompiler(lambda: found)
+    assert allowed(mask_of(state_of(made, "[ab]"), PROMPT)) & set(ASCII) == set(TOKENIZER.encode("ab"))
+    made.close()
 
 
 def test_forbidden_tokens_get_no_logit():
