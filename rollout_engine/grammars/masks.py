@@ -6,6 +6,7 @@ result.
 
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.grammars.compiler import Grammar
+from rollout_engine.grammars.native import NativeTokens
 from rollout_engine.grammars.vocabulary import GrammarError, MaskBits, Vocabulary, readable
 from rollout_engine.kernels.cpu import grammar
 from rollout_engine.kernels.cpu.grammar import Followed, Outcome
@@ -35,7 +37,7 @@ class GrammarState:
         self.vocabulary: Vocabulary | None = None
         """The tokens that its grammar was compiled for; None before `begin`."""
         self.matcher: Any = None
-        """A matcher of `Vocabulary.begin`; None before `begin`, and behind the sequence's end."""
+        """A matcher of `Vocabulary.begin`; None before `begin`, behind the sequence's end, and after a failure."""
         self.bits: MaskBits
         """The tokens that end the sequence, and those that end none; from `begin` on."""
         self.num_followed = num_prompt_tokens
@@ -65,14 +67,17 @@ class GrammarState:
         """End it, or set `failure`, by an outcome; `token_id`: the refused one; `seconds`: of its slowest mask."""
         if outcome is Outcome.ENDED:
             self.end()
-        elif outcome is Outcome.SLOW:
-            self.failure = f"the tokens that may come next took {seconds:.1f} s to find: give a simpler grammar"
-        else:
-            problem = readable(self.matcher.get_error())
-            self.failure = {
-                Outcome.REFUSED: f"token {token_id} is not allowed ({problem})",
-                Outcome.STUCK: f"it cannot go back behind a draft ({problem})",
-            }.get(outcome, problem)
+        elif outcome is not Outcome.FILLED:
+            self.failure = self._why(outcome, token_id, seconds)
+            self.matcher = None
+
+    def _why(self, outcome: Outcome, token_id: int | None, seconds: float) -> str:
+        if outcome is Outcome.SLOW:
+            return f"the tokens that may come next took {seconds:.1f} s to find: give a simpler grammar"
+        problem = readable(self.matcher.get_error())
+        if outcome is Outcome.REFUSED:
+            return f"token {token_id} is not allowed ({problem})"
+        return f"it cannot go back behind a draft ({problem})" if outcome is Outcome.STUCK else problem
 
 
 class Asked(NamedTuple):
@@ -80,101 +85,124 @@ class Asked(NamedTuple):
 
     state: GrammarState
     token_ids: list[int]
+    """Its tokens, prompt first; the list may grow between two calls of `Masks.fill`."""
     draft: Sequence[int] = ()
     """Tokens that it may come to have; a mask is asked for behind each of them too."""
 
 
+class Masks:
+    """Fills the masks of N sequences, step after step, none twice."""
+
+    def __init__(self, asked: Sequence[Asked]) -> None:
+        self._asked = asked
+        self._num_drafted = [len(each.draft) for each in asked]
+        ends = list(accumulate(1 + num for num in self._num_drafted))
+        self.firsts = [0, *ends[:-1]]
+        """Which mask is behind each sequence; those behind the tokens of its draft follow."""
+        self._num_masks = ends[-1]
+        self._columns: _Columns | None = None
+
+    def fill(self) -> np.ndarray:
+        """The masks uint32 [N + drafted tokens, words]: bit t % 32 of word t // 32 is token t.
+
+        The states note what fails; a mask of such a sequence, and one behind its end, allows all.
+        """
+        columns = self._columns_now()
+        if columns.vocabulary is None:
+            return np.full((self._num_masks, 1), _ALL, np.uint32)
+        tokens, ends = self._tokens()
+        masks = np.empty((self._num_masks, columns.vocabulary.num_words), np.uint32)
+        if columns.vocabulary.native:
+            found = self._fill(columns.vocabulary.native, columns, tokens, ends, masks)
+        else:
+            found = self._fill_in_python(tokens, ends, masks)
+        for row in found.outcomes.nonzero()[0].tolist():
+            state, outcome = self._asked[row].state, Outcome(int(found.outcomes[row]))
+            if state.matcher is not None:
+                place = (ends[row - 1] if row else 0) + int(found.places[row])
+                token_id = tokens[place] if outcome is Outcome.REFUSED else None
+                state.note(outcome, token_id, float(found.seconds[row]))
+        return masks
+
+    def _columns_now(self) -> "_Columns":
+        """The columns, made again where a sequence has ended, or cannot go on."""
+        if self._columns is None:
+            for state, _, _ in self._asked:
+                if state.vocabulary is None and state.failure is None:
+                    state.begin()
+        matchers = [each.state.matcher for each in self._asked]
+        if self._columns is None or self._columns.matchers != matchers:
+            self._columns = _Columns.of([each.state for each in self._asked], matchers)
+        return self._columns
+
+    def _tokens(self) -> tuple[list[int], list[int]]:
+        """Tokens that are new to the matchers, which count as having taken them now, with drafts, and their ends."""
+        tokens: list[int] = []
+        ends = []
+        for state, token_ids, draft in self._asked:
+            tokens += token_ids[state.num_followed :]
+            tokens += draft
+            ends.append(len(tokens))
+            state.num_followed = len(token_ids)
+        return tokens, ends
+
+    def _fill(
+        self, native: NativeTokens, columns: "_Columns", tokens: list[int], ends: list[int], masks: np.ndarray
+    ) -> Followed:
+        """Fill the masks by C++."""
+        return grammar.fill(
+            native.functions,
+            columns.addresses,
+            np.array(tokens, np.uint32),
+            np.array(ends, np.int64),
+            np.array(self._num_drafted, np.int64),
+            columns.bits,
+            masks,
+            np.array(self.firsts, np.int64),
+            MAX_MASK_SECONDS,
+        )
+
+    def _fill_in_python(self, tokens: list[int], ends: list[int], masks: np.ndarray) -> Followed:
+        """Fill the masks by llguidance's Python objects: the twin of `grammar.cpp`."""
+        found, start = Followed(len(ends)), 0
+        for row, (state, _, draft) in enumerate(self._asked):
+            new, own = tokens[start : ends[row] - len(draft)], masks[self.firsts[row] :][: 1 + len(draft)]
+            outcome, found.places[row], found.seconds[row] = _follow(state, new, draft, own)
+            if outcome is not Outcome.FILLED:
+                own.fill(_ALL)
+            found.outcomes[row], start = outcome, ends[row]
+        return found
+
+
 class _Columns(NamedTuple):
-    """N sequences as columns; see `kernels.cpu.grammar.fill`."""
+    """What C++ reads of N sequences that stays the same while all of them go on; see `kernels.cpu.grammar.fill`."""
 
-    states: list[GrammarState]
-    tokens: list[int]
-    token_ends: list[int]
-    num_drafted: list[int]
-    first_masks: list[int]
+    vocabulary: Vocabulary | None
+    """None where no grammar has compiled."""
+    matchers: list[Any]
+    """A sequence's matcher; None behind its end, and where it cannot go on."""
+    addresses: np.ndarray
+    bits: tuple[np.ndarray, np.ndarray]
 
-
-def masks_behind(asked: Sequence[Asked]) -> tuple[np.ndarray, list[int]]:
-    """Masks uint32 [N + drafted tokens, words] of N sequences, none twice, and which of them is behind each sequence.
-
-    Those behind the tokens of its draft follow that one. Bit t % 32 of word t // 32 is token t. The states note what
-    fails; a mask of such a sequence, and one behind its end, allows all.
-    """
-    columns = _columns_of(asked)
-    vocabulary = next((state.vocabulary for state in columns.states if state.vocabulary is not None), None)
-    num_masks = len(asked) + sum(columns.num_drafted)
-    if vocabulary is None:
-        return np.full((num_masks, 1), _ALL, np.uint32), columns.first_masks
-    masks = np.empty((num_masks, vocabulary.num_words), np.uint32)
-    found = _fill(vocabulary, columns, masks) if vocabulary.native else _fill_in_python(columns, masks)
-    for row in found.outcomes.nonzero()[0].tolist():
-        state = columns.states[row]
-        outcome = Outcome(int(found.outcomes[row]))
-        if _goes_on(state):
-            place = (columns.token_ends[row - 1] if row else 0) + int(found.places[row])
-            token_id = columns.tokens[place] if outcome is Outcome.REFUSED else None
-            state.note(outcome, token_id, float(found.seconds[row]))
-    return masks, columns.first_masks
+    @classmethod
+    def of(cls, states: Sequence[GrammarState], matchers: list[Any]) -> "_Columns":
+        vocabulary = next((state.vocabulary for state in states if state.vocabulary is not None), None)
+        none = np.empty(0, np.uint64)
+        if vocabulary is None or not vocabulary.native:
+            return cls(vocabulary, matchers, none, (none, none))
+        any_bits = vocabulary.bits(())
+        bits = [any_bits if state.matcher is None else state.bits for state in states]
+        return cls(
+            vocabulary,
+            matchers,
+            np.array([0 if matcher is None else matcher.address for matcher in matchers], np.uint64),
+            (np.array([b.text_address for b in bits], np.uint64), np.array([b.stops_address for b in bits], np.uint64)),
+        )
 
 
-def _columns_of(asked: Sequence[Asked]) -> _Columns:
-    """The columns; from now on the matchers count as having taken the tokens."""
-    columns = _Columns([], [], [], [], [])
-    num_masks = 0
-    for state, token_ids, draft in asked:
-        if state.vocabulary is None and state.failure is None:
-            state.begin()
-        columns.states.append(state)
-        columns.tokens.extend(token_ids[state.num_followed :])
-        columns.tokens.extend(draft)
-        columns.token_ends.append(len(columns.tokens))
-        columns.num_drafted.append(len(draft))
-        columns.first_masks.append(num_masks)
-        num_masks += 1 + len(draft)
-        state.num_followed = len(token_ids)
-    return columns
-
-
-def _goes_on(state: GrammarState) -> bool:
-    return state.failure is None and state.matcher is not None
-
-
-def _fill(vocabulary: Vocabulary, columns: _Columns, masks: np.ndarray) -> Followed:
-    """Fill the masks by C++."""
-    assert vocabulary.native is not None
-    going_on = [state if _goes_on(state) else None for state in columns.states]
-    some_bits = vocabulary.bits(())
-    bits = [some_bits if state is None else state.bits for state in going_on]
-    return grammar.fill(
-        vocabulary.native.functions,
-        np.array([0 if state is None else state.matcher.address for state in going_on], np.uint64),
-        np.array(columns.tokens, np.uint32),
-        np.array(columns.token_ends, np.int64),
-        np.array(columns.num_drafted, np.int64),
-        (np.array([b.text_address for b in bits], np.uint64), np.array([b.stops_address for b in bits], np.uint64)),
-        masks,
-        np.array(columns.first_masks, np.int64),
-        MAX_MASK_SECONDS,
-    )
-
-
-def _fill_in_python(columns: _Columns, masks: np.ndarray) -> Followed:
-    """Fill the masks by llguidance's Python objects: the twin of `grammar.cpp`."""
-    found, start = Followed(len(columns.states)), 0
-    for row, state in enumerate(columns.states):
-        end, first, num_drafted = columns.token_ends[row], columns.first_masks[row], columns.num_drafted[row]
-        tokens, own = columns.tokens[start:end], masks[first : first + 1 + num_drafted]
-        new, draft = tokens[: len(tokens) - num_drafted], tokens[len(tokens) - num_drafted :]
-        outcome, found.places[row], found.seconds[row] = _follow(state, new, draft, own)
-        if outcome is not Outcome.FILLED:
-            own.fill(_ALL)
-        found.outcomes[row], start = outcome, end
-    return found
-
-
-def _follow(state: GrammarState, new: list[int], draft: list[int], masks: np.ndarray) -> tuple[Outcome, int, float]:
+def _follow(state: GrammarState, new: list[int], draft: Sequence[int], masks: np.ndarray) -> tuple[Outcome, int, float]:
     """Fill the masks of one sequence; returns what became of it, the place of a refused token, and a mask's seconds."""
-    if not _goes_on(state):
+    if state.matcher is None:
         return Outcome.ENDED, 0, 0.0
     for place, token_id in enumerate(new):
         if state.ends_with(token_id):

@@ -10,6 +10,8 @@
 // -inf at the tokens that its mask forbids would be, bit for bit; its statistics and log-prob are of the whole row.
 #include <algorithm>
 #include <cmath>
+#include <tuple>
+#include <utility>
 
 #include "openmp.h"
 #include "truncation.h"
@@ -70,12 +72,17 @@ VEC_INLINE vec::I allowed_lanes(const uint32_t* mask, int64_t token) {
     return ((vec::I{} + (int32_t)(mask[token / 32] >> (token % 32))) & bit) == bit;
 }
 
-// Weights of n <= CHUNK tokens, zeros after them, where the edge cuts and where the mask, if any, forbids; returns their
-// sum. `edge.last_tie` and `mask` count from this chunk's first token.
+// Sums of weights: of all tokens that an edge keeps, and of those that a mask allows too.
+struct Sums {
+    float all, allowed;
+};
+
+// Weights of n <= CHUNK tokens, zeros after them, where the edge cuts and where the mask, if any, forbids.
+// `edge.last_tie` and `mask` count from this chunk's first token.
 template <typename T>
-__attribute__((noinline)) float weigh_chunk(const T* logits, int n, float maximum, float inverse_temperature,
-                                            const Edge& edge, const uint32_t* mask, float* weights) {
-    F sum = {};
+__attribute__((noinline)) Sums weigh_chunk(const T* logits, int n, float maximum, float inverse_temperature,
+                                           const Edge& edge, const uint32_t* mask, float* weights) {
+    F all = {}, sum = {};
     const F floor = vec::set1(edge.floor);
     const vec::I lane = vec::lane_numbers();
     for (int i = 0; i < CHUNK; i += LANES) {
@@ -91,12 +98,14 @@ __attribute__((noinline)) float weigh_chunk(const T* logits, int n, float maximu
             else
                 w = vec::select((x < floor) | ((x == floor) & (lane > (int)edge.last_tie - i)), F{}, w);
             if (here < LANES) w = vec::select(lane >= here, F{}, w);
+            all += w;
             if (mask) w = vec::select(allowed_lanes(mask, i), w, F{});
         }
         vec::store(weights + i, w);
         sum += w;
     }
-    return vec::sum(sum);
+    const float allowed = vec::sum(sum);
+    return {mask ? vec::sum(all) : allowed, allowed};
 }
 
 // The largest logit; NaN is ignored here and shows in the total.
@@ -151,23 +160,33 @@ struct Row {
     bool allows(int64_t token) const { return !mask || (mask[token / 32] >> token % 32 & 1); }
     bool is_usable() const { return maximum == maximum; }  // else there is nothing to draw, or nothing that can be
 
-    // The total weight of tokens kept by the edge; `mass`, where given, receives the cumulative weight of chunks.
+    // The total weight of tokens kept by the edge and the mask; `mass`, where given, receives the cumulative weight of
+    // chunks.
     double total(const Edge& edge, double* mass) const {
         double total = 0.0;
         float weights[CHUNK];
         for (int64_t t = 0; t < size; t += CHUNK) {
-            total += weigh(t, edge, weights);
+            const int n = (int)std::min<int64_t>(CHUNK, size - t);
+            if (!mask || allows_any(t, n)) total += weigh(t, edge, weights).allowed;
             if (mass) mass[t / CHUNK] = total;
         }
         return total;
     }
 
-    float weigh(int64_t start, const Edge& edge, float* weights) const {
-        const int n = (int)std::min<int64_t>(CHUNK, size - start);
-        if (mask && !allows_any(start, n)) {
-            std::fill(weights, weights + CHUNK, 0.0f);
-            return 0.0f;
+    // The total weight of all tokens, and that of those which the mask allows, whose cumulative weights `mass` receives.
+    std::pair<double, double> both_totals(double* mass) const {
+        double all = 0.0, allowed = 0.0;
+        float weights[CHUNK];
+        for (int64_t t = 0; t < size; t += CHUNK) {
+            const Sums sums = weigh(t, truncation::EVERYTHING, weights);
+            all += sums.all;
+            mass[t / CHUNK] = allowed += sums.allowed;
         }
+        return {all, allowed};
+    }
+
+    Sums weigh(int64_t start, const Edge& edge, float* weights) const {
+        const int n = (int)std::min<int64_t>(CHUNK, size - start);
         const Edge here = {edge.floor, edge.last_tie == INT64_MAX ? INT64_MAX : edge.last_tie - start};
         const uint32_t* allowed = mask ? mask + start / 32 : nullptr;
         return weigh_chunk(logits + start, n, maximum, inverse_temperature, here, allowed, weights);
@@ -244,6 +263,12 @@ struct Scratch {
     float *candidate, *masked;
 };
 
+// What to add to the log of a total of `row`, whose weights are relative to its own maximum, for one of the whole row.
+template <typename T>
+double shift_of(const Row<T>& row, const Row<T>& whole) {
+    return ((double)row.maximum - whole.maximum) / row.temperature;
+}
+
 // The edge of what the rules keep of the allowed tokens, of which there are some.
 template <typename T>
 Edge find_edge(const Row<T>& row, const truncation::Rules& rules, const Scratch& scratch) {
@@ -252,40 +277,46 @@ Edge find_edge(const Row<T>& row, const truncation::Rules& rules, const Scratch&
     return truncation::find_edge(scratch.masked, row.size, rules, scratch.candidate);
 }
 
-// Narrows a row that can be sampled to the tokens that its mask and rules keep, which `scratch.mass` then describes.
+// Weighs a row, and narrows a masked one, but for one that cannot be sampled, to the tokens that its mask allows, which
+// `scratch.mass` then describes. Returns the row as it was.
 template <typename T>
-Edge keep(const Rows& a, int64_t i, Row<T>& row, const Scratch& scratch) {
-    Edge edge = truncation::EVERYTHING;
-    double total = NAN, shift = 0.0;
-    if (a.mask && a.mask_row[i] >= 0) {
-        const float maximum = row.maximum;
-        row.mask_with(a.mask + a.mask_row[i] * a.mask_words);
-        shift = ((double)row.maximum - maximum) / row.temperature;
-        total = row.total(edge, scratch.mass);
-        if (!(total > 0.0)) row.maximum = NAN;
-        a.kept_log_total[i] = std::log(total) + shift;
+Row<T> weigh_row(const Rows& a, int64_t i, Row<T>& row, const Scratch& scratch) {
+    Row<T> whole = row;
+    const bool is_masked = a.mask && a.mask_row[i] >= 0;
+    if (is_masked) row.mask_with(a.mask + a.mask_row[i] * a.mask_words);
+    double all, allowed;
+    if (is_masked && row.maximum == whole.maximum) {  // the weights are those of the whole row
+        std::tie(all, allowed) = row.both_totals(scratch.mass);
+        whole.finish(a, i, all);
+    } else {
+        all = allowed = whole.total(truncation::EVERYTHING, scratch.mass);
+        whole.finish(a, i, all);
+        if (is_masked && whole.is_usable()) allowed = row.total(truncation::EVERYTHING, scratch.mass);
     }
-    if (!a.rule_temperature || !row.is_usable()) return edge;
+    if (!whole.is_usable() || !(allowed > 0.0)) row.maximum = NAN;
+    if (a.kept_log_total) a.kept_log_total[i] = std::log(allowed) + shift_of(row, whole);
+    return whole;
+}
+
+// Narrows a row that can be sampled to the tokens that its rules keep, which `scratch.mass` then describes.
+template <typename T>
+Edge truncate_row(const Rows& a, int64_t i, const Row<T>& row, const Row<T>& whole, const Scratch& scratch) {
+    if (!a.rule_temperature || !row.is_usable()) return truncation::EVERYTHING;
     const truncation::Rules rules = {a.rule_temperature[i], a.top_k[i], a.top_p[i], a.min_p[i]};
-    if (rules.keep_all()) return edge;
-    edge = find_edge(row, rules, scratch);
-    a.kept_log_total[i] = std::log(row.total(edge, scratch.mass)) + shift;
-    a.floor[i] = edge.floor;
-    a.last_tie[i] = edge.last_tie;
+    if (rules.keep_all()) return truncation::EVERYTHING;
+    const Edge edge = find_edge(row, rules, scratch);
+    a.kept_log_total[i] = std::log(row.total(edge, scratch.mass)) + shift_of(row, whole);
     return edge;
 }
 
 template <typename T>
 void draw_row(const Rows& a, int64_t i, const Scratch& scratch) {
-    Row<T> whole(a, i);
-    Edge edge = truncation::EVERYTHING;
-    whole.finish(a, i, whole.total(edge, scratch.mass));
-    Row<T> row = whole;
+    Row<T> row(a, i);
+    const Row<T> whole = weigh_row(a, i, row, scratch);
+    const Edge edge = truncate_row(a, i, row, whole, scratch);
     if (a.kept_log_total) {
-        a.kept_log_total[i] = a.log_total[i];
         a.floor[i] = edge.floor;
         a.last_tie[i] = edge.last_tie;
-        if (row.is_usable()) edge = keep(a, i, row, scratch);
     }
     a.token[i] = 0;
     if (row.is_usable()) a.token[i] = a.greedy[i] ? row.first_of_the_largest() : row.locate(a.uniform[i], scratch.mass, edge);

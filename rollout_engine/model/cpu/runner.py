@@ -23,6 +23,7 @@ from rollout_engine.model.sampling.draw_pieces import sample_rows
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
+from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampler import SamplingBatch
 from rollout_engine.model.sequences.block_tables import BlockTableMatrix
 from rollout_engine.model.sequences.sequence_states import SequenceStates
@@ -151,11 +152,13 @@ class CpuRunner:
             sequences = [self._sequences[sequence_id] for sequence_id in sequence_ids]
             params, seeds = [s.params for s in sequences], [s.seed for s in sequences]
             settings = SamplingBatch.from_tasks(params, seeds=seeds, positions=[0] * len(sequences))
-            self._drawn = _Drawn(sequence_ids, sequences, [s.token_ids for s in sequences], settings)
-        _, sequences, tokens, batch = self._drawn
+            self._drawn = _Drawn(sequence_ids, sequences, [s.token_ids for s in sequences], settings, RowEdits())
+        _, sequences, tokens, batch, edits = self._drawn
         positions = [len(ids) for ids in tokens]
         batch.positions = np.array(positions, np.int64)
-        edits = self._sequences.edits_of(sequences, positions)
+        if not edits.lasts:
+            edits = self._sequences.edits_of(sequences, positions)
+            self._drawn = self._drawn._replace(edits=edits)
         out = sample_rows(logits, batch, edits, self._vocab_size)
         for ids, token in zip(tokens, out.token_ids, strict=True):
             ids.append(token if token >= 0 else 0)  # after a failure the next step may be on its way already
@@ -181,10 +184,8 @@ class CpuRunner:
             batch = SamplingBatch.from_tasks([s.params for s in of], seeds=[s.seed for s in of], positions=positions)
             places = torch.tensor([row.row for row in rows])
             edits = self._sequences.edits_of(of, positions)
-            for index, each in edits.items():
-                if rows[index].drafted:
-                    edits[index] = each.behind(rows[index].drafted)
-            return sample_rows(logits.at(places), batch, edits, self._vocab_size)
+            behind = {i: each.behind(rows[i].drafted) if rows[i].drafted else each for i, each in edits.items()}
+            return sample_rows(logits.at(places), batch, RowEdits(behind), self._vocab_size)
 
         return draw_behind_drafts(tasks, draw)
 
@@ -207,3 +208,5 @@ class _Drawn(NamedTuple):
     token_ids: list[list[int]]
     settings: SamplingBatch
     """Sampling columns; the positions change with every step."""
+    edits: RowEdits
+    """Those of the last step, and of the next one where they last."""

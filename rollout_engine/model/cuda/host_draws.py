@@ -9,6 +9,7 @@ from rollout_engine.kernels.triton.sampling import score
 from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.cuda.draws import Draws
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
+from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampler import SamplingBatch, sample
 
 
@@ -25,7 +26,8 @@ def draw_rows(out: ModelRunnerOutput, draws: Draws, logits: LogitRows, vocab_siz
 def _draw_piece(out: ModelRunnerOutput, draws: Draws, source: LogitRows, rows: np.ndarray) -> None:
     batch = draws.batch.at(draws.columns.positions).rows(rows)
     logits = source.take(torch.from_numpy(rows))
-    found = sample(logits.cpu(), batch, {place: draws.on_host[row] for place, row in enumerate(rows.tolist())})
+    edits = RowEdits({place: draws.on_host[row] for place, row in enumerate(rows.tolist())})
+    found = sample(logits.cpu(), batch, edits)
     _fill_tempered(found, logits, batch)
     for place, row in enumerate(rows.tolist()):
         out.token_ids[row] = found.token_ids[place]

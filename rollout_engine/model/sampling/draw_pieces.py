@@ -1,29 +1,27 @@
 """Draws on the host over pieces of a step's rows, with the result of a draw over all of them at once."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
 import torch
 
 from rollout_engine.messages import ModelRunnerOutput
-from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
+from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampler import SamplingBatch, sample
 
 _CPU = torch.device("cpu")
 
 
-def sample_rows(
-    logits: LogitRows, batch: SamplingBatch, edits: Mapping[int, LogitEdits], vocab_size: int
-) -> ModelRunnerOutput:
+def sample_rows(logits: LogitRows, batch: SamplingBatch, edits: RowEdits, vocab_size: int) -> ModelRunnerOutput:
     """Draw a token from each of the first N rows; `batch` has N rows, `edits` some of them."""
     pieces = row_pieces(len(batch.positions), vocab_size, _CPU)
     if len(pieces) == 1:
         return sample(logits.take(pieces[0]), batch, edits)
     found = []
     for piece in pieces:
-        inside = {row - piece.start: each for row, each in edits.items() if piece.start <= row < piece.stop}
+        inside = RowEdits({row - piece.start: each for row, each in edits.items() if piece.start <= row < piece.stop})
         found.append(sample(logits.take(piece), batch.rows(np.arange(piece.start, piece.stop)), inside))
     return joined(found)
 

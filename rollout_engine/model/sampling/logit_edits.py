@@ -7,7 +7,7 @@ Masks come last, so nothing brings back a token that the request forbids. Edits 
 tokens only, so the result does not depend on the batch, on preemption or on forks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 
 import msgspec
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.grammars.compiler import GrammarCompiler
-from rollout_engine.grammars.masks import Asked, GrammarState, forbid, masks_behind
+from rollout_engine.grammars.masks import GrammarState
 from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor, SequenceView
 from rollout_engine.model.sampling.penalties import TokenCounts, penalise
@@ -57,7 +57,7 @@ class LogitEdits:
             self.grammar = GrammarState(grammar, sequence.num_prompt_tokens, self.stop_ids)
         some = self.counts, self.bias, self.allowed, sequence.bad_words or None
         others_last = self.sees_drawn_tokens_alone or any(each is not None for each in some)
-        self._lasts = others_last or self.grammar is not None
+        self.lasts = others_last or self.grammar is not None
         """Whether every token is edited, not only those before `min_tokens`."""
         self.edits_beside_grammar = others_last or self.grammar is None or params.min_tokens > 0
         """Whether `apply` may do anything."""
@@ -73,7 +73,7 @@ class LogitEdits:
     ) -> "LogitEdits | None":
         """The edits of a sequence; None where its logits are never edited. Arguments as for the class."""
         edits = cls(sequence, processors, vocab_size, sibling, grammars)
-        return edits if edits._lasts or sequence.params.min_tokens else None
+        return edits if edits.lasts or sequence.params.min_tokens else None
 
     @property
     def sees_drawn_tokens_alone(self) -> bool:
@@ -101,7 +101,7 @@ class LogitEdits:
 
     def active_at(self, position: int) -> bool:
         """Whether the logits of the token at `position` of the sequence are edited."""
-        return self._lasts or position - self.sequence.num_prompt_tokens < self.sequence.params.min_tokens
+        return self.lasts or position - self.sequence.num_prompt_tokens < self.sequence.params.min_tokens
 
     def _is_wanted(self, processor: LogitsProcessor) -> bool:
         try:
@@ -114,7 +114,7 @@ class LogitEdits:
     def apply(self, logits: Tensor) -> str | None:
         """Edit one row, `logits` float32 [V], in place. Returns why the row cannot be sampled, or None.
 
-        Without the mask of the grammar, which `edit` applies to all rows at once.
+        Without the mask of the grammar, which `row_edits.edit` applies to all rows at once.
         """
         if self._failure is not None:
             return self._failure
@@ -178,49 +178,6 @@ class LogitEdits:
             for word in self.sequence.bad_words
             if len(word) == 1 or (len(word) <= num + 1 and output[1 - len(word) :] == word[:-1])
         ]
-
-
-def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
-    """Edit all rows of `logits` float32 [N, V] in place. Returns row -> why it cannot be sampled."""
-    failures: dict[int, str] = {}
-    for row, each in enumerate(edits):
-        if each.edits_beside_grammar and (failure := each.apply(logits[row])) is not None:
-            failures[row] = failure
-    with_grammar = {row: each for row, each in enumerate(edits) if each.grammar is not None and row not in failures}
-    rows, masks, others = masks_of(with_grammar)
-    if len(rows) == len(logits):
-        forbid(logits, masks)
-    elif len(rows):
-        some = logits[rows]
-        forbid(some, masks)
-        logits[rows] = some
-    return failures | others
-
-
-def masks_of(edits: Mapping[int, LogitEdits]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
-    """Rows, int64 [M], the masks of the tokens that their grammars allow next, and row -> why it cannot be sampled.
-
-    The masks are those of `masks_behind`, and all of them are computed now.
-    """
-    if not edits:
-        return np.empty(0, np.int64), np.empty((0, 1), np.uint32), {}
-    states = {row: each.grammar for row, each in edits.items() if each.grammar is not None}
-    asked: dict[int, Asked] = {}
-    for row, state in states.items():
-        each, known = edits[row], asked.get(id(state))
-        if known is None or len(known.draft) < len(each.draft):  # drafts of one sequence begin alike
-            asked[id(state)] = Asked(state, each.drawn_token_ids, each.draft)
-    masks, firsts = masks_behind(list(asked.values()))
-    failures = {
-        row: f"structured_outputs: the grammar cannot go on: {state.failure}."
-        for row, state in states.items()
-        if state.failure is not None
-    }
-    if not failures and len(masks) == len(states):  # a row for each sequence, in order
-        return np.fromiter(states, np.int64, len(states)), masks, failures
-    first_of = dict(zip(asked, firsts, strict=True))
-    places = {row: first_of[id(state)] + len(edits[row].draft) for row, state in states.items() if row not in failures}
-    return np.fromiter(places, np.int64, len(places)), masks[list(places.values())], failures
 
 
 def _as_columns(bias: dict[int, float] | None) -> tuple[np.ndarray, np.ndarray] | None:

@@ -3,7 +3,7 @@
     every row         weights -> chunk sums -> one uniform finds the chunk, then the token     (`kernels.draw`)
     truncated rows    the same without weight for truncated tokens                            (`kernels.truncation`)
     masked rows       the same without weight for tokens that a grammar forbids                (`grammars.masks`)
-    edited rows       the same from a float32 copy of the row, after penalties, bias, masks    (`logit_edits`)
+    edited rows       the same from a float32 copy of the row, after penalties, bias, masks    (`row_edits`)
     greedy rows       argmax, lowest id on ties; log-probs as at temperature 1
 
 The uniform depends on (sequence seed, position) and every row is computed alone, so a token does not depend on the rest
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ from rollout_engine.kernels.row_stats import TokenMasks
 from rollout_engine.kernels.token_logprobs import logprobs_at, row_blocks, row_stats, row_temperatures
 from rollout_engine.kernels.truncation import is_kept, most_likely
 from rollout_engine.messages import ModelRunnerOutput
-from rollout_engine.model.sampling.logit_edits import LogitEdits, edit, masks_of
+from rollout_engine.model.sampling.row_edits import MaskedRows, RowEdits, edit
 from rollout_engine.sampling_params import SamplingParams
 
 _RAW, _PROCESSED = 1, 2
@@ -41,7 +40,7 @@ NONE_LEFT = (
 )
 _EDITED_NUMEL = 1 << 23
 """Logits that are copied to be edited at a time."""
-_NO_EDITS: Mapping[int, LogitEdits] = MappingProxyType({})
+_NO_EDITS = RowEdits()
 
 
 @dataclass(eq=False)
@@ -149,19 +148,19 @@ class SamplingBatch:
         return moved
 
 
-def sample(logits: Tensor, batch: SamplingBatch, edits: Mapping[int, LogitEdits] = _NO_EDITS) -> ModelRunnerOutput:
+def sample(logits: Tensor, batch: SamplingBatch, edits: RowEdits = _NO_EDITS) -> ModelRunnerOutput:
     """Draw one token for each row of `logits` [N, V], any floating dtype; `batch` has N rows, `edits` some of them.
 
     A row that cannot be sampled (NaN, +inf, nothing but -inf) gets token -1 and an entry in `errors`.
     """
     temperatures, greedy, rules = batch.row_temperatures, batch.greedy, batch.rules
     u = uniforms(torch.from_numpy(batch.seeds), torch.from_numpy(batch.positions))
-    masks, edits, failed = _masked_in_the_draw(batch, edits)
+    masks, failed = (None, {}) if edits.masked is None else _token_masks(edits.masked, len(u))
     tempered, processed, tokens, logprobs = _draw(logits, temperatures, u, greedy, rules, masks)
     usable = np.isfinite(tempered.maximum.numpy())
     if masks is not None:
         failed |= dict.fromkeys((~np.isfinite(processed.log_total.numpy())).nonzero()[0].tolist(), NONE_LEFT)
-    is_simple = batch.is_plain and not edits and not failed and usable.all()
+    is_simple = batch.is_plain and not edits.copied and not failed and usable.all()
     if is_simple and rules is None:
         return ModelRunnerOutput(tokens.tolist(), logprobs.tolist() if batch.wants_logprobs else None)
     truncates = torch.from_numpy(batch.truncates)
@@ -175,7 +174,7 @@ def sample(logits: Tensor, batch: SamplingBatch, edits: Mapping[int, LogitEdits]
 
     errors = failed | dict.fromkeys((~usable).nonzero()[0].tolist(), BAD_LOGITS)
     out = _Columns(batch, tokens, kept_mass, errors)
-    for rows in _slices([row for row in edits if usable[row]], logits.shape[1]):
+    for rows in _slices([row for row in edits.copied if usable[row]], logits.shape[1]):
         changed = logits.index_select(0, rows).float()
         failures = edit(changed, [edits[row] for row in rows.tolist()])
         inside = None if rules is None else rules.rows(rows)
@@ -189,7 +188,7 @@ def sample(logits: Tensor, batch: SamplingBatch, edits: Mapping[int, LogitEdits]
     if batch.is_plain and not out.errors:
         out.fill_tempered(tempered)
     else:
-        for view in _views(batch, tempered, processed, list(edits)):
+        for view in _views(batch, tempered, processed, list(edits.copied)):
             out.fill(view)
     return out.finish(rules is not None)
 
@@ -221,25 +220,12 @@ class _View(NamedTuple):
     distribution: _Distribution
 
 
-def _masked_in_the_draw(
-    batch: SamplingBatch, edits: Mapping[int, LogitEdits]
-) -> tuple[TokenMasks | None, Mapping[int, LogitEdits], dict[int, str]]:
-    """Masks of rows that a grammar alone edits, the other edits, and row -> why it cannot be sampled.
-
-    Rows whose log-probs are processed are not among them: their distribution is told from an edited copy.
-    """
-    alone = {row: each for row, each in edits.items() if not each.edits_beside_grammar}
-    for row in batch.is_processed.nonzero()[0].tolist() if alone else ():
-        alone.pop(row, None)
-    if not alone:
-        return None, edits, {}
-    others = {row: each for row, each in edits.items() if row not in alone} if len(alone) < len(edits) else _NO_EDITS
-    rows, masks, failures = masks_of(alone)
-    if not len(rows):
-        return None, others, failures
-    places = np.full(len(batch.positions), -1)
-    places[rows] = np.arange(len(rows))
-    return TokenMasks(torch.from_numpy(masks.view(np.int32)), torch.from_numpy(places)), others, failures
+def _token_masks(masked: MaskedRows, num_rows: int) -> tuple[TokenMasks, dict[int, str]]:
+    """The masks of N rows, and row -> why it cannot be sampled."""
+    masks, failures = masked.fill()
+    places = np.full(num_rows, -1)
+    places[masked.rows] = masked.places
+    return TokenMasks(torch.from_numpy(masks.view(np.int32)), torch.from_numpy(places)), failures
 
 
 def _draw(

@@ -7,6 +7,7 @@ from rollout_engine.messages import NewSequence, SchedulerOutput
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
+from rollout_engine.model.sampling.row_edits import RowEdits
 
 
 class SequenceStates(dict[int, NewSequence]):
@@ -42,12 +43,14 @@ class SequenceStates(dict[int, NewSequence]):
                 self._edits[new.sequence_id] = siblings[id(new.params)] = edits
         self._prompts.add(work.new, work.scheduled)
 
-    def edits_of(self, sequences: Sequence[NewSequence], positions: Sequence[int]) -> dict[int, LogitEdits]:
+    def edits_of(self, sequences: Sequence[NewSequence], positions: Sequence[int]) -> RowEdits:
         """Index into `sequences` -> edits, where the logits of the token at `positions[index]` are edited."""
-        found: dict[int, LogitEdits] = {}
-        if self._edits:
-            for row, sequence in enumerate(sequences):
-                edits = self._edits.get(sequence.sequence_id)
-                if edits is not None and edits.active_at(positions[row]):
+        found = RowEdits()
+        found.lasts = True
+        for row, sequence in enumerate(sequences) if self._edits else ():
+            edits = self._edits.get(sequence.sequence_id)
+            if edits is not None:
+                found.lasts &= edits.lasts
+                if edits.active_at(positions[row]):
                     found[row] = edits
         return found

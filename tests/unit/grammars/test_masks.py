@@ -10,7 +10,7 @@ import torch
 
 from rollout_engine.grammars import masks, native
 from rollout_engine.grammars.compiler import GrammarCompiler
-from rollout_engine.grammars.masks import Asked, GrammarState, forbid, masks_behind
+from rollout_engine.grammars.masks import Asked, GrammarState, Masks, forbid
 from rollout_engine.grammars.tokenizer_file import serialized
 from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary
 from rollout_engine.testing import byte_tokenizer
@@ -46,10 +46,10 @@ def state_of(compiler, pattern, stop_ids=(END, STOP)):
 
 def mask_of(state, tokens, draft=()):
     """The mask behind tokens and a draft. Raises `GrammarError` where the state notes a failure."""
-    found, [first] = masks_behind([Asked(state, tokens, draft)])
+    found = Masks([Asked(state, tokens, draft)]).fill()
     if state.failure is not None:
         raise GrammarError(state.failure)
-    return found[first + len(draft)]
+    return found[len(draft)]
 
 
 def allowed(mask):
@@ -132,14 +132,33 @@ def test_masks_of_many_sequences_are_those_of_each_alone(compiler):
     states, tokens = [state_of(compiler, pattern) for pattern in patterns], [list(PROMPT) for _ in patterns]
     for _ in range(12):
         drafts = [[rng.choice(ASCII) for _ in range(rng.randrange(4))] for _ in patterns]
-        found, firsts = masks_behind([Asked(*given) for given in zip(states, tokens, drafts, strict=True)])
-        for state, pattern, known, draft, first in zip(states, patterns, tokens, drafts, firsts, strict=True):
+        masks = Masks([Asked(*given) for given in zip(states, tokens, drafts, strict=True)])
+        found = masks.fill()
+        for state, pattern, known, draft, first in zip(states, patterns, tokens, drafts, masks.firsts, strict=True):
             if state.failure is None:
-                alone, _ = masks_behind([Asked(state_of(compiler, pattern), known, draft)])
+                alone = Masks([Asked(state_of(compiler, pattern), known, draft)]).fill()
                 assert np.array_equal(found[first : first + len(alone)], alone)
                 going_on = sorted(allowed(found[first]) & {*ASCII, STOP})
                 known.append(rng.choice(going_on or [STOP]))
     assert [state.failure is None for state in states].count(False) == 1
+
+
+def test_masks_filled_step_after_step_are_those_of_each_step_alone_while_sequences_end(compiler):
+    rng, patterns = random.Random(5), ["[0-9]{2,30}", "a|b{3}", "x{9}", "("]
+    states, tokens = [state_of(compiler, pattern) for pattern in patterns], [list(PROMPT) for _ in patterns]
+    masks, ended = Masks([Asked(*both) for both in zip(states, tokens, strict=True)]), set()
+    for _ in range(20):
+        found = masks.fill()
+        for row, (state, pattern, known) in enumerate(zip(states, patterns, tokens, strict=True)):
+            if row in ended or state.failure is not None:
+                assert (found[row] == 0xFFFFFFFF).all()
+                continue
+            assert np.array_equal(found[row], Masks([Asked(state_of(compiler, pattern), known)]).fill()[0])
+            going_on = sorted(allowed(found[row]) & {*ASCII, STOP})
+            known.append(rng.choice(going_on))
+            if known[-1] == STOP:
+                ended.add(row)
+    assert {1, 2} <= ended and [state.failure is not None for state in states] == [False, False, False, True]
 
 
 def test_cpp_and_python_allow_the_same_tokens_of_json(vocabulary):
@@ -154,8 +173,9 @@ def test_cpp_and_python_allow_the_same_tokens_of_json(vocabulary):
         pair.append([GrammarState(made.grammar(given), 0, (END,)) for _ in range(20)])
         made.close()
     tokens, rng = [[] for _ in range(20)], random.Random(4)
+    both = [Masks([Asked(*each) for each in zip(states, tokens, strict=True)]) for states in pair]
     for _ in range(60):
-        ours, its = (masks_behind([Asked(*both) for both in zip(states, tokens, strict=True)])[0] for states in pair)
+        ours, its = (masks.fill() for masks in both)
         assert np.array_equal(ours, its)
         for known, mask in zip(tokens, ours, strict=True):
             known.append(rng.choice(sorted(allowed(mask) & {*ASCII, STOP, END})))
@@ -211,8 +231,8 @@ def test_forbidden_tokens_get_no_logit():
 def test_a_slow_mask_fails_its_sequence_alone(compiler, monkeypatch):
     fast, ended, slow = (state_of(compiler, pattern) for pattern in ("[0-9]+", "a", "[0-9]*"))
     tokens = [*PROMPT, *TOKENIZER.encode("1")]
-    masks_behind([Asked(fast, tokens), Asked(ended, [*PROMPT, END])])
+    Masks([Asked(fast, tokens), Asked(ended, [*PROMPT, END])]).fill()
     monkeypatch.setattr(masks, "MAX_MASK_SECONDS", 0.0)
-    found, _ = masks_behind([Asked(ended, [*PROMPT, END, END]), Asked(slow, PROMPT)])
+    found = Masks([Asked(ended, [*PROMPT, END, END]), Asked(slow, PROMPT)]).fill()
     assert (found == 0xFFFFFFFF).all() and ended.failure is None and fast.failure is None
     assert re.fullmatch(r"the tokens that may come next took 0\.0 s to find: give a simpler grammar", slow.failure)

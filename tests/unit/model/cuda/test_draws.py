@@ -14,6 +14,7 @@ from rollout_engine.model.cuda.edit_records import EditRecords
 from rollout_engine.model.cuda.sampler import CudaSampler, to_output
 from rollout_engine.model.cuda.upload import Download, upload
 from rollout_engine.model.sampling.logit_edits import LogitEdits
+from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampler import sample
 
 VOCAB_SIZE = 300
@@ -56,7 +57,7 @@ def draw_both(params, device, broken=None, seed=0):
     assert [max(token, 0) for row, token in enumerate(ours.token_ids) if row not in ours.errors] == [
         token for row, token in enumerate(last_tokens.tolist()[::-1]) if row not in ours.errors
     ]
-    return ours, sample(logits, batch, {row: edits[row] for row in edited})
+    return ours, sample(logits, batch, RowEdits({row: edits[row] for row in edited}))
 
 
 @pytest.mark.slow

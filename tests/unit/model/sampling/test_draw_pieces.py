@@ -9,6 +9,7 @@ from rollout_engine.model.sampling import logit_rows
 from rollout_engine.model.sampling.draw_pieces import joined, sample_rows
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
+from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampler import SamplingBatch
 from rollout_engine.sampling_params import SamplingParams
 
@@ -64,10 +65,11 @@ def same(one, other, batch):
 def test_pieces_give_what_one_draw_gives(monkeypatch, dtype, num_distinct):
     params = [PARAMS[row % len(PARAMS)] for row in range(24)]
     batch = SamplingBatch.from_tasks(params, seeds=list(range(24)), positions=list(range(24)))
-    edits = {}
+    edits = RowEdits()
     for row, each in enumerate(params):
         made = LogitEdits.of(NewSequence(row, [1, 2, 7], 2, each, seed=row), (), VOCAB_SIZE)
-        edits |= {} if made is None else {row: made}
+        if made is not None:
+            edits[row] = made
     places = torch.arange(24) * num_distinct // 24
     whole = sample_rows(Head(num_distinct, dtype, [1]).rows().at(places), batch, edits, VOCAB_SIZE)
     for size in (1, 5, 7, 23, 24, 25):

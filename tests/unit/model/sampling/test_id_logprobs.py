@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rollout_engine.kernels.token_logprobs import token_logprobs
 from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logit_edits import LogitEdits
+from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampler import SamplingBatch, ranks_of, sample
 from rollout_engine.sampling_params import SamplingParams
 
@@ -22,7 +23,7 @@ def logits_of(n, seed=0, dtype=torch.float32):
 
 def draw(params, logits):
     batch = SamplingBatch.from_tasks(params, list(range(len(params))), list(range(len(params))))
-    edits = {}
+    edits = RowEdits()
     for row, each in enumerate(params):
         found = LogitEdits.of(NewSequence(row, [1, 1], 1, each, seed=0), (), VOCAB_SIZE)
         if found is not None:

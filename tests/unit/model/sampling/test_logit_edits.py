@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from rollout_engine.model.sampling import sampler
-from rollout_engine.model.sampling.logit_edits import LogitEdits, edit
+from rollout_engine.model.sampling.logit_edits import LogitEdits
+from rollout_engine.model.sampling.row_edits import RowEdits, edit
 from rollout_engine.model.sampling.sampler import SamplingBatch, sample
 from rollout_engine.sampling_params import SamplingParams
 from tests.unit.model.edits_defined import EOS, VOCAB_SIZE, sequence, slow_edit, some_params, tokens
@@ -106,7 +107,7 @@ def draws(logits, params, *, of, num=40_000, processors=()):
     found = []
     for start in range(0, num, 1000):
         batch = one.rows(np.zeros(1000, np.int64)).at(np.arange(start, start + 1000))
-        edits = dict.fromkeys(range(1000), LogitEdits.of(of, processors, VOCAB_SIZE))
+        edits = RowEdits.fromkeys(range(1000), LogitEdits.of(of, processors, VOCAB_SIZE))
         found += sample(logits.expand(1000, -1), batch, edits).token_ids
     return np.bincount(found, minlength=VOCAB_SIZE)
 
@@ -132,7 +133,7 @@ def test_draws_follow_the_edited_distribution(extra):
 
 def one_row(logits, params, of, processors=()):
     batch = SamplingBatch.from_tasks([params], [3], [len(of.token_ids)])
-    return sample(logits, batch, {0: LogitEdits.of(of, processors, VOCAB_SIZE)})
+    return sample(logits, batch, RowEdits({0: LogitEdits.of(of, processors, VOCAB_SIZE)}))
 
 
 @pytest.mark.parametrize("mode", ["tempered", "raw", "processed"])
@@ -178,7 +179,7 @@ def test_rows_without_edits_keep_their_bits_beside_edited_ones():
     batch = SamplingBatch.from_tasks(params, [1, 2, 3], [4, 5, 6])
     before = logits.clone()
     plain = sample(logits, batch)
-    out = sample(logits, batch, {1: LogitEdits.of(sequence([1], params=params[1]), (), VOCAB_SIZE)})
+    out = sample(logits, batch, RowEdits({1: LogitEdits.of(sequence([1], params=params[1]), (), VOCAB_SIZE)}))
     assert torch.equal(logits, before)
     for row in (0, 2):
         assert (out.token_ids[row], out.logprobs[row]) == (plain.token_ids[row], plain.logprobs[row])
@@ -189,11 +190,11 @@ def test_edited_rows_are_copied_a_bounded_number_at_a_time(monkeypatch):
     logits = torch.randn(10, VOCAB_SIZE, generator=torch.Generator().manual_seed(4))
     batch = SamplingBatch.from_tasks([params] * 10, list(range(10)), [3] * 10)
     edits = {row: LogitEdits.of(sequence([row], [row], params=params), (), VOCAB_SIZE) for row in range(10)}
-    at_once = sample(logits, batch, edits)
+    at_once = sample(logits, batch, RowEdits(edits))
     sizes = []
     monkeypatch.setattr(sampler, "_EDITED_NUMEL", 3 * VOCAB_SIZE + 1)
     monkeypatch.setattr(sampler, "edit", lambda copy, some: sizes.append(len(copy)) or edit(copy, some))
-    in_slices = sample(logits, batch, edits)
+    in_slices = sample(logits, batch, RowEdits(edits))
     assert sizes == [3, 3, 3, 1]
     assert (in_slices.token_ids, in_slices.logprobs, in_slices.kept_logprob_mass) == (
         at_once.token_ids,
@@ -261,7 +262,7 @@ def test_a_processor_that_fails_fails_its_own_row_only(apply, words):
     params = [SamplingParams(extra_args={}), SamplingParams()]
     batch = SamplingBatch.from_tasks(params, [1, 2], [1, 1])
     edits = LogitEdits.of(sequence([1], params=params[0]), [Processor(apply)], VOCAB_SIZE)
-    out = sample(logits, batch, {0: edits})
+    out = sample(logits, batch, RowEdits({0: edits}))
     assert list(out.errors) == [0]
     assert out.token_ids == [-1, sample(logits, batch).token_ids[1]]
     with pytest.raises(AssertionError, match=f"test_logit_edits:Processor failed in apply: .*{words}"):

@@ -7,6 +7,7 @@ from rollout_engine.kernels.draw import CHUNK, draw
 from rollout_engine.kernels.token_logprobs import row_temperatures, token_logprobs
 from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logit_edits import LogitEdits
+from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampler import SamplingBatch, sample
 from rollout_engine.sampling_params import SamplingParams
 
@@ -26,7 +27,7 @@ def _batch(params, *, seed=5):
 
 def _edits(params, vocab_size, *, num_sampled, eos=()):
     """Of sequences that have sampled `num_sampled` tokens."""
-    made = {}
+    made = RowEdits()
     for row, each in enumerate(params):
         sequence = NewSequence(row, [0] * (1 + num_sampled), 1, each, seed=0, eos_token_ids=list(eos))
         edits = LogitEdits.of(sequence, (), vocab_size)
@@ -152,7 +153,7 @@ def _pick(batch, rows):
 
 
 def _pick_edits(edits, rows):
-    return {place: edits[row] for place, row in enumerate(rows) if row in edits}
+    return RowEdits({place: edits[row] for place, row in enumerate(rows) if row in edits})
 
 
 def _result(out, i, num_top):
