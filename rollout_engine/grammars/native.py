@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from rollout_engine.grammars.sources import source_of
 from rollout_engine.kernels.cpu import build
-from rollout_engine.kernels.cpu.grammar import TokensOfTexts, functions
+from rollout_engine.kernels.cpu.grammar import functions
 
 logger = logging.getLogger(__name__)
 
@@ -107,19 +108,18 @@ class NativeTokens:
     """The tokens of a tokenizer for grammars that C++ follows. Any thread may use it."""
 
     _tokenizer: int | None = None
-    _texts: TokensOfTexts | None = None
 
-    def __init__(self, tokens: Any, limits: Mapping[str, Any]) -> None:
-        """`tokens`: an `LLTokenizer`, which stays what divides texts. `limits`: of each grammar, by llguidance's names.
+    def __init__(self, tokens: Any, names: Sequence[bytes], limits: Mapping[str, Any]) -> None:
+        """`tokens`: an `LLTokenizer`; `names`: of each token, see `names_of`.
+
+        `limits`: of each grammar, by llguidance's names.
 
         Raises `OSError` or `AttributeError` where llguidance's C functions are missing, and `RuntimeError` where it
         refuses the tokens.
         """
         library = _library()
         self.functions = functions(library)
-        self._texts = TokensOfTexts(tokens.tokenize_bytes)
         self._limits = limits
-        names = [_bytes_of(tokens, token_id) for token_id in range(tokens.vocab_size)]
         lengths = np.array([len(name) for name in names], np.uint32)
         eos = list(tokens.eos_tokens) or [_NO_TOKEN]
         settings = _TokenizerSettings(
@@ -128,8 +128,7 @@ class NativeTokens:
             tok_eos=eos[0],
             token_lens=lengths.ctypes.data,
             token_bytes=b"".join(names),
-            tokenize_fn=self._texts.function,
-            tokenize_user_data=self._texts.address,
+            use_approximate_greedy_tokenize_fn=True,  # no text is divided, as grammars force no tokens: see `sources`
             tok_eos_extra=(c_uint32 * len(eos[1:]))(*eos[1:]),
             tok_eos_extra_count=len(eos) - 1,
         )
@@ -151,19 +150,29 @@ class NativeTokens:
     def __del__(self) -> None:  # every matcher refers to it, so none is left
         if self._tokenizer:
             _library().llg_free_tokenizer(self._tokenizer)
-        if self._texts is not None:
-            self._texts.close()
 
 
-def native_tokens(tokens: Any, limits: Mapping[str, Any], python_limits: Any) -> NativeTokens | None:
+def names_of(tokens: Any) -> list[bytes]:
+    """An `LLTokenizer`'s tokens as llguidance's C functions read them: their texts, and the names of special ones."""
+    return [_name_of(tokens, token_id) for token_id in range(tokens.vocab_size)]
+
+
+def is_text(name: bytes) -> bool:
+    """Whether a token of this name is text that is not empty."""
+    return bool(name) and not name.startswith(_SPECIAL)
+
+
+def native_tokens(
+    tokens: Any, names: Sequence[bytes], limits: Mapping[str, Any], python_limits: Any
+) -> NativeTokens | None:
     """An `LLTokenizer`'s tokens for C++; None, with a line in the log, where C++ cannot follow grammars here.
 
-    `python_limits`: the same limits as an `LLParserLimits`.
+    `python_limits`: the same limits as an `LLParserLimits`. The other arguments are as for `NativeTokens`.
     """
     if build.load_kernels() is None:
         return None
     try:
-        found = NativeTokens(tokens, limits)
+        found = NativeTokens(tokens, names, limits)
         _check(found, tokens, python_limits)
     except (OSError, AttributeError, RuntimeError) as problem:
         logger.warning(
@@ -178,7 +187,7 @@ def _check(native: NativeTokens, tokens: Any, python_limits: Any) -> None:
     import llguidance
 
     schema = '{"properties": {"key": {"enum": [1, 23, "text"]}}, "required": ["key"], "additionalProperties": false}'
-    source = f'{{"grammars": [{{"json_schema": {schema}}}]}}'
+    source = source_of({"json": schema}, {})
     ours, its = native.compile(source), llguidance.LLMatcher(tokens, source, log_level=0, limits=python_limits)
     masks = np.zeros((2, -(-tokens.vocab_size // 32)), np.uint32)
     for token_id in tokens.tokenize_bytes(b'{"key": 2'):
@@ -192,7 +201,7 @@ def _check(native: NativeTokens, tokens: Any, python_limits: Any) -> None:
             return
 
 
-def _bytes_of(tokens: Any, token_id: int) -> bytes:
+def _name_of(tokens: Any, token_id: int) -> bytes:
     name: bytes = tokens.decode_bytes([token_id])
     if tokens.is_special_token(token_id):
         return _SPECIAL + name

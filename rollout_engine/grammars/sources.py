@@ -1,4 +1,4 @@
-"""Turns structured outputs into the grammars that llguidance reads: Lark text, or JSON with a schema or such text."""
+"""Turns structured outputs into the grammars that llguidance reads: JSON with a text in Lark."""
 
 import json
 from collections.abc import Mapping
@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from rollout_engine.structured_outputs import trigger_of
 
+_FREE_TOKENS = '%llguidance {"no_forcing": true}'
+"""Text that must come may come in any tokens: a mask has all by which the output can still become what it has to be."""
 _ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -22,8 +24,8 @@ def source_of(given: Mapping[str, Any], added: Mapping[str, AddedToken]) -> str:
     kind, value = next(iter(given.items()))
     if kind == "json":
         schema = json.loads(value) if isinstance(value, str) else value
-        return json.dumps({"grammars": [{"json_schema": schema}]})
-    if kind == "choice":
+        lark = f"start: %json {json.dumps(schema)}"
+    elif kind == "choice":
         lark = f"start: {' | '.join(map(_quoted, value))}"
     elif kind == "regex":
         lark = f"start: /{_escaped(value)}/"
@@ -31,7 +33,7 @@ def source_of(given: Mapping[str, Any], added: Mapping[str, AddedToken]) -> str:
         lark = _tags(value, added)
     else:
         lark = _translated(value) if "::=" in value else value
-    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+    return json.dumps({"grammars": [{"lark_grammar": f"{_FREE_TOKENS}\n{lark}"}]})
 
 
 def _translated(grammar: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollout_engine.errors import RequestError
-from rollout_engine.grammars.native import NativeTokens, native_tokens
+from rollout_engine.grammars.native import NativeTokens, is_text, names_of, native_tokens
 from rollout_engine.grammars.sources import AddedToken, source_of
 
 _LIMITS = {"max_lexer_states": 1 << 15, "step_max_items": 20_000, "verbose_errors": False}
@@ -70,7 +70,18 @@ class Vocabulary:
     @cached_property
     def native(self) -> NativeTokens | None:
         """The tokens as C++ reads them; None where grammars are followed in Python."""
-        return native_tokens(self._tokens, _LIMITS, self._limits)
+        return native_tokens(self._tokens, self._names, _LIMITS, self._limits)
+
+    @cached_property
+    def plain(self) -> np.ndarray:
+        """The tokens that are text, as a mask, uint32 [words]."""
+        is_plain = np.zeros(self.num_words * 32, np.uint8)
+        is_plain[: len(self._names)] = [is_text(name) for name in self._names]
+        return np.packbits(is_plain, bitorder="little").view(np.uint32)
+
+    @cached_property
+    def _names(self) -> list[bytes]:
+        return names_of(self._tokens)
 
     def bits(self, stop_ids: tuple[int, ...]) -> MaskBits:
         """The bits of the tokens that end a sequence, and of the others."""

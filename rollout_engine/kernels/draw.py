@@ -16,19 +16,15 @@ def draw(
     uniforms: Tensor,
     greedy: Tensor,
     rules: Truncation | None = None,
-    masks: TokenMasks | None = None,
 ) -> tuple[RowStats, KeptTokens | None]:
     """Draw a token per row of `logits` [N, V], any floating dtype -> statistics of whole rows, tokens that are kept.
 
     `temperatures` float32 [N] from `row_temperatures`, `uniforms` float64 [N] in [0, 1). Rows of `greedy`, bool [N],
     take the most likely token, the first of several; `rules` must not truncate these rows. Log-probs are those of the
-    whole row. A row with a mask draws the token that it would with -inf at the tokens that are not allowed, which
-    `rules` do not see. A row whose statistics are NaN gets an arbitrary token, and so does one that keeps none.
+    whole row. A row whose statistics are NaN gets an arbitrary token.
     """
     if build.load_kernels() is not None:
-        return sampling.draw(logits, temperatures, uniforms, greedy, rules, masks)
-    if masks is not None:
-        return _draw_masked(logits, temperatures, uniforms, greedy, rules, masks)
+        return sampling.draw(logits, temperatures, uniforms, greedy, rules)
     tokens = torch.empty(len(logits), dtype=torch.int64)
     maximum, total, kept_total = torch.empty_like(temperatures), torch.empty_like(uniforms), torch.empty_like(uniforms)
     floor, last_tie = torch.empty_like(temperatures), torch.empty_like(tokens)
@@ -50,30 +46,45 @@ def draw(
     return stats, None if rules is None else KeptTokens(kept_total.log(), floor, last_tie)
 
 
+def redraw(
+    logits: Tensor,
+    temperatures: Tensor,
+    uniforms: Tensor,
+    greedy: Tensor,
+    rules: Truncation | None,
+    masks: TokenMasks,
+    stats: RowStats,
+    kept: KeptTokens | None,
+) -> None:
+    """Draw the rows with a mask again, and put their tokens and log-probs into `stats`, those of `draw`.
+
+    A row draws the token that it would with -inf at the tokens that are not allowed, which `rules` do not see; -1, and
+    an arbitrary log-prob, where nothing is left. What rules keep goes into `kept`, given with them. The other arguments
+    are as for `draw`; log-probs stay those of the whole row.
+    """
+    if build.load_kernels() is not None:
+        sampling.redraw(logits, temperatures, uniforms, greedy, rules, masks, stats, kept)
+        return
+    rows = ((masks.places >= 0) & ~stats.maximum.isnan()).nonzero()[:, 0]
+    allowed = allowed_tokens(masks.bits, logits.shape[1])[masks.places[rows]]
+    changed = logits[rows].float().masked_fill(~allowed, -torch.inf)
+    inside, left = draw(
+        changed, temperatures[rows], uniforms[rows], greedy[rows], None if rules is None else rules.rows(rows)
+    )
+    tokens = inside.tokens.where(~inside.maximum.isnan(), -1)
+    chosen = logits[rows].gather(-1, tokens.clamp(min=0)[:, None])[:, 0]
+    stats.tokens[rows] = tokens
+    whole = stats.maximum[rows]
+    stats.logprobs[rows] = logprobs_at(chosen, whole, temperatures[rows], stats.log_total[rows])
+    if kept is not None and left is not None:
+        shift = (inside.maximum.double() - whole) / temperatures[rows]  # NaN where nothing is left
+        kept.log_total[rows], kept.floor[rows], kept.last_tie[rows] = left.log_total + shift, left.floor, left.last_tie
+
+
 def allowed_tokens(bits: Tensor, vocab_size: int) -> Tensor:
     """Masks of `TokenMasks.bits` -> bool [M, V]."""
     found = np.unpackbits(bits.numpy().view(np.uint8), axis=1, count=vocab_size, bitorder="little")
     return torch.from_numpy(found.view(np.bool_))
-
-
-def _draw_masked(
-    logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor, rules: Truncation | None, masks: TokenMasks
-) -> tuple[RowStats, KeptTokens]:
-    """Draw from whole rows for their statistics, and again from float32 copies with -inf where nothing is allowed."""
-    whole, _ = draw(logits, temperatures, uniforms, greedy)
-    rows = (masks.places >= 0).nonzero()[:, 0]
-    changed = logits.float().clone()
-    allowed = allowed_tokens(masks.bits, logits.shape[1])[masks.places[rows]]
-    changed[rows] = changed[rows].masked_fill(~allowed, -torch.inf)
-    inside, kept = draw(changed, temperatures, uniforms, greedy, rules)
-    if kept is None:
-        every = torch.full_like(inside.tokens, torch.iinfo(torch.int64).max)
-        kept = KeptTokens(inside.log_total, torch.full_like(temperatures, -torch.inf), every)
-    shift = (inside.maximum.double() - whole.maximum) / temperatures  # NaN where nothing is left
-    chosen = logits.gather(-1, inside.tokens[:, None])[:, 0]
-    logprobs = logprobs_at(chosen, whole.maximum, temperatures, whole.log_total)
-    kept = kept._replace(log_total=kept.log_total + shift)
-    return whole._replace(tokens=inside.tokens, logprobs=logprobs), kept
 
 
 def _cut(weights: Tensor, logits: Tensor, usable: Tensor, rules: Truncation) -> tuple[Tensor, Tensor]:

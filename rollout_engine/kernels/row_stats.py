@@ -28,6 +28,10 @@ class RowStats(NamedTuple):
         return cls(*(torch.empty(num_rows, dtype=dtype, device=device) for dtype in dtypes))
 
 
+_IDLE = 1.0, 0, 1.0, 0.0
+"""Rules that cut nothing."""
+
+
 class Truncation(NamedTuple):
     """Truncation rules of N rows. They apply in this order, in float64, to tokens sorted by (logit, then id)."""
 
@@ -43,6 +47,10 @@ class Truncation(NamedTuple):
     def rows(self, index: slice | Tensor) -> "Truncation":
         """The rules of some of the rows."""
         return Truncation(*(column[index] for column in self))
+
+    def without(self, rows: Tensor) -> "Truncation":
+        """The rules of all rows but these, bool [N], from which nothing is cut."""
+        return Truncation(*(column.masked_fill(rows, idle) for column, idle in zip(self, _IDLE, strict=True)))
 
 
 class TokenMasks(NamedTuple):

@@ -129,12 +129,24 @@ def sampling_calls() -> Iterator[Call]:
 
         masks = dict(bits=torch.full((2, 9), 0x5555, dtype=torch.int32), places=torch.tensor([-1, 0, 1, 1, -1]))
 
-        def draw(bits: Tensor, places: Tensor, temperature: Tensor, **given: Tensor) -> Any:
+        def draw(temperature: Tensor, **given: Tensor) -> Any:
             rules = sampling.Truncation(temperature, *(given.pop(name) for name in ("top_k", "top_p", "min_p")))
-            return sampling.draw(**given, rules=rules, masks=sampling.TokenMasks(bits, places))[0]
+            return sampling.draw(**given, rules=rules)[0]
+
+        def redraw(bits: Tensor, places: Tensor, temperature: Tensor, **given: Tensor) -> Any:
+            rules = sampling.Truncation(temperature, *(given.pop(name) for name in ("top_k", "top_p", "min_p")))
+            stats = sampling.RowStats(*(given.pop(name) for name in sampling.RowStats._fields))
+            kept = sampling.KeptTokens(*(given.pop(f"kept.{name}") for name in sampling.KeptTokens._fields))
+            sampling.redraw(**given, rules=rules, masks=sampling.TokenMasks(bits, places), stats=stats, kept=kept)
+            return stats
 
         common = dict(logits=logits, temperatures=temperatures)
-        yield Call("draw", draw, common | dict(uniforms=uniforms, greedy=greedy) | rules | masks)
+        drawn = common | dict(uniforms=uniforms, greedy=greedy) | rules
+        yield Call("draw", draw, drawn)
+        stats, kept = sampling.draw(logits, temperatures, uniforms, greedy, sampling.Truncation(*rules.values()))
+        assert kept is not None
+        columns = stats._asdict() | {f"kept.{name}": column for name, column in kept._asdict().items()}
+        yield Call("redraw", redraw, drawn | masks | columns)
         yield Call("score", sampling.score, common | dict(tokens=ids))
         figures = sampling.score(logits, temperatures, ids)._asdict()
 

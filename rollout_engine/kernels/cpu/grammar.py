@@ -1,8 +1,8 @@
-"""ctypes wrapper of `grammar.cpp`. Callers check that `build.load_kernels()` is not None."""
+"""ctypes wrapper of `grammar.h`. Callers check that `build.load_kernels()` is not None."""
 
 import ctypes
-from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_double, c_int64, c_size_t, c_uint8, c_uint32, c_void_p
+from collections.abc import Sequence
+from ctypes import c_double, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 
@@ -11,6 +11,7 @@ import torch
 
 from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.cpu.arguments import array_address
+from rollout_engine.kernels.cpu.sampling import PreparedRows
 
 FUNCTIONS = (
     "consume_tokens",
@@ -21,14 +22,14 @@ FUNCTIONS = (
     "is_stopped",
     "is_error",
 )
-"""llguidance's C functions that `fill` calls, in the order of their addresses; each name begins with llg_matcher_."""
+"""llguidance's C functions that are called here, in the order of their addresses; names begin with llg_matcher_."""
 
 
 class Outcome(IntEnum):
-    """How the grammar of one sequence was followed; all but `FILLED` leave masks that allow all tokens."""
+    """How the grammar of one sequence was followed."""
 
     FILLED = 0
-    """The masks hold the tokens that the grammar allows."""
+    """To its last token, and behind it."""
     ENDED = 1
     """The sequence has ended: it has no matcher, or one of its tokens ends it."""
     REFUSED = 2
@@ -46,24 +47,30 @@ class _Arguments(ctypes.Structure):
         ("functions", c_void_p),
         ("sequences", c_int64),
         *((name, c_void_p) for name in ("matchers", "token_ends", "num_drafted", "tokens", "text_bits", "stop_bits")),
-        *((name, c_void_p) for name in ("masks", "first_masks")),
+        *((name, c_void_p) for name in ("plain_bits", "first_places")),
         ("words", c_int64),
         ("max_seconds", c_double),
-        *((name, c_void_p) for name in ("outcomes", "places", "seconds")),
+        *((name, c_void_p) for name in ("outcomes", "refused", "seconds")),
         ("threads", c_int64),
     ]
 
 
+class _Restriction(ctypes.Structure):
+    _fields_ = [
+        (name, c_void_p) for name in ("rows", "grammars", "row_at", "tries_first", "seeds", "positions", "masks")
+    ]
+
+
 class Followed:
-    """Results of `fill` for N sequences."""
+    """How N sequences were followed."""
 
     def __init__(self, num_sequences: int) -> None:
         self.outcomes = np.zeros(num_sequences, np.int64)
         """int64 [N], the `Outcome` of each sequence."""
-        self.places = np.zeros(num_sequences, np.int64)
+        self.refused = np.zeros(num_sequences, np.int64)
         """int64 [N], index of the refused token among the sequence's own; 0 where none was refused."""
         self.seconds = np.zeros(num_sequences)
-        """float64 [N], computing time of the sequence's slowest mask."""
+        """float64 [N], computing time at the slowest place behind a token of the sequence."""
 
 
 def functions(library: ctypes.CDLL) -> np.ndarray:
@@ -72,82 +79,118 @@ def functions(library: ctypes.CDLL) -> np.ndarray:
     return np.array(found, np.uint64)
 
 
-def fill(
-    functions: np.ndarray,
-    matchers: np.ndarray,
-    tokens: np.ndarray,
-    token_ends: np.ndarray,
-    num_drafted: np.ndarray,
-    bits: tuple[np.ndarray, np.ndarray],
-    masks: np.ndarray,
-    first_masks: np.ndarray,
-    max_seconds: float,
-) -> Followed:
-    """Let N matchers take their sequences' new tokens, and fill the masks behind them and behind drafted ones.
+class Matchers:
+    """N of llguidance's matchers, which C++ follows together. A *place* is where one stands behind some tokens.
 
-    Args:
-        functions: those of the function `functions`.
-        matchers: addresses of llguidance's matchers, uint64 [N]; 0 for a sequence that has ended.
-        tokens: the tokens of all sequences end to end, uint32; the drafted ones of each come last.
-        token_ends: where each sequence's tokens end, int64 [N].
-        num_drafted: how many of them are drafted, int64 [N]. Matchers do not keep those.
-        bits: addresses uint64 [N] of masks: of the tokens that end no sequence, and of those that end this one.
-        masks: filled with the masks, uint32 [N + drafted tokens, W].
-        first_masks: the mask behind each sequence, int64 [N]; those behind its drafted tokens follow it.
-        max_seconds: computing time that one mask may take.
+    The first place of a sequence is behind its own tokens; one behind each token of its draft follows.
     """
-    count, words = len(matchers), masks.shape[1]
-    one, index, place = (count,), np.dtype(np.int64), np.dtype(np.uint64)
-    found = Followed(count)
-    args = _Arguments(
-        array_address("functions", functions, place, (len(FUNCTIONS),)),
-        count,
-        array_address("matchers", matchers, place, one),
-        array_address("token_ends", token_ends, index, one),
-        array_address("num_drafted", num_drafted, index, one),
-        array_address("tokens", tokens, np.dtype(np.uint32)),
-        *(array_address("bits", each, place, one) for each in bits),
-        array_address("masks", masks, np.dtype(np.uint32)),
-        array_address("first_masks", first_masks, index, one),
-        words,
-        max_seconds,
-        found.outcomes.ctypes.data,
-        found.places.ctypes.data,
-        found.seconds.ctypes.data,
-        threads=min(count, torch.get_num_threads()),
-    )
-    _library().grammar_fill(ctypes.addressof(args))
-    return found
 
+    def __init__(
+        self,
+        functions: np.ndarray,
+        addresses: np.ndarray,
+        bits: tuple[np.ndarray, np.ndarray],
+        plain: np.ndarray,
+        num_drafted: Sequence[int],
+    ) -> None:
+        """
+        Args:
+            functions: those of the function `functions`.
+            addresses: of the matchers, uint64 [N]; 0 for a sequence that has ended.
+            bits: addresses uint64 [N] of masks: of the tokens that end no sequence, and of those that end this one.
+            plain: the tokens that are text, of which a matcher can tell one by one, as a mask, uint32 [W].
+            num_drafted: how many tokens of each sequence are drafted. Matchers do not keep those.
+        """
+        count, one = len(addresses), (len(addresses),)
+        drafted = np.array(num_drafted, np.int64)
+        ends = np.cumsum(1 + drafted)
+        firsts, index, place = ends - drafted - 1, np.dtype(np.int64), np.dtype(np.uint64)
+        self._num_places, self._threads = int(ends[-1]), min(count, torch.get_num_threads())
+        self._scratch = np.empty((self._threads, len(plain)), np.uint32)
+        self._alive = functions, addresses, bits, plain, drafted, firsts
+        self._args = _Arguments(
+            functions=array_address("functions", functions, place, (len(FUNCTIONS),)),
+            sequences=count,
+            matchers=array_address("addresses", addresses, place, one),
+            num_drafted=array_address("num_drafted", drafted, index, one),
+            text_bits=array_address("bits", bits[0], place, one),
+            stop_bits=array_address("bits", bits[1], place, one),
+            plain_bits=array_address("plain", plain, np.dtype(np.uint32)),
+            first_places=array_address("firsts", firsts, index, one),
+            words=len(plain),
+            threads=self._threads,
+        )
 
-DIVIDE = ctypes.CFUNCTYPE(c_size_t, c_void_p, POINTER(c_uint8), c_size_t, POINTER(c_uint32), c_size_t)
+    def fill(
+        self, tokens: np.ndarray, token_ends: np.ndarray, tried: np.ndarray, max_seconds: float
+    ) -> tuple[np.ndarray, np.ndarray, Followed]:
+        """Follow the sequences, and fill masks uint32 [M, W] of what may come at M places.
 
+        Returns them, bool [M] whether a mask is filled, and how the sequences were followed. None is filled where a
+        token is tried that may come, and the masks of a sequence that has ended or fails allow all.
 
-class TokensOfTexts:
-    """Divides texts into tokens for llguidance, from any thread; a text that was seen before without Python."""
+        Args:
+            tokens: the new tokens of all sequences end to end, uint32; the drafted ones of each come last.
+            token_ends: where each sequence's tokens end, int64 [N].
+            tried: a token for each place, int64 [M]; negative where its mask is wanted.
+            max_seconds: computing time that one place may take.
+        """
+        found = self._begin(tokens, token_ends, max_seconds)
+        masks = np.empty((self._num_places, self._args.words), np.uint32)
+        is_filled = np.empty(self._num_places, np.bool_)
+        columns = array_address("tried", tried, np.dtype(np.int64), (self._num_places,)), masks.ctypes.data
+        _library().grammar_fill(ctypes.addressof(self._args), *columns, is_filled.ctypes.data)
+        return masks, is_filled, found
 
-    def __init__(self, divide: Callable[[bytes], Sequence[int]]) -> None:
-        def divided(_: int, text: "ctypes._Pointer[c_uint8]", length: int, tokens: object, size: int) -> int:
-            found = divide(ctypes.string_at(text, length)) if length else ()
-            for place, token in enumerate(found[:size]):
-                tokens[place] = token  # type: ignore[index]
-            return len(found)
+    def restrict(
+        self,
+        tokens: np.ndarray,
+        token_ends: np.ndarray,
+        rows: PreparedRows,
+        row_at: np.ndarray,
+        tries_first: np.ndarray,
+        uniforms_of: tuple[np.ndarray, np.ndarray],
+        max_seconds: float,
+    ) -> Followed:
+        """Follow the sequences, and draw the rows of R again whose tokens may not come, of those that may.
 
-        self._divide = DIVIDE(divided)  # alive as long as C++ may call it
-        self.address = _library().grammar_texts_new(self._divide)
-        self.function = ctypes.cast(_library().grammar_texts_divide, c_void_p).value
-        """Address of a function like llguidance's LlgTokenizeFn, whose user data is `address`."""
+        Args:
+            tokens: as for `fill`.
+            token_ends: as for `fill`.
+            rows: what `kernels.draw.draw` has drawn.
+            row_at: the row of each place, int64 [M]; negative for none.
+            tries_first: bool [R]: whether the row's token counts. Where not, it is drawn in any case.
+            uniforms_of: seeds and positions int64 [R] of the uniforms by which tokens are drawn a second time.
+            max_seconds: as for `fill`.
+        """
+        found = self._begin(tokens, token_ends, max_seconds)
+        index, num_rows = np.dtype(np.int64), (rows.num_rows,)
+        restriction = _Restriction(
+            rows.address,
+            ctypes.addressof(self._args),
+            array_address("row_at", row_at, index, (self._num_places,)),
+            array_address("tries_first", tries_first, np.dtype(np.bool_), num_rows),
+            *(array_address("uniforms_of", column, index, num_rows) for column in uniforms_of),
+            self._scratch.ctypes.data,
+        )
+        if rows.num_threads < self._threads:
+            raise ValueError(f"rows should have memory of {self._threads} threads, and have it of {rows.num_threads}.")
+        _library().sampling_restrict(ctypes.addressof(restriction))
+        return found
 
-    def close(self) -> None:
-        """Free it; nothing may divide texts any more."""
-        _library().grammar_texts_free(self.address)
+    def _begin(self, tokens: np.ndarray, token_ends: np.ndarray, max_seconds: float) -> Followed:
+        found = Followed(self._args.sequences)
+        self._args.tokens = array_address("tokens", tokens, np.dtype(np.uint32))
+        self._args.token_ends = array_address("token_ends", token_ends, np.dtype(np.int64), (self._args.sequences,))
+        self._args.max_seconds = max_seconds
+        columns = found.outcomes, found.refused, found.seconds
+        self._args.outcomes, self._args.refused, self._args.seconds = (column.ctypes.data for column in columns)
+        return found
 
 
 @cache
 def _library() -> ctypes.CDLL:
     return build.declared(
-        grammar_fill=(None, c_void_p),
-        grammar_texts_new=(c_void_p, DIVIDE),
-        grammar_texts_free=(None, c_void_p),
-        grammar_texts_divide=(c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t),
+        grammar_fill=(None, c_void_p, c_void_p, c_void_p, c_void_p),
+        sampling_restrict=(None, c_void_p),
     )

@@ -6,13 +6,12 @@
 //
 // Nothing of a row's size is stored but its chunk sums: a draw finds the chunk by them and weighs that chunk again.
 // `weigh_chunk` is the only place that computes weights, and is not inlined, so each time it gives the same bits.
-// With truncation the same sums are computed again without the weights of cut tokens. A masked row is drawn as a row with
-// -inf at the tokens that its mask forbids would be, bit for bit; its statistics and log-prob are of the whole row.
+// With truncation the same sums are computed again without the weights of cut tokens. With a mask a row is drawn again, as a
+// row with -inf at the tokens that it forbids would be, bit for bit; its statistics and log-prob stay those of the whole row.
 #include <algorithm>
 #include <cmath>
-#include <tuple>
-#include <utility>
 
+#include "grammar.h"
 #include "openmp.h"
 #include "truncation.h"
 #include "vec.h"
@@ -30,8 +29,8 @@ struct Rows {
     int64_t is_bf16, rows, vocab_size, stride;
     const float* temperature;  // [rows], normal numbers above 0
     int64_t* token;            // [rows], given or drawn
-    float* maximum;            // [rows], out; NaN for a row with NaN, +inf, or nothing but -inf
-    double* log_total;         // [rows], out; NaN likewise
+    float* maximum;            // [rows], out; NaN for a row with NaN, +inf, or nothing but -inf; given to draw again
+    double* log_total;         // [rows], out; NaN likewise; given to draw again
     float* logprob;            // [rows], out: of `token`
     const double* uniform;     // draw: [rows], in [0, 1)
     const uint8_t* greedy;     // draw: [rows], take the first of the most likely instead
@@ -41,13 +40,13 @@ struct Rows {
     const double* top_p;             // [rows]
     const double* min_p;             // [rows]
     float* candidate;                // [threads, vocab_size], scratch
-    double* kept_log_total;          // [rows], out: of the tokens that stay; NaN where none does. Null, as the next two,
-                                     // where no row is truncated or masked
+    double* kept_log_total;          // [rows], out: of the tokens that stay; not finite where none does. Null, as the next
+                                     // two, where no row is truncated
     float* floor;                    // [rows], out: see truncation::Edge
     int64_t* last_tie;               // [rows], out
-    const uint32_t* mask;            // [masks, mask_words], a bit for each token, 1 where it is allowed; null: none
+    const uint32_t* mask;            // [masks, mask_words], a bit for each token, 1 where it is allowed; null: a first draw
     int64_t mask_words;
-    const int64_t* mask_row;         // [rows], row of `mask`; negative: all tokens are allowed
+    const int64_t* mask_row;         // [rows], row of `mask`; negative: not drawn again
     float* masked;                   // [threads, vocab_size], scratch; null unless rows are truncated and masked
     const float* grad;         // gradient: [rows], of `logprob`
     void* grad_logits;         // gradient: [rows, vocab_size], out, contiguous, in the dtype of the logits
@@ -72,17 +71,12 @@ VEC_INLINE vec::I allowed_lanes(const uint32_t* mask, int64_t token) {
     return ((vec::I{} + (int32_t)(mask[token / 32] >> (token % 32))) & bit) == bit;
 }
 
-// Sums of weights: of all tokens that an edge keeps, and of those that a mask allows too.
-struct Sums {
-    float all, allowed;
-};
-
-// Weights of n <= CHUNK tokens, zeros after them, where the edge cuts and where the mask, if any, forbids.
-// `edge.last_tie` and `mask` count from this chunk's first token.
+// Weights of n <= CHUNK tokens, zeros after them, where the edge cuts and where the mask, if any, forbids; returns their
+// sum. `edge.last_tie` and `mask` count from this chunk's first token.
 template <typename T>
-__attribute__((noinline)) Sums weigh_chunk(const T* logits, int n, float maximum, float inverse_temperature,
-                                           const Edge& edge, const uint32_t* mask, float* weights) {
-    F all = {}, sum = {};
+__attribute__((noinline)) float weigh_chunk(const T* logits, int n, float maximum, float inverse_temperature,
+                                            const Edge& edge, const uint32_t* mask, float* weights) {
+    F sum = {};
     const F floor = vec::set1(edge.floor);
     const vec::I lane = vec::lane_numbers();
     for (int i = 0; i < CHUNK; i += LANES) {
@@ -98,14 +92,12 @@ __attribute__((noinline)) Sums weigh_chunk(const T* logits, int n, float maximum
             else
                 w = vec::select((x < floor) | ((x == floor) & (lane > (int)edge.last_tie - i)), F{}, w);
             if (here < LANES) w = vec::select(lane >= here, F{}, w);
-            all += w;
             if (mask) w = vec::select(allowed_lanes(mask, i), w, F{});
         }
         vec::store(weights + i, w);
         sum += w;
     }
-    const float allowed = vec::sum(sum);
-    return {mask ? vec::sum(all) : allowed, allowed};
+    return vec::sum(sum);
 }
 
 // The largest logit; NaN is ignored here and shows in the total.
@@ -144,12 +136,14 @@ struct Row {
     float temperature, inverse_temperature, maximum;
     const uint32_t* mask = nullptr;
 
-    Row(const Rows& a, int64_t i)
+    Row(const Rows& a, int64_t i) : Row(a, i, largest((const T*)a.logits + i * a.stride, a.vocab_size)) {}
+
+    Row(const Rows& a, int64_t i, float largest_logit)
         : logits((const T*)a.logits + i * a.stride),
           size(a.vocab_size),
           temperature(a.temperature[i]),
           inverse_temperature(1.0f / temperature),
-          maximum(largest(logits, size)) {}
+          maximum(largest_logit) {}
 
     // Forgets all tokens that the mask does not allow.
     void mask_with(const uint32_t* bits) {
@@ -167,25 +161,13 @@ struct Row {
         float weights[CHUNK];
         for (int64_t t = 0; t < size; t += CHUNK) {
             const int n = (int)std::min<int64_t>(CHUNK, size - t);
-            if (!mask || allows_any(t, n)) total += weigh(t, edge, weights).allowed;
+            if (!mask || allows_any(t, n)) total += weigh(t, edge, weights);
             if (mass) mass[t / CHUNK] = total;
         }
         return total;
     }
 
-    // The total weight of all tokens, and that of those which the mask allows, whose cumulative weights `mass` receives.
-    std::pair<double, double> both_totals(double* mass) const {
-        double all = 0.0, allowed = 0.0;
-        float weights[CHUNK];
-        for (int64_t t = 0; t < size; t += CHUNK) {
-            const Sums sums = weigh(t, truncation::EVERYTHING, weights);
-            all += sums.all;
-            mass[t / CHUNK] = allowed += sums.allowed;
-        }
-        return {all, allowed};
-    }
-
-    Sums weigh(int64_t start, const Edge& edge, float* weights) const {
+    float weigh(int64_t start, const Edge& edge, float* weights) const {
         const int n = (int)std::min<int64_t>(CHUNK, size - start);
         const Edge here = {edge.floor, edge.last_tie == INT64_MAX ? INT64_MAX : edge.last_tie - start};
         const uint32_t* allowed = mask ? mask + start / 32 : nullptr;
@@ -263,12 +245,6 @@ struct Scratch {
     float *candidate, *masked;
 };
 
-// What to add to the log of a total of `row`, whose weights are relative to its own maximum, for one of the whole row.
-template <typename T>
-double shift_of(const Row<T>& row, const Row<T>& whole) {
-    return ((double)row.maximum - whole.maximum) / row.temperature;
-}
-
 // The edge of what the rules keep of the allowed tokens, of which there are some.
 template <typename T>
 Edge find_edge(const Row<T>& row, const truncation::Rules& rules, const Scratch& scratch) {
@@ -277,61 +253,119 @@ Edge find_edge(const Row<T>& row, const truncation::Rules& rules, const Scratch&
     return truncation::find_edge(scratch.masked, row.size, rules, scratch.candidate);
 }
 
-// Weighs a row, and narrows a masked one, but for one that cannot be sampled, to the tokens that its mask allows, which
-// `scratch.mass` then describes. Returns the row as it was.
+// Draws a token from what the rules leave of a row, whose weights `scratch.mass` describes. `log_total` is theirs, under
+// the maximum of the whole row, which is the row's own less `shift`.
 template <typename T>
-Row<T> weigh_row(const Rows& a, int64_t i, Row<T>& row, const Scratch& scratch) {
-    Row<T> whole = row;
-    const bool is_masked = a.mask && a.mask_row[i] >= 0;
-    if (is_masked) row.mask_with(a.mask + a.mask_row[i] * a.mask_words);
-    double all, allowed;
-    if (is_masked && row.maximum == whole.maximum) {  // the weights are those of the whole row
-        std::tie(all, allowed) = row.both_totals(scratch.mass);
-        whole.finish(a, i, all);
-    } else {
-        all = allowed = whole.total(truncation::EVERYTHING, scratch.mass);
-        whole.finish(a, i, all);
-        if (is_masked && whole.is_usable()) allowed = row.total(truncation::EVERYTHING, scratch.mass);
+void pick(const Rows& a, int64_t i, const Row<T>& row, double u, double log_total, double shift, const Scratch& scratch) {
+    Edge edge = truncation::EVERYTHING;
+    if (a.rule_temperature) {
+        const truncation::Rules rules = {a.rule_temperature[i], a.top_k[i], a.top_p[i], a.min_p[i]};
+        if (row.is_usable() && !rules.keep_all()) {
+            edge = find_edge(row, rules, scratch);
+            log_total = std::log(row.total(edge, scratch.mass)) + shift;
+        }
+        a.kept_log_total[i] = log_total;
+        a.floor[i] = edge.floor;
+        a.last_tie[i] = edge.last_tie;
     }
-    if (!whole.is_usable() || !(allowed > 0.0)) row.maximum = NAN;
-    if (a.kept_log_total) a.kept_log_total[i] = std::log(allowed) + shift_of(row, whole);
-    return whole;
-}
-
-// Narrows a row that can be sampled to the tokens that its rules keep, which `scratch.mass` then describes.
-template <typename T>
-Edge truncate_row(const Rows& a, int64_t i, const Row<T>& row, const Row<T>& whole, const Scratch& scratch) {
-    if (!a.rule_temperature || !row.is_usable()) return truncation::EVERYTHING;
-    const truncation::Rules rules = {a.rule_temperature[i], a.top_k[i], a.top_p[i], a.min_p[i]};
-    if (rules.keep_all()) return truncation::EVERYTHING;
-    const Edge edge = find_edge(row, rules, scratch);
-    a.kept_log_total[i] = std::log(row.total(edge, scratch.mass)) + shift_of(row, whole);
-    return edge;
+    if (row.is_usable()) a.token[i] = a.greedy[i] ? row.first_of_the_largest() : row.locate(u, scratch.mass, edge);
 }
 
 template <typename T>
 void draw_row(const Rows& a, int64_t i, const Scratch& scratch) {
     Row<T> row(a, i);
-    const Row<T> whole = weigh_row(a, i, row, scratch);
-    const Edge edge = truncate_row(a, i, row, whole, scratch);
-    if (a.kept_log_total) {
-        a.floor[i] = edge.floor;
-        a.last_tie[i] = edge.last_tie;
-    }
+    row.finish(a, i, row.total(truncation::EVERYTHING, scratch.mass));
     a.token[i] = 0;
-    if (row.is_usable()) a.token[i] = a.greedy[i] ? row.first_of_the_largest() : row.locate(a.uniform[i], scratch.mass, edge);
-    whole.finish_token(a, i);
+    pick(a, i, row, a.uniform[i], a.log_total[i], 0.0, scratch);
+    row.finish_token(a, i);
 }
 
+// Draws a row again, of the tokens that a mask allows. Where it allows none that can be drawn, the token is -1.
+template <typename T>
+void redraw_row(const Rows& a, int64_t i, const uint32_t* mask, double u, const Scratch& scratch) {
+    const Row<T> whole(a, i, a.maximum[i]);
+    if (!whole.is_usable()) return;
+    Row<T> row = whole;
+    row.mask_with(mask);
+    const double shift = ((double)row.maximum - whole.maximum) / whole.temperature;
+    const double total = row.total(truncation::EVERYTHING, scratch.mass);
+    if (!(total > 0.0)) row.maximum = NAN;
+    a.token[i] = -1;
+    pick(a, i, row, u, std::log(total) + shift, shift, scratch);
+    if (row.is_usable()) whole.finish_token(a, i);
+}
+
+// The memory of the thread that asks.
+Scratch own_scratch(const Rows& a) {
+    const int64_t thread = omp_get_thread_num(), start = thread * a.vocab_size;
+    return {
+        a.mass + thread * ((a.vocab_size + CHUNK - 1) / CHUNK),
+        a.candidate ? a.candidate + start : nullptr,
+        a.masked ? a.masked + start : nullptr,
+    };
+}
+
+// Draws rows, or with masks those that have one again.
 template <typename T>
 void draw(const Rows& a) {
-    const int64_t chunks = (a.vocab_size + CHUNK - 1) / CHUNK;
 #pragma omp parallel for schedule(dynamic) num_threads(a.threads) if (a.threads > 1)
     for (int64_t i = 0; i < a.rows; i++) {
-        const int64_t thread = omp_get_thread_num(), start = thread * a.vocab_size;
-        float* candidate = a.candidate ? a.candidate + start : nullptr;
-        float* masked = a.masked ? a.masked + start : nullptr;
-        draw_row<T>(a, i, {a.mass + thread * chunks, candidate, masked});
+        const Scratch scratch = own_scratch(a);
+        if (!a.mask)
+            draw_row<T>(a, i, scratch);
+        else if (a.mask_row[i] >= 0)
+            redraw_row<T>(a, i, a.mask + a.mask_row[i] * a.mask_words, a.uniform[i], scratch);
+    }
+}
+
+// Philox 4x32-10 (see kernels/rng.py): key = seed, counter = position; 53 bits of the first two words, in [0, 1).
+double uniform_of(uint64_t seed, uint64_t position) {
+    uint32_t c0 = (uint32_t)position, c1 = (uint32_t)(position >> 32), c2 = 0, c3 = 0;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        const uint64_t a = 0xD2511F53ull * c0, b = 0xCD9E8D57ull * c2;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return (double)(((uint64_t)c0 << 32 | c1) >> 11) * 0x1p-53;
+}
+
+// Draws rows again whose tokens grammars refuse.
+struct Restriction {
+    const Rows* rows;
+    const grammar::Arguments* grammars;
+    const int64_t* row_at;       // [places], the row that is drawn there; negative: none
+    const uint8_t* tries_first;  // [rows]: 0 where the row has not been drawn yet, and its uniform is the first
+    const uint64_t *seeds, *positions;  // [rows], of the uniform of a second draw
+    uint32_t* masks;                    // [threads, words], scratch
+};
+
+template <typename T>
+void restrict_rows(const Restriction& r) {
+    const Rows& a = *r.rows;
+    const grammar::Arguments& g = *r.grammars;
+#pragma omp parallel num_threads(g.threads) if (g.threads > 1)
+    {
+        grammar::Stopwatch watch;
+        uint32_t* mask = r.masks + omp_get_thread_num() * g.words;
+        const Scratch scratch = own_scratch(a);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < g.sequences; i++) {
+            grammar::Sequence(g, i, watch).follow([&](int64_t place, grammar::Sequence& at) {
+                const int64_t row = r.row_at[place];
+                if (row < 0) return grammar::ALLOWED;
+                const grammar::Verdict verdict = at.judge(r.tries_first[row] ? a.token[row] : -1, mask);
+                if (verdict == grammar::NOT_ALLOWED) {
+                    const double u = r.tries_first[row] ? uniform_of(r.seeds[row], r.positions[row]) : a.uniform[row];
+                    redraw_row<T>(a, row, mask, u, scratch);
+                }
+                return verdict;
+            });
+        }
     }
 }
 
@@ -357,20 +391,10 @@ extern "C" void sampling_draw(const Rows* a) { a->is_bf16 ? draw<bf16>(*a) : dra
 extern "C" void sampling_score(const Rows* a) { a->is_bf16 ? score<bf16>(*a) : score<float>(*a); }
 extern "C" void sampling_gradient(const Rows* a) { a->is_bf16 ? gradient<bf16>(*a) : gradient<float>(*a); }
 
-// Philox 4x32-10 (see kernels/rng.py): key = seed, counter = position; 53 bits of the first two words, in [0, 1).
+extern "C" void sampling_restrict(const Restriction* r) {
+    r->rows->is_bf16 ? restrict_rows<bf16>(*r) : restrict_rows<float>(*r);
+}
+
 extern "C" void sampling_uniforms(const uint64_t* seeds, const uint64_t* positions, int64_t n, double* uniforms) {
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t c0 = (uint32_t)positions[i], c1 = (uint32_t)(positions[i] >> 32), c2 = 0, c3 = 0;
-        uint32_t k0 = (uint32_t)seeds[i], k1 = (uint32_t)(seeds[i] >> 32);
-        for (int round = 0; round < 10; round++) {
-            const uint64_t a = 0xD2511F53ull * c0, b = 0xCD9E8D57ull * c2;
-            c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
-            c1 = (uint32_t)b;
-            c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
-            c3 = (uint32_t)a;
-            k0 += 0x9E3779B9u;
-            k1 += 0xBB67AE85u;
-        }
-        uniforms[i] = (double)(((uint64_t)c0 << 32 | c1) >> 11) * 0x1p-53;
-    }
+    for (int64_t i = 0; i < n; i++) uniforms[i] = uniform_of(seeds[i], positions[i]);
 }

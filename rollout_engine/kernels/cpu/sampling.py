@@ -32,35 +32,74 @@ class _Rows(ctypes.Structure):
     ]
 
 
+class PreparedRows:
+    """N rows of logits to draw from, as C++ reads them; what is drawn comes into `stats`, and `kept` with rules.
+
+    Raises `ValueError` for tensors it cannot read. The arguments are those of `kernels.draw.redraw`.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        uniforms: Tensor,
+        greedy: Tensor,
+        rules: Truncation | None,
+        stats: RowStats,
+        kept: KeptTokens | None,
+        num_threads: int | None = None,
+    ) -> None:
+        """`num_threads`: for how many threads there has to be memory; None: for those that draw these rows."""
+        logits = _readable(logits)
+        self.num_rows, vocab_size = logits.shape
+        self.args = _rows(logits, temperatures, stats)
+        self.num_threads = num_threads or self.args.threads
+        mass = torch.empty(self.num_threads, -(-vocab_size // CHUNK), dtype=torch.float64)
+        self.args.uniform = address("uniforms", uniforms, torch.float64, (self.num_rows,))
+        self.args.greedy = address("greedy", greedy, torch.bool, (self.num_rows,))
+        self.args.mass = mass.data_ptr()
+        self._alive: list[object] = [logits, temperatures, uniforms, greedy, stats, mass]
+        if rules is not None and kept is not None:
+            rules, scratch = Truncation(*(c.contiguous() for c in rules)), torch.empty(2, self.num_threads, vocab_size)
+            self.args.temperature64, self.args.top_k, self.args.top_p, self.args.min_p = _rule_addresses(
+                rules, self.num_rows
+            )
+            self.args.kept_log_total, self.args.floor, self.args.last_tie = _kept_addresses(kept, self.num_rows)
+            self.args.candidate, self.args.masked = scratch[0].data_ptr(), scratch[1].data_ptr()
+            self._alive += [rules, kept, scratch]
+
+    @property
+    def address(self) -> int:
+        """Where C++ finds them."""
+        return ctypes.addressof(self.args)
+
+
 def draw(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor, rules: Truncation | None
+) -> tuple[RowStats, KeptTokens | None]:
+    """C++ side of `kernels.draw.draw`. Raises `ValueError` for tensors it cannot read."""
+    stats = RowStats.empty(len(logits), "cpu")
+    kept = None if rules is None else KeptTokens.empty(len(logits))
+    prepared = PreparedRows(logits, temperatures, uniforms, greedy, rules, stats, kept)
+    _library().sampling_draw(prepared.address)
+    return stats, kept
+
+
+def redraw(
     logits: Tensor,
     temperatures: Tensor,
     uniforms: Tensor,
     greedy: Tensor,
     rules: Truncation | None,
-    masks: TokenMasks | None = None,
-) -> tuple[RowStats, KeptTokens | None]:
-    """C++ side of `kernels.draw.draw`. Raises `ValueError` for tensors it cannot read."""
-    logits = _readable(logits)
-    n, vocab_size = logits.shape
-    args, stats = _rows(logits, temperatures, torch.empty(n, dtype=torch.int64))
-    mass = torch.empty(args.threads, -(-vocab_size // CHUNK), dtype=torch.float64)
-    args.uniform = address("uniforms", uniforms, torch.float64, (n,))
-    args.greedy = address("greedy", greedy, torch.bool, (n,))
-    args.mass = mass.data_ptr()
-    kept = None if rules is None and masks is None else KeptTokens.empty(n)
-    if kept is not None:
-        args.kept_log_total, args.floor, args.last_tie = (column.data_ptr() for column in kept)
-    if rules is not None:
-        rules = Truncation(*(column.contiguous() for column in rules))
-        args.temperature64, args.top_k, args.top_p, args.min_p = _rule_addresses(rules, n)
-        scratch = torch.empty(1 if masks is None else 2, args.threads, vocab_size)
-        args.candidate, args.masked = scratch[0].data_ptr(), scratch[-1].data_ptr()
-    if masks is not None:
-        args.mask, args.mask_row = _mask_addresses(masks, n, vocab_size)
-        args.mask_words = masks.bits.shape[1]
-    _library().sampling_draw(ctypes.addressof(args))
-    return stats, kept
+    masks: TokenMasks,
+    stats: RowStats,
+    kept: KeptTokens | None,
+) -> None:
+    """C++ side of `kernels.draw.redraw`. Raises `ValueError` for tensors it cannot read."""
+    prepared = PreparedRows(logits, temperatures, uniforms, greedy, rules, stats, kept)
+    prepared.args.mask, prepared.args.mask_row = _mask_addresses(masks, *logits.shape)
+    prepared.args.mask_words = masks.bits.shape[1]
+    _library().sampling_draw(prepared.address)
 
 
 def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:
@@ -69,7 +108,8 @@ def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:
     Raises `ValueError` for tensors it cannot read.
     """
     logits = _readable(logits)
-    args, stats = _rows(logits, temperatures, tokens.contiguous())
+    stats = RowStats.empty(len(logits), "cpu")._replace(tokens=tokens.contiguous())
+    args = _rows(logits, temperatures, stats)
     check_ids("token_ids", tokens, logits.shape[1], of="the vocabulary of these logits")
     _library().sampling_score(ctypes.addressof(args))
     return stats
@@ -81,12 +121,9 @@ def gradient(logits: Tensor, temperatures: Tensor, stats: RowStats, grad: Tensor
     Raises `ValueError` for tensors it cannot read.
     """
     readable = _readable(logits)
-    args, _ = _rows(readable, temperatures, stats.tokens)
+    args = _rows(readable, temperatures, stats)
     grad, result = grad.contiguous(), torch.empty(readable.shape, dtype=readable.dtype)
-    rows = readable.shape[:1]
-    args.maximum = address("stats.maximum", stats.maximum, torch.float32, rows)
-    args.log_total = address("stats.log_total", stats.log_total, torch.float64, rows)
-    args.grad, args.grad_logits = address("grad", grad, torch.float32, rows), result.data_ptr()
+    args.grad, args.grad_logits = address("grad", grad, torch.float32, readable.shape[:1]), result.data_ptr()
     _library().sampling_gradient(ctypes.addressof(args))
     return result.to(logits.dtype)
 
@@ -104,25 +141,29 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     return result
 
 
-def _rows(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> tuple[_Rows, RowStats]:
+def _rows(logits: Tensor, temperatures: Tensor, stats: RowStats) -> _Rows:
     n, vocab_size = logits.shape
     if vocab_size == 0:
         raise argument_error("logits", logits, "of at least one token")
-    maximum, logprobs, log_total = torch.empty(n), torch.empty(n), torch.empty(n, dtype=torch.float64)
-    args = _Rows(
+    return _Rows(
         address("logits", logits, logits.dtype, logits.shape, strided_rows=True),
         logits.dtype == torch.bfloat16,
         n,
         vocab_size,
         logits.stride(0),
         address("temperatures", temperatures, torch.float32, (n,)),
-        address("token_ids", tokens, torch.int64, (n,)),
-        maximum.data_ptr(),
-        log_total.data_ptr(),
-        logprobs.data_ptr(),
+        address("token_ids", stats.tokens, torch.int64, (n,)),
+        address("stats.maximum", stats.maximum, torch.float32, (n,)),
+        address("stats.log_total", stats.log_total, torch.float64, (n,)),
+        address("stats.logprobs", stats.logprobs, torch.float32, (n,)),
         threads=1 if n * vocab_size < _SMALL else min(n, torch.get_num_threads()),
     )
-    return args, RowStats(maximum, log_total, tokens, logprobs)
+
+
+def _kept_addresses(kept: KeptTokens, n: int) -> list[int]:
+    dtypes = torch.float64, torch.float32, torch.int64
+    named = zip(KeptTokens._fields, kept, dtypes, strict=True)
+    return [address(f"kept.{name}", column, dtype, (n,)) for name, column, dtype in named]
 
 
 def _rule_addresses(rules: Truncation, n: int) -> list[int]:

@@ -24,7 +24,7 @@ from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
 from rollout_engine.model.sampling.row_edits import RowEdits
-from rollout_engine.model.sampling.sampler import SamplingBatch
+from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 from rollout_engine.model.sequences.block_tables import BlockTableMatrix
 from rollout_engine.model.sequences.sequence_states import SequenceStates
 

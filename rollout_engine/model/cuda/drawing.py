@@ -17,7 +17,7 @@ from rollout_engine.model.cuda.upload import Download, upload
 from rollout_engine.model.sampling.draft_draws import DraftTask, Row, draw_behind_drafts
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
-from rollout_engine.model.sampling.sampler import SamplingBatch
+from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 from rollout_engine.model.sequences.sequence_states import SequenceStates
 
 

@@ -17,7 +17,7 @@ from rollout_engine.kernels.token_logprobs import row_temperatures
 from rollout_engine.kernels.triton.sampling import Choice, SamplingRows
 from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logit_edits import LogitEdits
-from rollout_engine.model.sampling.sampler import SamplingBatch
+from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 
 Column = TypeVar("Column", np.ndarray, Tensor)
 

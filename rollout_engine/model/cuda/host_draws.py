@@ -1,4 +1,4 @@
-"""Draws on the host, from a copy of their logits, for rows that a user's logits processors edit."""
+"""Draws on the host, from a copy of their logits, for rows that logits processors edit or grammars restrict."""
 
 import numpy as np
 import torch
@@ -10,24 +10,37 @@ from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.cuda.draws import Draws
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
 from rollout_engine.model.sampling.row_edits import RowEdits
-from rollout_engine.model.sampling.sampler import SamplingBatch, sample
+from rollout_engine.model.sampling.sampler import sample
+from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 
 
 def draw_rows(out: ModelRunnerOutput, draws: Draws, logits: LogitRows, vocab_size: int) -> None:
-    """Draw the rows `draws.on_host` of `logits` and overwrite their results in `out`.
+    """Draw the rows `draws.on_host` of `logits` and overwrite their results in `out`, but where a grammar allows those.
 
     Tempered log-probs come from the same kernel as a trainer's.
     """
-    rows = np.array(list(draws.on_host), np.int64)
+    allowed = _allowed(out, draws)
+    rows = np.array([row for row in draws.on_host if row not in allowed], np.int64)
     for piece in row_pieces(len(rows), vocab_size, torch.device("cpu")):
         _draw_piece(out, draws, logits, rows[piece])
+
+
+def _allowed(out: ModelRunnerOutput, draws: Draws) -> set[int]:
+    """Rows whose tokens, as the device has drawn them, are what `sample` would return."""
+    masked = RowEdits(draws.on_host).masked
+    if masked is None:
+        return set()
+    tokens = np.array(out.token_ids, np.int64)
+    tokens[[*out.errors, *draws.batch.truncates.nonzero()[0]]] = -1
+    _, is_refused = masked.masks(tokens[masked.rows])
+    return set(masked.rows[~is_refused].tolist()) - masked.failures().keys()
 
 
 def _draw_piece(out: ModelRunnerOutput, draws: Draws, source: LogitRows, rows: np.ndarray) -> None:
     batch = draws.batch.at(draws.columns.positions).rows(rows)
     logits = source.take(torch.from_numpy(rows))
     edits = RowEdits({place: draws.on_host[row] for place, row in enumerate(rows.tolist())})
-    found = sample(logits.cpu(), batch, edits)
+    found = sample(logits.cpu(), batch, edits, torch.tensor(out.token_ids)[rows])
     _fill_tempered(found, logits, batch)
     for place, row in enumerate(rows.tolist()):
         out.token_ids[row] = found.token_ids[place]

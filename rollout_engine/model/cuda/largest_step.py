@@ -10,7 +10,7 @@ from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.sampler import CudaSampler
 from rollout_engine.model.cuda.upload import upload
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
-from rollout_engine.model.sampling.sampler import SamplingBatch
+from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 from rollout_engine.sampling_params import SamplingParams
 
 

@@ -9,7 +9,8 @@ import torch
 from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
 from rollout_engine.model.sampling.row_edits import RowEdits
-from rollout_engine.model.sampling.sampler import SamplingBatch, sample
+from rollout_engine.model.sampling.sampler import sample
+from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 
 _CPU = torch.device("cpu")
 

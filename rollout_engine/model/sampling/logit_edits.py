@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.grammars.compiler import GrammarCompiler
-from rollout_engine.grammars.masks import GrammarState
+from rollout_engine.grammars.state import GrammarState
 from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor, SequenceView
 from rollout_engine.model.sampling.penalties import TokenCounts, penalise

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
-from rollout_engine.grammars.masks import Asked, Masks, forbid
+from rollout_engine.grammars.masks import Asked, GrammarBatch, forbid
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 
 
@@ -17,17 +17,32 @@ class RowEdits(dict[int, LogitEdits]):
     """Whether the same rows are edited whatever the positions of their tokens."""
 
     @cached_property
-    def masked(self) -> "MaskedRows | None":
-        """The rows that are masked in the draw: a grammar alone edits them; None without any.
+    def restricted(self) -> list[int]:
+        """The rows that a grammar alone edits."""
+        return [row for row, each in self.items() if not each.edits_beside_grammar]
 
-        Rows whose log-probs are processed are not among them: their distribution is told from an edited copy.
+    def is_restricted(self, num_rows: int) -> np.ndarray:
+        """bool [N]: the rows `restricted`."""
+        found = np.zeros(num_rows, np.bool_)
+        found[self.restricted] = True
+        return found
+
+    def tries_first(self, truncates: np.ndarray) -> np.ndarray:
+        """bool [N]: the restricted rows that are drawn as if they were not, and again only where the grammar refuses.
+
+        `truncates`: bool [N], rows that rules truncate, as far as they keep allowed tokens alone.
         """
-        found = {row: each for row, each in self.items() if row not in self.copied}
+        return self.is_restricted(len(truncates)) & ~truncates
+
+    @cached_property
+    def masked(self) -> "MaskedRows | None":
+        """Those of them that need no edited copy; None without any."""
+        found = {row: self[row] for row in self.restricted if row not in self.copied}
         return MaskedRows(found) if found else None
 
     @cached_property
     def copied(self) -> dict[int, LogitEdits]:
-        """The other rows, which are drawn from an edited copy."""
+        """The other rows, which are drawn from an edited copy: by it the log-probs of mode "processed" are told."""
         return {
             row: each
             for row, each in self.items()
@@ -36,7 +51,7 @@ class RowEdits(dict[int, LogitEdits]):
 
 
 class MaskedRows:
-    """M rows that grammars restrict, and the masks of the tokens that they allow next."""
+    """M rows that grammars restrict."""
 
     def __init__(self, edits: Mapping[int, LogitEdits]) -> None:
         """`edits`: row -> its edits, each with a grammar."""
@@ -46,23 +61,37 @@ class MaskedRows:
             each, known = edits[row], asked.get(id(state))
             if known is None or len(known.draft) < len(each.draft):  # drafts of one sequence begin alike
                 asked[id(state)] = Asked(state, each.drawn_token_ids, each.draft)
-        self._masks = Masks(list(asked.values()))
-        first_of = dict(zip(asked, self._masks.firsts, strict=True))
+        self.batch = GrammarBatch(list(asked.values()))
+        first_of = dict(zip(asked, self.batch.firsts, strict=True))
         self.rows = np.fromiter(self._states, np.int64, len(edits))
         """int64 [M]."""
         places = (first_of[id(state)] + len(edits[row].draft) for row, state in self._states.items())
         self.places = np.fromiter(places, np.int64, len(edits))
-        """int64 [M], which of the masks is a row's."""
+        """int64 [M], the place of each row in the batch."""
+        self.row_at = np.full(self.batch.num_places, -1)
+        """int64 [places], the row of each place; -1 for none."""
+        self.row_at[self.places] = self.rows
 
-    def fill(self) -> tuple[np.ndarray, dict[int, str]]:
-        """Masks of `Masks.fill`, and row -> why it cannot be sampled."""
-        masks = self._masks.fill()
-        failures = {
+    def masks(self, tried: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Masks of `GrammarBatch.masks`, and bool [M]: whether a row's is filled.
+
+        `tried`: a token for each row, int64 [M], negative for none.
+        """
+        if tried is not None:
+            given, tried = tried, np.full(self.batch.num_places, -1)
+            tried[self.places] = given
+        masks, is_filled = self.batch.masks(tried)
+        return masks, is_filled[self.places]
+
+    def failures(self) -> dict[int, str]:
+        """Row -> why it cannot be sampled."""
+        if not self.batch.has_failed:
+            return {}
+        return {
             row: f"structured_outputs: the grammar cannot go on: {state.failure}."
             for row, state in self._states.items()
             if state.failure is not None
         }
-        return masks, failures
 
 
 def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
@@ -75,8 +104,8 @@ def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
     if not restricted:
         return failures
     masked = MaskedRows(restricted)
-    masks, others = masked.fill()
+    masks, _ = masked.masks()
     some = logits[masked.rows]
     forbid(some, masks[masked.places])
     logits[masked.rows] = some
-    return failures | others
+    return failures | masked.failures()

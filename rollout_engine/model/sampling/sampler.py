@@ -2,35 +2,36 @@
 
     every row         weights -> chunk sums -> one uniform finds the chunk, then the token     (`kernels.draw`)
     truncated rows    the same without weight for truncated tokens                            (`kernels.truncation`)
-    masked rows       the same without weight for tokens that a grammar forbids                (`grammars.masks`)
+    restricted rows   the same; again, by another uniform and without weight for tokens that the grammar forbids, where
+                      it refuses the token; only so where the row is truncated too            (`grammars.masks`)
     edited rows       the same from a float32 copy of the row, after penalties, bias, masks    (`row_edits`)
     greedy rows       argmax, lowest id on ties; log-probs as at temperature 1
 
-The uniform depends on (sequence seed, position) and every row is computed alone, so a token does not depend on the rest
+The uniforms depend on (sequence seed, position) and every row is computed alone, so a token does not depend on the rest
 of the batch. Weights are those of `kernels.token_logprobs`, so the log-prob has the same bits at no extra cost.
+
+A token that is drawn from the whole row and kept where it is allowed, or else drawn from what is allowed, has the
+probability p + (1 - a) p / a = p / a, where a is what the allowed tokens have together: that of a draw from them alone.
+So the grammar is asked for one token, and for a mask only where it refuses that.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from copy import copy
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.draw import Truncation, draw
+from rollout_engine.kernels.cpu.sampling import PreparedRows
+from rollout_engine.kernels.draw import draw, redraw
 from rollout_engine.kernels.rng import uniforms
-from rollout_engine.kernels.row_stats import TokenMasks
-from rollout_engine.kernels.token_logprobs import logprobs_at, row_blocks, row_stats, row_temperatures
+from rollout_engine.kernels.row_stats import KeptTokens, RowStats, TokenMasks, Truncation
+from rollout_engine.kernels.token_logprobs import logprobs_at, row_blocks, row_stats
 from rollout_engine.kernels.truncation import is_kept, most_likely
 from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.sampling.row_edits import MaskedRows, RowEdits, edit
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 
-_RAW, _PROCESSED = 1, 2
-_MODE_CODES = {"tempered": 0, "raw": _RAW, "processed": _PROCESSED}
 BAD_LOGITS = (
     "the logits of this sequence hold NaN or +inf, or nothing but -inf; the model's weights or inputs are broken."
 )
@@ -41,156 +42,116 @@ NONE_LEFT = (
 _EDITED_NUMEL = 1 << 23
 """Logits that are copied to be edited at a time."""
 _NO_EDITS = RowEdits()
+_SECOND_DRAW = 1 << 62
+"""Added to a position for the uniform of a second draw."""
 
 
-@dataclass(eq=False)
-class SamplingBatch:
-    """Sampling settings of N tasks as columns. What is derived from them is computed once, whatever the positions."""
-
-    temperature: np.ndarray
-    """float64 [N]; 0 is greedy."""
-    top_k: np.ndarray
-    """int64 [N]; 0 keeps all. Greedy rows ignore top_k, top_p and min_p."""
-    top_p: np.ndarray
-    """float64 [N]."""
-    min_p: np.ndarray
-    """float64 [N]."""
-    seeds: np.ndarray
-    """int64 [N], the bit patterns of the unsigned sequence seeds."""
-    positions: np.ndarray
-    """int64 [N], index of the token to draw in its sequence, prompt included."""
-    modes: np.ndarray
-    """int8 [N], codes of `SamplingParams.logprobs_mode`."""
-    num_top: np.ndarray
-    """int64 [N], how many most likely tokens to report."""
-    wants_rank: np.ndarray
-    """bool [N], whether to report the sampled token's rank."""
-    wants_logprobs: bool
-    """Whether any task asked for log-probs."""
-    asked_ids: Mapping[int, list[int] | None] = field(default_factory=dict)
-    """Row -> token ids whose log-probs to report, None for all; rows that did not ask are absent."""
-
-    @classmethod
-    def from_tasks(cls, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> "SamplingBatch":
-        """Columns of N tasks."""
-        distinct = {id(p): p for p in params}  # requests of one call share theirs
-        place = {key: i for i, key in enumerate(distinct)}
-        row = np.array([place[id(p)] for p in params], np.intp)
-
-        def column(dtype: type, values: Iterable[object]) -> np.ndarray:
-            return np.array(list(values), dtype)[row]
-
-        kinds = distinct.values()
-        return cls(
-            temperature=column(np.float64, (p.temperature for p in kinds)),
-            top_k=column(np.int64, (p.top_k for p in kinds)),
-            top_p=column(np.float64, (p.top_p for p in kinds)),
-            min_p=column(np.float64, (p.min_p for p in kinds)),
-            seeds=np.array(seeds, np.uint64).view(np.int64),
-            positions=np.array(positions, np.int64),
-            modes=column(np.int8, (_MODE_CODES[p.logprobs_mode] for p in kinds)),
-            num_top=column(np.int64, (p.num_top_logprobs for p in kinds)),
-            wants_rank=column(np.bool_, (p.wants_ranks for p in kinds)),
-            wants_logprobs=any(p.logprobs is not None for p in kinds),
-            asked_ids=_asked_ids(params) if any(p.asks_for_ids for p in kinds) else {},
-        )
-
-    @cached_property
-    def truncates(self) -> np.ndarray:
-        """bool [N]: rows that top-k, top-p or min-p may truncate."""
-        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
-
-    @cached_property
-    def is_raw(self) -> np.ndarray:
-        """bool [N]: rows whose log-probs are raw and differ from tempered ones."""
-        return (self.modes == _RAW) & (self.temperature != 0) & (self.temperature != 1)
-
-    @cached_property
-    def is_processed(self) -> np.ndarray:
-        """bool [N]: rows whose log-probs are of the distribution they are drawn from."""
-        return self.modes == _PROCESSED
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether each row asks for nothing but a token and its tempered log-prob."""
-        return not (self.wants_rank | self.is_processed | self.is_raw).any() and not self.asked_ids
-
-    @cached_property
-    def greedy(self) -> Tensor:
-        """bool [N]: rows that take the most likely token."""
-        return torch.from_numpy(self.temperature == 0)
-
-    @cached_property
-    def row_temperatures(self) -> Tensor:
-        """float32 [N], of the log-probs."""
-        given = torch.from_numpy(self.temperature)
-        return row_temperatures(given, given[:, None])
-
-    @cached_property
-    def rules(self) -> Truncation | None:
-        """The truncation of each row; None where no row is truncated."""
-        truncates = self.truncates
-        if not truncates.any():
-            return None
-        columns = ((self.temperature, 1.0), (self.top_k, 0), (self.top_p, 1.0), (self.min_p, 0.0))
-        return Truncation(*(torch.from_numpy(np.where(truncates, column, idle)) for column, idle in columns))
-
-    def rows(self, index: np.ndarray) -> "SamplingBatch":
-        """The settings of rows `index`, int64 [n]."""
-        columns = (getattr(self, each.name)[index] for each in fields(self)[:-2])
-        asked = {place: self.asked_ids[row] for place, row in enumerate(index.tolist()) if row in self.asked_ids}
-        return SamplingBatch(*columns, self.wants_logprobs, asked)
-
-    def at(self, positions: np.ndarray) -> "SamplingBatch":
-        """The same tasks at other `positions`, int64 [N]."""
-        moved = copy(self)
-        moved.positions = positions
-        return moved
-
-
-def sample(logits: Tensor, batch: SamplingBatch, edits: RowEdits = _NO_EDITS) -> ModelRunnerOutput:
+def sample(
+    logits: Tensor, batch: SamplingBatch, edits: RowEdits = _NO_EDITS, drawn: Tensor | None = None
+) -> ModelRunnerOutput:
     """Draw one token for each row of `logits` [N, V], any floating dtype; `batch` has N rows, `edits` some of them.
 
-    A row that cannot be sampled (NaN, +inf, nothing but -inf) gets token -1 and an entry in `errors`.
+    A row that cannot be sampled (NaN, +inf, nothing but -inf) gets token -1 and an entry in `errors`. `drawn`: the
+    tokens int64 [N] that a device has drawn from whole rows, for those of `edits` that grammars restrict.
     """
-    temperatures, greedy, rules = batch.row_temperatures, batch.greedy, batch.rules
-    u = uniforms(torch.from_numpy(batch.seeds), torch.from_numpy(batch.positions))
-    masks, failed = (None, {}) if edits.masked is None else _token_masks(edits.masked, len(u))
-    tempered, processed, tokens, logprobs = _draw(logits, temperatures, u, greedy, rules, masks)
-    usable = np.isfinite(tempered.maximum.numpy())
-    if masks is not None:
-        failed |= dict.fromkeys((~np.isfinite(processed.log_total.numpy())).nonzero()[0].tolist(), NONE_LEFT)
+    uniform_of = torch.from_numpy(batch.seeds), torch.from_numpy(batch.positions)
+    first = rows = _Rows(logits, batch.row_temperatures, uniforms(*uniform_of), batch.greedy, batch.rules)
+    tries_first = edits.tries_first(batch.truncates)
+    if rows.rules is not None and edits.restricted:
+        first = rows._replace(rules=rows.rules.without(torch.from_numpy(edits.is_restricted(len(tries_first)))))
+    stats, kept = draw(*first)
+    if drawn is not None:
+        stats.tokens[tries_first] = drawn[tries_first]
+    failed = {} if edits.masked is None else _restrict(rows, batch, edits.masked, tries_first, stats, kept)
+    tempered, processed = _distributions(rows, stats, kept)
+    tokens = stats.tokens
+    usable = np.isfinite(stats.maximum.numpy())
     is_simple = batch.is_plain and not edits.copied and not failed and usable.all()
-    if is_simple and rules is None:
-        return ModelRunnerOutput(tokens.tolist(), logprobs.tolist() if batch.wants_logprobs else None)
+    if is_simple and kept is None:
+        return ModelRunnerOutput(tokens.tolist(), stats.logprobs.tolist() if batch.wants_logprobs else None)
     truncates = torch.from_numpy(batch.truncates)
     kept_mass = torch.where(truncates, (processed.log_total - tempered.log_total).clamp(max=0), 0.0).float()
     if is_simple:
         return ModelRunnerOutput(
             token_ids=tokens.tolist(),
-            logprobs=logprobs.tolist() if batch.wants_logprobs else None,
+            logprobs=stats.logprobs.tolist() if batch.wants_logprobs else None,
             kept_logprob_mass=kept_mass.tolist(),
         )
 
     errors = failed | dict.fromkeys((~usable).nonzero()[0].tolist(), BAD_LOGITS)
     out = _Columns(batch, tokens, kept_mass, errors)
-    for rows in _slices([row for row in edits.copied if usable[row]], logits.shape[1]):
-        changed = logits.index_select(0, rows).float()
-        failures = edit(changed, [edits[row] for row in rows.tolist()])
-        inside = None if rules is None else rules.rows(rows)
-        _, left, out.tokens[rows], _ = _draw(changed, temperatures[rows], u[rows], greedy[rows], inside)
-        out.fail(rows, left, failures)
+    if edits.copied:
+        rows = rows.for_second_draws(batch, tries_first)
+    for index in _slices([row for row in edits.copied if usable[row]], logits.shape[1]):
+        some = rows.at(index)
+        failures = edit(some.logits, [edits[row] for row in index.tolist()])
+        found, edges = draw(*some)
+        _, left = _distributions(some, found, edges)
+        is_allowed = some.logits.gather(-1, tokens[index, None])[:, 0] > -torch.inf
+        out.tokens[index] = tokens[index].where(torch.from_numpy(tries_first)[index] & is_allowed, found.tokens)
+        out.fail(index, left, failures)
         if left.edges is not None:
-            cut = truncates[rows].nonzero()[:, 0]
-            edges = left.edges[0][cut], left.edges[1][cut]
-            out.kept_mass[rows[cut]] = _mass_left(changed[cut], edges, tempered, rows[cut])
-        out.fill_processed(rows, left)
+            cut = truncates[index].nonzero()[:, 0]
+            floor, last_tie = left.edges
+            out.kept_mass[index[cut]] = _mass_left(some.logits[cut], (floor[cut], last_tie[cut]), tempered, index[cut])
+        out.fill_processed(index, left)
     if batch.is_plain and not out.errors:
         out.fill_tempered(tempered)
     else:
         for view in _views(batch, tempered, processed, list(edits.copied)):
             out.fill(view)
-    return out.finish(rules is not None)
+    return out.finish(kept is not None)
+
+
+class _Rows(NamedTuple):
+    """N rows to draw from, as the arguments of `kernels.draw.draw`."""
+
+    logits: Tensor
+    temperatures: Tensor
+    uniforms: Tensor
+    greedy: Tensor
+    rules: Truncation | None
+
+    def at(self, index: Tensor) -> "_Rows":
+        """Some of the rows, int64 [n], their logits as a float32 copy."""
+        rules = None if self.rules is None else self.rules.rows(index)
+        logits = self.logits.index_select(0, index).float()
+        return _Rows(logits, self.temperatures[index], self.uniforms[index], self.greedy[index], rules)
+
+    def for_second_draws(self, batch: SamplingBatch, tries_first: np.ndarray) -> "_Rows":
+        """The rows with other uniforms where a token has been drawn first, bool [N]."""
+        if not tries_first.any():
+            return self
+        second = uniforms(torch.from_numpy(batch.seeds), torch.from_numpy(batch.positions + _SECOND_DRAW))
+        return self._replace(uniforms=second.where(torch.from_numpy(tries_first), self.uniforms))
+
+
+def _restrict(
+    rows: _Rows,
+    batch: SamplingBatch,
+    masked: MaskedRows,
+    tries_first: np.ndarray,
+    stats: RowStats,
+    kept: KeptTokens | None,
+) -> dict[int, str]:
+    """Draw the rows again whose tokens their grammars refuse. Returns row -> why it cannot be sampled.
+
+    Rows that do not try a token first, bool [N], are drawn from what is allowed in any case.
+    """
+    if masked.batch.is_native:
+        prepared = PreparedRows(*rows, stats, kept, num_threads=torch.get_num_threads())
+        masked.batch.restrict(prepared, masked.row_at, tries_first, (batch.seeds, batch.positions + _SECOND_DRAW))
+    else:
+        tried = np.where(tries_first, stats.tokens.numpy(), -1)[masked.rows]
+        masks, is_refused = masked.masks(tried)
+        places = np.full(len(tries_first), -1)
+        places[masked.rows[is_refused]] = masked.places[is_refused]
+        found = TokenMasks(torch.from_numpy(masks.view(np.int32)), torch.from_numpy(places))
+        redraw(*rows.for_second_draws(batch, tries_first), found, stats, kept)
+    failed = masked.failures()
+    if stats.tokens.min() < 0:
+        failed = dict.fromkeys((stats.tokens < 0).nonzero()[:, 0].tolist(), NONE_LEFT) | failed
+    return failed
 
 
 class _Distribution(NamedTuple):
@@ -220,27 +181,10 @@ class _View(NamedTuple):
     distribution: _Distribution
 
 
-def _token_masks(masked: MaskedRows, num_rows: int) -> tuple[TokenMasks, dict[int, str]]:
-    """The masks of N rows, and row -> why it cannot be sampled."""
-    masks, failures = masked.fill()
-    places = np.full(num_rows, -1)
-    places[masked.rows] = masked.places
-    return TokenMasks(torch.from_numpy(masks.view(np.int32)), torch.from_numpy(places)), failures
-
-
-def _draw(
-    logits: Tensor,
-    temperatures: Tensor,
-    u: Tensor,
-    greedy: Tensor,
-    rules: Truncation | None,
-    masks: TokenMasks | None = None,
-) -> tuple[_Distribution, _Distribution, Tensor, Tensor]:
-    """(whole rows, what may be drawn of them, tokens int64 [N], their log-probs in whole rows float32 [N])."""
-    stats, kept = draw(logits, temperatures, u, greedy, rules, masks)
-    whole = _Distribution(logits, temperatures, stats.maximum, stats.log_total, None)
-    left = whole if kept is None else whole._replace(log_total=kept.log_total, edges=(kept.floor, kept.last_tie))
-    return whole, left, stats.tokens, stats.logprobs
+def _distributions(rows: _Rows, stats: RowStats, kept: KeptTokens | None) -> tuple[_Distribution, _Distribution]:
+    """The whole rows, and what rules leave of them."""
+    whole = _Distribution(rows.logits, rows.temperatures, stats.maximum, stats.log_total, None)
+    return whole, whole if kept is None else whole._replace(log_total=kept.log_total, edges=(kept.floor, kept.last_tie))
 
 
 class _Columns:
@@ -321,11 +265,6 @@ def ranks_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     before = (logits > own) | ((logits == own) & (ids < token_ids[:, None].int()))
     return before.sum(1, dtype=torch.int32) + 1
-
-
-def _asked_ids(params: list[SamplingParams]) -> dict[int, list[int] | None]:
-    asked = ((row, None if p.logprobs == -1 else p.logprob_token_ids) for row, p in enumerate(params) if p.asks_for_ids)
-    return dict(asked)
 
 
 def _slices(rows: list[int], vocab_size: int) -> Iterator[Tensor]:

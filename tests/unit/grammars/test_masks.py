@@ -10,7 +10,8 @@ import torch
 
 from rollout_engine.grammars import masks, native
 from rollout_engine.grammars.compiler import GrammarCompiler
-from rollout_engine.grammars.masks import Asked, GrammarState, Masks, forbid
+from rollout_engine.grammars.masks import Asked, GrammarBatch, forbid
+from rollout_engine.grammars.state import GrammarState
 from rollout_engine.grammars.tokenizer_file import serialized
 from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary
 from rollout_engine.testing import byte_tokenizer
@@ -46,7 +47,7 @@ def state_of(compiler, pattern, stop_ids=(END, STOP)):
 
 def mask_of(state, tokens, draft=()):
     """The mask behind tokens and a draft. Raises `GrammarError` where the state notes a failure."""
-    found = Masks([Asked(state, tokens, draft)]).fill()
+    found, _ = GrammarBatch([Asked(state, tokens, draft)]).masks()
     if state.failure is not None:
         raise GrammarError(state.failure)
     return found[len(draft)]
@@ -82,6 +83,48 @@ def test_a_mask_allows_what_can_still_match_and_an_end_where_it_does(compiler, p
             if not going_on:
                 break
             tokens.append(rng.choice(going_on))
+
+
+FORMS = [
+    *({"regex": pattern} for pattern in PATTERNS),
+    {"json": {"properties": {"name": {"type": "string"}, "of": {"enum": ["ab", 1]}}, "required": ["name", "of"]}},
+    {"choice": ["north", "northwest", "no"]},
+    {"grammar": 'start: "a" <[5]> | <[1]> "b"* | /[^x]/'},
+]
+
+
+@pytest.mark.parametrize("given", FORMS, ids=lambda given: str(given)[:30])
+def test_a_token_is_told_alone_as_the_mask_would_tell_it(compiler, given):
+    """No mask is filled for a token that it would allow; any other token gets the mask."""
+    rng = random.Random(0)
+    for _ in range(3):
+        state, tokens = GrammarState(compiler.grammar(given), len(PROMPT), (END, STOP)), list(PROMPT)
+        asked = GrammarBatch([Asked(state, tokens)])
+        for _ in range(10):
+            [mask], [is_filled] = asked.masks()
+            found = allowed(mask)
+            assert is_filled and state.failure is None
+            for token_id in range(259):
+                [again], [is_filled] = asked.masks(np.array([token_id]))
+                assert is_filled == (token_id not in found)
+                assert not is_filled or np.array_equal(again, mask)
+            going_on = sorted(found - {END, STOP})
+            if not going_on:
+                break
+            tokens.append(rng.choice(going_on))
+    assert len(tokens) > len(PROMPT)
+
+
+def test_tokens_are_tried_behind_each_token_of_a_draft(compiler):
+    state, text = state_of(compiler, "[0-9]+,x"), TOKENIZER.encode
+    asked = GrammarBatch(
+        [Asked(state, list(PROMPT), text("12,")), Asked(state_of(compiler, "("), list(PROMPT), text("a"))]
+    )
+    tried = [*text("7x"), -1, *text("x"), *text("aa")]
+    masks, is_filled = asked.masks(np.array(tried))
+    assert is_filled.tolist() == [False, True, True, False, False, False]
+    assert allowed(masks[1]) & set(ASCII) == allowed(masks[2]) & set(ASCII) == set(text("0123456789,"))
+    assert state.failure is None
 
 
 def test_masks_behind_a_draft_are_those_of_its_tokens_and_change_no_later_one(compiler):
@@ -132,11 +175,11 @@ def test_masks_of_many_sequences_are_those_of_each_alone(compiler):
     states, tokens = [state_of(compiler, pattern) for pattern in patterns], [list(PROMPT) for _ in patterns]
     for _ in range(12):
         drafts = [[rng.choice(ASCII) for _ in range(rng.randrange(4))] for _ in patterns]
-        masks = Masks([Asked(*given) for given in zip(states, tokens, drafts, strict=True)])
-        found = masks.fill()
+        masks = GrammarBatch([Asked(*given) for given in zip(states, tokens, drafts, strict=True)])
+        found, _ = masks.masks()
         for state, pattern, known, draft, first in zip(states, patterns, tokens, drafts, masks.firsts, strict=True):
             if state.failure is None:
-                alone = Masks([Asked(state_of(compiler, pattern), known, draft)]).fill()
+                alone, _ = GrammarBatch([Asked(state_of(compiler, pattern), known, draft)]).masks()
                 assert np.array_equal(found[first : first + len(alone)], alone)
                 going_on = sorted(allowed(found[first]) & {*ASCII, STOP})
                 known.append(rng.choice(going_on or [STOP]))
@@ -146,14 +189,14 @@ def test_masks_of_many_sequences_are_those_of_each_alone(compiler):
 def test_masks_filled_step_after_step_are_those_of_each_step_alone_while_sequences_end(compiler):
     rng, patterns = random.Random(5), ["[0-9]{2,30}", "a|b{3}", "x{9}", "("]
     states, tokens = [state_of(compiler, pattern) for pattern in patterns], [list(PROMPT) for _ in patterns]
-    masks, ended = Masks([Asked(*both) for both in zip(states, tokens, strict=True)]), set()
+    masks, ended = GrammarBatch([Asked(*both) for both in zip(states, tokens, strict=True)]), set()
     for _ in range(20):
-        found = masks.fill()
+        found, _ = masks.masks()
         for row, (state, pattern, known) in enumerate(zip(states, patterns, tokens, strict=True)):
             if row in ended or state.failure is not None:
                 assert (found[row] == 0xFFFFFFFF).all()
                 continue
-            assert np.array_equal(found[row], Masks([Asked(state_of(compiler, pattern), known)]).fill()[0])
+            assert np.array_equal(found[row], GrammarBatch([Asked(state_of(compiler, pattern), known)]).masks()[0][0])
             going_on = sorted(allowed(found[row]) & {*ASCII, STOP})
             known.append(rng.choice(going_on))
             if known[-1] == STOP:
@@ -173,9 +216,9 @@ def test_cpp_and_python_allow_the_same_tokens_of_json(vocabulary):
         pair.append([GrammarState(made.grammar(given), 0, (END,)) for _ in range(20)])
         made.close()
     tokens, rng = [[] for _ in range(20)], random.Random(4)
-    both = [Masks([Asked(*each) for each in zip(states, tokens, strict=True)]) for states in pair]
+    both = [GrammarBatch([Asked(*each) for each in zip(states, tokens, strict=True)]) for states in pair]
     for _ in range(60):
-        ours, its = (masks.fill() for masks in both)
+        ours, its = (masks.masks()[0] for masks in both)
         assert np.array_equal(ours, its)
         for known, mask in zip(tokens, ours, strict=True):
             known.append(rng.choice(sorted(allowed(mask) & {*ASCII, STOP, END})))
@@ -231,8 +274,8 @@ def test_forbidden_tokens_get_no_logit():
 def test_a_slow_mask_fails_its_sequence_alone(compiler, monkeypatch):
     fast, ended, slow = (state_of(compiler, pattern) for pattern in ("[0-9]+", "a", "[0-9]*"))
     tokens = [*PROMPT, *TOKENIZER.encode("1")]
-    Masks([Asked(fast, tokens), Asked(ended, [*PROMPT, END])]).fill()
+    GrammarBatch([Asked(fast, tokens), Asked(ended, [*PROMPT, END])]).masks()
     monkeypatch.setattr(masks, "MAX_MASK_SECONDS", 0.0)
-    found = Masks([Asked(ended, [*PROMPT, END, END]), Asked(slow, PROMPT)]).fill()
+    found, _ = GrammarBatch([Asked(ended, [*PROMPT, END, END]), Asked(slow, PROMPT)]).masks()
     assert (found == 0xFFFFFFFF).all() and ended.failure is None and fast.failure is None
     assert re.fullmatch(r"the tokens that may come next took 0\.0 s to find: give a simpler grammar", slow.failure)

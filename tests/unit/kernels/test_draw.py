@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rollout_engine.kernels.cpu import build
-from rollout_engine.kernels.draw import Truncation, draw
+from rollout_engine.kernels.draw import Truncation, draw, redraw
 from rollout_engine.kernels.row_stats import TokenMasks
 from rollout_engine.kernels.token_logprobs import token_logprobs
 
@@ -119,33 +119,36 @@ def _masks(n, vocab_size, *, seed=0):
 @pytest.mark.parametrize("with_rules", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 31, 259, 4096])
-def test_a_masked_row_is_drawn_as_one_with_minus_infinity_there(kernel, vocab_size, dtype, with_rules):
+def test_a_masked_row_is_drawn_again_as_one_with_minus_infinity_there(kernel, vocab_size, dtype, with_rules):
     logits, temperatures, u, greedy, rules = _case(90, vocab_size, dtype)
     rules = rules if with_rules else None
     allowed, masks = _masks(90, vocab_size)
-    stats, kept = draw(logits, temperatures, u, greedy, rules, masks)
+    plain, plain_kept = draw(logits, temperatures, u, greedy, rules)
+    stats, kept = draw(logits, temperatures, u, greedy, rules)
+    redraw(logits, temperatures, u, greedy, rules, masks, stats, kept)
     rows = (masks.places >= 0).nonzero()[:, 0]
     changed = logits.float().clone()
     changed[rows] = changed[rows].masked_fill(~allowed[masks.places[rows]], -torch.inf)
     expected, left = draw(changed, temperatures, u, greedy, rules)
-    plain, plain_kept = draw(logits, temperatures, u, greedy, rules)
     assert torch.equal(stats.tokens, expected.tokens)
     assert torch.equal(stats.maximum, plain.maximum) and torch.equal(stats.log_total, plain.log_total)
     assert torch.equal(stats.logprobs, token_logprobs(logits, stats.tokens, temperatures))
-    mass = expected.log_total if left is None else left.log_total
-    shift = (expected.maximum.double() - plain.maximum) / temperatures
-    torch.testing.assert_close(kept.log_total, mass + shift, rtol=1e-12, atol=1e-12)
-    if left is not None:
+    if with_rules:
+        shift = (expected.maximum.double() - plain.maximum) / temperatures
+        torch.testing.assert_close(kept.log_total, left.log_total + shift, rtol=1e-12, atol=1e-12)
         assert torch.equal(kept.floor, left.floor) and torch.equal(kept.last_tie, left.last_tie)
         others = masks.places < 0
         assert all(torch.equal(ours[others], theirs[others]) for ours, theirs in zip(kept, plain_kept, strict=True))
 
 
-def test_a_mask_that_leaves_nothing_leaves_no_mass(kernel):
-    logits, temperatures, u, greedy, _ = _case(4, 70, torch.float32)
-    logits[2, 7] = -torch.inf
+def test_a_mask_that_leaves_nothing_leaves_no_token(kernel):
+    logits, temperatures, u, greedy, rules = _case(5, 70, torch.float32)
+    logits[2, 7], logits[4, 1] = -torch.inf, torch.nan
     bits = torch.zeros(2, 3, dtype=torch.int32)
-    bits[1, 0] = 1 << 7  # which has no weight
-    stats, kept = draw(logits, temperatures, u, greedy, None, TokenMasks(bits, torch.tensor([-1, 0, 1, -1])))
-    assert kept.log_total.isfinite().tolist() == [True, False, False, True]
-    assert stats.maximum.isfinite().all() and ((stats.tokens >= 0) & (stats.tokens < 70)).all()
+    bits[1, 0] = 1 << 7  # which has no weight in row 2
+    stats, kept = draw(logits, temperatures, u, greedy, rules)
+    tokens = stats.tokens.tolist()
+    redraw(logits, temperatures, u, greedy, rules, TokenMasks(bits, torch.tensor([-1, 0, 1, 1, 1])), stats, kept)
+    assert stats.tokens.tolist() == [tokens[0], -1, -1, 7, tokens[4]]  # no token of a broken row counts
+    assert kept.log_total.isfinite().tolist() == [True, False, False, True, False]
+    assert stats.maximum.isfinite().tolist() == [True] * 4 + [False]

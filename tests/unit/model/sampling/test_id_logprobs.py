@@ -10,7 +10,8 @@ from rollout_engine.kernels.token_logprobs import token_logprobs
 from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.row_edits import RowEdits
-from rollout_engine.model.sampling.sampler import SamplingBatch, ranks_of, sample
+from rollout_engine.model.sampling.sampler import ranks_of, sample
+from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 from rollout_engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 150

@@ -12,7 +12,8 @@ from scipy import stats
 from rollout_engine.model.sampling import sampler
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.row_edits import RowEdits, edit
-from rollout_engine.model.sampling.sampler import SamplingBatch, sample
+from rollout_engine.model.sampling.sampler import sample
+from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 from rollout_engine.sampling_params import SamplingParams
 from tests.unit.model.edits_defined import EOS, VOCAB_SIZE, sequence, slow_edit, some_params, tokens
 

@@ -8,7 +8,8 @@ from rollout_engine.kernels.token_logprobs import row_temperatures, token_logpro
 from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.row_edits import RowEdits
-from rollout_engine.model.sampling.sampler import SamplingBatch, sample
+from rollout_engine.model.sampling.sampler import sample
+from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 from rollout_engine.sampling_params import SamplingParams
 
 NUM_DRAWS = 200_000

@@ -1,0 +1,127 @@
+"""Sampling settings of many tasks, as columns."""
+
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.row_stats import Truncation
+from rollout_engine.kernels.token_logprobs import row_temperatures
+from rollout_engine.sampling_params import SamplingParams
+
+_RAW, _PROCESSED = 1, 2
+_MODE_CODES = {"tempered": 0, "raw": _RAW, "processed": _PROCESSED}
+
+
+@dataclass(eq=False)
+class SamplingBatch:
+    """Sampling settings of N tasks as columns. What is derived from them is computed once, whatever the positions."""
+
+    temperature: np.ndarray
+    """float64 [N]; 0 is greedy."""
+    top_k: np.ndarray
+    """int64 [N]; 0 keeps all. Greedy rows ignore top_k, top_p and min_p."""
+    top_p: np.ndarray
+    """float64 [N]."""
+    min_p: np.ndarray
+    """float64 [N]."""
+    seeds: np.ndarray
+    """int64 [N], the bit patterns of the unsigned sequence seeds."""
+    positions: np.ndarray
+    """int64 [N], index of the token to draw in its sequence, prompt included."""
+    modes: np.ndarray
+    """int8 [N], codes of `SamplingParams.logprobs_mode`."""
+    num_top: np.ndarray
+    """int64 [N], how many most likely tokens to report."""
+    wants_rank: np.ndarray
+    """bool [N], whether to report the sampled token's rank."""
+    wants_logprobs: bool
+    """Whether any task asked for log-probs."""
+    asked_ids: Mapping[int, list[int] | None] = field(default_factory=dict)
+    """Row -> token ids whose log-probs to report, None for all; rows that did not ask are absent."""
+
+    @classmethod
+    def from_tasks(cls, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> "SamplingBatch":
+        """Columns of N tasks."""
+        distinct = {id(p): p for p in params}  # requests of one call share theirs
+        place = {key: i for i, key in enumerate(distinct)}
+        row = np.array([place[id(p)] for p in params], np.intp)
+
+        def column(dtype: type, values: Iterable[object]) -> np.ndarray:
+            return np.array(list(values), dtype)[row]
+
+        kinds = distinct.values()
+        return cls(
+            temperature=column(np.float64, (p.temperature for p in kinds)),
+            top_k=column(np.int64, (p.top_k for p in kinds)),
+            top_p=column(np.float64, (p.top_p for p in kinds)),
+            min_p=column(np.float64, (p.min_p for p in kinds)),
+            seeds=np.array(seeds, np.uint64).view(np.int64),
+            positions=np.array(positions, np.int64),
+            modes=column(np.int8, (_MODE_CODES[p.logprobs_mode] for p in kinds)),
+            num_top=column(np.int64, (p.num_top_logprobs for p in kinds)),
+            wants_rank=column(np.bool_, (p.wants_ranks for p in kinds)),
+            wants_logprobs=any(p.logprobs is not None for p in kinds),
+            asked_ids=_asked_ids(params) if any(p.asks_for_ids for p in kinds) else {},
+        )
+
+    @cached_property
+    def truncates(self) -> np.ndarray:
+        """bool [N]: rows that top-k, top-p or min-p may truncate."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+
+    @cached_property
+    def is_raw(self) -> np.ndarray:
+        """bool [N]: rows whose log-probs are raw and differ from tempered ones."""
+        return (self.modes == _RAW) & (self.temperature != 0) & (self.temperature != 1)
+
+    @cached_property
+    def is_processed(self) -> np.ndarray:
+        """bool [N]: rows whose log-probs are of the distribution they are drawn from."""
+        return self.modes == _PROCESSED
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether each row asks for nothing but a token and its tempered log-prob."""
+        return not (self.wants_rank | self.is_processed | self.is_raw).any() and not self.asked_ids
+
+    @cached_property
+    def greedy(self) -> Tensor:
+        """bool [N]: rows that take the most likely token."""
+        return torch.from_numpy(self.temperature == 0)
+
+    @cached_property
+    def row_temperatures(self) -> Tensor:
+        """float32 [N], of the log-probs."""
+        given = torch.from_numpy(self.temperature)
+        return row_temperatures(given, given[:, None])
+
+    @cached_property
+    def rules(self) -> Truncation | None:
+        """The truncation of each row; None where no row is truncated."""
+        truncates = self.truncates
+        if not truncates.any():
+            return None
+        columns = ((self.temperature, 1.0), (self.top_k, 0), (self.top_p, 1.0), (self.min_p, 0.0))
+        return Truncation(*(torch.from_numpy(np.where(truncates, column, idle)) for column, idle in columns))
+
+    def rows(self, index: np.ndarray) -> "SamplingBatch":
+        """The settings of rows `index`, int64 [n]."""
+        columns = (getattr(self, each.name)[index] for each in fields(self)[:-2])
+        asked = {place: self.asked_ids[row] for place, row in enumerate(index.tolist()) if row in self.asked_ids}
+        return SamplingBatch(*columns, self.wants_logprobs, asked)
+
+    def at(self, positions: np.ndarray) -> "SamplingBatch":
+        """The same tasks at other `positions`, int64 [N]."""
+        moved = copy(self)
+        moved.positions = positions
+        return moved
+
+
+def _asked_ids(params: list[SamplingParams]) -> dict[int, list[int] | None]:
+    asked = ((row, None if p.logprobs == -1 else p.logprob_token_ids) for row, p in enumerate(params) if p.asks_for_ids)
+    return dict(asked)
