@@ -4,7 +4,7 @@ C++ follows them, on the threads that compute the model (`kernels.cpu.grammar`),
 result. No mask is filled where a token has been drawn that it would allow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -70,24 +70,25 @@ class GrammarBatch:
         self._note(found, tokens, ends)
         return masks, is_filled
 
-    @property
-    def is_native(self) -> bool:
-        """Whether C++ follows these sequences. Waits for grammars that are on their way."""
-        return self._columns_now().native is not None
-
     def restrict(
         self,
-        rows: PreparedRows,
+        prepare: Callable[[], PreparedRows],
         row_at: np.ndarray,
         tries_first: np.ndarray,
         uniforms_of: tuple[np.ndarray, np.ndarray],
-    ) -> None:
-        """Draw the rows again whose tokens may not come; `is_native`. See `kernels.cpu.grammar.Matchers.restrict`."""
+    ) -> bool:
+        """Draw the rows again whose tokens may not come; see `kernels.cpu.grammar.Matchers.restrict`.
+
+        Returns False, and has done nothing, where C++ does not follow these sequences.
+        """
         native = self._columns_now().native
-        assert native is not None
+        if native is None:
+            return False
         tokens, ends = self._tokens()
         columns = np.array(tokens, np.uint32), np.array(ends, np.int64)
-        self._note(native.restrict(*columns, rows, row_at, tries_first, uniforms_of, MAX_MASK_SECONDS), tokens, ends)
+        found = native.restrict(*columns, prepare(), row_at, tries_first, uniforms_of, MAX_MASK_SECONDS)
+        self._note(found, tokens, ends)
+        return True
 
     def _columns_now(self) -> "_Columns":
         """The columns, made again where a sequence has ended, or cannot go on."""

@@ -260,12 +260,13 @@ def measure_loras(run: Run) -> None:
 
 
 def measure_structured(run: Run) -> None:
-    engine = structured.Engine(run.directory("S"), SHAPES["S"]["dtype"], SHAPES["S"]["vocab_size"])
     prompts = FreshPrompts(SHAPES["S"]["vocab_size"])
-    for form in structured.FORMS:
-        name = structured.name_of(form)
-        run.keep(name, lambda e=engine, f=form, p=prompts: structured.measure(e, f, p, run.rounds))
-    engine.close()
+    for is_trained in (False, True):
+        engine = structured.Engine(run.models / ("S, trained" if is_trained else "S"), is_trained)
+        for form in ["json"] if is_trained else structured.FORMS:
+            name = structured.name_of(form, is_trained)
+            run.keep(name, lambda e=engine, f=form, p=prompts: structured.measure(e, f, p, run.rounds))
+        engine.close()
 
 
 def measure_int8(run: Run) -> None:

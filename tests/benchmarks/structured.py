@@ -1,23 +1,31 @@
 """What structured outputs cost: the same prompts answered freely and under a grammar, taking turns, in one engine.
 
+Random weights draw every second token against the grammar, and each such token takes a mask and a second draw. A model
+that has been trained for the form seldom does: "json, trained" is measured with one, which learns it here.
+
 No answer can end before it has all its tokens, so both kinds compute the same number of steps and of tokens. Ratios are
 of the process's own CPU seconds, all threads together, and of time by the clock, in which masks that are filled on
 another core hardly show.
 """
 
+import json
+import random
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from prompts import FreshPrompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-from works import KV_POOL_BYTES
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from works import KV_POOL_BYTES, SHAPES, write_config
 
 from rollout_engine import LLM, SamplingParams
 
 NUM_REQUESTS, NUM_PROMPT_TOKENS, NUM_TOKENS = 64, 64, 128
+_NUM_TRAINING_STEPS = 150
+_WORDS = "token engine prompt weight batch cache block draft score mask step shape norm group policy replica".split()
 _PERSON = {
     "type": "object",
     "properties": {
@@ -55,12 +63,48 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(directory)
 
 
-class Engine:
-    """One engine for all forms."""
+def train(directory: Path) -> None:
+    """Train the model for documents of the JSON form behind random prompts, and write its weights there; a minute."""
+    tokenizer, rng = PreTrainedTokenizerFast.from_pretrained(directory), random.Random(0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, _NUM_TRAINING_STEPS)
+    for _ in range(_NUM_TRAINING_STEPS):
+        prompts = [[rng.randrange(len(tokenizer)) for _ in range(16)] for _ in range(16)]
+        rows = torch.tensor([prompt + tokenizer.encode(_document(rng))[:112] for prompt in prompts])
+        labels = rows.clone()
+        labels[:, :16] = -100
+        model(input_ids=rows, labels=labels).loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    model.save_pretrained(directory)
 
-    def __init__(self, directory: Path, dtype: str, vocab_size: int) -> None:
-        write_tokenizer(directory, vocab_size)
-        options: dict[str, Any] = dict(dtype=dtype, load_format="dummy", log_stats=False, max_num_seqs=NUM_REQUESTS)
+
+def _document(rng: random.Random) -> str:
+    people = [
+        {
+            "name": " ".join(rng.choice(_WORDS).title() for _ in range(2)),
+            "age": rng.randrange(100),
+            "kind": rng.choice(_PERSON["properties"]["kind"]["enum"]),
+            "tags": rng.sample(_WORDS, rng.randrange(5)),
+        }
+        for _ in range(6)
+    ]
+    return json.dumps(people, separators=(",", ":"))
+
+
+class Engine:
+    """One engine for all forms, with random weights or trained ones."""
+
+    def __init__(self, directory: Path, is_trained: bool = False) -> None:
+        dtype, vocab_size = SHAPES["S"]["dtype"], SHAPES["S"]["vocab_size"]
+        write_tokenizer(write_config(directory, "S"), vocab_size)
+        if is_trained:
+            train(directory)
+        load_format = "auto" if is_trained else "dummy"
+        options: dict[str, Any] = dict(dtype=dtype, load_format=load_format, log_stats=False, max_num_seqs=NUM_REQUESTS)
         self._llm = LLM(str(directory), kv_cache_bytes=KV_POOL_BYTES, **options)
 
     def seconds(self, asked: list[list[int]], form: dict[str, Any] | None, seed: int) -> tuple[float, float]:
@@ -110,6 +154,7 @@ def measure(engine: Engine, form: str, prompts: FreshPrompts, rounds: int) -> di
     }
 
 
-def name_of(form: str) -> str:
-    """``structured / free, S, 64 x 64+128, json``."""
-    return f"structured / free, S, {NUM_REQUESTS} x {NUM_PROMPT_TOKENS}+{NUM_TOKENS}, {form}"
+def name_of(form: str, is_trained: bool) -> str:
+    """``structured / free, S, 64 x 64+128, json, trained``."""
+    model = ", trained" if is_trained else ""
+    return f"structured / free, S, {NUM_REQUESTS} x {NUM_PROMPT_TOKENS}+{NUM_TOKENS}, {form}{model}"

@@ -16,6 +16,7 @@ So the grammar is asked for one token, and for a mask only where it refuses that
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -138,10 +139,9 @@ def _restrict(
 
     Rows that do not try a token first, bool [N], are drawn from what is allowed in any case.
     """
-    if masked.batch.is_native:
-        prepared = PreparedRows(*rows, stats, kept, num_threads=torch.get_num_threads())
-        masked.batch.restrict(prepared, masked.row_at, tries_first, (batch.seeds, batch.positions + _SECOND_DRAW))
-    else:
+    prepare = partial(PreparedRows, *rows, stats, kept, num_threads=torch.get_num_threads())
+    uniforms_of = batch.seeds, batch.positions + _SECOND_DRAW
+    if not masked.batch.restrict(prepare, masked.row_at, tries_first, uniforms_of):
         tried = np.where(tries_first, stats.tokens.numpy(), -1)[masked.rows]
         masks, is_refused = masked.masks(tried)
         places = np.full(len(tries_first), -1)
