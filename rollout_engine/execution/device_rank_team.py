@@ -55,7 +55,7 @@ class DeviceRankTeam(RankTeam):
         self._tell(HeadOnDevice(form_of(states)))
         self.exchange.send([states])
 
-    def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None) -> NoReturn:
+    def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None, experts: Tensor | None) -> NoReturn:
         raise AssertionError("sequences are scored over KV pools")
 
     def open_pool(self, pool: int, num_blocks: int) -> None:

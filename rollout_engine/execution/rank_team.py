@@ -175,8 +175,11 @@ class RankTeam:
         arrays = (token_ids, columns.first_positions, columns.token_starts, columns.blocks, columns.block_starts)
         self._tell(Forward(*(array.tobytes() for array in (*arrays, logit_rows)), rows_bytes(adapter_rows)))
 
-    def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None) -> None:
-        self._tell(ForwardDense(input_ids.contiguous().numpy().tobytes(), len(input_ids), rows_bytes(adapter_rows)))
+    def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None, experts: Tensor | None) -> None:
+        content = None if experts is None else experts.short().numpy().tobytes()
+        shape = () if experts is None else tuple(experts.shape)
+        ids = input_ids.contiguous().numpy().tobytes()
+        self._tell(ForwardDense(ids, len(input_ids), rows_bytes(adapter_rows), content, shape))
 
     def head(self, states: Tensor) -> None:
         content = states.contiguous().view(torch.uint8).numpy().tobytes()

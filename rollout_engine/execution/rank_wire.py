@@ -99,11 +99,16 @@ class Forward(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 class ForwardDense(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Whole sequences, int64 [num_rows, T], without the KV pool."""
+    """Whole sequences, int64 [num_rows, T], without the KV pool.
+
+    `experts`: where routers send their tokens, int16 [num_rows * T, L, k].
+    """
 
     input_ids: bytes
     num_rows: int
     adapter_rows: RowsBytes | None
+    experts: bytes | None
+    experts_shape: tuple[int, ...]
 
 
 class Head(msgspec.Struct, tag=True, frozen=True, array_like=True):

@@ -114,9 +114,11 @@ class RankWorker:
                 )
                 batch = FlatBatch(_integers(message.token_ids), columns)
                 model.forward_states(batch, _integers(message.logit_rows), (), rows_of(message.adapter_rows))
-            case ForwardDense(input_ids, num_rows, adapter_rows):
-                ids = torch.frombuffer(bytearray(input_ids), dtype=torch.int64).view(num_rows, -1)
-                model.follow_dense(ids, rows_of(adapter_rows))
+            case ForwardDense(input_ids, num_rows, adapter_rows, content, shape):
+                ids, experts = torch.frombuffer(bytearray(input_ids), dtype=torch.int64).view(num_rows, -1), None
+                if content is not None:
+                    experts = torch.frombuffer(bytearray(content), dtype=torch.int16).view(shape).long()
+                model.follow_dense(ids, rows_of(adapter_rows), experts)
             case Head(states, shape, dtype):
                 with torch.inference_mode():
                     hidden = torch.frombuffer(bytearray(states), dtype=torch_dtype(dtype)).view(shape)

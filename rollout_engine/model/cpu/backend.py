@@ -80,7 +80,7 @@ class CpuBackend:
         self.runner = CpuRunner(
             model, vocab_size=loaded.vocab_size, processors=processors, pooler=pooler, grammars=grammars
         )
-        self.routing = self.runner.routing.info if cut is None else None
+        self.routing = self.runner.routing.info
         self.choices = (
             f"device cpu{described_ranks(loaded.num_ranks)}, dtype {_described_dtype(loaded)}, "
             f"{torch.get_num_threads()} threads, "

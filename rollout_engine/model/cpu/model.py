@@ -16,6 +16,7 @@ from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import trunk_of
 from rollout_engine.model.modules.layer_watch import LayerWatch
+from rollout_engine.model.modules.routers import replaying, routers_of
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.module_logits import module_logits
@@ -45,6 +46,9 @@ class CpuModel:
         self.kv = CpuKVPool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         self.decoder = CpuDecoder(module, geometry, self.kv.layers, adapters, cut) if compiled else None
         self.layer_watch = LayerWatch(module, len(geometry))
+        self.routers = routers_of(module)
+        self.replayed: Tensor | None = None
+        """The experts of `replaying`, inside of it."""
 
     def forward(self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]) -> Tensor:
         """Compute `chunks`, writing their KV; return logits [len(logit_rows), V] of these rows of the flat batch."""
@@ -101,6 +105,16 @@ class CpuModel:
     def adapting(self, rows: AdapterRows | None) -> AbstractContextManager[None]:
         """Inside, products of the module get the adapters of `rows`."""
         return nullcontext() if self.adapters is None or rows is None else self.adapters.active(rows)
+
+    @contextmanager
+    def replaying(self, experts: Tensor) -> Iterator[None]:
+        """Inside, the module sends the T tokens of a forward to these experts, int64 [T, number of routers, k]."""
+        self.replayed = experts
+        try:
+            with replaying(self.routers, experts):
+                yield
+        finally:
+            self.replayed = None
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The model of one rank on the CPU: rank 0 tells the others of each step, and all compute it together."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -45,9 +45,10 @@ class RankedModel(CpuModel):
             followers.forward(batch.token_ids, batch.columns, np.asarray(logit_rows, np.int64), adapter_rows)
             return super().forward_states(batch, logit_rows, state_rows, adapter_rows)
 
-    def follow_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None) -> None:
+    def follow_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None, experts: Tensor | None) -> None:
         """Do what `forward_dense` tells this rank."""
-        with torch.no_grad(), self.adapting(adapter_rows):
+        replaying = nullcontext() if experts is None else self.replaying(experts)
+        with torch.no_grad(), self.adapting(adapter_rows), replaying:
             self.module(input_ids=input_ids, use_cache=False)
 
     def follow_copies(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -60,7 +61,8 @@ class RankedModel(CpuModel):
 
     def _before_dense(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (followers := self._seat.alone) is not None:
-            followers.forward_dense(kwargs["input_ids"], self.adapters.active_rows if self.adapters else None)
+            adapter_rows = self.adapters.active_rows if self.adapters else None
+            followers.forward_dense(kwargs["input_ids"], adapter_rows, self.replayed)
             self._dense.append(self._seat.together())
             self._dense[-1].__enter__()
 

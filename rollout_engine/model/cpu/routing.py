@@ -13,22 +13,22 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
-from rollout_engine.model.cpu.attention import CpuKVPool
 from rollout_engine.model.cpu.flat_batch import FlatBatch
-from rollout_engine.model.modules.routers import recording, replaying, routers_of, routing_info
+from rollout_engine.model.cpu.model import CpuModel
+from rollout_engine.model.modules.routers import recording, routing_info
 
 
 class RoutingRecorder:
-    """Records the choices of `module`'s routers for the sequences that ask."""
+    """Records the choices of a model's routers for the sequences that ask."""
 
-    def __init__(self, module: nn.Module, kv: CpuKVPool, *, block_size: int) -> None:
-        self._routers = routers_of(module)
-        self.info = routing_info(self._routers)
+    def __init__(self, model: CpuModel) -> None:
+        self._model = model
+        self.info = routing_info(model.routers)
         """Sizes of the routers; None where nothing can be recorded."""
-        self._kv, self._block_size = kv, block_size
+        self._block_size = model.kv.block_size
         self._kept: Tensor | None = None
         """[num_blocks, block_size, L, k], beside the KV."""
         self._asking: set[int] = set()
@@ -56,14 +56,14 @@ class RoutingRecorder:
         if not self._asking or self._asking.isdisjoint(row.sequence_id for row in work.scheduled):
             yield
             return
-        with recording(self._routers) as chosen:
+        with recording(self._model.routers) as chosen:
             yield
         assert self.info is not None, "requests that ask were checked"
         rows = torch.stack([experts for experts in chosen if experts is not None], 1)
         self._rows = rows.numpy().astype(self.info.dtype)
         if self._kept is None:
             dtype = torch.uint8 if self.info.dtype == np.uint8 else torch.int16
-            self._kept = self._kv.add_column(self.info.shape, dtype)
+            self._kept = self._model.kv.add_column(self.info.shape, dtype)
         self._kept.numpy()[_places(batch, self._block_size)] = self._rows
 
     def add_to(self, out: ModelRunnerOutput, work: SchedulerOutput, batch: FlatBatch) -> None:
@@ -89,7 +89,7 @@ class RoutingRecorder:
         given = np.full((len(routed_experts), num_columns, *self.info.shape), -1, np.int64)
         for row, experts in enumerate(routed_experts):
             given[row, : len(experts)] = experts
-        with replaying(self._routers, torch.from_numpy(given).flatten(0, 1)):
+        with self._model.replaying(torch.from_numpy(given).flatten(0, 1)):
             yield
 
     def _kept_rows(self, batch: FlatBatch, index: int, num_tokens: int) -> np.ndarray:

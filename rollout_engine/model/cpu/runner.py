@@ -47,7 +47,7 @@ class CpuRunner:
         self._prompts = PromptScorer(vocab_size)
         self._sequences = SequenceStates(vocab_size, processors, self._prompts, grammars)
         self._blocks = BlockTableMatrix()
-        self.routing = RoutingRecorder(model.module, model.kv, block_size=model.kv.block_size)
+        self.routing = RoutingRecorder(model)
         self._computed = _Computed([], [], np.empty(0, np.int64))
         """Tokens and block tables of the last step's sequences; kept while steps compute the same ones."""
         self._drawn: _Drawn | None = None

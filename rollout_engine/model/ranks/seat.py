@@ -31,8 +31,8 @@ class Followers(Protocol):
     ) -> None:
         """Compute these chunks, int64 [T], over the KV pool, and logits of these rows."""
 
-    def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None) -> None:
-        """Compute whole sequences, int64 [B, T], without the KV pool."""
+    def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None, experts: Tensor | None) -> None:
+        """Compute whole sequences, int64 [B, T], without the KV pool; `experts`: see `CpuModel.replaying`."""
 
     def head(self, states: Tensor) -> None:
         """Compute logits of hidden states."""

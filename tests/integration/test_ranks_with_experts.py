@@ -1,0 +1,40 @@
+"""Routed experts where a mixture is cut over ranks: recorded and replayed as by one process, to the bit."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout_engine import LLM, SamplingParams
+from rollout_engine.model.modules.routers import routers_of
+from rollout_engine.testing import tiny_checkpoint
+from rollout_engine.testing.architectures import SIZES
+
+PROMPTS = [list(range(3, 40)), [5, 6], list(range(3, 40)) + [9, 8]]
+PARAMS = SamplingParams(max_tokens=9, n=2, seed=3, logprobs=0, ignore_eos=True, return_routed_experts=True)
+OPTIONS = dict(num_threads=1, log_stats=False, max_model_len=512, skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_ranks_record_and_replay_the_experts_of_one_process(tmp_path, architecture):
+    checkpoint = str(tiny_checkpoint(tmp_path, architecture, **SIZES[architecture]))
+    moved = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        for index, router in enumerate(routers_of(moved)):
+            noise = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(index))
+            router.weight.copy_(noise * router.weight.std())
+    found = []
+    for size in (1, 2):
+        with LLM(checkpoint, tensor_parallel_size=size, **OPTIONS) as llm:
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            samples = [(output, sample) for output in outputs for sample in output.outputs]
+            experts = [sample.routed_experts for _, sample in samples]
+            pairs = [output.prompt_token_ids for output, _ in samples], [list(s.token_ids) for _, s in samples]
+            llm.update_weights(moved)
+            scores = llm.score(*pairs), llm.score(*pairs, routed_experts=experts)
+            found.append((pairs, experts, [s.logprobs for _, s in samples], *scores))
+    (pairs, experts, logprobs, plain, replayed), theirs = found
+    assert pairs == theirs[0]
+    for ours, other in zip((experts, logprobs, plain, replayed), theirs[1:], strict=True):
+        assert all(np.array_equal(one, two) for one, two in zip(ours, other, strict=True))
+    assert not any(np.array_equal(one, two) for one, two in zip(plain, replayed, strict=True))
