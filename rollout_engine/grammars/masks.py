@@ -72,13 +72,14 @@ class GrammarBatch:
 
     def restrict(
         self,
-        prepare: Callable[[], PreparedRows],
+        prepare: Callable[[int], PreparedRows],
         row_at: np.ndarray,
         tries_first: np.ndarray,
         uniforms_of: tuple[np.ndarray, np.ndarray],
     ) -> bool:
         """Draw the rows again whose tokens may not come; see `kernels.cpu.grammar.Matchers.restrict`.
 
+        `prepare`: makes the rows, with memory of so many threads.
         Returns False, and has done nothing, where C++ does not follow these sequences.
         """
         native = self._columns_now().native
@@ -86,7 +87,9 @@ class GrammarBatch:
             return False
         tokens, ends = self._tokens()
         columns = np.array(tokens, np.uint32), np.array(ends, np.int64)
-        found = native.restrict(*columns, prepare(), row_at, tries_first, uniforms_of, MAX_MASK_SECONDS)
+        found = native.restrict(
+            *columns, prepare(native.num_threads), row_at, tries_first, uniforms_of, MAX_MASK_SECONDS
+        )
         self._note(found, tokens, ends)
         return True
 
@@ -134,7 +137,7 @@ class GrammarBatch:
             )
             wanted = Wanted(vocabulary.plain, masks[own], tried[own], is_filled[own])
             outcome, found.refused[row], found.seconds[row] = follow(state, new, draft, wanted, MAX_MASK_SECONDS)
-            if outcome is not Outcome.FILLED:
+            if outcome is not Outcome.FOLLOWED:
                 wanted.allow_all(0)
             found.outcomes[row], start = outcome, ends[row]
         return masks, is_filled, found

@@ -40,7 +40,7 @@ def follow(
     outcome, slowest = _fill_one(state, wanted, 0, max_seconds)
     num_right = 0
     for token_id in draft:
-        if outcome is not Outcome.FILLED or state.ends_with(token_id):
+        if outcome is not Outcome.FOLLOWED or state.ends_with(token_id):
             break
         if state.matcher.try_consume_tokens([token_id]) != 1:
             break
@@ -48,7 +48,7 @@ def follow(
         outcome, seconds = _fill_one(state, wanted, num_right, max_seconds)
         slowest = max(slowest, seconds)
     wanted.allow_all(num_right + 1)  # what is drawn behind a token that cannot come is dropped
-    if outcome is Outcome.FILLED and num_right and not state.matcher.rollback(num_right):
+    if outcome is Outcome.FOLLOWED and num_right and not state.matcher.rollback(num_right):
         outcome = Outcome.STUCK
     return outcome, 0, slowest
 
@@ -64,7 +64,7 @@ def _fill_one(state: GrammarState, wanted: Wanted, place: int, max_seconds: floa
     seconds = time.thread_time() - start
     if state.matcher.is_error():
         return Outcome.FAILED, seconds
-    return Outcome.SLOW if seconds > max_seconds else Outcome.FILLED, seconds
+    return Outcome.SLOW if seconds > max_seconds else Outcome.FOLLOWED, seconds
 
 
 def _allows(state: GrammarState, plain: np.ndarray, token_id: int) -> bool:

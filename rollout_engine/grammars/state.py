@@ -50,7 +50,7 @@ class GrammarState:
         """End it, or set `failure`, by an outcome; `token_id`: the refused one; `seconds`: of its slowest mask."""
         if outcome is Outcome.ENDED:
             self.end()
-        elif outcome is not Outcome.FILLED:
+        elif outcome is not Outcome.FOLLOWED:
             self.failure = self._why(outcome, token_id, seconds)
             self.matcher = None
 

@@ -21,7 +21,7 @@ struct Functions {
 };
 
 // As `kernels.cpu.grammar.Outcome`.
-enum Outcome : int64_t { FILLED, ENDED, REFUSED, FAILED, SLOW, STUCK };
+enum Outcome : int64_t { FOLLOWED, ENDED, REFUSED, FAILED, SLOW, STUCK };
 
 struct Arguments {
     const Functions* functions;
@@ -95,7 +95,7 @@ class Sequence {
         int64_t num_visited = 0;
         const Outcome outcome = walk(visit, num_visited);
         a.outcomes[index] = outcome;
-        return outcome == FILLED ? num_visited : 0;
+        return outcome == FOLLOWED ? num_visited : 0;
     }
 
     // Whether a token may come where the matcher stands; a negative one may not. `mask` is filled where it may not.
@@ -120,14 +120,14 @@ class Sequence {
             }
         }
         Outcome outcome = at(visit, 0);
-        for (num_visited = 1; num_visited <= num_drafted && outcome == FILLED; num_visited++) {
+        for (num_visited = 1; num_visited <= num_drafted && outcome == FOLLOWED; num_visited++) {
             const uint32_t* next = draft + num_visited - 1;
             if (has(stops, *next) || f.validate_tokens(matcher, next, 1) != 1) break;
             if (f.consume_tokens(matcher, next, 1)) return FAILED;
             outcome = at(visit, num_visited);
         }
-        if (outcome != FILLED || num_visited == 1) return outcome;
-        return f.rollback(matcher, (size_t)(num_visited - 1)) ? STUCK : FILLED;
+        if (outcome != FOLLOWED || num_visited == 1) return outcome;
+        return f.rollback(matcher, (size_t)(num_visited - 1)) ? STUCK : FOLLOWED;
     }
 
     template <typename Visit>
@@ -137,7 +137,7 @@ class Sequence {
         const double seconds = watch.stop();
         if (seconds > a.seconds[index]) a.seconds[index] = seconds;
         if (verdict == BROKEN || f.is_error(matcher)) return FAILED;
-        return seconds > a.max_seconds ? SLOW : FILLED;
+        return seconds > a.max_seconds ? SLOW : FOLLOWED;
     }
 
     // Whether the mask has the token, or false where that cannot be told without it.

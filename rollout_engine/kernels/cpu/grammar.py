@@ -28,7 +28,7 @@ FUNCTIONS = (
 class Outcome(IntEnum):
     """How the grammar of one sequence was followed."""
 
-    FILLED = 0
+    FOLLOWED = 0
     """To its last token, and behind it."""
     ENDED = 1
     """The sequence has ended: it has no matcher, or one of its tokens ends it."""
@@ -105,8 +105,10 @@ class Matchers:
         drafted = np.array(num_drafted, np.int64)
         ends = np.cumsum(1 + drafted)
         firsts, index, place = ends - drafted - 1, np.dtype(np.int64), np.dtype(np.uint64)
-        self._num_places, self._threads = int(ends[-1]), min(count, torch.get_num_threads())
-        self._scratch = np.empty((self._threads, len(plain)), np.uint32)
+        self._num_places = int(ends[-1])
+        self.num_threads = min(count, torch.get_num_threads())
+        """Threads that follow them."""
+        self._scratch = np.empty((self.num_threads, len(plain)), np.uint32)
         self._alive = functions, addresses, bits, plain, drafted, firsts
         self._args = _Arguments(
             functions=array_address("functions", functions, place, (len(FUNCTIONS),)),
@@ -118,7 +120,7 @@ class Matchers:
             plain_bits=array_address("plain", plain, np.dtype(np.uint32)),
             first_places=array_address("firsts", firsts, index, one),
             words=len(plain),
-            threads=self._threads,
+            threads=self.num_threads,
         )
 
     def fill(
@@ -157,7 +159,7 @@ class Matchers:
         Args:
             tokens: as for `fill`.
             token_ends: as for `fill`.
-            rows: what `kernels.draw.draw` has drawn.
+            rows: what `kernels.draw.draw` has drawn, with memory of `num_threads` threads.
             row_at: the row of each place, int64 [M]; negative for none.
             tries_first: bool [R]: whether the row's token counts. Where not, it is drawn in any case.
             uniforms_of: seeds and positions int64 [R] of the uniforms by which tokens are drawn a second time.
@@ -173,8 +175,8 @@ class Matchers:
             *(array_address("uniforms_of", column, index, num_rows) for column in uniforms_of),
             self._scratch.ctypes.data,
         )
-        if rows.num_threads < self._threads:
-            raise ValueError(f"rows should have memory of {self._threads} threads, and have it of {rows.num_threads}.")
+        if rows.num_threads < self.num_threads:
+            raise ValueError(f"rows should have memory of {self.num_threads} threads, not of {rows.num_threads}.")
         _library().sampling_restrict(ctypes.addressof(restriction))
         return found
 

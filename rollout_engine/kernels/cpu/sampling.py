@@ -33,7 +33,7 @@ class _Rows(ctypes.Structure):
 
 
 class PreparedRows:
-    """N rows of logits to draw from, as C++ reads them; what is drawn comes into `stats`, and `kept` with rules.
+    """N rows of logits to draw from, as C++ reads them; what is drawn comes into `stats`, and into `kept` by rules.
 
     Raises `ValueError` for tensors it cannot read. The arguments are those of `kernels.draw.redraw`.
     """

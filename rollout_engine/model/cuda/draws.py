@@ -98,7 +98,7 @@ class Draws(NamedTuple):
     special: SpecialColumns[np.ndarray] | None
     """The rows that ask for more; None without any."""
     on_host: dict[int, LogitEdits]
-    """Rows that logits processors edit."""
+    """Rows that logits processors edit or grammars restrict."""
 
     @property
     def has_rules(self) -> bool:

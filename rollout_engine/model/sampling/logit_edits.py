@@ -82,7 +82,7 @@ class LogitEdits:
 
     @property
     def need_host(self) -> bool:
-        """Whether the row is drawn on the host: logits processors and grammars are there."""
+        """Whether the host has a say in the draw: logits processors and grammars are there."""
         return self.grammar is not None or self.sees_drawn_tokens_alone
 
     def behind(self, draft: list[int]) -> "LogitEdits":

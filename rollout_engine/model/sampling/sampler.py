@@ -139,7 +139,7 @@ def _restrict(
 
     Rows that do not try a token first, bool [N], are drawn from what is allowed in any case.
     """
-    prepare = partial(PreparedRows, *rows, stats, kept, num_threads=torch.get_num_threads())
+    prepare = partial(PreparedRows, *rows, stats, kept)
     uniforms_of = batch.seeds, batch.positions + _SECOND_DRAW
     if not masked.batch.restrict(prepare, masked.row_at, tries_first, uniforms_of):
         tried = np.where(tries_first, stats.tokens.numpy(), -1)[masked.rows]
