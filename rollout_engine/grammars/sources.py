@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from rollout_engine.structured_outputs import trigger_of
 
-_FREE_TOKENS = '%llguidance {"no_forcing": true}'
+FREE_TOKENS = '%llguidance {"no_forcing": true}'
 """Text that must come may come in any tokens: a mask has all by which the output can still become what it has to be."""
 _ANY_TEXT = r"/(.|\n)*/"
 
@@ -33,7 +33,7 @@ def source_of(given: Mapping[str, Any], added: Mapping[str, AddedToken]) -> str:
         lark = _tags(value, added)
     else:
         lark = _translated(value) if "::=" in value else value
-    return json.dumps({"grammars": [{"lark_grammar": f"{_FREE_TOKENS}\n{lark}"}]})
+    return json.dumps({"grammars": [{"lark_grammar": f"{lark}\n{FREE_TOKENS}"}]})
 
 
 def _translated(grammar: str) -> str:

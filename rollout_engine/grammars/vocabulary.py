@@ -1,6 +1,7 @@
 """The tokens of a tokenizer as llguidance reads them, and the grammars compiled for them."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import ModuleType
@@ -10,7 +11,7 @@ import numpy as np
 
 from rollout_engine.errors import RequestError
 from rollout_engine.grammars.native import NativeTokens, is_text, names_of, native_tokens
-from rollout_engine.grammars.sources import AddedToken, source_of
+from rollout_engine.grammars.sources import FREE_TOKENS, AddedToken, source_of
 
 _LIMITS = {"max_lexer_states": 1 << 15, "step_max_items": 20_000, "verbose_errors": False}
 """Bounds of a grammar's automata, whose states take about 2 KiB each, and of the work of one mask."""
@@ -123,7 +124,10 @@ class Vocabulary:
 
 def readable(error: str) -> str:
     """The lines of llguidance's error that are for users, as one."""
-    lines = error.partition("<backtrace>")[0].replace("<non-verbose/>", "").splitlines()
+    text = error.partition("<backtrace>")[0].replace("<non-verbose/>", "")
+    _, of_schema, problem = text.rpartition("failed to compile JSON schema: ")
+    shown = r" *\d+ \|| *\^" if of_schema else rf" *\d+ \| {re.escape(FREE_TOKENS)}"  # lines of a grammar that is ours
+    lines = [line for line in problem.splitlines() if not re.match(shown, line)]
     text = " ".join(" ".join(lines).split())[:400]
     if text.startswith("NoExtension"):
         return "no output has this form, or goes on from here"

@@ -91,3 +91,16 @@ def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused():
     words = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     with pytest.raises(GrammarError, match="byte-level tokenizers"):
         Vocabulary(words.to_str(), 2, [1])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"json": {"type": "a"}}, "Invalid type: a"),
+        ({"grammar": 'start: "a" b\n'}, 'at 1(8): unknown name: "b" 1 | start: "a" b ^ 2 |'),
+    ],
+)
+def test_an_error_shows_the_users_text_alone(vocabulary, given, said):
+    with pytest.raises(GrammarError) as caught:
+        vocabulary.begin(given)
+    assert str(caught.value) == said
