@@ -77,6 +77,7 @@ def calls_of_every_verb(canary):
     yield Call(1, "collective_rpc", pack(canary.bytes).body, [array])
 
 
+@pytest.mark.slow
 def test_no_pickle_sent_to_a_core_is_unpickled(engine, canary):
     encoder = Encoder()
     rejected = lives(engine).num_rejected

@@ -19,14 +19,15 @@ def leftovers():
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(False, marks=pytest.mark.slow, id="in turn"), pytest.param(True, id="ahead")],
+    params=[pytest.param(False, id="in turn"), pytest.param(True, id="ahead")],
 )
 def engine(request, checkpoint, leftovers):
     with AsyncLLM(checkpoint, **OPTIONS, async_scheduling=request.param) as engine:
         yield engine
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_random_schedules_end_every_request_once_with_its_own_tokens(engine, seed):
     async def run():
         schedule = Schedule(engine, await make_menu(engine), seed)

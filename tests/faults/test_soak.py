@@ -53,6 +53,7 @@ def test_a_part_that_dies_leaves_its_failure_how_far_it_came_and_its_log(tmp_pat
     assert "Segmentation fault" in log or "SIGSEGV" not in code
 
 
+@pytest.mark.slow
 def test_a_part_that_makes_no_progress_is_ended_with_its_stacks_and_tasks_in_the_log(tmp_path):
     code = """
 import asyncio

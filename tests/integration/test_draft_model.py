@@ -156,6 +156,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.slow
 def test_new_weights_of_the_draft_model_make_its_drafts_right(make_llm, directories, source):
     llm = make_llm("bad")
     tokens, share = accepted(llm)

@@ -97,6 +97,7 @@ def test_grpo_learns_within_six_steps(short_run):
     assert [row["max_logprob_diff"] for row in short_run[1]] == [0.0] * 7
 
 
+@pytest.mark.slow
 def test_grpo_agrees_with_the_trainer_at_every_step(first_step):
     assert [row["max_logprob_diff"] for row in first_step[1]] == [0.0] * 2
 
@@ -167,6 +168,7 @@ def ppo_step(first_step, tmp_path_factory):
     return out, load("ppo").main(["--model", str(first_step[0] / "policy"), "--steps", "1", "--out", str(out)])
 
 
+@pytest.mark.slow
 def test_ppo_starts_on_policy_at_every_step(ppo_step):
     assert [row["max_logprob_diff"] for row in ppo_step[1]] == [0.0] * 2
     assert all(row["entropy"] > 0 for row in ppo_step[1])

@@ -104,6 +104,7 @@ def two(tmp_path_factory):
         yield llm
 
 
+@pytest.mark.slow
 def test_a_refused_adapter_changes_nothing_on_any_rank(two):
     before = said(two, [(0, None)])
     wrong = adapter("qwen3", "wrong")

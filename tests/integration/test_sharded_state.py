@@ -95,6 +95,7 @@ def test_a_state_of_one_process_gives_the_bits_of_its_engine(tmp_path, architect
 
 
 @needs_ranks
+@pytest.mark.slow
 def test_a_state_of_two_ranks_gives_the_bits_of_its_engine(cut_engine, of_two, tmp_path):
     expected = found_of(cut_engine)
     with running(of_two, load_format="sharded", tensor_parallel_size=2) as engine:

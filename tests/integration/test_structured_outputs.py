@@ -103,6 +103,7 @@ def test_a_sample_is_the_same_alone_and_in_a_batch_with_others(llm, expected):
     assert all_columns(together[:15]) == all_columns(expected)
 
 
+@pytest.mark.slow
 def test_forked_samples_equal_their_replays(llm, expected):
     for params, output in zip(MIXED, expected, strict=True):
         for sample in output.outputs:
@@ -111,6 +112,7 @@ def test_forked_samples_equal_their_replays(llm, expected):
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.slow
 def test_preemption_and_steps_ahead_change_no_sample(checkpoint, expected, is_async):
     options = dict(num_kv_blocks=14, max_num_batched_tokens=24, enable_prefix_caching=False, log_stats=False)
     with LLM(checkpoint, async_scheduling=is_async, max_model_len=120, **options) as tight:
@@ -133,6 +135,7 @@ def test_drafts_change_no_token_and_no_bit(checkpoint, expected):
         assert all_columns(found) == all_columns(plain.generate([PROMPT] * len(MIXED), other, use_tqdm=False))
 
 
+@pytest.mark.slow
 def test_a_core_in_its_own_process_gives_the_same(checkpoint, expected):
     async def last(engine, params):
         return [output async for output in engine.generate(PROMPT, params)][-1]

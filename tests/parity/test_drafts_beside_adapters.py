@@ -45,7 +45,13 @@ def generated(path, speculation, sizes):
         return found, sum(core.stats.drafts.num_accepted)
 
 
-@pytest.mark.parametrize("sizes", [dict(), dict(num_kv_blocks=20, max_model_len=200)], ids=["roomy", "preempted"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(dict(), id="roomy", marks=pytest.mark.slow),
+        pytest.param(dict(num_kv_blocks=20, max_model_len=200), id="preempted"),
+    ],
+)
 def test_drafts_change_no_bit_beside_adapters_grammars_and_updates(tmp_path, sizes):
     pytest.importorskip("llguidance")
     path = tiny_checkpoint(tmp_path)

@@ -64,6 +64,7 @@ def core(checkpoint, options, **engine_kwargs):
         process.end(kill=True)
 
 
+@pytest.mark.slow
 def test_requests_get_what_they_get_in_process(remote, llm, last_of, assert_same):
     theirs = asyncio.run(last_of(remote, "one and two", PARAMS))
     [ours] = llm.generate(["one and two"], PARAMS)

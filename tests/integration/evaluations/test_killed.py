@@ -119,6 +119,7 @@ def kill_once(folder, undisturbed, out, seed):
     assert resumed.table == whole.table and resumed.differences == whole.differences
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_killed_goes_on_to_the_same_samples(folder, undisturbed, tmp_path):
     kill_once(folder, undisturbed, tmp_path / "out", 0)
 

@@ -58,6 +58,7 @@ def test_a_method_that_takes_something_else_is_told_what_it_gets(policy, env, sa
         play(policy, env)
 
 
+@pytest.mark.slow
 def test_an_episode_ends_when_its_time_is_up(policy):
     released = threading.Event()
 

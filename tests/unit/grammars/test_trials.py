@@ -27,6 +27,14 @@ def trials():
     made.close()
 
 
+@pytest.fixture(scope="module")
+def lasting_trials():
+    """With a process that all wrong grammars are tried in."""
+    made = GrammarTrials(lambda: serialized(byte_tokenizer()), 259, [2])
+    yield made
+    made.close()
+
+
 def refusal(trials, given):
     with pytest.raises(RequestError) as caught:
         trials.require(given)
@@ -61,8 +69,8 @@ def test_other_hostile_grammars_are_refused(trials, given):
         ({"json": {"$ref": "#"}}, "must be a grammar"),
     ],
 )
-def test_a_wrong_grammar_is_refused_with_the_reason(trials, given, reason):
-    assert reason in refusal(trials, given)
+def test_a_wrong_grammar_is_refused_with_the_reason(lasting_trials, given, reason):
+    assert reason in refusal(lasting_trials, given)
 
 
 def test_without_the_package_the_error_names_the_extra(trials, monkeypatch):
@@ -70,6 +78,7 @@ def test_without_the_package_the_error_names_the_extra(trials, monkeypatch):
     assert "pip install 'rollout-engine[grammar]'" in refusal(trials, GOOD)
 
 
+@pytest.mark.slow
 def test_a_process_that_has_ended_itself_is_replaced(trials):
     trials.require(GOOD)
     [process] = trials._processes

@@ -98,6 +98,7 @@ def test_a_rank_that_never_comes_is_a_timeout(tmp_path):
     sender.close()
 
 
+@pytest.mark.slow
 def test_a_receiver_that_does_not_listen_is_a_timeout_and_ends_the_group(ends):
     sender, receiver = ends({"timeout": 5.0}, {"timeout": 5.0})  # it has to form within that, too
     while not receiver.ready():

@@ -33,6 +33,7 @@ def form(pattern, **settings):
     return SamplingParams(structured_outputs={"regex": pattern}, **settings)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_cpu(engine_on):
     params = [
         form(LETTERS, seed=1),
