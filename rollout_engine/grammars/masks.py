@@ -46,7 +46,7 @@ class GrammarBatch:
         """The place behind each sequence's own tokens; those behind the tokens of its draft follow."""
         self.num_places = ends[-1]
         self.has_failed = False
-        """Whether a sequence of the batch has."""
+        """Whether any sequence of the batch has failed."""
         self._columns: _Columns | None = None
 
     def masks(self, tried: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +144,7 @@ class GrammarBatch:
 
 
 class _Columns(NamedTuple):
-    """What stays the same while all N sequences go on."""
+    """Vocabulary and matchers of N sequences, kept until one of them ends or fails."""
 
     vocabulary: Vocabulary | None
     """None where no grammar has compiled."""

@@ -1,4 +1,4 @@
-"""Where a sequence stands in its grammar."""
+"""The place of a sequence in its grammar."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from rollout_engine.kernels.cpu.grammar import Outcome
 
 
 class GrammarState:
-    """Where one sequence stands in its grammar, which is a function of its tokens.
+    """The place of one sequence in its grammar, a function of the sequence's tokens.
 
     A token that ends the sequence is allowed exactly where the tokens before it are complete.
     """
@@ -26,7 +26,7 @@ class GrammarState:
         self.num_followed = num_prompt_tokens
         """Tokens of the sequence that the matcher has taken, and its prompt, which it never sees."""
         self.failure: str | None = None
-        """Why it cannot go on."""
+        """The reason why the sequence cannot go on; None while it can."""
 
     def begin(self) -> None:
         """Wait for the grammar, if need be. Notes what fails."""

@@ -63,7 +63,8 @@ def redraw(
     are as for `draw`; log-probs stay those of the whole row.
     """
     if build.load_kernels() is not None:
-        sampling.redraw(logits, temperatures, uniforms, greedy, rules, masks, stats, kept)
+        prepared = sampling.PreparedRows(logits, temperatures, uniforms, greedy, rules, stats, kept)
+        sampling.redraw(prepared, masks)
         return
     rows = ((masks.places >= 0) & ~stats.maximum.isnan()).nonzero()[:, 0]
     allowed = allowed_tokens(masks.bits, logits.shape[1])[masks.places[rows]]

@@ -1,7 +1,7 @@
 """What structured outputs cost: the same prompts answered freely and under a grammar, taking turns, in one engine.
 
-Random weights draw every second token against the grammar, and each such token takes a mask and a second draw. A model
-that has been trained for the form seldom does: "json, trained" is measured with one, which learns it here.
+Much of what random weights draw is against the grammar, and each such token takes a mask and a second draw. Little of
+what a model draws that has been trained for the form is: "json, trained" is measured with one, which learns it here.
 
 No answer can end before it has all its tokens, so both kinds compute the same number of steps and of tokens. Ratios are
 of the process's own CPU seconds, all threads together, and of time by the clock, in which masks that are filled on

@@ -137,7 +137,8 @@ def sampling_calls() -> Iterator[Call]:
             rules = sampling.Truncation(temperature, *(given.pop(name) for name in ("top_k", "top_p", "min_p")))
             stats = sampling.RowStats(*(given.pop(name) for name in sampling.RowStats._fields))
             kept = sampling.KeptTokens(*(given.pop(f"kept.{name}") for name in sampling.KeptTokens._fields))
-            sampling.redraw(**given, rules=rules, masks=sampling.TokenMasks(bits, places), stats=stats, kept=kept)
+            rows = sampling.PreparedRows(**given, rules=rules, stats=stats, kept=kept)
+            sampling.redraw(rows, sampling.TokenMasks(bits, places))
             return stats
 
         common = dict(logits=logits, temperatures=temperatures)

@@ -29,7 +29,7 @@ class Outcome(IntEnum):
     """How the grammar of one sequence was followed."""
 
     FOLLOWED = 0
-    """To its last token, and behind it."""
+    """The matcher took all of the sequence's tokens, and stands behind them."""
     ENDED = 1
     """The sequence has ended: it has no matcher, or one of its tokens ends it."""
     REFUSED = 2
@@ -107,7 +107,7 @@ class Matchers:
         firsts, index, place = ends - drafted - 1, np.dtype(np.int64), np.dtype(np.uint64)
         self._num_places = int(ends[-1])
         self.num_threads = min(count, torch.get_num_threads())
-        """Threads that follow them."""
+        """Number of threads that follow the sequences."""
         self._scratch = np.empty((self.num_threads, len(plain)), np.uint32)
         self._alive = functions, addresses, bits, plain, drafted, firsts
         self._args = _Arguments(

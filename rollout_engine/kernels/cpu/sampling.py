@@ -70,7 +70,7 @@ class PreparedRows:
 
     @property
     def address(self) -> int:
-        """Where C++ finds them."""
+        """Address of the arguments that describe the rows."""
         return ctypes.addressof(self.args)
 
 
@@ -85,21 +85,11 @@ def draw(
     return stats, kept
 
 
-def redraw(
-    logits: Tensor,
-    temperatures: Tensor,
-    uniforms: Tensor,
-    greedy: Tensor,
-    rules: Truncation | None,
-    masks: TokenMasks,
-    stats: RowStats,
-    kept: KeptTokens | None,
-) -> None:
-    """C++ side of `kernels.draw.redraw`. Raises `ValueError` for tensors it cannot read."""
-    prepared = PreparedRows(logits, temperatures, uniforms, greedy, rules, stats, kept)
-    prepared.args.mask, prepared.args.mask_row = _mask_addresses(masks, *logits.shape)
-    prepared.args.mask_words = masks.bits.shape[1]
-    _library().sampling_draw(prepared.address)
+def redraw(rows: PreparedRows, masks: TokenMasks) -> None:
+    """C++ side of `kernels.draw.redraw`. Raises `ValueError` for masks that it cannot read."""
+    rows.args.mask, rows.args.mask_row = _mask_addresses(masks, rows.num_rows, rows.args.vocab_size)
+    rows.args.mask_words = masks.bits.shape[1]
+    _library().sampling_draw(rows.address)
 
 
 def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:

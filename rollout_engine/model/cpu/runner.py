@@ -209,4 +209,4 @@ class _Drawn(NamedTuple):
     settings: SamplingBatch
     """Sampling columns; the positions change with every step."""
     edits: RowEdits
-    """Those of the last step, and of the next one where they last."""
+    """Edits of the last step's rows, which serve the next step too where they last."""

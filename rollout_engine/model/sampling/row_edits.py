@@ -11,7 +11,7 @@ from rollout_engine.model.sampling.logit_edits import LogitEdits
 
 
 class RowEdits(dict[int, LogitEdits]):
-    """Row -> its edits. One that `lasts` serves every step that draws from the same sequences."""
+    """The logit edits of a step's rows, by row; of every step that draws from the same sequences where they last."""
 
     lasts = False
     """Whether the same rows are edited whatever the positions of their tokens."""
@@ -24,7 +24,8 @@ class RowEdits(dict[int, LogitEdits]):
     def is_restricted(self, num_rows: int) -> np.ndarray:
         """bool [N]: the rows `restricted`."""
         found = np.zeros(num_rows, np.bool_)
-        found[self.restricted] = True
+        if self.restricted:
+            found[self.restricted] = True
         return found
 
     def tries_first(self, truncates: np.ndarray) -> np.ndarray:
