@@ -92,12 +92,12 @@ class NativeMatcher:
         return not _library().llg_matcher_consume_token(self.address, token_id)
 
     def get_error(self) -> str:
-        """Why it cannot go on; empty where it can."""
+        """The matcher's error; empty where it has none."""
         text: bytes | None = _library().llg_matcher_get_error(self.address)
         return "" if text is None else text.decode(errors="replace")
 
     def is_error(self) -> bool:
-        """Whether it cannot go on."""
+        """Whether the matcher has an error, and cannot go on."""
         return bool(_library().llg_matcher_is_error(self.address))
 
     def __del__(self) -> None:

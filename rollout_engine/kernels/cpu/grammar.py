@@ -26,7 +26,7 @@ FUNCTIONS = (
 
 
 class Outcome(IntEnum):
-    """How the grammar of one sequence was followed."""
+    """Result of following one sequence's grammar."""
 
     FOLLOWED = 0
     """The matcher took all of the sequence's tokens, and stands behind them."""
@@ -62,7 +62,7 @@ class _Restriction(ctypes.Structure):
 
 
 class Followed:
-    """How N sequences were followed."""
+    """Results of following N sequences."""
 
     def __init__(self, num_sequences: int) -> None:
         self.outcomes = np.zeros(num_sequences, np.int64)

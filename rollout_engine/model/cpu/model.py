@@ -48,7 +48,7 @@ class CpuModel:
         self.layer_watch = LayerWatch(module, len(geometry))
         self.routers = routers_of(module)
         self.replayed: Tensor | None = None
-        """The experts of `replaying`, inside of it."""
+        """Experts that `replaying` gives, int64 [T, number of routers, k]; None outside of it."""
 
     def forward(self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]) -> Tensor:
         """Compute `chunks`, writing their KV; return logits [len(logit_rows), V] of these rows of the flat batch."""

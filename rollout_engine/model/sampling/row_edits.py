@@ -37,7 +37,7 @@ class RowEdits(dict[int, LogitEdits]):
 
     @cached_property
     def masked(self) -> "MaskedRows | None":
-        """Those of them that need no edited copy; None without any."""
+        """The restricted rows that are drawn without an edited copy; None without any."""
         found = {row: self[row] for row in self.restricted if row not in self.copied}
         return MaskedRows(found) if found else None
 
