@@ -5,6 +5,7 @@ cache, when the sequence lost its KV, and whether the token had been drafted. No
 the time went.
 """
 
+import math
 import os
 import time
 from collections import Counter
@@ -18,6 +19,8 @@ from rollout_engine.errors import RequestError
 
 Sample = Mapping[str, Any]
 """One sample of a file, as `read_jsonl` returns it."""
+_CLOCKS_DIFFER = 2.0
+"""Seconds by which the clock of an engine's machine may differ from that of the log's."""
 
 
 class Computed(NamedTuple):
@@ -43,7 +46,7 @@ class Origin(NamedTuple):
     draft_place: int
     """Place in the draft that it confirmed, the first being 1; 0: nobody had guessed it."""
     num_others: int
-    """Sequences of the same seed, prompt and version, of which this one is the newest."""
+    """Sequences of the same seed, prompt, version and time, of which this one is the newest."""
     computed: list[Computed]
     """Up to that step, oldest first."""
 
@@ -76,23 +79,24 @@ def explain(
     prompt = [*sample["prompt_token_ids"], *ids[:first]]
     seed = seed_of_turn(sample["seed"], turns[place]) % 2**64
     position = len(sample["prompt_token_ids"]) + place
-    names: dict[int, str] = {}
-    origin: Origin | None = None
-    num_found = 0
+    since, until = sample.get("made", (-math.inf, math.inf))
+    found: list[tuple[float, Trace, Origin]] = []
     for trace in read_traces(directory):
         for sequence in _sequences(trace):
             if (sequence.seed, sequence.num_prompt_tokens) != (seed, len(prompt)):
                 continue
-            if sequence.checksum == prompt_checksum(prompt):
-                found = _origin(trace, sequence, position, versions[place])
-                num_found += found is not None
-                if found is not None:
-                    origin, names = found, _names(trace, samples)
-    if origin is None:
+            origin = _origin(trace, sequence, position, versions[place])
+            if origin is not None and sequence.checksum == prompt_checksum(prompt):
+                found.append((max(since - origin.step.at, origin.step.at - until, 0), trace, origin))
+    found = [each for each in found if each[0] <= _CLOCKS_DIFFER]
+    if not found:
         hint = "It is bounded by step_trace_bytes and forgets the oldest steps, or another engine drew the token."
         raise RequestError.for_field("--trace", str(directory), "a trace that has this token", hint)
-    origin = origin._replace(num_others=num_found - 1)
-    return origin, _text(sample, place, origin, names)
+    nearest = min(each[0] for each in found)
+    found = [each for each in found if each[0] == nearest]
+    _, trace, origin = found[-1]
+    origin = origin._replace(num_others=len(found) - 1)
+    return origin, _text(sample, place, origin, _names(trace, samples))
 
 
 def _sequences(trace: Trace) -> list[TracedSequence]:
@@ -190,7 +194,7 @@ def _text(sample: Sample, place: int, origin: Origin, names: Mapping[int, str]) 
         lines.append("  its prompt was computed before the oldest step of the trace")
     if origin.num_others:
         lines.append(
-            f"  {origin.num_others} older sequences have the same seed, prompt and version; this is the newest"
+            f"  this is the newest: {origin.num_others} more of that time with the same seed, prompt and version"
         )
     return "\n".join(lines)
 

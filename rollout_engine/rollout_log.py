@@ -10,10 +10,12 @@ A line has the keys of `rollout_engine.batches.jsonl`, and these:
     lora        {name, revision, digest} of the adapter; null without one
     engine      model, dtype, fp32_head, quantization, deterministic, logits_processors, and what it ran on
                 (`ModelInfo.made_with`); step_trace where it writes one
+    made        [when the log was opened, when the group was complete], seconds since 1970 on this machine's clock
 """
 
 import os
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -51,12 +53,14 @@ class LoggedSamples:
         self._digests: dict[int, str] = {}
         """Version -> digest of its weights."""
         self._engine = describe_engine(policy)
+        self._since = time.time()
         self._learn_digest()
 
     def of(self, samples: Iterable[dict[str, Any]], params: SamplingParams) -> list[dict[str, Any]]:
         """The samples of a group that was drawn with `params`, as `rollout_engine.batches.jsonl` describes them."""
         self._learn_digest()
         made_by = {"sampling": _drawn_by(params), "lora": self._describe_lora(), "engine": self._engine}
+        made_by["made"] = [self._since, time.time()]
         lines = []
         for sample in samples:
             versions = sorted({*sample["policy_version"], *sample["kv_min_version"]} - {-1})

@@ -86,7 +86,7 @@ def advantages(samples: Sequence[Viewed]) -> list[float | None]:
 
 def visible(text: str) -> str:
     """The text with its control characters as pictures, so that no terminal or page obeys them."""
-    return "".join(_picture(char) for char in text)
+    return text if text.isprintable() else "".join(map(_picture, text))
 
 
 def _picture(char: str) -> str:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, ClassVar
 
-from rich.console import Group
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.style import Style
 from rich.text import Text
@@ -28,6 +30,19 @@ _MOST_TOKENS = 4_000
 """Tokens of a sample that are drawn."""
 _MOST_COMPARED = 2_000
 """Tokens of a sample that are compared with another's, which takes the time of their product."""
+
+
+class _Cell(Text):
+    """One line of text about a sample. A table measures every row, so it tells its width without being laid out."""
+
+    def __init__(self, text: str, index: int) -> None:
+        super().__init__(text)
+        self.index = index
+        """Place of the sample among all."""
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        width = cell_len(self.plain)
+        return Measurement(width, width)
 
 
 class RolloutViewer(App[None]):
@@ -55,7 +70,6 @@ class RolloutViewer(App[None]):
         self.title = title
         self._samples, self._advantages = samples, advantages(samples)
         self._most = max((abs(a) for a in self._advantages if a is not None), default=0.0) or 1.0
-        self._order = list(range(len(samples)))
         self._words, self._sort, self._colour = "", 0, 0
         self._folds, self._chosen, self._before = True, 0, 0
         self.shown = Text()
@@ -70,15 +84,14 @@ class RolloutViewer(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one(DataTable).add_columns("sample", "reward", "tokens", "log-prob", "response")
+        table = self.query_one(DataTable)
+        for name in ("sample", "reward", "tokens", "log-prob", "response"):
+            table.add_column(name, key=name)
         self._fill()
-        self.query_one(DataTable).focus()
+        table.focus()
 
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
-        index = int(str(event.row_key.value))
-        if index != self._chosen:
-            self._before, self._chosen = self._chosen, index
-        self._show(self._card(self._chosen))
+        self._choose(int(str(event.row_key.value)))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self._words = event.value.lower()
@@ -95,7 +108,7 @@ class RolloutViewer(App[None]):
     def action_sort(self) -> None:
         """Sort by the next of: order of the file, reward, length, log-prob."""
         self._sort = (self._sort + 1) % len(_SORTS)
-        self._fill()
+        self._order()
 
     def action_colour(self) -> None:
         """Colour tokens by the next of: log-prob, advantage, version, turn, nothing."""
@@ -129,17 +142,29 @@ class RolloutViewer(App[None]):
 
     def _fill(self) -> None:
         """Put the samples that are searched for into the table, in their order."""
-        found = [i for i, s in enumerate(self._samples) if self._words in f"{s.prompt}\n{s.response}".lower()]
-        self._order = sorted(found, key=self._sort_key)
         table = self.query_one(DataTable)
         table.clear()
-        for i in self._order:
-            each = self._samples[i]
-            place = f"{each.sample['group_id']}·{each.sample['sample_index']}"
-            start = visible(" ".join(each.response[:200].split()))
-            cells = (place, _number(each.reward), str(len(each.pieces)), _number(each.mean_log_prob), start)
-            table.add_row(*(Text(cell) for cell in cells), key=str(i))
-        self.sub_title = f"{len(found)} of {len(self._samples)} samples, by {_SORTS[self._sort]}"
+        for i, each in enumerate(self._samples):
+            if self._words in f"{each.prompt}\n{each.response}".lower():
+                place = f"{each.sample['group_id']}·{each.sample['sample_index']}"
+                start = visible(" ".join(each.response[:200].split()))
+                cells = (place, _number(each.reward), str(len(each.pieces)), _number(each.mean_log_prob), start)
+                table.add_row(*(_Cell(cell, i) for cell in cells), key=str(i))
+        self._order()
+
+    def _order(self) -> None:
+        """Bring the samples of the table into their order, the first to the cursor."""
+        table = self.query_one(DataTable)
+        table.sort("sample", key=lambda cell: self._sort_key(cell.index))
+        table.move_cursor(row=0, animate=False)
+        if table.row_count:  # the cursor may have been there, at another sample
+            self._choose(table.get_row_at(0)[0].index)
+        self.sub_title = f"{table.row_count} of {len(self._samples)} samples, by {_SORTS[self._sort]}"
+
+    def _choose(self, i: int) -> None:
+        if i != self._chosen:
+            self._before, self._chosen = self._chosen, i
+        self._show(self._card(i))
 
     def _sort_key(self, i: int) -> tuple[float, int]:
         each = self._samples[i]

@@ -86,10 +86,33 @@ def test_each_version_of_the_same_seed_and_prompt_is_told_apart(checkpoint, tmp_
             policy.rollout(PROMPTS, PARAMS, num_samples=1, seed=1, log_to=log, use_tqdm=False)
         policy.update_weights(str(checkpoint))
         policy.rollout(PROMPTS, PARAMS, num_samples=1, seed=1, log_to=log, use_tqdm=False)
-    before, *_, after, _ = read_jsonl(log)
-    old, new = explain(before, 5, tmp_path / "trace")[0], explain(after, 5, tmp_path / "trace")[0]
-    assert (old.step.version, old.num_others) == (0, 1) and (new.step.version, new.num_others) == (1, 0)
-    assert new.step.step > old.step.step
+    origins = [explain(sample, 5, tmp_path / "trace")[0] for sample in read_jsonl(log)[::2]]
+    assert [(each.step.version, each.num_others) for each in origins] == [(0, 0), (0, 0), (1, 0)]
+    steps = [each.step.step for each in origins]
+    assert steps == sorted(set(steps))
+
+
+def test_steps_of_another_run_of_the_same_seeds_are_not_taken_for_those_of_this_one(made, run):
+    sample = made[0][0]
+    since, until = sample["made"]
+    step = explain(sample, 5, run / "trace")[0].step
+    assert since <= step.at <= until
+    for moved in (-3600, 3600):
+        with pytest.raises(RequestError, match="another engine drew the token"):
+            explain(sample | {"made": [since + moved, until + moved]}, 5, run / "trace")
+
+
+def test_a_line_without_its_time_is_explained_by_the_newest_of_its_seed(checkpoint, tmp_path):
+    log = tmp_path / "rollouts.jsonl"
+    with RolloutPolicy.from_pretrained(checkpoint, num_kv_blocks=64, step_trace=tmp_path / "trace") as policy:
+        for _ in range(2):
+            policy.rollout(PROMPTS, PARAMS, num_samples=1, seed=1, log_to=log, use_tqdm=False)
+    first, _, second, _ = read_jsonl(log)
+    newest, _ = explain(second, 5, tmp_path / "trace")
+    del first["made"]  # as in files of older versions
+    origin, text = explain(first, 5, tmp_path / "trace")
+    assert origin.step == newest.step and origin.num_others == 1
+    assert "this is the newest: 1 more of that time" in text
 
 
 def test_the_command_explains_without_a_model(made, run, capsys):

@@ -44,9 +44,10 @@ def test_the_chosen_sample_is_shown_whole():
 
 def test_samples_are_sorted_by_reward_then_length():
     samples = rollouts(3, 2)
-    rows, _ = drive(samples, "s")
+    rows, shown = drive(samples, "s")
     best = max(samples, key=lambda s: s["reward"])
     assert rows[0] == f"{best['group_id']}·{best['sample_index']}"
+    assert f"group {best['group_id']}, sample {best['sample_index']}" in shown
     rows, _ = drive(samples, "s", "s")
     longest = max(len(s["response_token_ids"]) for s in samples)
     first = next(s for s in samples if len(s["response_token_ids"]) == longest)
