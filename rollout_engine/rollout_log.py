@@ -59,8 +59,12 @@ class LoggedSamples:
     def of(self, samples: Iterable[dict[str, Any]], params: SamplingParams) -> list[dict[str, Any]]:
         """The samples of a group that was drawn with `params`, as `rollout_engine.batches.jsonl` describes them."""
         self._learn_digest()
-        made_by = {"sampling": _drawn_by(params), "lora": self._describe_lora(), "engine": self._engine}
-        made_by["made"] = [self._since, time.time()]
+        made_by = {
+            "sampling": _drawn_by(params),
+            "lora": self._describe_lora(),
+            "engine": self._engine,
+            "made": [self._since, time.time()],
+        }
         lines = []
         for sample in samples:
             versions = sorted({*sample["policy_version"], *sample["kv_min_version"]} - {-1})
