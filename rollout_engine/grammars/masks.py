@@ -4,7 +4,7 @@ C++ follows them, on the threads that compute the model (`kernels.cpu.grammar`),
 result. No mask is filled where a token has been drawn that it would allow.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -40,8 +40,10 @@ class GrammarBatch:
     """
 
     def __init__(self, asked: Sequence[Asked]) -> None:
-        self._asked = asked
-        ends = list(accumulate(1 + len(each.draft) for each in asked))
+        self._states = [each.state for each in asked]
+        self._token_ids = [each.token_ids for each in asked]
+        self._drafts = [each.draft for each in asked]
+        ends = list(accumulate(1 + len(draft) for draft in self._drafts))
         self.firsts = [0, *ends[:-1]]
         """The place behind each sequence's own tokens; those behind the tokens of its draft follow."""
         self.num_places = ends[-1]
@@ -65,81 +67,81 @@ class GrammarBatch:
         if native is None:
             masks, is_filled, found = self._masks_in_python(vocabulary, tokens, ends, tried)
         else:
-            columns = np.array(tokens, np.uint32), np.array(ends, np.int64)
-            masks, is_filled, found = native.fill(*columns, tried, MAX_MASK_SECONDS)
+            masks, is_filled, found = native.fill(tokens, ends, tried, MAX_MASK_SECONDS)
         self._note(found, tokens, ends)
         return masks, is_filled
 
     def restrict(
         self,
-        prepare: Callable[[int], PreparedRows],
+        rows: PreparedRows,
         row_at: np.ndarray,
-        tries_first: np.ndarray,
-        uniforms_of: tuple[np.ndarray, np.ndarray],
+        tries_first: np.ndarray | None,
     ) -> bool:
         """Draw the rows again whose tokens may not come; see `kernels.cpu.grammar.Matchers.restrict`.
 
-        `prepare`: makes the rows, with memory of so many threads.
         Returns False, and has done nothing, where C++ does not follow these sequences.
         """
         native = self._columns_now().native
         if native is None:
             return False
         tokens, ends = self._tokens()
-        columns = np.array(tokens, np.uint32), np.array(ends, np.int64)
-        found = native.restrict(
-            *columns, prepare(native.num_threads), row_at, tries_first, uniforms_of, MAX_MASK_SECONDS
-        )
+        found = native.restrict(tokens, ends, rows, row_at, tries_first, MAX_MASK_SECONDS)
         self._note(found, tokens, ends)
         return True
 
     def _columns_now(self) -> "_Columns":
         """The columns, made again where a sequence has ended, or cannot go on."""
         if self._columns is None:
-            for state, _, _ in self._asked:
+            for state in self._states:
                 if state.vocabulary is None and state.failure is None:
                     state.begin()
                 self.has_failed |= state.failure is not None
-        matchers = [each.state.matcher for each in self._asked]
+        matchers = [state.matcher for state in self._states]
         if self._columns is None or self._columns.matchers != matchers:
-            self._columns = _Columns.of(self._asked, matchers)
+            self._columns = _Columns.of(self._states, matchers, [len(draft) for draft in self._drafts])
         return self._columns
 
-    def _tokens(self) -> tuple[list[int], list[int]]:
-        """Tokens that are new to the matchers, which count as having taken them now, with drafts, and their ends."""
-        tokens: list[int] = []
-        ends = []
-        for state, token_ids, draft in self._asked:
-            tokens += token_ids[state.num_followed :]
-            tokens += draft
-            ends.append(len(tokens))
-            state.num_followed = len(token_ids)
-        return tokens, ends
+    def _tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that are new to the matchers, which count as having taken them now, with drafts, and their ends.
 
-    def _note(self, found: Followed, tokens: list[int], ends: list[int]) -> None:
+        uint32, and int64 [N].
+        """
+        new: list[int] = []
+        ends = []
+        for state, token_ids, draft in zip(self._states, self._token_ids, self._drafts, strict=True):
+            length = len(token_ids)
+            if state.num_followed == length - 1:  # in nearly every step
+                new.append(token_ids[-1])
+            else:
+                new += token_ids[state.num_followed :]
+            if draft:
+                new += draft
+            ends.append(len(new))
+            state.num_followed = length
+        return np.array(new, np.uint32), np.array(ends, np.int64)
+
+    def _note(self, found: Followed, tokens: np.ndarray, ends: np.ndarray) -> None:
         for row in found.outcomes.nonzero()[0].tolist():
-            state, outcome = self._asked[row].state, Outcome(int(found.outcomes[row]))
+            state, outcome = self._states[row], Outcome(int(found.outcomes[row]))
             if state.matcher is not None:
-                place = (ends[row - 1] if row else 0) + int(found.refused[row])
-                token_id = tokens[place] if outcome is Outcome.REFUSED else None
+                place = int((ends[row - 1] if row else 0) + found.refused[row])
+                token_id = int(tokens[place]) if outcome is Outcome.REFUSED else None
                 state.note(outcome, token_id, float(found.seconds[row]))
                 self.has_failed |= state.failure is not None
 
     def _masks_in_python(
-        self, vocabulary: Vocabulary, tokens: list[int], ends: list[int], tried: np.ndarray
+        self, vocabulary: Vocabulary, tokens: np.ndarray, ends: np.ndarray, tried: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, Followed]:
         masks = np.empty((self.num_places, vocabulary.num_words), np.uint32)
         is_filled, found, start = np.empty(self.num_places, np.bool_), Followed(len(ends)), 0
-        for row, (state, _, draft) in enumerate(self._asked):
-            new, own = (
-                tokens[start : ends[row] - len(draft)],
-                slice(self.firsts[row], self.firsts[row] + 1 + len(draft)),
-            )
+        for row, (state, draft) in enumerate(zip(self._states, self._drafts, strict=True)):
+            new = tokens[start : ends[row] - len(draft)].tolist()
+            own = slice(self.firsts[row], self.firsts[row] + 1 + len(draft))
             wanted = Wanted(vocabulary.plain, masks[own], tried[own], is_filled[own])
             outcome, found.refused[row], found.seconds[row] = follow(state, new, draft, wanted, MAX_MASK_SECONDS)
             if outcome is not Outcome.FOLLOWED:
                 wanted.allow_all(0)
-            found.outcomes[row], start = outcome, ends[row]
+            found.outcomes[row], start = outcome, int(ends[row])
         return masks, is_filled, found
 
 
@@ -154,8 +156,7 @@ class _Columns(NamedTuple):
     """None where Python follows them."""
 
     @classmethod
-    def of(cls, asked: Sequence[Asked], matchers: list[Any]) -> "_Columns":
-        states = [each.state for each in asked]
+    def of(cls, states: Sequence[GrammarState], matchers: list[Any], num_drafted: Sequence[int]) -> "_Columns":
         vocabulary = next((state.vocabulary for state in states if state.vocabulary is not None), None)
         if vocabulary is None or vocabulary.native is None:
             return cls(vocabulary, matchers, None)
@@ -168,7 +169,7 @@ class _Columns(NamedTuple):
             addresses,
             (np.array(text, np.uint64), np.array(stops, np.uint64)),
             vocabulary.plain,
-            [len(each.draft) for each in asked],
+            num_drafted,
         )
         return cls(vocabulary, matchers, native)
 

@@ -4,27 +4,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.cpu import build, sampling
-from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, TokenMasks, Truncation
+from rollout_engine.kernels import rng
+from rollout_engine.kernels.cpu import build
+from rollout_engine.kernels.cpu.sampling import PreparedRows
+from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, TokenMasks, Truncation, UniformsOf
 from rollout_engine.kernels.token_logprobs import cumulative_mass, logprobs_at, row_blocks, row_weights
 from rollout_engine.kernels.truncation import edges_of, is_kept
+
+
+def prepare(
+    logits: Tensor,
+    temperatures: Tensor,
+    uniforms: Tensor | UniformsOf,
+    greedy: Tensor,
+    rules: Truncation | None,
+    drawn: tuple[RowStats, KeptTokens | None] | None = None,
+) -> PreparedRows | None:
+    """The rows of `draw`, or with what has been `drawn` those of `redraw`, for C++; None without it."""
+    if build.load_kernels() is None:
+        return None
+    return PreparedRows(logits, temperatures, uniforms, greedy, rules, drawn)
 
 
 def draw(
     logits: Tensor,
     temperatures: Tensor,
-    uniforms: Tensor,
+    uniforms: Tensor | UniformsOf,
     greedy: Tensor,
     rules: Truncation | None = None,
 ) -> tuple[RowStats, KeptTokens | None]:
     """Draw a token per row of `logits` [N, V], any floating dtype -> statistics of whole rows, tokens that are kept.
 
-    `temperatures` float32 [N] from `row_temperatures`, `uniforms` float64 [N] in [0, 1). Rows of `greedy`, bool [N],
-    take the most likely token, the first of several; `rules` must not truncate these rows. Log-probs are those of the
-    whole row. A row whose statistics are NaN gets an arbitrary token.
+    `temperatures` float32 [N] from `row_temperatures`, `uniforms` float64 [N] in [0, 1), or what they depend on. Rows
+    of `greedy`, bool [N], take the most likely token, the first of several; `rules` must not truncate these rows.
+    Log-probs are those of the whole row. A row whose statistics are NaN gets an arbitrary token.
     """
-    if build.load_kernels() is not None:
-        return sampling.draw(logits, temperatures, uniforms, greedy, rules)
+    if (prepared := prepare(logits, temperatures, uniforms, greedy, rules)) is not None:
+        return prepared.draw()
+    uniforms = numbers(uniforms)
     tokens = torch.empty(len(logits), dtype=torch.int64)
     maximum, total, kept_total = torch.empty_like(temperatures), torch.empty_like(uniforms), torch.empty_like(uniforms)
     floor, last_tie = torch.empty_like(temperatures), torch.empty_like(tokens)
@@ -49,7 +66,7 @@ def draw(
 def redraw(
     logits: Tensor,
     temperatures: Tensor,
-    uniforms: Tensor,
+    uniforms: Tensor | UniformsOf,
     greedy: Tensor,
     rules: Truncation | None,
     masks: TokenMasks,
@@ -62,10 +79,10 @@ def redraw(
     an arbitrary log-prob, where nothing is left. What rules keep goes into `kept`, given with them. The other arguments
     are as for `draw`; log-probs stay those of the whole row.
     """
-    if build.load_kernels() is not None:
-        prepared = sampling.PreparedRows(logits, temperatures, uniforms, greedy, rules, stats, kept)
-        sampling.redraw(prepared, masks)
+    if (prepared := prepare(logits, temperatures, uniforms, greedy, rules, (stats, kept))) is not None:
+        prepared.redraw(masks)
         return
+    uniforms = numbers(uniforms)
     rows = ((masks.places >= 0) & ~stats.maximum.isnan()).nonzero()[:, 0]
     allowed = allowed_tokens(masks.bits, logits.shape[1])[masks.places[rows]]
     changed = logits[rows].float().masked_fill(~allowed, -torch.inf)
@@ -80,6 +97,11 @@ def redraw(
     if kept is not None and left is not None:
         shift = (inside.maximum.double() - whole) / temperatures[rows]  # NaN where nothing is left
         kept.log_total[rows], kept.floor[rows], kept.last_tie[rows] = left.log_total + shift, left.floor, left.last_tie
+
+
+def numbers(uniforms: Tensor | UniformsOf) -> Tensor:
+    """float64 [N] in [0, 1)."""
+    return rng.uniforms(*uniforms) if isinstance(uniforms, UniformsOf) else uniforms
 
 
 def allowed_tokens(bits: Tensor, vocab_size: int) -> Tensor:

@@ -28,6 +28,15 @@ class RowStats(NamedTuple):
         return cls(*(torch.empty(num_rows, dtype=dtype, device=device) for dtype in dtypes))
 
 
+class UniformsOf(NamedTuple):
+    """Uniform numbers of N rows, by what they depend on; see `kernels.rng`."""
+
+    seeds: Tensor
+    """int64 [N]."""
+    positions: Tensor
+    """int64 [N]."""
+
+
 _IDLE = 1.0, 0, 1.0, 0.0
 """Rules that cut nothing."""
 

@@ -131,20 +131,21 @@ def sampling_calls() -> Iterator[Call]:
 
         def draw(temperature: Tensor, **given: Tensor) -> Any:
             rules = sampling.Truncation(temperature, *(given.pop(name) for name in ("top_k", "top_p", "min_p")))
-            return sampling.draw(**given, rules=rules)[0]
+            return sampling.PreparedRows(**given, rules=rules).draw()[0]
 
         def redraw(bits: Tensor, places: Tensor, temperature: Tensor, **given: Tensor) -> Any:
             rules = sampling.Truncation(temperature, *(given.pop(name) for name in ("top_k", "top_p", "min_p")))
             stats = sampling.RowStats(*(given.pop(name) for name in sampling.RowStats._fields))
             kept = sampling.KeptTokens(*(given.pop(f"kept.{name}") for name in sampling.KeptTokens._fields))
-            rows = sampling.PreparedRows(**given, rules=rules, stats=stats, kept=kept)
-            sampling.redraw(rows, sampling.TokenMasks(bits, places))
+            rows = sampling.PreparedRows(**given, rules=rules, drawn=(stats, kept))
+            rows.redraw(sampling.TokenMasks(bits, places))
             return stats
 
         common = dict(logits=logits, temperatures=temperatures)
         drawn = common | dict(uniforms=uniforms, greedy=greedy) | rules
         yield Call("draw", draw, drawn)
-        stats, kept = sampling.draw(logits, temperatures, uniforms, greedy, sampling.Truncation(*rules.values()))
+        rows = sampling.PreparedRows(logits, temperatures, uniforms, greedy, sampling.Truncation(*rules.values()))
+        stats, kept = rows.draw()
         assert kept is not None
         columns = stats._asdict() | {f"kept.{name}": column for name, column in kept._asdict().items()}
         yield Call("redraw", redraw, drawn | masks | columns)

@@ -93,6 +93,8 @@ class Sequence {
     template <typename Visit>
     int64_t follow(const Visit& visit) {
         int64_t num_visited = 0;
+        a.refused[index] = 0;
+        a.seconds[index] = 0;
         const Outcome outcome = walk(visit, num_visited);
         a.outcomes[index] = outcome;
         return outcome == FOLLOWED ? num_visited : 0;

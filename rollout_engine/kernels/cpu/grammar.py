@@ -56,13 +56,11 @@ class _Arguments(ctypes.Structure):
 
 
 class _Restriction(ctypes.Structure):
-    _fields_ = [
-        (name, c_void_p) for name in ("rows", "grammars", "row_at", "tries_first", "seeds", "positions", "masks")
-    ]
+    _fields_ = [(name, c_void_p) for name in ("rows", "grammars", "row_at", "tries_first", "masks")]
 
 
 class Followed:
-    """Results of following N sequences."""
+    """Results of following N sequences, until they are followed again."""
 
     def __init__(self, num_sequences: int) -> None:
         self.outcomes = np.zeros(num_sequences, np.int64)
@@ -109,6 +107,7 @@ class Matchers:
         self.num_threads = min(count, torch.get_num_threads())
         """Number of threads that follow the sequences."""
         self._scratch = np.empty((self.num_threads, len(plain)), np.uint32)
+        self._found = Followed(count)
         self._alive = functions, addresses, bits, plain, drafted, firsts
         self._args = _Arguments(
             functions=array_address("functions", functions, place, (len(FUNCTIONS),)),
@@ -120,8 +119,12 @@ class Matchers:
             plain_bits=array_address("plain", plain, np.dtype(np.uint32)),
             first_places=array_address("firsts", firsts, index, one),
             words=len(plain),
+            outcomes=self._found.outcomes.ctypes.data,
+            refused=self._found.refused.ctypes.data,
+            seconds=self._found.seconds.ctypes.data,
             threads=self.num_threads,
         )
+        self._restriction = _Restriction(grammars=ctypes.addressof(self._args), masks=self._scratch.ctypes.data)
 
     def fill(
         self, tokens: np.ndarray, token_ends: np.ndarray, tried: np.ndarray, max_seconds: float
@@ -137,12 +140,12 @@ class Matchers:
             tried: a token for each place, int64 [M]; negative where its mask is wanted.
             max_seconds: computing time that one place may take.
         """
-        found = self._begin(tokens, token_ends, max_seconds)
+        self._take(tokens, token_ends, max_seconds)
         masks = np.empty((self._num_places, self._args.words), np.uint32)
         is_filled = np.empty(self._num_places, np.bool_)
         columns = array_address("tried", tried, np.dtype(np.int64), (self._num_places,)), masks.ctypes.data
         _library().grammar_fill(ctypes.addressof(self._args), *columns, is_filled.ctypes.data)
-        return masks, is_filled, found
+        return masks, is_filled, self._found
 
     def restrict(
         self,
@@ -150,8 +153,7 @@ class Matchers:
         token_ends: np.ndarray,
         rows: PreparedRows,
         row_at: np.ndarray,
-        tries_first: np.ndarray,
-        uniforms_of: tuple[np.ndarray, np.ndarray],
+        tries_first: np.ndarray | None,
         max_seconds: float,
     ) -> Followed:
         """Follow the sequences, and draw the rows of R again whose tokens may not come, of those that may.
@@ -159,35 +161,28 @@ class Matchers:
         Args:
             tokens: as for `fill`.
             token_ends: as for `fill`.
-            rows: what `kernels.draw.draw` has drawn, with memory of `num_threads` threads.
+            rows: those that have been drawn, by uniforms of seeds and positions, with memory of `num_threads` threads.
             row_at: the row of each place, int64 [M]; negative for none.
-            tries_first: bool [R]: whether the row's token counts. Where not, it is drawn in any case.
-            uniforms_of: seeds and positions int64 [R] of the uniforms by which tokens are drawn a second time.
+            tries_first: bool [R]: whether the row's token counts, and the second draw is by another uniform. Where not,
+                it is drawn in any case, by the same. None: they all count.
             max_seconds: as for `fill`.
         """
-        found = self._begin(tokens, token_ends, max_seconds)
-        index, num_rows = np.dtype(np.int64), (rows.num_rows,)
-        restriction = _Restriction(
-            rows.address,
-            ctypes.addressof(self._args),
-            array_address("row_at", row_at, index, (self._num_places,)),
-            array_address("tries_first", tries_first, np.dtype(np.bool_), num_rows),
-            *(array_address("uniforms_of", column, index, num_rows) for column in uniforms_of),
-            self._scratch.ctypes.data,
-        )
-        if rows.num_threads < self.num_threads:
-            raise ValueError(f"rows should have memory of {self.num_threads} threads, not of {rows.num_threads}.")
-        _library().sampling_restrict(ctypes.addressof(restriction))
-        return found
+        self._take(tokens, token_ends, max_seconds)
+        if rows.num_threads < self.num_threads or not rows.has_seeds:
+            raise ValueError(f"rows should have seeds, and memory of {self.num_threads} threads.")
+        self._restriction.rows = rows.address
+        self._restriction.row_at = array_address("row_at", row_at, np.dtype(np.int64), (self._num_places,))
+        self._restriction.tries_first = None
+        if tries_first is not None:
+            column = array_address("tries_first", tries_first, np.dtype(np.bool_), (rows.num_rows,))
+            self._restriction.tries_first = column
+        _library().sampling_restrict(ctypes.addressof(self._restriction))
+        return self._found
 
-    def _begin(self, tokens: np.ndarray, token_ends: np.ndarray, max_seconds: float) -> Followed:
-        found = Followed(self._args.sequences)
+    def _take(self, tokens: np.ndarray, token_ends: np.ndarray, max_seconds: float) -> None:
         self._args.tokens = array_address("tokens", tokens, np.dtype(np.uint32))
         self._args.token_ends = array_address("token_ends", token_ends, np.dtype(np.int64), (self._args.sequences,))
         self._args.max_seconds = max_seconds
-        columns = found.outcomes, found.refused, found.seconds
-        self._args.outcomes, self._args.refused, self._args.seconds = (column.ctypes.data for column in columns)
-        return found
 
 
 @cache

@@ -32,7 +32,8 @@ struct Rows {
     float* maximum;            // [rows], out; NaN for a row with NaN, +inf, or nothing but -inf; given to draw again
     double* log_total;         // [rows], out; NaN likewise; given to draw again
     float* logprob;            // [rows], out: of `token`
-    const double* uniform;     // draw: [rows], in [0, 1)
+    const double* uniform;     // draw: [rows], in [0, 1); null: those of seed and position
+    const uint64_t *seed, *position;  // draw: [rows]
     const uint8_t* greedy;     // draw: [rows], take the first of the most likely instead
     double* mass;              // draw: [threads, chunks], scratch
     const double* rule_temperature;  // draw: [rows], above 0 where a rule cuts; null: no row is truncated
@@ -239,6 +240,24 @@ struct Row {
     }
 };
 
+// Philox 4x32-10 (see kernels/rng.py): key = seed, counter = position; 53 bits of the first two words, in [0, 1).
+double uniform_of(uint64_t seed, uint64_t position) {
+    uint32_t c0 = (uint32_t)position, c1 = (uint32_t)(position >> 32), c2 = 0, c3 = 0;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        const uint64_t a = 0xD2511F53ull * c0, b = 0xCD9E8D57ull * c2;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return (double)(((uint64_t)c0 << 32 | c1) >> 11) * 0x1p-53;
+}
+
+double uniform_of_row(const Rows& a, int64_t i) { return a.uniform ? a.uniform[i] : uniform_of(a.seed[i], a.position[i]); }
+
 // A thread's memory; see `Rows`.
 struct Scratch {
     double* mass;  // [chunks]
@@ -271,13 +290,15 @@ void pick(const Rows& a, int64_t i, const Row<T>& row, double u, double log_tota
     if (row.is_usable()) a.token[i] = a.greedy[i] ? row.first_of_the_largest() : row.locate(u, scratch.mass, edge);
 }
 
+// Returns whether the row can be drawn from.
 template <typename T>
-void draw_row(const Rows& a, int64_t i, const Scratch& scratch) {
+bool draw_row(const Rows& a, int64_t i, const Scratch& scratch) {
     Row<T> row(a, i);
     row.finish(a, i, row.total(truncation::EVERYTHING, scratch.mass));
     a.token[i] = 0;
-    pick(a, i, row, a.uniform[i], a.log_total[i], 0.0, scratch);
+    pick(a, i, row, uniform_of_row(a, i), a.log_total[i], 0.0, scratch);
     row.finish_token(a, i);
+    return row.is_usable();
 }
 
 // Draws a row again, of the tokens that a mask allows. Where it allows none that can be drawn, the token is -1.
@@ -305,43 +326,31 @@ Scratch own_scratch(const Rows& a) {
     };
 }
 
-// Draws rows, or with masks those that have one again.
+// Draws rows, or with masks those that have one again. Returns how many cannot be drawn from; with masks 0.
 template <typename T>
-void draw(const Rows& a) {
-#pragma omp parallel for schedule(dynamic) num_threads(a.threads) if (a.threads > 1)
+int64_t draw(const Rows& a) {
+    int64_t unusable = 0;
+#pragma omp parallel for schedule(dynamic) num_threads(a.threads) if (a.threads > 1) reduction(+ : unusable)
     for (int64_t i = 0; i < a.rows; i++) {
         const Scratch scratch = own_scratch(a);
         if (!a.mask)
-            draw_row<T>(a, i, scratch);
+            unusable += !draw_row<T>(a, i, scratch);
         else if (a.mask_row[i] >= 0)
-            redraw_row<T>(a, i, a.mask + a.mask_row[i] * a.mask_words, a.uniform[i], scratch);
+            redraw_row<T>(a, i, a.mask + a.mask_row[i] * a.mask_words, uniform_of_row(a, i), scratch);
     }
+    return unusable;
 }
 
-// Philox 4x32-10 (see kernels/rng.py): key = seed, counter = position; 53 bits of the first two words, in [0, 1).
-double uniform_of(uint64_t seed, uint64_t position) {
-    uint32_t c0 = (uint32_t)position, c1 = (uint32_t)(position >> 32), c2 = 0, c3 = 0;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        const uint64_t a = 0xD2511F53ull * c0, b = 0xCD9E8D57ull * c2;
-        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
-        c1 = (uint32_t)b;
-        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
-        c3 = (uint32_t)a;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    return (double)(((uint64_t)c0 << 32 | c1) >> 11) * 0x1p-53;
-}
+// Added to a position for the uniform number of a second draw, as in model/sampling/sampler.py.
+constexpr uint64_t SECOND_DRAW = 1ull << 62;
 
 // Draws rows again whose tokens grammars refuse.
 struct Restriction {
-    const Rows* rows;
+    const Rows* rows;  // with seeds and positions
     const grammar::Arguments* grammars;
     const int64_t* row_at;       // [places], the row that is drawn there; negative: none
-    const uint8_t* tries_first;  // [rows]: 0 where the row has not been drawn yet, and its uniform is the first
-    const uint64_t *seeds, *positions;  // [rows], of the uniform of a second draw
-    uint32_t* masks;                    // [threads, words], scratch
+    const uint8_t* tries_first;  // [rows]: 0 where its token does not count; null: all do
+    uint32_t* masks;             // [threads, words], scratch
 };
 
 template <typename T>
@@ -358,10 +367,11 @@ void restrict_rows(const Restriction& r) {
             grammar::Sequence(g, i, watch).follow([&](int64_t place, grammar::Sequence& at) {
                 const int64_t row = r.row_at[place];
                 if (row < 0) return grammar::ALLOWED;
-                const grammar::Verdict verdict = at.judge(r.tries_first[row] ? a.token[row] : -1, mask);
+                const bool is_tried = !r.tries_first || r.tries_first[row];
+                const grammar::Verdict verdict = at.judge(is_tried ? a.token[row] : -1, mask);
                 if (verdict == grammar::NOT_ALLOWED) {
-                    const double u = r.tries_first[row] ? uniform_of(r.seeds[row], r.positions[row]) : a.uniform[row];
-                    redraw_row<T>(a, row, mask, u, scratch);
+                    const uint64_t position = a.position[row] + (is_tried ? SECOND_DRAW : 0);
+                    redraw_row<T>(a, row, mask, uniform_of(a.seed[row], position), scratch);
                 }
                 return verdict;
             });
@@ -387,7 +397,7 @@ void gradient(const Rows& a) {
 
 }  // namespace
 
-extern "C" void sampling_draw(const Rows* a) { a->is_bf16 ? draw<bf16>(*a) : draw<float>(*a); }
+extern "C" int64_t sampling_draw(const Rows* a) { return a->is_bf16 ? draw<bf16>(*a) : draw<float>(*a); }
 extern "C" void sampling_score(const Rows* a) { a->is_bf16 ? score<bf16>(*a) : score<float>(*a); }
 extern "C" void sampling_gradient(const Rows* a) { a->is_bf16 ? gradient<bf16>(*a) : gradient<float>(*a); }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error, check_ids
-from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, TokenMasks, Truncation
+from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, TokenMasks, Truncation, UniformsOf
 
 _SMALL = 1 << 15
 """Number of logits below which a second thread does not pay."""
@@ -23,7 +23,7 @@ class _Rows(ctypes.Structure):
         ("vocab_size", c_int64),
         ("stride", c_int64),
         *((name, c_void_p) for name in ("temperature", "token", "maximum", "log_total", "logprob")),
-        *((name, c_void_p) for name in ("uniform", "greedy", "mass")),
+        *((name, c_void_p) for name in ("uniform", "seed", "position", "greedy", "mass")),
         *((name, c_void_p) for name in ("temperature64", "top_k", "top_p", "min_p", "candidate")),
         *((name, c_void_p) for name in ("kept_log_total", "floor", "last_tie", "mask")),
         ("mask_words", c_int64),
@@ -33,32 +33,43 @@ class _Rows(ctypes.Structure):
 
 
 class PreparedRows:
-    """N rows of logits to draw from, as C++ reads them; what is drawn comes into `stats`, and into `kept` by rules.
+    """N rows of logits to draw from, as C++ reads them, and maybe those of later steps.
 
-    Raises `ValueError` for tensors it cannot read. The arguments are those of `kernels.draw.redraw`.
+    What is drawn comes into `stats`, and into `kept` by rules. Raises `ValueError` for tensors it cannot read. The
+    arguments are those of `kernels.draw.prepare`.
     """
+
+    num_unusable = 0
+    """Rows that could not be drawn from."""
 
     def __init__(
         self,
         logits: Tensor,
         temperatures: Tensor,
-        uniforms: Tensor,
+        uniforms: Tensor | UniformsOf,
         greedy: Tensor,
         rules: Truncation | None,
-        stats: RowStats,
-        kept: KeptTokens | None,
-        num_threads: int | None = None,
+        drawn: tuple[RowStats, KeptTokens | None] | None = None,
     ) -> None:
-        """`num_threads`: for how many threads there has to be memory; None: for those that draw these rows."""
         logits = _readable(logits)
         self.num_rows, vocab_size = logits.shape
+        if drawn is None:
+            kept = None if rules is None else KeptTokens.empty(self.num_rows)
+            drawn = RowStats.empty(self.num_rows, "cpu"), kept
+        self.stats, self.kept = stats, kept = drawn
         self.args = _rows(logits, temperatures, stats)
-        self.num_threads = num_threads or self.args.threads
+        self.num_threads = min(self.num_rows, torch.get_num_threads())
+        """Number of threads that there is memory for."""
         mass = torch.empty(self.num_threads, -(-vocab_size // CHUNK), dtype=torch.float64)
-        self.args.uniform = address("uniforms", uniforms, torch.float64, (self.num_rows,))
+        if isinstance(uniforms, UniformsOf):
+            self.args.seed = address("seeds", uniforms.seeds, torch.int64, (self.num_rows,))
+            self.args.position = address("positions", uniforms.positions, torch.int64, (self.num_rows,))
+        else:
+            self.args.uniform = address("uniforms", uniforms, torch.float64, (self.num_rows,))
         self.args.greedy = address("greedy", greedy, torch.bool, (self.num_rows,))
         self.args.mass = mass.data_ptr()
-        self._alive: list[object] = [logits, temperatures, uniforms, greedy, stats, mass]
+        self._logits = logits
+        self._alive: list[object] = [temperatures, uniforms, greedy, mass]
         if rules is not None and kept is not None:
             rules, scratch = Truncation(*(c.contiguous() for c in rules)), torch.empty(2, self.num_threads, vocab_size)
             self.args.temperature64, self.args.top_k, self.args.top_p, self.args.min_p = _rule_addresses(
@@ -66,30 +77,39 @@ class PreparedRows:
             )
             self.args.kept_log_total, self.args.floor, self.args.last_tie = _kept_addresses(kept, self.num_rows)
             self.args.candidate, self.args.masked = scratch[0].data_ptr(), scratch[1].data_ptr()
-            self._alive += [rules, kept, scratch]
+            self._alive += [rules, scratch]
+
+    @property
+    def has_seeds(self) -> bool:
+        """Whether uniforms are given by what they depend on."""
+        return self.args.uniform is None
 
     @property
     def address(self) -> int:
         """Address of the arguments that describe the rows."""
         return ctypes.addressof(self.args)
 
+    def move(self, logits: Tensor, positions: Tensor) -> bool:
+        """Go on to the rows of another step, at these positions int64 [N]; False where the logits have another form."""
+        before = self._logits
+        if logits.shape != before.shape or logits.dtype != before.dtype or logits.stride() != before.stride():
+            return False
+        self.args.logits = address("logits", logits, logits.dtype, logits.shape, strided_rows=True)
+        self.args.position = address("positions", positions, torch.int64, (self.num_rows,))
+        self._logits, self._positions = logits, positions
+        return True
 
-def draw(
-    logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor, rules: Truncation | None
-) -> tuple[RowStats, KeptTokens | None]:
-    """C++ side of `kernels.draw.draw`. Raises `ValueError` for tensors it cannot read."""
-    stats = RowStats.empty(len(logits), "cpu")
-    kept = None if rules is None else KeptTokens.empty(len(logits))
-    prepared = PreparedRows(logits, temperatures, uniforms, greedy, rules, stats, kept)
-    _library().sampling_draw(prepared.address)
-    return stats, kept
+    def draw(self) -> tuple[RowStats, KeptTokens | None]:
+        """C++ side of `kernels.draw.draw`."""
+        self.num_unusable = _library().sampling_draw(self.address)
+        return self.stats, self.kept
 
-
-def redraw(rows: PreparedRows, masks: TokenMasks) -> None:
-    """C++ side of `kernels.draw.redraw`. Raises `ValueError` for masks that it cannot read."""
-    rows.args.mask, rows.args.mask_row = _mask_addresses(masks, rows.num_rows, rows.args.vocab_size)
-    rows.args.mask_words = masks.bits.shape[1]
-    _library().sampling_draw(rows.address)
+    def redraw(self, masks: TokenMasks) -> None:
+        """C++ side of `kernels.draw.redraw`. Raises `ValueError` for masks that it cannot read."""
+        self.args.mask, self.args.mask_row = _mask_addresses(masks, self.num_rows, self.args.vocab_size)
+        self.args.mask_words = masks.bits.shape[1]
+        _library().sampling_draw(self.address)
+        self.args.mask = None
 
 
 def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:
@@ -190,7 +210,7 @@ def _readable(logits: Tensor) -> Tensor:
 @cache
 def _library() -> ctypes.CDLL:
     return build.declared(
-        sampling_draw=(None, c_void_p),
+        sampling_draw=(c_int64, c_void_p),
         sampling_score=(None, c_void_p),
         sampling_gradient=(None, c_void_p),
         sampling_uniforms=(None, c_void_p, c_void_p, c_int64, c_void_p),

@@ -16,17 +16,14 @@ So the grammar is asked for one token, and for a mask only where it refuses that
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.cpu.sampling import PreparedRows
-from rollout_engine.kernels.draw import draw, redraw
-from rollout_engine.kernels.rng import uniforms
-from rollout_engine.kernels.row_stats import KeptTokens, RowStats, TokenMasks, Truncation
+from rollout_engine.kernels.draw import draw, prepare, redraw
+from rollout_engine.kernels.row_stats import KeptTokens, RowStats, TokenMasks, Truncation, UniformsOf
 from rollout_engine.kernels.token_logprobs import logprobs_at, row_blocks, row_stats
 from rollout_engine.kernels.truncation import is_kept, most_likely
 from rollout_engine.messages import ModelRunnerOutput
@@ -44,7 +41,7 @@ _EDITED_NUMEL = 1 << 23
 """Logits that are copied to be edited at a time."""
 _NO_EDITS = RowEdits()
 _SECOND_DRAW = 1 << 62
-"""Added to a position for the uniform of a second draw."""
+"""Added to a position for the uniform of a second draw, as in sampling.cpp."""
 
 
 def sample(
@@ -55,15 +52,16 @@ def sample(
     A row that cannot be sampled (NaN, +inf, nothing but -inf) gets token -1 and an entry in `errors`. `drawn`: the
     tokens int64 [N] that a device has drawn from whole rows, for those of `edits` that grammars restrict.
     """
-    uniform_of = torch.from_numpy(batch.seeds), torch.from_numpy(batch.positions)
-    first = rows = _Rows(logits, batch.row_temperatures, uniforms(*uniform_of), batch.greedy, batch.rules)
+    if drawn is None and (out := _sample_whole_rows(logits, batch, edits)) is not None:
+        return out
+    first = rows = _Rows(logits, batch.row_temperatures, batch.uniforms, batch.greedy, batch.rules)
     tries_first = edits.tries_first(batch.truncates)
     if rows.rules is not None and edits.restricted:
         first = rows._replace(rules=rows.rules.without(torch.from_numpy(edits.is_restricted(len(tries_first)))))
     stats, kept = draw(*first)
     if drawn is not None:
         stats.tokens[tries_first] = drawn[tries_first]
-    failed = {} if edits.masked is None else _restrict(rows, batch, edits.masked, tries_first, stats, kept)
+    failed = {} if edits.masked is None else _restrict(rows, edits.masked, tries_first, stats, kept)
     tempered, processed = _distributions(rows, stats, kept)
     tokens = stats.tokens
     usable = np.isfinite(stats.maximum.numpy())
@@ -82,7 +80,7 @@ def sample(
     errors = failed | dict.fromkeys((~usable).nonzero()[0].tolist(), BAD_LOGITS)
     out = _Columns(batch, tokens, kept_mass, errors)
     if edits.copied:
-        rows = rows.for_second_draws(batch, tries_first)
+        rows = rows.for_second_draws(tries_first)
     for index in _slices([row for row in edits.copied if usable[row]], logits.shape[1]):
         some = rows.at(index)
         failures = edit(some.logits, [edits[row] for row in index.tolist()])
@@ -109,7 +107,7 @@ class _Rows(NamedTuple):
 
     logits: Tensor
     temperatures: Tensor
-    uniforms: Tensor
+    uniforms: UniformsOf
     greedy: Tensor
     rules: Truncation | None
 
@@ -117,37 +115,49 @@ class _Rows(NamedTuple):
         """Some of the rows, int64 [n], their logits as a float32 copy."""
         rules = None if self.rules is None else self.rules.rows(index)
         logits = self.logits.index_select(0, index).float()
-        return _Rows(logits, self.temperatures[index], self.uniforms[index], self.greedy[index], rules)
+        uniforms = UniformsOf(*(column[index] for column in self.uniforms))
+        return _Rows(logits, self.temperatures[index], uniforms, self.greedy[index], rules)
 
-    def for_second_draws(self, batch: SamplingBatch, tries_first: np.ndarray) -> "_Rows":
+    def for_second_draws(self, tries_first: np.ndarray) -> "_Rows":
         """The rows with other uniforms where a token has been drawn first, bool [N]."""
-        if not tries_first.any():
-            return self
-        second = uniforms(torch.from_numpy(batch.seeds), torch.from_numpy(batch.positions + _SECOND_DRAW))
-        return self._replace(uniforms=second.where(torch.from_numpy(tries_first), self.uniforms))
+        positions = self.uniforms.positions + torch.from_numpy(tries_first) * _SECOND_DRAW
+        return self._replace(uniforms=self.uniforms._replace(positions=positions))
+
+
+def _sample_whole_rows(logits: Tensor, batch: SamplingBatch, edits: RowEdits) -> ModelRunnerOutput | None:
+    """What `sample` returns, in the least time: no row is truncated or edited but by a grammar, none asks for more than
+    a token and its tempered log-prob, and all can be sampled. None where it is not so, or without C++."""
+    if not batch.is_plain or batch.rules is not None or edits.copied:
+        return None
+    if (rows := batch.whole_rows(logits)) is None:
+        return None
+    stats, _ = rows.draw()
+    if rows.num_unusable:
+        return None
+    if (masked := edits.masked) is not None:
+        if not masked.batch.restrict(rows, masked.row_at, None) or masked.batch.has_failed:
+            return None
+    tokens = stats.tokens.tolist()
+    if masked is not None and min(tokens) < 0:
+        return None
+    return ModelRunnerOutput(tokens, stats.logprobs.tolist() if batch.wants_logprobs else None)
 
 
 def _restrict(
-    rows: _Rows,
-    batch: SamplingBatch,
-    masked: MaskedRows,
-    tries_first: np.ndarray,
-    stats: RowStats,
-    kept: KeptTokens | None,
+    rows: _Rows, masked: MaskedRows, tries_first: np.ndarray, stats: RowStats, kept: KeptTokens | None
 ) -> dict[int, str]:
     """Draw the rows again whose tokens their grammars refuse. Returns row -> why it cannot be sampled.
 
     Rows that do not try a token first, bool [N], are drawn from what is allowed in any case.
     """
-    prepare = partial(PreparedRows, *rows, stats, kept)
-    uniforms_of = batch.seeds, batch.positions + _SECOND_DRAW
-    if not masked.batch.restrict(prepare, masked.row_at, tries_first, uniforms_of):
+    prepared = prepare(*rows, (stats, kept))
+    if prepared is None or not masked.batch.restrict(prepared, masked.row_at, tries_first):
         tried = np.where(tries_first, stats.tokens.numpy(), -1)[masked.rows]
         masks, is_refused = masked.masks(tried)
         places = np.full(len(tries_first), -1)
         places[masked.rows[is_refused]] = masked.places[is_refused]
         found = TokenMasks(torch.from_numpy(masks.view(np.int32)), torch.from_numpy(places))
-        redraw(*rows.for_second_draws(batch, tries_first), found, stats, kept)
+        redraw(*rows.for_second_draws(tries_first), found, stats, kept)
     failed = masked.failures()
     if stats.tokens.min() < 0:
         failed = dict.fromkeys((stats.tokens < 0).nonzero()[:, 0].tolist(), NONE_LEFT) | failed

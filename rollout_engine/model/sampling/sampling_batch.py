@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.row_stats import Truncation
+from rollout_engine.kernels.cpu.sampling import PreparedRows
+from rollout_engine.kernels.draw import prepare
+from rollout_engine.kernels.row_stats import Truncation, UniformsOf
 from rollout_engine.kernels.token_logprobs import row_temperatures
 from rollout_engine.sampling_params import SamplingParams
 
@@ -43,6 +45,7 @@ class SamplingBatch:
     """Whether any task asked for log-probs."""
     asked_ids: Mapping[int, list[int] | None] = field(default_factory=dict)
     """Row -> token ids whose log-probs to report, None for all; rows that did not ask are absent."""
+    _whole_rows: PreparedRows | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def from_tasks(cls, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> "SamplingBatch":
@@ -109,9 +112,21 @@ class SamplingBatch:
         columns = ((self.temperature, 1.0), (self.top_k, 0), (self.top_p, 1.0), (self.min_p, 0.0))
         return Truncation(*(torch.from_numpy(np.where(truncates, column, idle)) for column, idle in columns))
 
+    @property
+    def uniforms(self) -> UniformsOf:
+        """The uniforms that the rows are drawn by."""
+        return UniformsOf(torch.from_numpy(self.seeds), torch.from_numpy(self.positions))
+
+    def whole_rows(self, logits: Tensor) -> PreparedRows | None:
+        """The rows [N, V] at their positions, none of them truncated, for C++; None without it. They last a step."""
+        kept = self._whole_rows
+        if kept is None or not kept.move(logits, torch.from_numpy(self.positions)):
+            self._whole_rows = kept = prepare(logits, self.row_temperatures, self.uniforms, self.greedy, None)
+        return kept
+
     def rows(self, index: np.ndarray) -> "SamplingBatch":
         """The settings of rows `index`, int64 [n]."""
-        columns = (getattr(self, each.name)[index] for each in fields(self)[:-2])
+        columns = (getattr(self, each.name)[index] for each in fields(self) if each.type is np.ndarray)
         asked = {place: self.asked_ids[row] for place, row in enumerate(index.tolist()) if row in self.asked_ids}
         return SamplingBatch(*columns, self.wants_logprobs, asked)
 
