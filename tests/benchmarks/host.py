@@ -116,7 +116,7 @@ class _NoModel:
             has_sinks=False,
         )
         self.kv = CpuKVPool([layer], num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, dtype=torch.float32)
-        self.module, self.adapters = torch.nn.Identity(), None
+        self.module, self.adapters, self.routers = torch.nn.Identity(), None, ()
         self._logits = torch.zeros(1024, _VOCAB_SIZE)
 
     def forward_states(

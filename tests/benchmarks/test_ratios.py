@@ -4,6 +4,7 @@
 "on" has other floors for a class of machines.
 """
 
+import ast
 import json
 import os
 import subprocess
@@ -51,3 +52,10 @@ def test_a_run_without_peers_saves_its_figures(tmp_path):
     figure = saved["figures"]["S 8x8, 64+128"]
     assert figure["tokens_per_second"]["ours"] > 0 and figure["share_of_gemm"] > 0
     assert saved["machine"]["cpu"] and saved["versions"]["torch"]
+
+
+def test_host_time_is_measured_without_a_model():
+    command = [sys.executable, str(HERE / "host.py"), "--requests", "2", "--rounds", "1"]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+    found = subprocess.run(command, check=True, env=environment, timeout=100, capture_output=True, text=True).stdout
+    assert ast.literal_eval(found)["median_milliseconds"] > 0
