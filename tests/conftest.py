@@ -65,6 +65,13 @@ def fixed_state():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def some_of(pytestconfig):
+    """A function: so many random cases; a quarter of them where slow tests are left out."""
+    divisor = 4 if pytestconfig.option.markexpr == "not slow" else 1
+    return lambda number: number // divisor
+
+
 @pytest.fixture
 def thread_count():
     """A function that sets torch's thread count for the rest of the test."""

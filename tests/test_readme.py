@@ -59,6 +59,7 @@ def test_every_code_block_runs(page, tmp_path, monkeypatch):
     run(page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "package"), NEEDED, ids=lambda each: getattr(each, "name", each))
 def test_code_blocks_that_need_a_package_run(page, package, tmp_path, monkeypatch):
     pytest.importorskip(package)

@@ -88,6 +88,7 @@ def test_a_policy_rolls_out_what_stepping_gives(engine, same, expected):
     same(told_of_batch(batch))
 
 
+@pytest.mark.slow
 def test_outputs_with_a_form_are_the_same_over_every_client(engine, same):
     params = [PARAMS.clone(max_tokens=40, structured_outputs=form) for form in FORMS]
     outputs = LLM.from_engine(engine).generate(["hello"] * len(FORMS), params, use_tqdm=False)

@@ -4,6 +4,8 @@ import ast
 import subprocess
 import sys
 
+import pytest
+
 import rollout_engine
 
 from .conftest import PACKAGES, ROOT
@@ -19,6 +21,8 @@ follow_imports_for_stubs = True
 follow_imports = skip
 """
 PROGRAM = """
+import pytest
+
 import rollout_engine
 from rollout_engine import LLM, EngineConfig, exact
 reveal_type(LLM("path"))
@@ -36,6 +40,7 @@ def test_the_block_for_editors_names_what_is_loaded_on_first_use():
     assert declared == modules | rollout_engine._HOMES
 
 
+@pytest.mark.slow
 def test_a_type_checker_knows_public_names_and_finds_misspelt_ones(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "mypy.ini").write_text(MYPY_CONFIG)

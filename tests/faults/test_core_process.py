@@ -122,6 +122,7 @@ def test_a_core_does_not_outlive_its_parent(checkpoint, number):
     kill_parent(checkpoint, number)
 
 
+@pytest.mark.slow
 def test_what_prevents_the_start_is_told_as_in_process(tmp_path, checkpoint):
     before = set(psutil.Process().children())
     with pytest.raises(ConfigError, match="does-not-exist"):

@@ -37,6 +37,7 @@ def read_until(reader, is_enough):
     return is_enough()
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_a_process_beats_while_its_interpreter_is_held_until_it_is_stopped_and_ends_without_its_parent(tmp_path):
     directory = tmp_path / "engine"

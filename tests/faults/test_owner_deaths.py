@@ -40,8 +40,8 @@ def start_in_fork(config):
     "moment",
     [
         pytest.param("imports", marks=pytest.mark.slow),
-        "loading",
-        pytest.param("ready", marks=pytest.mark.slow),
+        pytest.param("loading", marks=pytest.mark.slow),
+        "ready",
     ],
 )
 def test_a_core_whose_owner_is_killed_while_it_starts_goes_with_its_directory(

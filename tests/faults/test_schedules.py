@@ -19,7 +19,7 @@ def leftovers():
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(False, id="in turn"), pytest.param(True, id="ahead")],
+    params=[pytest.param(False, id="in turn", marks=pytest.mark.slow), pytest.param(True, id="ahead")],
 )
 def engine(request, checkpoint, leftovers):
     with AsyncLLM(checkpoint, **OPTIONS, async_scheduling=request.param) as engine:

@@ -146,7 +146,7 @@ def test_every_request_is_refused_at_the_door_or_answered_whole(engine):
 
 
 @pytest.mark.parametrize(
-    "num_pairs", [12, pytest.param(40, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)]
+    "num_pairs", [4, pytest.param(40, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)]
 )
 def test_every_engine_is_refused_by_name_or_gives_the_same_tokens(checkpoint, num_pairs):
     baseline = _tokens(checkpoint, {})

@@ -273,7 +273,7 @@ def test_an_update_ends_with_the_client_that_began_it(engine, call, trainer, tmp
     assert_unchanged(engine, call, digest, before)
 
 
-@pytest.mark.parametrize("how,timeout", [("between calls", 0.2), ("in a call", 5)])
+@pytest.mark.parametrize("how,timeout", [("between calls", 0.2), pytest.param("in a call", 5, marks=pytest.mark.slow)])
 def test_an_update_not_committed_in_time_is_aborted_and_its_client_told(engine, call, trainer, tmp_path, how, timeout):
     digest, before = call("get_weight_digest"), generate(engine)
     manifest = make_sender("inproc").offer(trainer, next_version(call, engine), metadata(call))

@@ -139,6 +139,7 @@ def test_a_pool_that_holds_nothing_is_refused(directories):
         start(directories, draft_model=str(directories["good"]), draft_kv_cache_bytes=5)
 
 
+@pytest.mark.slow
 def test_the_draft_models_pool_is_bounded(make_llm):
     assert make_llm().frontend.client.info.draft.num_blocks == 64  # an eighth of twelve layers' bytes holds more
     bytes_per_block = 16 * 2 * (16 + 16) * 4
@@ -182,8 +183,8 @@ def not_a_number():
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param(lambda: broken(RuntimeError("the trainer died")), id="torn"),
-        pytest.param(not_a_number, id="NaN"),
+        pytest.param(lambda: broken(RuntimeError("the trainer died")), id="torn", marks=pytest.mark.slow),
+        pytest.param(not_a_number, id="NaN", marks=pytest.mark.slow),
         pytest.param(target_model, id="another model's"),
         pytest.param(lambda: dict(itertools.islice(good_draft().state_dict().items(), 3)), id="incomplete"),
     ],
@@ -231,6 +232,7 @@ def test_an_engine_without_a_draft_model_refuses_its_weights(directories):
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_a_sleeping_engine_frees_the_draft_model_and_restores_it(make_llm):
     llm = make_llm()
     usage = lambda: llm.collective_rpc("get_memory_usage")[0]["draft_model"]  # noqa: E731

@@ -181,6 +181,7 @@ def test_ppo_leaves_the_policy_that_sampled(short_run, tmp_path):
     assert all(row["kl"] > 0 and row["entropy"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_ppo_writes_its_record(ppo_step):
     out, rows = ppo_step
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == rows

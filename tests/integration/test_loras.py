@@ -17,7 +17,11 @@ PROMPT = list(range(3, 45))
 SIZES = dict(num_kv_blocks=256, max_model_len=256)
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
+    ids=["float32", "bfloat16"],
+)
 def dtype(request):
     return request.param
 
@@ -273,6 +277,7 @@ def test_rollouts_under_two_adapters_and_the_base(checkpoint, dtype):
         assert group["text", "response"] == batches["b"]["text", "response"][:2]
 
 
+@pytest.mark.slow
 def test_another_process_computes_the_same(llm, checkpoint, dtype, tmp_path):
     llm.add_lora(adapter())
     (expected,) = generated(llm, [PROMPT], "a")

@@ -13,7 +13,7 @@ from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing import assert_clean, random_adapter, save_adapter, tiny_checkpoint, tiny_model
 from tests.unit.peft_layers import PeftModel
 
-pytestmark = pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")]
 PARAMS = SamplingParams(max_tokens=10, n=2, ignore_eos=True, logprobs=1, prompt_logprobs=0, seed=3)
 PROMPTS = [{"prompt_token_ids": list(range(3, 45))}, {"prompt_token_ids": [7, 8, 9]}]
 COMPANY = [(0, "a"), (1, None), (0, "b"), (0, None), (1, "b"), (1, "a")]

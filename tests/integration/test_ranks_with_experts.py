@@ -15,6 +15,7 @@ PARAMS = SamplingParams(max_tokens=9, n=2, seed=3, logprobs=0, ignore_eos=True, 
 OPTIONS = dict(num_threads=1, log_stats=False, max_model_len=512, skip_tokenizer_init=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_ranks_record_and_replay_the_experts_of_one_process(tmp_path, architecture):
     checkpoint = str(tiny_checkpoint(tmp_path, architecture, **SIZES[architecture]))

@@ -79,6 +79,7 @@ def load(path, **options):
     return load_model(EngineConfig(model=str(path), load_format="sharded", **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture, options", [
     ("qwen3", dict(tie_word_embeddings=True)), ("mixtral", {}), ("gpt2", {}), ("gpt_oss", {}),
 ])  # fmt: skip
@@ -127,6 +128,7 @@ def test_each_file_has_the_rows_of_its_rank_alone(of_two):
     assert parts[0].keys() == parts[1].keys() == whole.keys()
 
 
+@pytest.mark.slow
 @needs_ranks
 def test_a_state_of_other_ranks_is_refused(of_one, of_two):
     with pytest.raises(ConfigError, match="tensor_parallel_size=1 is not allowed: .*tensor_parallel_size=2. Give that"):

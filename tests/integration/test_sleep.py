@@ -192,6 +192,7 @@ def test_sleep_returns_memory_to_the_system(wide_checkpoint, level):
         llm.wake_up()
 
 
+@pytest.mark.slow
 def test_fifty_cycles_of_sleep_leave_memory_flat(wide_checkpoint):
     short = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=0)
     with LLM(wide_checkpoint, kv_cache_bytes=64 * MIB) as llm:

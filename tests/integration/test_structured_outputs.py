@@ -121,6 +121,7 @@ def test_preemption_and_steps_ahead_change_no_sample(checkpoint, expected, is_as
     assert all_columns(found) == all_columns(expected)
 
 
+@pytest.mark.slow
 def test_drafts_change_no_token_and_no_bit(checkpoint, expected):
     with LLM(checkpoint, speculation=SpeculationConfig(), num_kv_blocks=512, log_stats=False) as drafting:
         core = drafting.frontend.client.driver.core
@@ -268,6 +269,7 @@ def test_a_form_that_is_still_compiled_keeps_no_other_request_waiting(llm):
     assert ends == ["free", "bound"]
 
 
+@pytest.mark.slow
 def test_shutdown_ends_the_process_that_tries_forms(checkpoint):
     with LLM(checkpoint, num_kv_blocks=64, log_stats=False) as llm:
         llm.generate([PROMPT], params_of("choice"), use_tqdm=False)

@@ -78,8 +78,7 @@ def run_round(directory, draft_model, rng, num_rounds=4, num_ranks=1):
     ("architecture", "dtype", "kind"),
     [
         *(("qwen3", torch.float32, kind) for kind in KINDS),
-        ("llama", torch.bfloat16, "copy"),
-        *(pytest.param("llama", torch.bfloat16, kind, marks=pytest.mark.slow) for kind in KINDS[1:]),
+        *(pytest.param("llama", torch.bfloat16, kind, marks=pytest.mark.slow) for kind in KINDS),
     ],
 )
 def test_a_draft_model_changes_nothing(checkpoint, drafter, architecture, dtype, kind):

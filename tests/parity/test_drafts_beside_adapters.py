@@ -45,6 +45,7 @@ def generated(path, speculation, sizes):
         return found, sum(core.stats.drafts.num_accepted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -14,7 +14,9 @@ TIE = 1e-5
 pytestmark = pytest.mark.usefixtures("own_products")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen2"))]
+)
 def test_greedy_tokens_are_those_of_generate(checkpoint, architecture):
     directory = checkpoint(architecture)
     rng = random.Random(architecture)

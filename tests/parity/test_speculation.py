@@ -16,7 +16,7 @@ from rollout_engine.testing.architectures import SIZES
 EXACT = ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral", "gemma3_text", "gpt_neox", "olmo2", "phi3"]
 QUICK = [
     ("qwen3", torch.float32),
-    ("llama", torch.bfloat16),
+    pytest.param("llama", torch.bfloat16, marks=pytest.mark.slow),
     pytest.param("qwen3_moe", torch.bfloat16, marks=pytest.mark.slow),
 ]
 RANKED = [

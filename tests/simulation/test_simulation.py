@@ -30,18 +30,19 @@ def carriers():
 
 @pytest.mark.parametrize("first", [0, pytest.param(NUM_SEEDS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("part", ["in process", pytest.param("own process", marks=pytest.mark.slow)])
-def test_no_schedule_breaks_a_promise(part, first, carriers):
+def test_no_schedule_breaks_a_promise(part, first, carriers, some_of):
     ends, faults = 0, 0
-    for seed in range(first + (part == "own process"), first + NUM_SEEDS, 2):
+    num_seeds = some_of(NUM_SEEDS)
+    for seed in range(first + (part == "own process"), first + num_seeds, 2):
         run = Run(seed).go(carriers)
         assert run.error is None, f"python -m tests.simulation {seed}: {run.error}"
         ends += sum(run.ends.values())
         faults += sum(run.faults.values())
-    assert ends > NUM_SEEDS and faults > NUM_SEEDS / 2, (ends, faults)
+    assert ends > num_seeds and faults > num_seeds / 2, (ends, faults)
 
 
-def test_a_seed_replays_to_the_same_line(carriers):
-    for seed in range(20):
+def test_a_seed_replays_to_the_same_line(carriers, some_of):
+    for seed in range(some_of(20)):
         first, second = Run(seed).go(carriers), Run(seed).go(carriers)
         assert first.lines() == second.lines()
         assert first.digest() == second.digest()

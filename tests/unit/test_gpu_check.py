@@ -48,6 +48,7 @@ def test_a_target_of_make_without_a_device_fails_with_one_sentence_and_writes_no
     assert files_of(here) == before
 
 
+@pytest.mark.slow
 @without_device
 @pytest.mark.parametrize("module", ["tests.gpu_report", pytest.param("tests.benchmarks.gpu", marks=pytest.mark.slow)])
 def test_a_program_for_a_device_fails_alike_without_one(here, module):

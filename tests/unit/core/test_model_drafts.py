@@ -61,12 +61,12 @@ def check(rig):
 
 @pytest.mark.parametrize("num_draft_blocks", [200, 9, 1])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_random_operations_with_a_draft_model(make_drafting_rig, monkeypatch, shape, num_draft_blocks):
+def test_random_operations_with_a_draft_model(make_drafting_rig, monkeypatch, some_of, shape, num_draft_blocks):
     monkeypatch.setattr(draft_model, "CHUNK", 24)
     sources = ("rollouts", "ngram") if num_draft_blocks == 9 else ()
     rig = make_drafting_rig(0.8, sources, vocab_size=23, num_draft_blocks=num_draft_blocks, **SHAPES[shape])
     monkey = Monkey(rig, seed=f"draft model {shape}")
-    for _ in range(400):
+    for _ in range(some_of(400)):
         monkey.act()
         check(rig)
         if monkey.random.random() < 0.02:

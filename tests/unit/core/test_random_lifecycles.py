@@ -147,8 +147,8 @@ class Lifecycles(RuleBasedStateMachine):
             assert {name: str(value) for name, value in vars(self.lifecycle).items()} == before
 
 
-def test_any_order_of_verbs_ends_every_request_once_and_leaks_nothing(make_rig):
+def test_any_order_of_verbs_ends_every_request_once_and_leaks_nothing(make_rig, some_of):
     chosen = settings(
-        max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=some_of(30), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     run_state_machine_as_test(lambda: Lifecycles(make_rig), settings=chosen)

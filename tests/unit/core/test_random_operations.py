@@ -10,11 +10,13 @@ NUM_OPERATIONS = 1_500
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_random_operations_give_every_sequence_its_own_tokens_and_leak_nothing(make_rig, monkeypatch, shape, seed):
+def test_random_operations_give_every_sequence_its_own_tokens_and_leak_nothing(
+    make_rig, monkeypatch, some_of, shape, seed
+):
     monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 5 * 23)
     rig = make_rig(vocab_size=23, policy_version=100, **SHAPES[shape])
     monkey = Monkey(rig, seed=f"{shape} {seed}")
-    for _ in range(NUM_OPERATIONS):
+    for _ in range(some_of(NUM_OPERATIONS)):
         monkey.act()
         rig.core.check_integrity()
     rig.run(max_steps=20_000)

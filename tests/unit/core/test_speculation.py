@@ -51,11 +51,13 @@ def make_oracle_rig(make_rig):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_random_operations_with_drafts_give_every_sequence_its_own_tokens(make_oracle_rig, monkeypatch, shape, seed):
+def test_random_operations_with_drafts_give_every_sequence_its_own_tokens(
+    make_oracle_rig, monkeypatch, some_of, shape, seed
+):
     monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 5 * 23)
     rig = make_oracle_rig(vocab_size=23, policy_version=100, **SHAPES[shape])
     monkey = Monkey(rig, seed=f"drafts {shape} {seed}")
-    for _ in range(600):
+    for _ in range(some_of(600)):
         monkey.act()
         rig.core.check_integrity()
     rig.run(max_steps=20_000)

@@ -115,7 +115,7 @@ def _descriptors():
     return os.listdir("/proc/self/fd")
 
 
-@pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [16, pytest.param(1000, marks=pytest.mark.slow)])
 def test_faults_on_threads_end_their_episodes_alone(run_env, number):
     _play(run_env, number, "threads", FAULTS, 16)
 

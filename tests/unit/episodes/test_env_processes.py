@@ -84,9 +84,13 @@ FAULTS = [
     ("hang", "did not return within 1 seconds"),
     ("loop", "did not return within 1 seconds"),
 ]
+ALIKE = "signal SIGSEGV", "fork", "loop"
+"""Those that are told like another one."""
 
 
-@pytest.mark.parametrize("text, reason", FAULTS)
+@pytest.mark.parametrize(
+    "text, reason", [pytest.param(*fault, marks=[pytest.mark.slow] * (fault[0] in ALIKE)) for fault in FAULTS]
+)
 def test_a_worker_that_dies_costs_only_the_episode_whose_call_it_was(run_processes, text, reason):
     env = run_processes(process_envs.Obeys, step_timeout=1.0)
     for key in range(3):
@@ -154,6 +158,7 @@ def test_output_of_environments_does_not_disturb_and_info_becomes_plain(run_proc
     assert info["array"] == [0, 1, 2] and info["object"].startswith("<unlocked") and info["big"] == str(1 << 80)
 
 
+@pytest.mark.slow
 def test_async_environments_and_tools_run_in_processes(run_processes):
     env = run_processes(process_envs.Waits)
     env.reset()

@@ -196,6 +196,7 @@ def test_a_worker_with_an_episode_waits_as_long_as_it_takes(run_env, kept, monke
     assert env.step(Action("a")).info["pid"] == pid
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_object_that_keeps_them():
     kept, process = KeptWorkers(), WorkerProcess()
     process.load(refer_to(process_envs.SPEC))

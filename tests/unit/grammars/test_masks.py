@@ -94,10 +94,10 @@ FORMS = [
 
 
 @pytest.mark.parametrize("given", FORMS, ids=lambda given: str(given)[:30])
-def test_a_token_is_told_alone_as_the_mask_would_tell_it(compiler, given):
+def test_a_token_is_told_alone_as_the_mask_would_tell_it(compiler, some_of, given):
     """No mask is filled for a token that it would allow; any other token gets the mask."""
     rng = random.Random(0)
-    for _ in range(3):
+    for _ in range(some_of(4)):
         state, tokens = GrammarState(compiler.grammar(given), len(PROMPT), (END, STOP)), list(PROMPT)
         asked = GrammarBatch([Asked(state, tokens)])
         for _ in range(10):

@@ -88,6 +88,7 @@ def test_a_process_that_has_ended_itself_is_replaced(trials):
     assert trials._processes[0] is not process
 
 
+@pytest.mark.slow
 def test_many_threads_share_one_process(trials):
     problems = []
 
@@ -105,6 +106,7 @@ def test_many_threads_share_one_process(trials):
     assert not problems and len(trials._processes) == 1
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_its_owner(trials):
     trials.require(GOOD)
     [process] = trials._processes

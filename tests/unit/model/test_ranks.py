@@ -42,7 +42,7 @@ def partner():
     partner.end()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind", [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS if kind not in FAST)]
 )
@@ -77,7 +77,7 @@ def test_models_that_cannot_be_cut_are_refused_with_the_reason(architecture, ove
         cut_module(module, probe_geometry(module), SimpleNamespace(rank=0, num_ranks=num_ranks))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_together_hold_every_named_value_once(num_ranks):
     module = tiny_model("qwen3_moe", num_key_value_heads=4)
     table = WeightTable.of(module)

@@ -217,6 +217,7 @@ def test_a_long_score_of_one_client_leaves_the_steps_of_another_their_pace(core)
     assert len(pieces) == 400
 
 
+@pytest.mark.slow
 def test_a_score_ends_when_its_client_has_left(core):
     core.put(FLOODER, score_of(100_000))
     core.put(BYSTANDER, AddRequest(request(BYSTANDER, max_tokens=20)))

@@ -159,6 +159,7 @@ def test_the_token_of_the_directory_opens_no_door_on_tcp(core, tmp_path):
         assert core.stats.num_clients == 1
 
 
+@pytest.mark.slow
 def test_strangers_that_say_nothing_are_put_out_and_keep_nobody_out(core):
     at = TcpAddress.parse(core.address, "address")
     with ExitStack() as stack:

@@ -135,7 +135,13 @@ def test_a_sender_that_goes_is_an_error_at_the_receiver(ends):
     assert time.monotonic() - start < PLACE["timeout"] / 2
 
 
-@pytest.mark.parametrize("number,error", [(signal.SIGKILL, SyncError), (signal.SIGSTOP, TransferTimeout)])
+@pytest.mark.parametrize(
+    "number,error",
+    [
+        (signal.SIGKILL, SyncError),
+        pytest.param(signal.SIGSTOP, TransferTimeout, marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_killed_or_stopped_is_an_error_at_the_sender(tmp_path, shadow_processes, number, error):
     (shadow,) = shadow_processes(1)
     place = PLACE | {"rendezvous": f"file://{tmp_path}/rendezvous", "timeout": 5.0}

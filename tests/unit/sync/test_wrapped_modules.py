@@ -110,6 +110,7 @@ def test_a_module_sharded_by_fsdp2_is_gathered_whole(tmp_path):
         assert all(torch.equal(published.tensors[name], tensor) for name, tensor in whole.items())
 
 
+@pytest.mark.slow
 def test_a_model_under_any_wrapper_is_read_as_the_plain_one(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / "wrapped_trainer.py"), str(tmp_path / "rendezvous")]

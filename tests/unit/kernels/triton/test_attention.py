@@ -54,11 +54,11 @@ def check(contexts, ends, counts, tiling, params, *, atol=2e-6, sinks=None, **ho
 
 CASES = [
     pytest.param((4, 4), (16, 16), 16, AttentionParams(0.25), id="multi-head"),
-    pytest.param((7, 1), (64, 64), 32, AttentionParams(0.125), id="seven heads of one KV head"),
+    pytest.param((7, 1), (64, 64), 32, AttentionParams(0.125), id="seven heads of one KV head", marks=pytest.mark.slow),
     pytest.param((6, 2), (40, 24), 48, AttentionParams(0.2), id="odd head sizes, blocks of three tiles"),
     pytest.param((4, 2), (32, 32), 16, AttentionParams(0.2, sliding_window=21), id="window"),
     pytest.param((4, 2), (32, 32), 16, AttentionParams(0.4, softcap=2.0), id="soft cap"),
-    pytest.param((2, 1), (256, 256), 64, AttentionParams(0.0625), id="256 channels"),
+    pytest.param((2, 1), (256, 256), 64, AttentionParams(0.0625), id="256 channels", marks=pytest.mark.slow),
 ]
 
 
@@ -75,8 +75,8 @@ def test_decode_is_attention(heads, dims, block_size, params, tiling, device):
     [
         AttentionParams(0.2),
         AttentionParams(0.2, sliding_window=37),
-        AttentionParams(0.2, sliding_window=3),
-        AttentionParams(0.4, softcap=2.0),
+        pytest.param(AttentionParams(0.2, sliding_window=3), marks=pytest.mark.slow),
+        pytest.param(AttentionParams(0.4, softcap=2.0), marks=pytest.mark.slow),
     ],
     ids=["plain", "window", "narrow window", "soft cap"],
 )

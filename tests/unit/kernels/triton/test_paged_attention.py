@@ -65,7 +65,9 @@ def run(contexts, *, deterministic, params=PARAMS, grouped=False, sinks=None, nu
     return out
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize(
+    "deterministic", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fast", "deterministic"]
+)
 def test_groups_read_their_prefix_together_and_each_its_own(contexts, deterministic):
     sinks = torch.randn(6)
     out = run(contexts, deterministic=deterministic, grouped=True, sinks=sinks.to(contexts.device))

@@ -60,7 +60,7 @@ class _Case:
     [
         {},
         {"size": 40, "rotated": 12, "value_size": 16},
-        {"with_norms": True},
+        pytest.param({"with_norms": True}, marks=pytest.mark.slow),
         {"size": 40, "rotated": 12, "with_norms": True},
     ],
     ids=["whole", "partial", "normed", "normed-partial"],

@@ -172,7 +172,10 @@ _RULES = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", _RULES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("top_k", "min_p", "all") else pytest.param(name, marks=pytest.mark.slow) for name in _RULES],
+)
 def test_truncation_leaves_what_its_twin_leaves(device, dtype, name):
     vocab_size = 1100
     case = _Case.random(4, vocab_size, dtype, device)
@@ -230,6 +233,7 @@ def test_rows_without_a_rule_and_greedy_rows_stay_as_they_are(device):
     assert kept.log_total[2] < plain.log_total[2]
 
 
+@pytest.mark.slow
 def test_draws_follow_the_distribution(device):
     vocab_size, n = 5, 1500
     case = _Case.random(n, vocab_size, torch.float32, device)

@@ -130,6 +130,7 @@ def test_layers_that_run_as_modules_compute_no_adapters(engine_on):
         engine_on("device", "gemma2").add_lora(random_adapter(tiny_model("gemma2", **SMALL), "a"))
 
 
+@pytest.mark.slow
 def test_adapters_are_not_computed_while_layers_are_watched(engine_on):
     llm = engine_on("device", deterministic=True)
     llm.add_lora(random_adapter(tiny_model(**SMALL), "a", seed=1))

@@ -118,6 +118,7 @@ def test_the_faster_way_is_kept_and_both_times_are_told(chosen, seconds, kept):
     assert f"they run as {kept}. 2 graphs in" in said
 
 
+@pytest.mark.slow
 def test_both_ways_are_timed(module, geometry, monkeypatch):
     monkeypatch.setattr(compile_trial, "_ROUNDS", 1)
     twin = CompiledLayers(module, len(geometry))
@@ -150,6 +151,7 @@ def test_a_compiler_that_takes_too_long_is_told_and_gone_without(chosen, monkeyp
     assert "TimeoutError: 0 graphs took all the time allowed" in said
 
 
+@pytest.mark.slow
 def test_a_step_of_another_kind_never_waits_for_the_compiler(module, geometry, monkeypatch, caplog):
     monkeypatch.setattr(compiled_layers, "_inductor", as_captured)
     twin = CompiledLayers(module, len(geometry))

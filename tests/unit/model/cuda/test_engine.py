@@ -276,6 +276,7 @@ def test_each_commit_is_one_copy_over_addresses_that_are_told_once(engine_on, mo
     assert first is second
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_cpu(engine_on):
     completions = [[11, 12, 13], [5, 6]]
     ours, theirs = (engine_on(place).score(PROMPTS, completions) for place in ("device", "cpu"))
@@ -340,6 +341,7 @@ def test_steps_that_no_graph_holds_run_without_and_others_by_what_was_captured(e
         assert set(replayed) == {2}
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_fails_the_step_and_the_engine_lives(engine_on, monkeypatch):
     llm = engine_on("device")
 

@@ -172,6 +172,7 @@ def test_training_in_bfloat16_lowers_the_loss(enable, device):
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_names_stay_and_enabling_again_is_harmless(enable):
     model = tiny_model("qwen3")
     names = list(model.state_dict())

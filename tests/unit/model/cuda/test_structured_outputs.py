@@ -53,6 +53,7 @@ def test_tokens_are_those_of_the_cpu(engine_on):
         assert place == 4 or regex.fullmatch(LETTERS, sample.text, partial=True)
 
 
+@pytest.mark.slow
 def test_only_rows_that_a_grammar_refuses_are_drawn_on_the_host(engine_on, rows_on_host):
     llm, prompts = engine_on("device", skip_tokenizer_init=False), [[7, 8, 9], [20, 21]]
     complete(llm, [form(TEXT, seed=seed) for seed in (1, 2)], prompts)

@@ -92,6 +92,7 @@ def test_a_kernel_that_does_not_compile_is_a_warning_and_requests_that_need_it_f
     assert all(len(tokens) == DRAWN.max_tokens for tokens, _ in run(llm, DRAWN))
 
 
+@pytest.mark.slow
 def test_an_engine_runs_them_at_load_wherever_kernels_are_compiled(checkpoints, monkeypatch, engine_on, engines):
     """With a given size of the KV pool too: no largest step is measured then."""
     warmed = []

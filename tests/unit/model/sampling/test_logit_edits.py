@@ -114,13 +114,13 @@ def draws(logits, params, *, of, num=40_000, processors=()):
 
 
 @pytest.mark.parametrize("extra", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
-def test_draws_follow_the_edited_distribution(extra):
+def test_draws_follow_the_edited_distribution(some_of, extra):
     params = SamplingParams(
         temperature=0.8, repetition_penalty=1.4, frequency_penalty=0.3, logit_bias={7: 1.0}, min_tokens=9, **extra
     )
     of = sequence([1, 2, 3], [5, 5, 9], params=params, bad_words=[[9, 4], [11]])
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
-    counts = draws(logits, params, of=of)
+    counts = draws(logits, params, of=of, num=some_of(40_000))
     weights = np.exp(slow_edit(logits[0], of).double().numpy() / 0.8)
     order = np.argsort(-weights, kind="stable")
     kept = order[: params.top_k or None]

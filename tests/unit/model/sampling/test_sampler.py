@@ -57,14 +57,14 @@ def _exact_probabilities(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return probabilities
 
 
-def _many_draws(row, settings, seed):
-    """NUM_DRAWS tokens from one row: one sequence, running positions."""
+def _many_draws(row, settings, seed, num):
+    """Tokens from one row: one sequence, running positions."""
     params = SamplingParams(**settings)
     tokens = []
-    for start in range(0, NUM_DRAWS, 20_000):
+    for start in range(0, num, 10_000):
         one = SamplingBatch.from_tasks([params], [seed], [0])
-        batch = one.rows(np.zeros(20_000, np.int64)).at(np.arange(start, start + 20_000))
-        tokens += sample(row.expand(20_000, -1), batch).token_ids
+        batch = one.rows(np.zeros(10_000, np.int64)).at(np.arange(start, start + 10_000))
+        tokens += sample(row.expand(10_000, -1), batch).token_ids
     return np.array(tokens)
 
 
@@ -85,10 +85,10 @@ CONFIGURATIONS = [
 
 
 @pytest.mark.parametrize(("vocab_size", "settings"), CONFIGURATIONS, ids=str)
-def test_draws_follow_the_exact_distribution(vocab_size, settings):
-    row = _logits(1, vocab_size, seed=vocab_size, scale=1.5)
-    expected = _exact_probabilities(row[0], **settings) * NUM_DRAWS
-    counts = np.bincount(_many_draws(row, settings, seed=vocab_size), minlength=vocab_size)
+def test_draws_follow_the_exact_distribution(some_of, vocab_size, settings):
+    row, num = _logits(1, vocab_size, seed=vocab_size, scale=1.5), some_of(NUM_DRAWS)
+    expected = _exact_probabilities(row[0], **settings) * num
+    counts = np.bincount(_many_draws(row, settings, vocab_size, num), minlength=vocab_size)
     assert counts[expected == 0].sum() == 0
     large = expected >= 5
     observed = [*counts[large], counts[~large].sum()]
@@ -101,7 +101,7 @@ def test_draws_follow_the_exact_distribution(vocab_size, settings):
 
 def test_neighbouring_positions_draw_independently():
     row = _logits(1, 8, seed=1, scale=0.7)
-    tokens = _many_draws(row, {}, seed=99)
+    tokens = _many_draws(row, {}, 99, NUM_DRAWS)
     table = np.zeros((8, 8))
     np.add.at(table, (tokens[:-1], tokens[1:]), 1)
     assert stats.chi2_contingency(table).pvalue > ALPHA
