@@ -36,7 +36,7 @@ CLIENTS = {
     "fleet of two": partial(started, partial(FleetClient.start, num_replicas=2)),
 }
 """Name -> a context manager of a client of a new engine: `CLIENTS[name](config)`."""
-MARKS = {"fleet of two": [pytest.mark.slow]}
+MARKS = {"connected": [pytest.mark.slow], "fleet of two": [pytest.mark.slow]}
 _NO_REPLICA_ASKED = "a fleet knows its adapters, and asks no replica"
 _RANKS = "it expects the result of one rank, and a fleet's are those of all replicas"
 _ONE_CORE = 'it looks into one core; a fleet\'s are looked into one by one, as "own process"'

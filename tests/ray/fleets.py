@@ -7,7 +7,22 @@ from rollout_engine import LifecycleError, RolloutPolicy, SamplingParams
 from rollout_engine.testing import tiny_model
 from tests.faults.replica_deaths import PROMPTS
 from tests.ray.running import refused, scenario, small_cluster
-from tests.ray.service import OPTIONS, all_serve, at_output, noted, noted_losses, read_all, service, signalled
+from tests.ray.service import OPTIONS, all_serve, at_output, noted, noted_losses, read_all, service, signalled, truth
+
+
+@scenario
+def a_service_of_one_replica_takes_weights_and_answers(config):
+    weights = tiny_model(seed=3).state_dict()
+
+    async def run(engine):
+        report = await engine.update_weights(weights)
+        assert [*report.replicas] == [0] and engine.policy_version == report.version == 1
+        assert await read_all(engine) == truth(config.model, weights)
+        engine.frontend.client.check_integrity()
+
+    small_cluster()
+    with service(config, num_replicas=1) as engine:
+        asyncio.run(run(engine))
 
 
 @scenario

@@ -5,6 +5,11 @@ import pytest
 pytestmark = pytest.mark.ray
 
 
+def test_a_service_takes_weights_and_answers(run_scenarios):
+    run_scenarios("a_service_of_one_replica_takes_weights_and_answers")
+
+
+@pytest.mark.slow
 def test_a_service_loses_a_replica_and_not_a_token(run_scenarios):
     run_scenarios("a_service_loses_a_replica_and_not_a_token")
 

@@ -10,6 +10,7 @@ NUM_SEEDS = 1000
 NUM_SEEDS_TO_FIND = 2000
 """Seeds within which every fault that is put back is found; most are within a hundred."""
 RARE = {
+    "a pause is answered as complete by an engine that was shut down",
     "what a core sent last is lost to a client that hears of its end first",
     "an engine that shuts down where no thread can start stays half open",
     "an update that fails leaves the engine UPDATING",

@@ -57,7 +57,7 @@ def test_random_operations_with_drafts_give_every_sequence_its_own_tokens(
     monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 5 * 23)
     rig = make_oracle_rig(vocab_size=23, policy_version=100, **SHAPES[shape])
     monkey = Monkey(rig, seed=f"drafts {shape} {seed}")
-    for _ in range(some_of(600)):
+    for _ in range(some_of(1_000)):
         monkey.act()
         rig.core.check_integrity()
     rig.run(max_steps=20_000)
