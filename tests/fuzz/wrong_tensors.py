@@ -244,20 +244,29 @@ def decoder_calls() -> Iterator[Call]:
     vectors = dict(attention_norm=floats(24), mlp_norm=floats(24), q_norm=floats(8), k_norm=floats(8), bias=floats(40))
     plan = attention.AttentionPlan([attention.Chunk(0, 6, [1])], block_size=16, num_kv_heads=1)
 
-    def run(hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, **given: Tensor) -> Any:
+    def made(bias: Tensor, **given: Tensor) -> decoder.Decoder:
         products = {
             name: decoder.Product(packed[name]._replace(panels=given[name]), bias if name == "qkv" else None)
             for name in packed
         }
         norms = {name: decoder.Norm(given[name], 1e-6) for name in vectors if name != "bias"}
         layer = decoder.LayerWeights(**norms, **products, num_heads=3, attention_params=AttentionParams(0.3))
-        pool = attention.KVLayer(2, 1, 8, 8, block_size=16, dtype=dtype)
+        return decoder.Decoder([layer], [attention.KVLayer(2, 1, 8, 8, block_size=16, dtype=dtype)])
+
+    def run(hidden: Tensor, cos: Tensor, sin: Tensor, **given: Tensor) -> Any:
         hidden = hidden.clone() if hidden.is_contiguous() else hidden
-        decoder.Decoder([layer], [pool]).run(hidden, cos, sin, plan)
+        made(**given).run(hidden, cos, sin, plan)
         return hidden
+
+    def run_between(norm: Tensor, **given: Tensor) -> Any:
+        own = {name: given.pop(name) for name in decoder.DecoderEnds._fields if name != "norm"}
+        return made(**given).run_between(decoder.DecoderEnds(norm=decoder.Norm(norm, 1e-6), **own), plan)
 
     panels = {name: weight.panels for name, weight in packed.items()}
     yield Call("decoder", run, dict(hidden=floats(6, 24), cos=floats(6, 8), sin=floats(6, 8)) | vectors | panels)
+    ids = dict(token_ids=torch.tensor([4, 0, 3, 3, 1, 2]), positions=torch.arange(6), rows=torch.tensor([5, 0]))
+    tables = dict(embedding=floats(5, 24), cos=floats(9, 8), sin=floats(9, 8), norm=floats(24))
+    yield Call("decoder between", run_between, ids | tables | vectors | panels)
 
 
 def trainer_calls() -> Iterator[Call]:

@@ -3,8 +3,9 @@
 //     x += attention(norm(x))        norm -> q, k, v in one product -> attention (norms q and k, rotates, writes KV) -> product
 //     x += mlp(norm(x))              norm -> gate, up in one product -> silu(gate) * up -> product
 //
-// Each product gets the adapters of those rows that have one. Every value is rounded where the Hugging Face modules round it. There is a barrier after every step of a layer; bits do
-// not depend on the number of threads.
+// Before them it may look up embeddings and rotary rows, and behind them it may norm the rows that are wanted. Each product
+// gets the adapters of those rows that have one. Every value is rounded where the Hugging Face modules round it. There is a
+// barrier after every step of a layer; bits do not depend on the number of threads.
 //
 // A model may be cut over ranks, processes that share memory. Each computes its heads and its columns of every product into
 // the memory that all share, and meets the others four times a layer before it reads what they wrote:
@@ -13,6 +14,7 @@
 //
 // `attended` and `activated` are written after a meeting that follows their last reader's, and so is `delta`.
 #include <algorithm>
+#include <cstring>
 
 #include "adapters.h"
 #include "attention.h"
@@ -25,11 +27,6 @@ namespace {
 
 constexpr int64_t MLP_ROWS = 1024;  // computed at once: of gate and up, not more than caches hold
 
-struct Norm {
-    const void* weight;  // [hidden_size]
-    float epsilon;
-};
-
 struct Product {
     const void* packed;
     const void* bias;     // or null
@@ -39,6 +36,11 @@ struct Product {
 }  // namespace
 
 extern "C" {
+
+struct Norm {
+    const void* weight;  // [hidden_size]
+    float epsilon;
+};
 
 // Columns [first, first + size) of `whole`: those that this rank computes.
 struct Columns {
@@ -58,13 +60,25 @@ struct LayerAdapters {
     AdapterTable qkv, out, gate_up, down;
 };
 
+// What a step reads and leaves beside the layers.
+struct DecoderEnds {
+    const int64_t *token_ids, *positions;  // [T], rows of the tables
+    const void* embedding;                 // [vocab_size, hidden_size]
+    const void *cos, *sin;                 // [num_positions, dk]
+    const int64_t* rows;                   // [num_rows], those of T that are wanted
+    void* states;                          // [num_rows, hidden_size], out: behind the norm
+    int64_t vocab_size, num_positions, num_rows;
+    Norm norm;
+};
+
 struct DecoderCall {
     const DecoderLayer* layers;
     const AttentionPlan* plan;
     const LayerAdapters* adapters;  // of each layer, or null
     AdapterRows adapter_rows;
-    void* hidden;           // [T, hidden_size]: embeddings, then the last layer's output
+    void* hidden;           // [T, hidden_size]: embeddings, then the last layer's output; null, as the next two, with ends
     const void *cos, *sin;  // [T, dk]
+    const DecoderEnds* ends;  // or null: the caller has looked up, and norms
     char* memory;           // decoder_bytes(), aligned to a cache line
     char* exchanged;        // decoder_exchanged_bytes(), aligned to a cache line; the same for all ranks
     Turns* turns;           // of the ranks, or null: there is one
@@ -94,6 +108,7 @@ struct Exchanged : Carved {
 // Activations of one layer that this rank alone reads, used again by the next.
 template <typename T>
 struct Buffers : Carved {
+    T *hidden, *cos, *sin;  // as in the call, of a step with ends
     T *normed;   // [T, hidden_size]
     T *qkv;      // [T, (H + Hk) dk + Hk dv]
     T *gate_up;  // [MLP_ROWS, 2 intermediate_size]
@@ -112,6 +127,8 @@ struct Buffers : Carved {
         }
         const int64_t mlp_rows = std::min(c.num_tokens, MLP_ROWS);
         const int64_t hidden_size = c.hidden_columns.whole;
+        const int64_t looked_up = c.ends ? c.num_tokens : 0, dk = c.layers[0].attention.dk;
+        take(hidden, looked_up * hidden_size), take(cos, looked_up * dk), take(sin, looked_up * dk);
         take(normed, c.num_tokens * hidden_size), take(qkv, c.num_tokens * qkv_size);
         take(gate_up, mlp_rows * 2 * c.intermediate.size);
         auto staged = [&](int64_t rows, int64_t size) {
@@ -144,6 +161,7 @@ struct Worker {
     Team& team;
 
     void run() const {
+        if (c.ends) look_up(*c.ends);
         const T* delta = nullptr;
         for (int i = 0; i < c.num_layers; i++) {
             const LayerAdapters adapters = c.adapters ? c.adapters[i] : LayerAdapters{};
@@ -155,9 +173,32 @@ struct Worker {
             delta = e.delta;
         }
         add_and_norm(delta, nullptr);
+        if (c.ends) leave(*c.ends);
     }
 
   private:
+    T* hidden() const { return c.ends ? b.hidden : (T*)c.hidden; }
+
+    // Threads have the same rows as in `add_and_norm`, behind which they meet.
+    void look_up(const DecoderEnds& ends) const {
+        const int64_t size = c.hidden_columns.whole, dk = c.layers[0].attention.dk;
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < c.num_tokens; row++) {
+            const int64_t token = ends.token_ids[row], position = ends.positions[row];
+            memcpy(b.hidden + row * size, (const T*)ends.embedding + token * size, size * sizeof(T));
+            memcpy(b.cos + row * dk, (const T*)ends.cos + position * dk, dk * sizeof(T));
+            memcpy(b.sin + row * dk, (const T*)ends.sin + position * dk, dk * sizeof(T));
+        }
+    }
+
+    void leave(const DecoderEnds& ends) const {
+        const int64_t size = c.hidden_columns.whole;
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < ends.num_rows; i++)
+            rows::norm_row(b.hidden + ends.rows[i] * size, (const T*)ends.norm.weight, (T*)ends.states + i * size, size,
+                           ends.norm.epsilon);
+    }
+
     // Returns once all ranks have written what is exchanged; the threads of each have met before.
     void meet_ranks() const {
         if (!c.turns) return;
@@ -170,7 +211,7 @@ struct Worker {
         const int64_t size = c.hidden_columns.whole;
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < c.num_tokens; row++) {
-            T* x = (T*)c.hidden + row * size;
+            T* x = hidden() + row * size;
             if (delta) rows::add_row(x, delta + row * size, size);
             if (norm) rows::norm_row(x, (const T*)norm->weight, b.normed + row * size, size, norm->epsilon);
         }
@@ -186,7 +227,7 @@ struct Worker {
         a.q = b.qkv, a.k = b.qkv + q_size, a.v = b.qkv + q_size + k_size, a.out = e.attended + layer.attended.first;
         a.q_token = a.k_token = a.v_token = size, a.q_head = a.k_head = a.dk, a.v_head = a.dv;
         a.out_token = layer.attended.whole;
-        a.cos = c.cos, a.sin = c.sin, a.scratch = b.scratch;
+        a.cos = c.ends ? b.cos : c.cos, a.sin = c.ends ? b.sin : c.sin, a.scratch = b.scratch;
         a.num_tokens = c.num_tokens, a.num_threads = c.num_threads;
         attention_in_team(a, team);
         meet_ranks();
@@ -245,7 +286,16 @@ int64_t decoder_exchanged_bytes(const DecoderCall* c) {
     return c->is_bf16 ? Exchanged<bf16>(*c).bytes() : Exchanged<float>(*c).bytes();
 }
 
-void decoder_run(const DecoderCall* c) {
+// Returns -1; or the first token, or wanted row, whose id, position or number is out of bounds, and has done nothing.
+int64_t decoder_run(const DecoderCall* c) {
+    auto is_in = [](int64_t x, int64_t size) { return 0 <= x && x < size; };
+    if (const DecoderEnds* e = c->ends) {
+        for (int64_t i = 0; i < c->num_tokens; i++)
+            if (!is_in(e->token_ids[i], e->vocab_size) || !is_in(e->positions[i], e->num_positions)) return i;
+        for (int64_t i = 0; i < e->num_rows; i++)
+            if (!is_in(e->rows[i], c->num_tokens)) return i;
+    }
     if (c->num_tokens) c->is_bf16 ? run<bf16>(*c) : run<float>(*c);
+    return -1;
 }
 }

@@ -76,6 +76,25 @@ class DecoderRanks(NamedTuple):
     """Of the heads' outputs, by layer."""
 
 
+class DecoderEnds(NamedTuple):
+    """What a step of T tokens reads before the layers, and leaves behind them."""
+
+    token_ids: Tensor
+    """int64 [T]."""
+    positions: Tensor
+    """int64 [T]."""
+    embedding: Tensor
+    """[V, hidden_size]."""
+    cos: Tensor
+    """[P, head_dim], of positions 0 to P - 1."""
+    sin: Tensor
+    """[P, head_dim]."""
+    norm: Norm
+    """Of the states that are wanted."""
+    rows: Tensor
+    """int64 [n], those of the T that are wanted."""
+
+
 class DecoderAdapters:
     """The adapters of a decoder's linears: of each layer a table for qkv, out, gate_up and down; None: no adapter.
 
@@ -117,6 +136,16 @@ class Decoder:
         self._layers = (_Layer * len(layers))(*(_layer(*row) for row in rows))
         self._memory, self._exchanged = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
         self._checked_adapters: DecoderAdapters | None = None
+        self._call = _Call(
+            layers=ctypes.addressof(self._layers),
+            turns=None if ranks is None else ranks.turns.address,
+            hidden_columns=_Columns(*self._hidden),
+            intermediate=_Columns(*self._intermediate),
+            num_layers=len(layers),
+            is_bf16=self._dtype == torch.bfloat16,
+            num_ranks=1 if ranks is None else ranks.turns.num_ranks,
+        )
+        """Arguments of a step; what differs from one to the next is filled in by it."""
 
     def run(
         self,
@@ -132,31 +161,59 @@ class Decoder:
         `BrokenTurnsError` where another rank has ended or failed.
         """
         num_tokens, dtype = plan.num_tokens, self._dtype
+        self._call.hidden = address("hidden", hidden, dtype, (num_tokens, self._hidden_size))
+        self._call.cos = address("cos", cos, dtype, (num_tokens, self._head_dim))
+        self._call.sin = address("sin", sin, dtype, (num_tokens, self._head_dim))
+        self._call.ends = None
+        self._launch(plan, adapters)
+
+    def run_between(
+        self,
+        ends: DecoderEnds,
+        plan: attention.AttentionPlan,
+        adapters: tuple[DecoderAdapters, AdapterRows] | None = None,
+    ) -> Tensor:
+        """Look up the tokens, run the layers, and return the rows that are wanted behind the norm: [n, hidden_size].
+
+        Raises as `run`, and `ValueError` for tokens, positions and rows that are not there.
+        """
+        count, dtype, dim = (plan.num_tokens,), self._dtype, self._head_dim
+        vocab_size, num_positions = ends.embedding.numel() // self._hidden_size, ends.cos.numel() // dim
+        num_rows = ends.rows.numel()
+        states = torch.empty(num_rows, self._hidden_size, dtype=dtype)
+        call = _Ends(
+            address("token_ids", ends.token_ids, torch.int64, count),
+            address("positions", ends.positions, torch.int64, count),
+            address("embedding", ends.embedding, dtype, (vocab_size, self._hidden_size)),
+            address("cos", ends.cos, dtype, (num_positions, dim)),
+            address("sin", ends.sin, dtype, (num_positions, dim)),
+            address("rows", ends.rows, torch.int64, (num_rows,)),
+            states.data_ptr(),
+            vocab_size,
+            num_positions,
+            num_rows,
+            _Norm(address("norm", ends.norm.weight, dtype, (self._hidden_size,)), ends.norm.epsilon),
+        )
+        self._call.hidden = self._call.cos = self._call.sin = None
+        self._call.ends = ctypes.addressof(call)
+        self._launch(plan, adapters)
+        return states
+
+    def _launch(self, plan: attention.AttentionPlan, adapters: tuple[DecoderAdapters, AdapterRows] | None) -> None:
+        call, num_tokens = self._call, plan.num_tokens
         for pool in self._pools:
             plan.check_pool(*pool)
-        call = _Call(
-            ctypes.addressof(self._layers),
-            plan.address,
-            *self._adapter_arguments(adapters, num_tokens),
-            address("hidden", hidden, dtype, (num_tokens, self._hidden_size)),
-            address("cos", cos, dtype, (num_tokens, self._head_dim)),
-            address("sin", sin, dtype, (num_tokens, self._head_dim)),
-            None,
-            None,
-            None if self._ranks is None else self._ranks.turns.address,
-            num_tokens,
-            _Columns(*self._hidden),
-            _Columns(*self._intermediate),
-            len(self._layers),
-            plan.num_threads,
-            self._dtype == torch.bfloat16,
-            1 if self._ranks is None else self._ranks.turns.num_ranks,
-        )
+        call.plan, call.num_tokens, call.num_threads = plan.address, num_tokens, plan.num_threads
+        call.adapters, call.adapter_rows = self._adapter_arguments(adapters, num_tokens)
         place = ctypes.addressof(call)
         self._memory = _at_least(self._memory, _library().decoder_bytes(place))
         call.memory = _aligned(self._memory)
         call.exchanged = self._exchanged_address(_library().decoder_exchanged_bytes(place))
-        _library().decoder_run(place)
+        if (wrong := _library().decoder_run(place)) >= 0:
+            raise ValueError(
+                f"token_ids, positions and rows should be within the embedding, the rotary table and the {num_tokens} "
+                f"tokens, and are not at {wrong}."
+            )
         if self._ranks is not None and self._ranks.turns.are_broken:
             raise BrokenTurnsError("a rank has ended or failed")
 
@@ -253,11 +310,19 @@ class _Layer(ctypes.Structure):
     ]
 
 
+class _Ends(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("token_ids", "positions", "embedding", "cos", "sin", "rows", "states")),
+        *((name, c_int64) for name in ("vocab_size", "num_positions", "num_rows")),
+        ("norm", _Norm),
+    ]
+
+
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("layers", "plan", "adapters")),
         ("adapter_rows", RowsCall),
-        *((name, c_void_p) for name in ("hidden", "cos", "sin", "memory", "exchanged", "turns")),
+        *((name, c_void_p) for name in ("hidden", "cos", "sin", "ends", "memory", "exchanged", "turns")),
         ("num_tokens", c_int64),
         *((name, _Columns) for name in ("hidden_columns", "intermediate")),
         *((name, c_int32) for name in ("num_layers", "num_threads", "is_bf16", "num_ranks")),
@@ -299,7 +364,7 @@ def _aligned(memory: Tensor) -> int:
 @cache
 def _library() -> ctypes.CDLL:
     return build.declared(
-        decoder_run=(None, c_void_p),
+        decoder_run=(c_int64, c_void_p),
         decoder_bytes=(c_int64, c_void_p),
         decoder_exchanged_bytes=(c_int64, c_void_p),
     )

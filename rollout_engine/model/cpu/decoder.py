@@ -1,13 +1,15 @@
 """Runs the decoder layers of a Hugging Face module as one C++ call, where `decoder_trial` has proven the same bits."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.cpu import attention
-from rollout_engine.kernels.cpu.decoder import Decoder, DecoderAdapters, LayerWeights, Norm, Product
+from rollout_engine.kernels.cpu.decoder import Decoder, DecoderAdapters, DecoderEnds, LayerWeights, Norm, Product
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.model.cpu.ranked_decoder import decoder_ranks
 from rollout_engine.model.cpu.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
@@ -43,6 +45,10 @@ class CpuDecoder:
         embedding, head = self._structure.embedding, self._structure.head
         require(type(embedding) in (nn.Embedding, PackedEmbedding), "its embedding is more than a table")
         require(head is None or type(head) is RowInvariantLinear, "lm_head was not replaced by RowInvariantLinear")
+        self._has_plain_ends = (
+            cut is None and type(embedding) is nn.Embedding and type(self._structure.norm) is RowInvariantRMSNorm
+        )
+        self._has_plain_ends &= getattr(embedding, "max_norm", None) is None
         self._groups, self._owners = [], []
         for layer in self._structure.layers:
             _check_replaced(layer)
@@ -70,14 +76,29 @@ class CpuDecoder:
         Returns logits of `rows`, none where there is no output head, and hidden states of `state_rows` [n, H].
         """
         decoder, parts = self._current(), self._structure
+        adapters = None if adapter_rows is None else (self._current_adapters(), adapter_rows)
+        if parts.head is not None and (ends := self._ends(token_ids, positions, rows, state_rows)) is not None:
+            states = decoder.run_between(ends, plan, adapters)
+            return LogitRows(states[: len(rows)], parts.head, self._vocab_size), states[len(rows) :]
         hidden = parts.embedding(token_ids)
         cos, sin = self._rotary.rows(positions, hidden)
-        adapters = None if adapter_rows is None else (self._current_adapters(), adapter_rows)
         decoder.run(hidden, cos, sin, plan, adapters)
         states = parts.norm(hidden.index_select(0, state_rows)) if len(state_rows) else hidden[:0]
         if parts.head is None:
             return LogitRows.of(states[:0]), states
         return LogitRows(parts.norm(hidden.index_select(0, rows)), parts.head, self._vocab_size), states
+
+    def _ends(self, token_ids: Tensor, positions: Tensor, rows: Tensor, state_rows: Tensor) -> DecoderEnds | None:
+        """What is before and behind the layers, for C++; None where modules have to compute it."""
+        embedding, norm = self._structure.embedding, self._structure.norm
+        if not self._has_plain_ends or not len(token_ids) or any(_hooks(embedding)) or any(_hooks(norm)):
+            return None
+        weight = embedding.weight.detach()
+        table = self._rotary.table(int(positions.numpy().max()) + 1, weight)
+        if table is None:
+            return None
+        wanted = torch.cat([rows, state_rows]) if len(state_rows) else rows
+        return DecoderEnds(token_ids, positions, weight, *table, _norm(norm), wanted)
 
     def release(self) -> None:
         """Let go of packed weights and of the memory of activations until the next step."""
@@ -131,6 +152,11 @@ def _weights(layer: DecoderLayer) -> LayerWeights:
         num_heads=layer.geometry.num_heads,
         attention_params=layer.geometry.attention_params,
     )
+
+
+def _hooks(child: nn.Module) -> tuple[dict[int, Any], ...]:
+    """What is called beside the forward of a module, which it is not where C++ computes it."""
+    return child._forward_pre_hooks, child._forward_hooks
 
 
 def _norm(child: nn.Module) -> Norm:

@@ -41,15 +41,24 @@ class RotaryTable:
 
     def rows(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, head_dim] of positions int64 [T], in the dtype and on the device of `like`."""
-        end = int(positions.max()) + 1 if len(positions) else 0
-        if self._limit is not None and end > self._limit:
+        table = self.table(int(positions.max()) + 1 if len(positions) else 0, like)
+        if table is None:
             return self._computed(positions, like)
+        cos, sin = table
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def table(self, end: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines [P, head_dim] of positions 0 to P - 1, P >= `end`, with the dtype and device of `like`.
+
+        None where they may depend on the batch.
+        """
+        if self._limit is not None and end > self._limit:
+            return None
         if self._table is None or len(self._table[0]) < end or self._table[0].dtype != like.dtype:
             size = max(_LEAST_ROWS, 1 << (end - 1).bit_length())
             size = size if self._limit is None else min(size, self._limit)
             self._table = self._computed(torch.arange(size, device=like.device), like)
-        cos, sin = self._table
-        return cos.index_select(0, positions), sin.index_select(0, positions)
+        return self._table
 
     def _computed(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._rotary(like[None], position_ids=positions[None])

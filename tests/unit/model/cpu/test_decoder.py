@@ -106,6 +106,34 @@ def test_more_rows_than_the_mlp_takes_at_once():
     assert torch.equal(*logits)
 
 
+def test_states_of_some_rows_come_beside_the_logits_of_others():
+    module, geometry = prepared("qwen3")
+    chunks = [SequenceChunk([5, 6, 7, 8], 0, [3]), SequenceChunk([9, 5], 0, [1])]
+    ours, theirs = (
+        paged(module, geometry, compiled=compiled).forward_states(chunks, [5, 3], [0, 5, 2])
+        for compiled in (True, False)
+    )
+    assert torch.equal(ours[0].take(slice(None)), theirs[0].take(slice(None))) and torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "norm"])
+def test_hooks_of_the_modules_before_and_behind_the_layers_are_called(part):
+    module, geometry = prepared("llama")
+    model, chunks = paged(module, geometry, compiled=True), [SequenceChunk([5, 6, 7], 0, [3])]
+    before, seen = model.forward(chunks, [2]), []
+    hook = getattr(module.model, part).register_forward_hook(lambda child, given, out: seen.append(out.shape))
+    assert torch.equal(model.forward(chunks, [2]), before) and len(seen) == 1
+    hook.remove()
+    assert torch.equal(model.forward(chunks, [2]), before) and len(seen) == 1
+
+
+def test_a_token_that_the_embedding_lacks_is_refused():
+    model = paged(*prepared("llama", vocab_size=101), compiled=True)
+    for token_id in (-1, 101):
+        with pytest.raises(ValueError, match=r"within the embedding.*not at 1"):
+            model.forward([SequenceChunk([5, token_id], 0, [3])], [1])
+
+
 def test_no_rows_of_logits_may_be_wanted():
     module, geometry = prepared("llama")
     assert paged(module, geometry, compiled=True).forward([SequenceChunk([5, 6], 0, [0])], []).shape == (0, 259)
