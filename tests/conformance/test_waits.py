@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 
 from rollout_engine import AsyncLLM
+from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import CallTimeoutError, DrainTimeoutError, TransferTimeoutError
 from rollout_engine.process.process_client import ProcessClient
@@ -39,7 +40,7 @@ def num_in_pieces(engine):
 
 
 def in_process(engine):
-    return not isinstance(engine.frontend.client, ProcessClient)
+    return isinstance(engine.frontend.client, LocalClient)
 
 
 def nobody_waits(engine):
@@ -202,7 +203,7 @@ def test_a_commit_does_not_wait_for_a_score_that_is_cancelled(engine, endless_sc
 
 
 def test_a_commit_does_not_wait_for_the_score_of_a_client_that_has_left(engine, endless_scores):
-    if in_process(engine):
+    if not isinstance(engine.frontend.client, ProcessClient):
         pytest.skip("nobody can connect to it")
     leaver = ProcessClient.connect(engine.frontend.client.address)
     leaver.call("score", SCORE)
@@ -294,7 +295,7 @@ async def _begin(coroutine):
 
 def test_what_a_client_had_sent_does_not_begin_once_it_has_left(engine, tmp_path):
     client, begun = engine.frontend.client, tmp_path / "begun"
-    if in_process(engine):
+    if not isinstance(engine.frontend.client, ProcessClient):
         pytest.skip("nobody can connect to it")
     (before,) = engine.collective_rpc("count")
     leaver = ProcessClient.connect(client.address)

@@ -21,8 +21,6 @@ follow_imports_for_stubs = True
 follow_imports = skip
 """
 PROGRAM = """
-import pytest
-
 import rollout_engine
 from rollout_engine import LLM, EngineConfig, exact
 reveal_type(LLM("path"))
