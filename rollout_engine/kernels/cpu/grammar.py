@@ -104,9 +104,8 @@ class Matchers:
         ends = np.cumsum(1 + drafted)
         firsts, index, place = ends - drafted - 1, np.dtype(np.int64), np.dtype(np.uint64)
         self._num_places = int(ends[-1])
-        self.num_threads = min(count, torch.get_num_threads())
-        """Number of threads that follow the sequences."""
-        self._scratch = np.empty((self.num_threads, len(plain)), np.uint32)
+        self._num_threads = min(count, torch.get_num_threads())
+        self._scratch = np.empty((self._num_threads, len(plain)), np.uint32)
         self._found = Followed(count)
         self._alive = functions, addresses, bits, plain, drafted, firsts
         self._args = _Arguments(
@@ -122,7 +121,7 @@ class Matchers:
             outcomes=self._found.outcomes.ctypes.data,
             refused=self._found.refused.ctypes.data,
             seconds=self._found.seconds.ctypes.data,
-            threads=self.num_threads,
+            threads=self._num_threads,
         )
         self._restriction = _Restriction(grammars=ctypes.addressof(self._args), masks=self._scratch.ctypes.data)
 
@@ -161,15 +160,16 @@ class Matchers:
         Args:
             tokens: as for `fill`.
             token_ends: as for `fill`.
-            rows: those that have been drawn, by uniforms of seeds and positions, with memory of `num_threads` threads.
+            rows: those that have been drawn, by uniforms of seeds and positions.
             row_at: the row of each place, int64 [M]; negative for none.
             tries_first: bool [R]: whether the row's token counts, and the second draw is by another uniform. Where not,
                 it is drawn in any case, by the same. None: they all count.
             max_seconds: as for `fill`.
         """
         self._take(tokens, token_ends, max_seconds)
-        if rows.num_threads < self.num_threads or not rows.has_seeds:
-            raise ValueError(f"rows should have seeds, and memory of {self.num_threads} threads.")
+        if not rows.has_seeds:
+            raise ValueError("rows should have seeds.")
+        self._args.threads = min(self._num_threads, rows.num_threads)
         self._restriction.rows = rows.address
         self._restriction.row_at = array_address("row_at", row_at, np.dtype(np.int64), (self._num_places,))
         self._restriction.tries_first = None

@@ -58,7 +58,7 @@ class PreparedRows:
             drawn = RowStats.empty(self.num_rows, "cpu"), kept
         self.stats, self.kept = stats, kept = drawn
         self.args = _rows(logits, temperatures, stats)
-        self.num_threads = min(self.num_rows, torch.get_num_threads())
+        self.num_threads = self._num_threads_now()
         """Number of threads that there is memory for."""
         mass = torch.empty(self.num_threads, -(-vocab_size // CHUNK), dtype=torch.float64)
         if isinstance(uniforms, UniformsOf):
@@ -90,9 +90,14 @@ class PreparedRows:
         return ctypes.addressof(self.args)
 
     def move(self, logits: Tensor, positions: Tensor) -> bool:
-        """Go on to the rows of another step, at these positions int64 [N]; False where the logits have another form."""
+        """Go on to the rows of another step, at these positions int64 [N].
+
+        False where the logits have another form, or there are more or fewer threads than before.
+        """
         before = self._logits
         if logits.shape != before.shape or logits.dtype != before.dtype or logits.stride() != before.stride():
+            return False
+        if self._num_threads_now() != self.num_threads:
             return False
         self.args.logits = address("logits", logits, logits.dtype, logits.shape, strided_rows=True)
         self.args.position = address("positions", positions, torch.int64, (self.num_rows,))
@@ -110,6 +115,9 @@ class PreparedRows:
         self.args.mask_words = masks.bits.shape[1]
         _library().sampling_draw(self.address)
         self.args.mask = None
+
+    def _num_threads_now(self) -> int:
+        return min(self.num_rows, torch.get_num_threads())
 
 
 def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:

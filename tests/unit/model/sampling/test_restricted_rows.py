@@ -128,3 +128,12 @@ def test_a_row_without_an_allowed_token_that_can_be_drawn_says_so(grammars):
     out = sample(logits, batch_of(params), edits_of(params, grammars))
     assert out.token_ids[0] in LETTERS and out.token_ids[1:] == [-1, -1]
     assert out.errors[1] == NONE_LEFT and "NaN" in out.errors[2]
+
+
+def test_more_or_fewer_threads_in_later_steps_draw_the_same(grammars, thread_count):
+    params, logits = [restricted()] * 24, logits_of(24, 1.0)
+    expected = sample(logits, batch_of(params), edits_of(params, grammars))
+    batch, edits = batch_of(params), edits_of(params, grammars)
+    for count in (1, 3, 2, 1):
+        thread_count(count)
+        assert sample(logits, batch, edits) == expected
