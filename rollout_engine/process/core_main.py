@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import sys
+import time
 import traceback
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,9 @@ from rollout_engine.process.wire import PROTOCOL, Ready
 from rollout_engine.threads import give_way_early
 
 logger = logging.getLogger("rollout_engine")
+
+_ATTEMPTS = 100
+"""Times that the engine's directory is removed until it is gone."""
 
 
 def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
@@ -125,7 +129,11 @@ def _give_up(core: RecordedCore, io: CoreSocket, directory: str, reason: str) ->
 def _leave(directory: str, status: int) -> NoReturn:
     """End this process at once, and leave no file of the engine's behind."""
     remove_directories(directory)
-    shutil.rmtree(directory, ignore_errors=True)
+    for _ in range(_ATTEMPTS):  # another thread may make a file between two looks, which keeps the directory
+        shutil.rmtree(directory, ignore_errors=True)
+        if not os.path.exists(directory):
+            break
+        time.sleep(0.01)
     os._exit(status)  # finalizing the interpreter takes longer than the parent waits
 
 
