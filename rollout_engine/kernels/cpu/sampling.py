@@ -36,7 +36,7 @@ class PreparedRows:
     """N rows of logits to draw from, as C++ reads them, and maybe those of later steps.
 
     What is drawn comes into `stats`, and into `kept` by rules. Raises `ValueError` for tensors it cannot read. The
-    arguments are those of `kernels.draw.prepare`.
+    arguments are those of `kernels.draw.draw`; `drawn`: its result, for rows that are drawn again.
     """
 
     num_unusable = 0
@@ -68,7 +68,8 @@ class PreparedRows:
             self.args.uniform = address("uniforms", uniforms, torch.float64, (self.num_rows,))
         self.args.greedy = address("greedy", greedy, torch.bool, (self.num_rows,))
         self.args.mass = mass.data_ptr()
-        self._logits = logits
+        self._form = _form(logits)
+        self._logits: Tensor | None = logits
         self._alive: list[object] = [temperatures, uniforms, greedy, mass]
         if rules is not None and kept is not None:
             rules, scratch = Truncation(*(c.contiguous() for c in rules)), torch.empty(2, self.num_threads, vocab_size)
@@ -94,15 +95,16 @@ class PreparedRows:
 
         False where the logits have another form, or there are more or fewer threads than before.
         """
-        before = self._logits
-        if logits.shape != before.shape or logits.dtype != before.dtype or logits.stride() != before.stride():
-            return False
-        if self._num_threads_now() != self.num_threads:
+        if _form(logits) != self._form or self._num_threads_now() != self.num_threads:
             return False
         self.args.logits = address("logits", logits, logits.dtype, logits.shape, strided_rows=True)
         self.args.position = address("positions", positions, torch.int64, (self.num_rows,))
         self._logits, self._positions = logits, positions
         return True
+
+    def release(self) -> None:
+        """Let go of the logits; nothing is drawn before `move`."""
+        self._logits = None
 
     def draw(self) -> tuple[RowStats, KeptTokens | None]:
         """C++ side of `kernels.draw.draw`."""
@@ -118,6 +120,10 @@ class PreparedRows:
 
     def _num_threads_now(self) -> int:
         return min(self.num_rows, torch.get_num_threads())
+
+
+def _form(logits: Tensor) -> tuple[object, ...]:
+    return logits.shape, logits.dtype, logits.stride()
 
 
 def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:

@@ -125,20 +125,22 @@ class _Rows(NamedTuple):
 
 
 def _sample_whole_rows(logits: Tensor, batch: SamplingBatch, edits: RowEdits) -> ModelRunnerOutput | None:
-    """What `sample` returns, in the least time: no row is truncated or edited but by a grammar, none asks for more than
-    a token and its tempered log-prob, and all can be sampled. None where it is not so, or without C++."""
+    """The result of `sample` by rows that are prepared once for all steps; None where that takes more, or without C++.
+
+    It takes more where a row is truncated, edited by more than a grammar, asks for more than a token and its tempered
+    log-prob, or cannot be sampled.
+    """
     if not batch.is_plain or batch.rules is not None or edits.copied:
         return None
     if (rows := batch.whole_rows(logits)) is None:
         return None
     stats, _ = rows.draw()
-    if rows.num_unusable:
-        return None
-    if (masked := edits.masked) is not None:
-        if not masked.batch.restrict(rows, masked.row_at, None) or masked.batch.has_failed:
-            return None
+    can_be_sampled = not rows.num_unusable
+    if can_be_sampled and (masked := edits.masked) is not None:
+        can_be_sampled = masked.batch.restrict(rows, masked.row_at, None) and not masked.batch.has_failed
+    rows.release()
     tokens = stats.tokens.tolist()
-    if masked is not None and min(tokens) < 0:
+    if not can_be_sampled or (edits.masked is not None and min(tokens) < 0):
         return None
     return ModelRunnerOutput(tokens, stats.logprobs.tolist() if batch.wants_logprobs else None)
 

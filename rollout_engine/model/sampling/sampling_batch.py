@@ -46,6 +46,7 @@ class SamplingBatch:
     asked_ids: Mapping[int, list[int] | None] = field(default_factory=dict)
     """Row -> token ids whose log-probs to report, None for all; rows that did not ask are absent."""
     _whole_rows: PreparedRows | None = field(default=None, init=False, repr=False)
+    """Rows of the last `whole_rows`."""
 
     @classmethod
     def from_tasks(cls, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> "SamplingBatch":
@@ -118,7 +119,7 @@ class SamplingBatch:
         return UniformsOf(torch.from_numpy(self.seeds), torch.from_numpy(self.positions))
 
     def whole_rows(self, logits: Tensor) -> PreparedRows | None:
-        """The rows [N, V] at their positions, none of them truncated, for C++; None without it. They last a step."""
+        """The rows [N, V] at their positions, none of them truncated, for C++, until the next call; None without it."""
         kept = self._whole_rows
         if kept is None or not kept.move(logits, torch.from_numpy(self.positions)):
             self._whole_rows = kept = prepare(logits, self.row_temperatures, self.uniforms, self.greedy, None)

@@ -1,5 +1,7 @@
 """Rows without rules or edits, which C++ draws from what is kept between steps."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -64,6 +66,14 @@ def test_a_row_that_cannot_be_sampled_is_told_and_harms_no_step():
     assert out.errors == {3: BAD_LOGITS} and out.token_ids[3] == -1
     assert [out.token_ids[row] for row in (0, 1, 2, 4)] == [before.token_ids[row] for row in (0, 1, 2, 4)]
     assert sample(logits, kept) == before
+
+
+def test_logits_of_a_step_are_freed_with_it():
+    kept, logits = batch_at(0), torch.randn(5, 300)
+    freed = weakref.ref(logits)
+    sample(logits, kept)
+    del logits
+    assert freed() is None
 
 
 def test_results_of_a_step_outlast_the_next_one():
