@@ -1,5 +1,7 @@
 """Sampling of one token per row of logits by inverse CDF, with the weights of `token_logprobs`."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,18 +14,9 @@ from rollout_engine.kernels.token_logprobs import cumulative_mass, logprobs_at, 
 from rollout_engine.kernels.truncation import edges_of, is_kept
 
 
-def prepare(
-    logits: Tensor,
-    temperatures: Tensor,
-    uniforms: Tensor | UniformsOf,
-    greedy: Tensor,
-    rules: Truncation | None,
-    drawn: tuple[RowStats, KeptTokens | None] | None = None,
-) -> PreparedRows | None:
-    """The rows of `draw`, or with what has been `drawn` those of `redraw`, for C++; None without it."""
-    if build.load_kernels() is None:
-        return None
-    return PreparedRows(logits, temperatures, uniforms, greedy, rules, drawn)
+def prepare(*arguments: Any) -> PreparedRows | None:
+    """`PreparedRows` of these arguments; None without C++."""
+    return None if build.load_kernels() is None else PreparedRows(*arguments)
 
 
 def draw(
@@ -100,7 +93,7 @@ def redraw(
 
 
 def numbers(uniforms: Tensor | UniformsOf) -> Tensor:
-    """float64 [N] in [0, 1)."""
+    """The uniform numbers, float64 [N] in [0, 1)."""
     return rng.uniforms(*uniforms) if isinstance(uniforms, UniformsOf) else uniforms
 
 

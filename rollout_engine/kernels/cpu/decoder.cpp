@@ -60,7 +60,7 @@ struct LayerAdapters {
     AdapterTable qkv, out, gate_up, down;
 };
 
-// What a step reads and leaves beside the layers.
+// Inputs before the layers, and the norm behind them.
 struct DecoderEnds {
     const int64_t *token_ids, *positions;  // [T], rows of the tables
     const void* embedding;                 // [vocab_size, hidden_size]
@@ -76,12 +76,12 @@ struct DecoderCall {
     const AttentionPlan* plan;
     const LayerAdapters* adapters;  // of each layer, or null
     AdapterRows adapter_rows;
-    void* hidden;           // [T, hidden_size]: embeddings, then the last layer's output; null, as the next two, with ends
-    const void *cos, *sin;  // [T, dk]
+    void* hidden;             // [T, hidden_size]: embeddings, then the last layer's output; null, as the next two, with ends
+    const void *cos, *sin;    // [T, dk]
     const DecoderEnds* ends;  // or null: the caller has looked up, and norms
-    char* memory;           // decoder_bytes(), aligned to a cache line
-    char* exchanged;        // decoder_exchanged_bytes(), aligned to a cache line; the same for all ranks
-    Turns* turns;           // of the ranks, or null: there is one
+    char* memory;             // decoder_bytes(), aligned to a cache line
+    char* exchanged;          // decoder_exchanged_bytes(), aligned to a cache line; the same for all ranks
+    Turns* turns;             // of the ranks, or null: there is one
     int64_t num_tokens;
     Columns hidden_columns, intermediate;
     int32_t num_layers, num_threads, is_bf16, num_ranks;
@@ -109,9 +109,9 @@ struct Exchanged : Carved {
 template <typename T>
 struct Buffers : Carved {
     T *hidden, *cos, *sin;  // as in the call, of a step with ends
-    T *normed;   // [T, hidden_size]
-    T *qkv;      // [T, (H + Hk) dk + Hk dv]
-    T *gate_up;  // [MLP_ROWS, 2 intermediate_size]
+    T *normed;              // [T, hidden_size]
+    T *qkv;                 // [T, (H + Hk) dk + Hk dv]
+    T *gate_up;             // [MLP_ROWS, 2 intermediate_size]
     char *staging, *scratch;
     float* low;  // x A of one product's adapters
 
@@ -286,7 +286,7 @@ int64_t decoder_exchanged_bytes(const DecoderCall* c) {
     return c->is_bf16 ? Exchanged<bf16>(*c).bytes() : Exchanged<float>(*c).bytes();
 }
 
-// Returns -1; or the first token, or wanted row, whose id, position or number is out of bounds, and has done nothing.
+// Returns -1. Where an id, a position or a wanted row is out of bounds, it returns its place, and has done nothing.
 int64_t decoder_run(const DecoderCall* c) {
     auto is_in = [](int64_t x, int64_t size) { return 0 <= x && x < size; };
     if (const DecoderEnds* e = c->ends) {

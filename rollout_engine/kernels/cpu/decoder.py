@@ -77,7 +77,7 @@ class DecoderRanks(NamedTuple):
 
 
 class DecoderEnds(NamedTuple):
-    """What a step of T tokens reads before the layers, and leaves behind them."""
+    """Inputs before a decoder's layers and the norm behind them, of a step of T tokens."""
 
     token_ids: Tensor
     """int64 [T]."""
@@ -90,9 +90,9 @@ class DecoderEnds(NamedTuple):
     sin: Tensor
     """[P, head_dim]."""
     norm: Norm
-    """Of the states that are wanted."""
+    """The model's last norm."""
     rows: Tensor
-    """int64 [n], those of the T that are wanted."""
+    """int64 [n], rows of the last layer's output that the norm is applied to, and that are returned."""
 
 
 class DecoderAdapters:

@@ -45,10 +45,8 @@ class CpuDecoder:
         embedding, head = self._structure.embedding, self._structure.head
         require(type(embedding) in (nn.Embedding, PackedEmbedding), "its embedding is more than a table")
         require(head is None or type(head) is RowInvariantLinear, "lm_head was not replaced by RowInvariantLinear")
-        self._has_plain_ends = (
-            cut is None and type(embedding) is nn.Embedding and type(self._structure.norm) is RowInvariantRMSNorm
-        )
-        self._has_plain_ends &= getattr(embedding, "max_norm", None) is None
+        is_table = type(embedding) is nn.Embedding and embedding.max_norm is None
+        self._has_plain_ends = cut is None and is_table and type(self._structure.norm) is RowInvariantRMSNorm
         self._groups, self._owners = [], []
         for layer in self._structure.layers:
             _check_replaced(layer)
@@ -89,9 +87,10 @@ class CpuDecoder:
         return LogitRows(parts.norm(hidden.index_select(0, rows)), parts.head, self._vocab_size), states
 
     def _ends(self, token_ids: Tensor, positions: Tensor, rows: Tensor, state_rows: Tensor) -> DecoderEnds | None:
-        """What is before and behind the layers, for C++; None where modules have to compute it."""
+        """Arguments of `Decoder.run_between`; None where modules have to compute embeddings, rotations or the norm."""
         embedding, norm = self._structure.embedding, self._structure.norm
-        if not self._has_plain_ends or not len(token_ids) or any(_hooks(embedding)) or any(_hooks(norm)):
+        has_hooks = any((*_hooks(embedding), *_hooks(norm)))  # C++ would not call them
+        if not self._has_plain_ends or has_hooks or not len(token_ids):
             return None
         weight = embedding.weight.detach()
         table = self._rotary.table(int(positions.numpy().max()) + 1, weight)
@@ -155,7 +154,7 @@ def _weights(layer: DecoderLayer) -> LayerWeights:
 
 
 def _hooks(child: nn.Module) -> tuple[dict[int, Any], ...]:
-    """What is called beside the forward of a module, which it is not where C++ computes it."""
+    """Hooks of a module's forward, before and behind it."""
     return child._forward_pre_hooks, child._forward_hooks
 
 
