@@ -13,7 +13,7 @@ from rollout_engine.kernels.cpu.decoder import Decoder, DecoderAdapters, Decoder
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.model.cpu.ranked_decoder import decoder_ranks
 from rollout_engine.model.cpu.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
-from rollout_engine.model.modules.decoder_structure import DecoderLayer, decoder_structure, require
+from rollout_engine.model.modules.decoder_structure import DecoderLayer, decoder_structure, mlp_of, require
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.rotary import RotaryTable, rotary_limit
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
@@ -50,9 +50,9 @@ class CpuDecoder:
         self._groups, self._owners = [], []
         for layer in self._structure.layers:
             _check_replaced(layer)
-            self._groups += [_group(child) for child in (layer.qkv[0], layer.out, layer.gate_up[0], layer.down)]
-            norms = (layer.attention_norm, layer.mlp_norm, *layer.head_norms)
-            self._owners += [child._parameters for child in (*norms, *layer.qkv, layer.out, *layer.gate_up, layer.down)]
+            mlp, norms = mlp_of(layer), (layer.attention_norm, layer.mlp_norm, *layer.head_norms)
+            self._groups += [_group(child) for child in (layer.qkv[0], layer.out, mlp.gate_up[0], mlp.down)]
+            self._owners += [child._parameters for child in (*norms, *layer.qkv, layer.out, *mlp.gate_up, mlp.down)]
         self._stamp: list[int] = []
         self._decoder: Decoder | None = None
         self._pool_of_adapters = adapters
@@ -124,13 +124,13 @@ class CpuDecoder:
 
 def _check_replaced(layer: DecoderLayer) -> None:
     """Raise `UnsupportedStructure` unless `make_row_invariant` has replaced every part of `layer`."""
-    norms = (layer.attention_norm, layer.mlp_norm, *layer.head_norms)
-    for child, expected in ((layer.mlp, RowInvariantMLP), *((norm, RowInvariantRMSNorm) for norm in norms)):
+    mlp, norms = mlp_of(layer), (layer.attention_norm, layer.mlp_norm, *layer.head_norms)
+    for child, expected in ((mlp.module, RowInvariantMLP), *((norm, RowInvariantRMSNorm) for norm in norms)):
         require(type(child) is expected, f"{type(child).__name__} was not replaced by {expected.__name__}")
-    for child in (*layer.qkv, layer.out, *layer.gate_up, layer.down):
+    for child in (*layer.qkv, layer.out, *mlp.gate_up, mlp.down):
         require(type(child) is RowInvariantLinear, f"{type(child).__name__} was not replaced by RowInvariantLinear")
     require(_group(layer.qkv[0]).children == layer.qkv, "q_proj, k_proj and v_proj are not fused")
-    require(_group(layer.gate_up[0]).children == layer.gate_up, "gate_proj and up_proj are not fused")
+    require(_group(mlp.gate_up[0]).children == mlp.gate_up, "gate_proj and up_proj are not fused")
 
 
 def _group(child: nn.Module) -> LinearGroup:
@@ -138,6 +138,7 @@ def _group(child: nn.Module) -> LinearGroup:
 
 
 def _weights(layer: DecoderLayer) -> LayerWeights:
+    mlp = mlp_of(layer)
     q_norm, k_norm = map(_norm, layer.head_norms) if layer.head_norms else (None, None)
     return LayerWeights(
         attention_norm=_norm(layer.attention_norm),
@@ -146,8 +147,8 @@ def _weights(layer: DecoderLayer) -> LayerWeights:
         k_norm=k_norm,
         out=_product(layer.out),
         mlp_norm=_norm(layer.mlp_norm),
-        gate_up=_product(layer.gate_up[0]),
-        down=_product(layer.down),
+        gate_up=_product(mlp.gate_up[0]),
+        down=_product(mlp.down),
         num_heads=layer.geometry.num_heads,
         attention_params=layer.geometry.attention_params,
     )

@@ -1,18 +1,13 @@
-"""Mixtures of experts in which a token's bits do not depend on the other tokens of its experts.
-
-    router    probabilities = softmax(W x); the k largest, normalised or not
-    experts   each one's product over the tokens sent to it; a token's k outputs are weighted, then added in the order
-              of their experts' numbers: Hugging Face's eager order, rounded at the same places
+"""Mixtures of experts (`modules.experts`) in which a token's bits do not depend on the other tokens of its experts.
 
 Products are those of `kernels.linear`, whose rows do not depend on how many tokens an expert gets.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.activation import gated_silu
+from rollout_engine.model.modules.experts import Routing, add_weighted
 from rollout_engine.model.packing.linear_groups import LinearGroup
 from rollout_engine.model.ranks.share import Share
 from rollout_engine.model.ranks.wiring import OwnExperts
@@ -32,22 +27,6 @@ class WeightSlice:
         """[out_features, in_features], read each time, because the parameter may have been replaced."""
         whole = getattr(self._module, self._name)
         return whole if self._index is None else whole[self._index]
-
-
-class Routing(NamedTuple):
-    """The way a router turns its probabilities into weights of experts."""
-
-    normalised: bool
-    """Whether the k largest are divided by their sum."""
-    rounded: bool
-    """Whether they are rounded to the dtype of the logits; else they stay float32."""
-
-    def select(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """logits [T, E] -> (weights [T, k], largest first, their experts int64 [T, k])."""
-        weights, experts = torch.topk(torch.softmax(logits.float(), dim=-1), k, dim=-1)
-        if self.normalised:
-            weights = weights / _sum_in_order(weights)[:, None]
-        return weights.to(logits.dtype) if self.rounded else weights, experts
 
 
 class RowInvariantRouter(nn.Module):
@@ -75,8 +54,7 @@ class RowInvariantExperts(nn.Module):
         by_expert = index.flatten().argsort(stable=True)
         outputs = self._outputs(hidden_states[by_expert // index.shape[1]], index)
         by_token = outputs[by_expert.argsort()].view(*index.shape, hidden_states.shape[1])
-        weighted = by_token * top_k_weights.gather(1, slots)[..., None]
-        return _sum_in_order(weighted.to(hidden_states.dtype))
+        return add_weighted(by_token, top_k_weights.gather(1, slots))
 
     def _outputs(self, rows: Tensor, index: Tensor) -> Tensor:
         """Unweighted outputs of `rows` [T * k, H], which are sorted by expert."""
@@ -107,11 +85,3 @@ def swap_experts(module: nn.Module) -> None:
     module.__class__ = RowInvariantExperts
     names = [(name, expert) for name in ("gate_up_proj", "down_proj") for expert in range(len(module.down_proj))]
     module._groups = [LinearGroup([WeightSlice(module, name, expert)]) for name, expert in names]
-
-
-def _sum_in_order(parts: Tensor) -> Tensor:
-    """Sum of parts [T, k, ...] over k, rounded after each, in the same order for every T."""
-    total = parts[:, 0]
-    for slot in range(1, parts.shape[1]):
-        total = total + parts[:, slot]
-    return total

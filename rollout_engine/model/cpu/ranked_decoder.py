@@ -3,7 +3,7 @@
 from torch import nn
 
 from rollout_engine.kernels.cpu.decoder import Columns, DecoderRanks
-from rollout_engine.model.modules.decoder_structure import DecoderStructure, UnsupportedStructure, require
+from rollout_engine.model.modules.decoder_structure import DecoderStructure, UnsupportedStructure, mlp_of, require
 from rollout_engine.model.ranks.cut import LinearCut, ModelCut
 from rollout_engine.model.ranks.share import Share
 
@@ -14,8 +14,9 @@ def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
     Raises `UnsupportedStructure` where its products are not all cut as the decoder computes them.
     """
     linears = {id(each.module): each for each in cut.linears}
-    inputs = [_inputs(linears, [*layer.qkv, *layer.gate_up], layer.out, layer.down) for layer in structure.layers]
-    hidden = {linears[id(child)].share for layer in structure.layers for child in (layer.out, layer.down)}
+    layers = [(layer, mlp_of(layer)) for layer in structure.layers]
+    inputs = [_inputs(linears, [*layer.qkv, *mlp.gate_up], layer.out, mlp.down) for layer, mlp in layers]
+    hidden = {linears[id(child)].share for layer, mlp in layers for child in (layer.out, mlp.down)}
     intermediate = {each[1] for each in inputs}
     require(len(hidden) == len(intermediate) == 1, "its layers differ in their sizes")
     exchange = cut.seat.exchange

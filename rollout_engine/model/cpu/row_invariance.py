@@ -14,9 +14,9 @@ from rollout_engine.kernels.adapters import added
 from rollout_engine.kernels.norm import rms_norm
 from rollout_engine.kernels.token_logprobs import row_stats
 from rollout_engine.model.backend import Arithmetic
-from rollout_engine.model.cpu.expert_patterns import are_gated_experts, routing_of
 from rollout_engine.model.cpu.experts import RowInvariantExperts, RowInvariantRouter, swap_experts, swap_router
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.expert_patterns import are_gated_experts, routing_of
 from rollout_engine.model.modules.module_patterns import (
     SILU_CLASSES,
     is_gated_mlp,
@@ -37,6 +37,8 @@ def make_row_invariant(module: nn.Module) -> None:
             child.__class__ = RowInvariantMLP
         elif (epsilon := rms_norm_epsilon(child)) is not None:
             child.__class__, child._epsilon = RowInvariantRMSNorm, epsilon
+        elif isinstance(child, RowInvariantRouter | RowInvariantExperts):
+            continue
         elif (routing := routing_of(child)) is not None:
             swap_router(child, routing)
         elif are_gated_experts(child):

@@ -23,7 +23,7 @@ from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
 from rollout_engine.kernels.triton.rotary import rotate_and_write
 from rollout_engine.model.cuda.adapters import CudaAdapterPool
 from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKVPool
-from rollout_engine.model.cuda.decoder_parts import Layer, Linear, Parts
+from rollout_engine.model.cuda.decoder_parts import MLP, Layer, Linear, Mixture, Parts
 from rollout_engine.model.sampling.logit_rows import LogitRows
 
 
@@ -66,8 +66,7 @@ class CudaDecoder:
         for index, layer in enumerate(parts.layers):
             delta = self._attend(layer, hidden, batch, index, pool.layers[index])
             add_rms_norm(residual, delta, layer.mlp_norm.weight, layer.mlp_norm.epsilon, hidden)
-            gate, up = self._adapted(hidden, layer.gate_up, batch).chunk(2, dim=1)
-            delta = self._adapted(gated(gate, up, gate), layer.down, batch)
+            delta = self._feed_forward(layer.mlp, hidden, batch)
             following = norms[index + 1]
             add_rms_norm(residual, delta, following.weight, following.epsilon, hidden)
         return hidden
@@ -98,6 +97,12 @@ class CudaDecoder:
         out = q.new_empty(len(q), shape.num_heads, shape.head_dim_v)
         self._attention.attend(index, q, kv, layer.attention_params, out)
         return self._adapted(out.flatten(1), layer.out, batch)
+
+    def _feed_forward(self, mlp: MLP | Mixture, hidden: Tensor, batch: CudaBatch) -> Tensor:
+        if isinstance(mlp, Mixture):
+            return mlp.experts.forward(hidden, self._product(hidden, mlp.router))
+        gate, up = self._adapted(hidden, mlp.gate_up, batch).chunk(2, dim=1)
+        return self._adapted(gated(gate, up, gate), mlp.down, batch)
 
     def _adapted(self, x: Tensor, linear: Linear, batch: CudaBatch) -> Tensor:
         """A product of a layer, with the adapters of its rows."""

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.triton.matmul import Tile, tile_for
 from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary
+from rollout_engine.model.cuda.experts import Experts
 from rollout_engine.model.modules import decoder_structure as structure
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure, require
+from rollout_engine.model.modules.expert_patterns import mixture_of
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.packing.linear_groups import stacked
@@ -40,6 +42,20 @@ class Norm(NamedTuple):
     epsilon: float
 
 
+class MLP(NamedTuple):
+    """down(silu(gate(x)) * up(x))."""
+
+    gate_up: Linear
+    down: Linear
+
+
+class Mixture(NamedTuple):
+    """A mixture of such experts."""
+
+    router: Linear
+    experts: Experts
+
+
 class Layer(NamedTuple):
     """One decoder layer."""
 
@@ -48,8 +64,7 @@ class Layer(NamedTuple):
     head_norms: HeadNorms | None
     out: Linear
     mlp_norm: Norm
-    gate_up: Linear
-    down: Linear
+    mlp: MLP | Mixture
     geometry: LayerGeometry
     attention_params: AttentionParams
 
@@ -85,7 +100,6 @@ def parts_of(module: nn.Module, geometry: Sequence[LayerGeometry], num_positions
 
 
 def _layer(layer: structure.DecoderLayer) -> Layer:
-    require(is_gated_mlp(layer.mlp), f"{type(layer.mlp).__name__} does not compute down(silu(gate(x)) * up(x))")
     head_norms = None
     if layer.head_norms:
         q, k = map(_norm, layer.head_norms)
@@ -98,10 +112,29 @@ def _layer(layer: structure.DecoderLayer) -> Layer:
         head_norms=head_norms,
         out=_linear([layer.out]),
         mlp_norm=_norm(layer.mlp_norm),
-        gate_up=_linear(layer.gate_up),
-        down=_linear([layer.down]),
+        mlp=_mlp(layer.mlp) if isinstance(layer.mlp, structure.MLP) else _mixture(layer.mlp),
         geometry=layer.geometry,
         attention_params=layer.geometry.attention_params,
+    )
+
+
+def _mlp(mlp: structure.MLP) -> MLP:
+    kind = type(mlp.module).__name__
+    require(is_gated_mlp(mlp.module), f"{kind} does not compute down(silu(gate(x)) * up(x))")
+    return MLP(_linear(mlp.gate_up), _linear([mlp.down]))
+
+
+def _mixture(mixture: structure.Mixture) -> Mixture:
+    routing, kind = mixture_of(mixture.module), type(mixture.module).__name__
+    if routing is None:
+        raise UnsupportedStructure(f"{kind} does not weight and add down(silu(gate(x)) * up(x)) of its experts")
+    gate_up, down = mixture.experts.gate_up_proj.detach(), mixture.experts.down_proj.detach()
+    require(gate_up.is_contiguous() and down.is_contiguous(), f"the experts of {kind} are not contiguous")
+    router, weight = mixture.router, mixture.router.weight.detach()
+    tile = tile_for(*weight.shape, weight.dtype)
+    return Mixture(
+        router=Linear(weight, None, tile, len(weight), id(router), Gathers(None, None)),
+        experts=Experts(gate_up, down, router.top_k, routing),
     )
 
 

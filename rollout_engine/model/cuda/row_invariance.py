@@ -14,14 +14,15 @@ from transformers import AttentionInterface
 
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels import activation, norm
-from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.adapters import added
 from rollout_engine.kernels.triton.dense import attend_dense
-from rollout_engine.kernels.triton.matmul import Tile, matmul, tile_for
-from rollout_engine.kernels.triton.norm import rms_norm
+from rollout_engine.kernels.triton.matmul import tile_for
 from rollout_engine.kernels.triton.sampling import score
 from rollout_engine.model.backend import Arithmetic
+from rollout_engine.model.cuda.experts import TrainedExperts, TrainedRouter, swap_experts, swap_router
+from rollout_engine.model.cuda.gradients import Product, gated_rows, norm_rows
 from rollout_engine.model.modules.attention_interface import rollout_attention
+from rollout_engine.model.modules.expert_patterns import are_gated_experts, routing_of
 from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.modules.row_trial import unproven_parts
 from rollout_engine.model.packing.linear_groups import linears_by_input
@@ -31,7 +32,7 @@ _ATTENTION_NAME = "rollout_engine_on_device"
 
 
 def make_row_invariant(module: nn.Module) -> None:
-    """Replace every `nn.Linear`, and the norms and MLPs that our kernels compute, below `module`, a causal LM."""
+    """Replace every `nn.Linear`, and the norms, MLPs and experts that our kernels compute, below a causal LM."""
     for child in list(module.modules()):
         if hasattr(child, "inv_freq"):
             _compute_on_the_host(module, child)
@@ -41,6 +42,12 @@ def make_row_invariant(module: nn.Module) -> None:
             child.__class__ = _MLP
         elif (epsilon := rms_norm_epsilon(child)) is not None:
             child.__class__, child._epsilon = _RMSNorm, epsilon
+        elif isinstance(child, TrainedRouter | TrainedExperts):
+            continue
+        elif (routing := routing_of(child)) is not None:
+            swap_router(child, routing)
+        elif are_gated_experts(child):
+            swap_experts(child)
     for group in linears_by_input(module, (nn.Linear, _Linear)):
         for child in group:
             child.__class__, child._num_beside = _Linear, sum(outputs_of(each).whole for each in group)
@@ -75,54 +82,24 @@ class _Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         tile = tile_for(self._num_beside, self.in_features, self.weight.dtype)
         rows = input.reshape(-1, self.in_features)
-        out: Tensor = _Product.apply(rows, self.weight, self.bias, tile)
+        out: Tensor = Product.apply(rows, self.weight, self.bias, tile)
         return out.view(*input.shape[:-1], self.out_features)
-
-
-class _Product(torch.autograd.Function):
-    """x [R, K], weight [N, K], bias [N] or None -> [R, N]; ordinary products backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return matmul(x, weight, bias, x.new_empty(len(x), len(weight)), tile)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        return (
-            grad @ weight if for_x else None,
-            grad.t() @ x if for_weight else None,
-            grad.sum(0) if for_bias else None,
-            None,
-        )
 
 
 class _MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) of three linears."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(activation.gated_silu(self.gate_proj(x), self.up_proj(x), _gated))
+        return self.down_proj(activation.gated_silu(self.gate_proj(x), self.up_proj(x), gated_rows))
 
 
 class _RMSNorm(nn.Module):
     _epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return norm.rms_norm(hidden_states, self.weight, self._epsilon, _norm)
-
-
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up, out = gate.contiguous(), up.contiguous(), torch.empty_like(gate, memory_format=torch.contiguous_format)
-    gated(*(x.view(-1, x.shape[-1]) for x in (gate, up, out)))
-    return out
-
-
-def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    return rms_norm(rows, weight, epsilon, torch.empty_like(rows)).view(x.shape)
+        return norm.rms_norm(hidden_states, self.weight, self._epsilon, norm_rows)
 
 
 AttentionInterface.register(_ATTENTION_NAME, partial(rollout_attention, dense=attend_dense))
-ARITHMETIC = Arithmetic(_ATTENTION_NAME, make_row_invariant, partial(unproven_parts, _Linear), score, added)
+_unproven_parts = partial(unproven_parts, _Linear | TrainedRouter | TrainedExperts)
+ARITHMETIC = Arithmetic(_ATTENTION_NAME, make_row_invariant, _unproven_parts, score, added)

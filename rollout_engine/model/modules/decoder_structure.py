@@ -1,19 +1,36 @@
 """The parts of a Hugging Face module built as Llama is. Only such modules have layers that a fused decoder can run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from rollout_engine.model.modules.geometry import LayerGeometry
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _QKV = ("q_proj", "k_proj", "v_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
+_MIXTURE = {"gate", "experts"}
 
 
 class UnsupportedStructure(Exception):
     """Why the layers of a module must run as modules."""
+
+
+class MLP(NamedTuple):
+    """down(activation(gate(x)) * up(x))."""
+
+    module: nn.Module
+    gate_up: list[nn.Module]
+    down: nn.Module
+
+
+class Mixture(NamedTuple):
+    """A mixture of experts."""
+
+    module: nn.Module
+    router: nn.Module
+    experts: nn.Module
 
 
 class DecoderLayer(NamedTuple):
@@ -25,9 +42,7 @@ class DecoderLayer(NamedTuple):
     """RMSNorms of the heads of q and k; none where the architecture has none."""
     out: nn.Module
     mlp_norm: nn.Module
-    mlp: nn.Module
-    gate_up: list[nn.Module]
-    down: nn.Module
+    mlp: MLP | Mixture
     geometry: LayerGeometry
 
 
@@ -58,6 +73,13 @@ def decoder_structure(module: nn.Module, geometry: Sequence[LayerGeometry]) -> D
     )
 
 
+def mlp_of(layer: DecoderLayer) -> MLP:
+    """The MLP of a layer. Raises `UnsupportedStructure` where it has a mixture of experts instead."""
+    if isinstance(layer.mlp, Mixture):
+        raise UnsupportedStructure("its experts run as modules")
+    return layer.mlp
+
+
 def require(condition: bool, otherwise: str) -> None:
     """Raise `UnsupportedStructure` with the reason `otherwise`, unless `condition` holds."""
     if not condition:
@@ -68,28 +90,44 @@ def _layer(layer: nn.Module, geometry: LayerGeometry) -> DecoderLayer:
     children = dict(layer.named_children())
     require(children.keys() == _LAYER, f"{_kind(layer)} has other parts")
     attention, mlp = children["self_attn"], children["mlp"]
-    inner, ffn = dict(attention.named_children()), dict(mlp.named_children())
+    inner = dict(attention.named_children())
     head_norms = [inner.pop(name) for name in ("q_norm", "k_norm") if name in inner]
     require(inner.keys() == {*_QKV, "o_proj"} and len(head_norms) != 1, f"{_kind(attention)} has other parts")
-    require(ffn.keys() >= set(_MLP), f"{_kind(mlp)} has other parts")
     require(not geometry.has_sinks, "its attention has sinks")
     owners = [child for child in (layer, attention, mlp) if list(child.parameters(recurse=False))]
     require(not owners, "its layers have parameters of their own")
-    linears = [*inner.values(), *(ffn[name] for name in _MLP)]
-    require(all(isinstance(child, nn.Linear) for child in linears), "its projections are not linear layers")
-    # Both ways to compute a product with zeros agree, so a trial would prove nothing.
-    require(all(bool(child.weight[0].any()) for child in linears), "its weights are zeros")
+    _check_linears(inner.values())
     return DecoderLayer(
         attention_norm=children["input_layernorm"],
         qkv=[inner[name] for name in _QKV],
         head_norms=head_norms,
         out=inner["o_proj"],
         mlp_norm=children["post_attention_layernorm"],
-        mlp=mlp,
-        gate_up=[ffn["gate_proj"], ffn["up_proj"]],
-        down=ffn["down_proj"],
+        mlp=_mlp(mlp),
         geometry=geometry,
     )
+
+
+def _mlp(mlp: nn.Module) -> MLP | Mixture:
+    children = dict(mlp.named_children())
+    if children.keys() == _MIXTURE:
+        for parameter in mlp.parameters():
+            _check_values(parameter)
+        return Mixture(mlp, children["gate"], children["experts"])
+    require(children.keys() >= set(_MLP), f"{_kind(mlp)} has other parts")
+    _check_linears(children[name] for name in _MLP)
+    return MLP(mlp, [children["gate_proj"], children["up_proj"]], children["down_proj"])
+
+
+def _check_linears(linears: Iterable[nn.Module]) -> None:
+    for child in linears:
+        require(isinstance(child, nn.Linear), "its projections are not linear layers")
+        _check_values(child.weight)
+
+
+def _check_values(weight: Tensor) -> None:
+    # Both ways to compute a product with zeros agree, so a trial would prove nothing.
+    require(bool(weight[0].any()), "its weights are zeros")
 
 
 def _kind(module: nn.Module) -> str:

@@ -24,12 +24,14 @@ from rollout_engine.kernels.triton.adapters import BLOCK_ROWS, AdapterBatch, Ada
 from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.kernels.triton.decode_inputs import prepare
+from rollout_engine.kernels.triton.experts import Groups, add_weighted, multiply
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.logit_edits import edit
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
 from rollout_engine.kernels.triton.outcome import write_edited_outcomes, write_outcomes
 from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary, rotate_and_write
+from rollout_engine.kernels.triton.routers import choose
 from rollout_engine.kernels.triton.sampling import SamplingRows, SamplingWorkspace, sample
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
@@ -58,6 +60,7 @@ def call_everything(dtype: torch.dtype) -> None:
     for out_features, bias in ((1024, None), (6144, None), (4096, empty(4096, dtype=dtype)), (VOCAB_SIZE, None)):
         shared = empty(1, 1024, dtype=dtype).expand(out_features, 1024)
         matmul(hidden, shared, bias, empty(256, out_features, dtype=dtype))
+    call_experts(dtype)
     table = AdapterTable(8, 1024, [2048, 1024, 1024], dtype, torch.device("cpu"))
     pairs = [AdapterPair.packed(empty(32, 1024), empty(size, 32), 1.0, dtype) for size in table.sizes]
     table.set(0, pairs)
@@ -71,6 +74,25 @@ def call_everything(dtype: torch.dtype) -> None:
     check = DeviceCheck()
     check.add(hidden)
     check.results()
+
+
+def call_experts(dtype: torch.dtype) -> None:
+    """A mixture, in shapes of Qwen3-30B-A3B."""
+    num_tokens, num_experts, top_k, hidden, intermediate = 256, 128, 8, 2048, 768
+    x, logits = empty(num_tokens, hidden, dtype=dtype), empty(num_tokens, num_experts, dtype=dtype)
+    weights, experts = empty(num_tokens, top_k, dtype=dtype), empty(num_tokens, top_k, dtype=torch.int32)
+    choose(logits, weights, experts, normalised=True)
+    choose(logits, weights.float(), experts, normalised=False, probabilities=logits.float())
+    groups = Groups.of(experts, num_experts)
+    projected, outputs = (
+        empty(len(groups.order), 2 * intermediate, dtype=dtype),
+        empty(num_tokens, top_k, hidden, dtype=dtype),
+    )
+    gate_up = empty(num_experts, 2 * intermediate, hidden, dtype=dtype)
+    multiply(x, gate_up, groups, projected, top_k=top_k)
+    down = empty(num_experts, hidden, intermediate, dtype=dtype)
+    multiply(projected[:, :intermediate], down, groups, outputs.flatten(0, 1), by_entry=True)
+    add_weighted(outputs, weights, x)
 
 
 def call_sampling(dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ pytestmark = [
 HOPPER_SHARED_BYTES = 227 * 1024
 KERNELS = {"_norm", "_gated", "_rotary", "_matmul", "_chunk", "_row", "_active", "_edge", "_top", "_copy", "_piece"}
 KERNELS |= {"_copy_edited", "_edit", "_outcome", "_edited_outcome", "_prepare", "_block_copy", "_shrink", "_expand"}
+KERNELS |= {"_choose", "_group", "_multiply", "_add"}
 
 
 def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):
@@ -30,13 +31,14 @@ def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):
         assert [k for k in made if k["kernel"] == f"{name}_kernel" and k["wide_loads"]], f"{name} reads narrowly"
     ahead = [kernel for kernel in made if kernel["kernel"] in ("_piece_kernel", "_shrink_kernel")]
     assert all(kernel["cp.async.cg"] for kernel in ahead), "no loads ahead"
-    draws = {f"_{name}_kernel" for name in ("chunk", "row", "active", "edge", "top", "edited_outcome")}
+    draws = {f"_{name}_kernel" for name in ("chunk", "row", "active", "edge", "top", "edited_outcome", "choose")}
     assert not [kernel for kernel in made if kernel["kernel"] in draws and kernel["div.full"]], (
         "a quotient off by 2 ulp"
     )
-    products = [kernel for kernel in made if kernel["kernel"] == "_matmul_kernel"]
-    assert all(kernel["cp.async.cg"] and not kernel["mma.sync"] for kernel in products)
-    assert len([kernel for kernel in products if kernel["wgmma.mma"]]) >= 3  # those in bfloat16
+    for name, num_in_bfloat16 in (("_matmul", 3), ("_multiply", 2)):
+        products = [kernel for kernel in made if kernel["kernel"] == f"{name}_kernel"]
+        assert all(kernel["cp.async.cg"] and not kernel["mma.sync"] for kernel in products)
+        assert len([kernel for kernel in products if kernel["wgmma.mma"]]) >= num_in_bfloat16
 
 
 def test_chunks_behind_any_number_of_decodes_are_planned_by_one_kernel(tmp_path):

@@ -1,20 +1,15 @@
-"""Experts and routers of ours: which foreign ones they stand for, and that a token's bits are its own."""
+"""Experts and routers of ours compute what transformers does, and a token's bits are its own."""
 
 import copy
 
 import pytest
 import torch
-from torch import nn
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
-from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from rollout_engine.model.cpu.expert_patterns import are_gated_experts, routing_of
-from rollout_engine.model.cpu.experts import Routing, swap_experts, swap_router
+from rollout_engine.model.cpu.experts import swap_experts, swap_router
 from rollout_engine.model.cpu.row_invariance import make_row_invariant, unproven_parts
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.experts import Routing
 from rollout_engine.model.packing.linear_groups import linear_groups, repack
 from rollout_engine.testing import tiny_config, tiny_model
 
@@ -36,55 +31,6 @@ def inputs(dtype=torch.float32, num_tokens=300):
     x = torch.randn(num_tokens, 64, generator=generator).to(dtype)
     index = torch.rand(num_tokens, 7, generator=generator).topk(3).indices
     return x, index, torch.rand(num_tokens, 3, generator=generator).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normalised", [True, False])
-def test_a_router_is_recognised_with_its_way_of_choosing(dtype, normalised):
-    router = module_of(Qwen3MoeTopKRouter, "qwen3_moe", dtype, norm_topk_prob=normalised)
-    assert routing_of(router) == Routing(normalised, rounded=True)
-
-
-def test_a_router_that_keeps_float32_is_told_from_one_that_rounds():
-    assert routing_of(module_of(MixtralTopKRouter, "mixtral", torch.bfloat16)) == Routing(True, rounded=False)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        module_of(GptOssTopKRouter, "gpt_oss"),
-        module_of(DeepseekV3TopkRouter, "deepseek_v3"),
-        module_of(GraniteMoeTopKRouter, "granitemoe", torch.bfloat16),  # logits in float32
-        nn.Linear(8, 6, bias=False),
-    ],
-    ids=lambda m: type(m).__name__,
-)
-def test_other_routers_are_left_alone(module):
-    assert routing_of(module) is None
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("cls", "architecture"), [(Qwen3MoeExperts, "qwen3_moe"), (MixtralExperts, "mixtral")])
-def test_gated_experts_are_recognised(cls, architecture, dtype):
-    assert are_gated_experts(module_of(cls, architecture, dtype))
-
-
-class _Scaled(Qwen3MoeExperts):
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        return super().forward(hidden_states, top_k_index, top_k_weights) * 1.01
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        module_of(_Scaled, "qwen3_moe"),
-        module_of(Qwen3MoeExperts, "qwen3_moe", hidden_act="gelu"),
-        module_of(GptOssExperts, "gpt_oss"),
-    ],
-    ids=lambda m: type(m).__name__,
-)
-def test_other_experts_are_left_alone(module):
-    assert not are_gated_experts(module)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 LONG = [(7 * i) % 250 + 3 for i in range(18)]
 SHORT = LONG[:13]
 DRAWN = SamplingParams(temperature=0.8, top_k=20, max_tokens=4, logprobs=0, n=2, seed=3, ignore_eos=True)
+EXPERTS = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OPTIONS = {"deterministic": True, "max_model_len": 32, "block_size": 4}
 
 
@@ -35,7 +36,7 @@ def checkpoints(tmp_path_factory):
     """A function from an architecture to a checkpoint of it, as small as can be."""
 
     def get(architecture):
-        sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
+        sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64} | EXPERTS
         return tiny_checkpoint(tmp_path_factory.mktemp(architecture), architecture, **sizes)
 
     return get
@@ -131,17 +132,20 @@ def test_logprobs_of_prompts_and_of_tokens_drawn_on_the_host_are_the_trainers(en
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
-    [("qwen3", "float32"), ("qwen2", "bfloat16"), ("llama", "float32"), ("llama", "bfloat16")],
+    [
+        *(("qwen3", "float32"), ("qwen2", "bfloat16"), ("llama", "float32"), ("llama", "bfloat16")),
+        *(("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32"), ("mixtral", "bfloat16")),
+    ],
 )
 def test_logprobs_are_the_trainers_in_other_shapes(engine_on, trainer_of, architecture, dtype):
     llm = engine_on("device", architecture, dtype=dtype, **OPTIONS)
     assert_those_of(trainer_of(architecture, dtype), run(llm, LONG, SHORT, [7, 8, 9]))
 
 
-@pytest.mark.parametrize("architecture", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.slow
 def test_values_and_gradients_are_those_of_eager_attention_and_plain_linears(enable, device, architecture):
-    reference = tiny_model(architecture, attn_implementation="eager").requires_grad_(True).to(device)
+    reference = tiny_model(architecture, attn_implementation="eager", **EXPERTS).requires_grad_(True).to(device)
     trainer = enable(copy.deepcopy(reference))
     ids = torch.randint(3, 259, (2, 11), generator=torch.Generator().manual_seed(0)).to(device)
     mask = torch.arange(11, device=device) < torch.tensor([11, 6], device=device)[:, None]
@@ -203,8 +207,8 @@ def test_products_that_would_round_positions_are_refused_by_trainer_and_engine(e
 
 
 def test_a_model_with_weights_that_no_kernel_serves_is_refused(enable):
-    with pytest.raises(ConfigError, match="cannot be exact.*gate"):
-        enable(tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32))
+    with pytest.raises(ConfigError, match="cannot be exact.*router"):
+        enable(tiny_model("gpt_oss", **EXPERTS))
 
 
 def test_an_engine_whose_trainer_would_compute_other_bits_is_refused(engine_on, monkeypatch):

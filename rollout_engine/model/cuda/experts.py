@@ -1,0 +1,93 @@
+"""Mixtures of experts on a device: a step's, by kernels around two grouped products, and a trainer's modules.
+
+    router ── choose ── group ── gate|up of the rows of each expert ── activation ── down ── weighted sum
+
+Both give the same bits. Which experts a token goes to is known to the device alone, so steps are launched without
+waiting, and graphs may capture them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rollout_engine.kernels import activation
+from rollout_engine.kernels.triton.activation import gated
+from rollout_engine.kernels.triton.experts import Groups, add_weighted, multiply
+from rollout_engine.kernels.triton.matmul import tile_for
+from rollout_engine.kernels.triton.routers import choose
+from rollout_engine.model.cuda.gradients import ExpertProduct, Probabilities, Product, gated_rows
+from rollout_engine.model.modules import experts as formulas
+from rollout_engine.model.modules.experts import Routing
+
+
+class Experts(NamedTuple):
+    """The experts of one layer, and the choice among them."""
+
+    gate_up: Tensor
+    """[E, 2I, H]."""
+    down: Tensor
+    """[E, H, I]."""
+    top_k: int
+    routing: Routing
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        """x [T, H] and the router's logits [T, E] -> [T, H]."""
+        shape = len(x), self.top_k
+        weights = logits.new_empty(shape, dtype=logits.dtype if self.routing.rounded else torch.float32)
+        experts = logits.new_empty(shape, dtype=torch.int32)
+        choose(logits, weights, experts, normalised=self.routing.normalised)
+        groups = Groups.of(experts, logits.shape[1])
+        projected = x.new_empty(experts.numel(), self.gate_up.shape[1])
+        gate, up = multiply(x, self.gate_up, groups, projected, top_k=self.top_k).chunk(2, dim=1)
+        outputs = x.new_empty(experts.numel(), x.shape[1])
+        multiply(gated(gate, up, gate), self.down, groups, outputs, by_entry=True)
+        return add_weighted(outputs.view(*shape, -1), weights, torch.empty_like(x))
+
+
+class TrainedRouter(nn.Module):
+    """A router with one `weight` [E, H]: x [..., H] -> (logits [T, E], weights [T, k], experts int64 [T, k])."""
+
+    _routing: Routing
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = Product.apply(rows, self.weight, None, tile_for(*self.weight.shape, self.weight.dtype))
+        probabilities = Probabilities.apply(logits)
+        experts = torch.topk(_ranking(probabilities), self.top_k, dim=-1).indices
+        return logits, self._routing.weights(probabilities.gather(-1, experts), logits.dtype), experts
+
+
+class TrainedExperts(nn.Module):
+    """Experts down(silu(gate(x)) * up(x)) with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I]."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """x [T, H], experts int64 [T, k] and their weights [T, k] -> [T, H]."""
+        index, slots = top_k_index.sort(dim=-1)
+        groups = Groups.of(index.int(), len(self.down_proj))
+        order = groups.order.long()
+        rows = hidden_states[order // index.shape[1]]
+        gate, up = ExpertProduct.apply(rows, self.gate_up_proj, groups).chunk(2, dim=1)
+        outputs = ExpertProduct.apply(activation.gated_silu(gate, up, gated_rows), self.down_proj, groups)
+        by_entry = outputs[order.argsort()].view(*index.shape, -1)
+        return formulas.add_weighted(by_entry, top_k_weights.gather(1, slots))
+
+
+def swap_router(module: nn.Module, routing: Routing) -> None:
+    """Make `module`, which `expert_patterns.routing_of` recognised, compute as steps do; in place."""
+    module.__class__, module._routing = TrainedRouter, routing
+
+
+def swap_experts(module: nn.Module) -> None:
+    """Make `module`, which `expert_patterns.are_gated_experts` recognised, compute as steps do; in place."""
+    module.__class__ = TrainedExperts
+
+
+def _ranking(probabilities: Tensor) -> Tensor:
+    """Integers [T, E] in the order in which steps choose: by probability, then the lower number first; none are equal.
+
+    Of equal numbers `torch.topk` would choose any.
+    """
+    bits = probabilities.detach().view(torch.int32).long() & 0x7FFFFFFF
+    num_experts = probabilities.shape[-1]
+    return bits * num_experts - torch.arange(num_experts, device=bits.device)

@@ -1,0 +1,93 @@
+"""Kernels of deterministic steps with gradients, as a trainer's modules call them; what is not a kernel is torch's.
+
+Forward they give the bits of steps. Backward they are ordinary products.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.triton import experts as grouped
+from rollout_engine.kernels.triton.activation import gated
+from rollout_engine.kernels.triton.experts import Groups
+from rollout_engine.kernels.triton.matmul import Tile, matmul
+from rollout_engine.kernels.triton.norm import rms_norm
+from rollout_engine.kernels.triton.routers import choose
+
+
+class Product(torch.autograd.Function):
+    """x [R, K], weight [N, K], bias [N] or None -> [R, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return matmul(x, weight, bias, x.new_empty(len(x), len(weight)), tile)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        return (
+            grad @ weight if for_x else None,
+            grad.t() @ x if for_weight else None,
+            grad.sum(0) if for_bias else None,
+            None,
+        )
+
+
+class ExpertProduct(torch.autograd.Function):
+    """x [N, K] in the order of `groups`, weight [E, O, K] -> [N, O]: each row's product with its expert."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        ctx.save_for_backward(x, weight)
+        return grouped.multiply(x.contiguous(), weight, groups, x.new_empty(len(x), weight.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, _ = ctx.needs_input_grad
+        grad_x = torch.empty_like(x) if for_x else None
+        grad_weight = torch.zeros_like(weight) if for_weight else None
+        starts = ctx.groups.starts.tolist()
+        for expert, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+            if start == end:
+                continue
+            if grad_x is not None:
+                torch.mm(grad[start:end], weight[expert], out=grad_x[start:end])
+            if grad_weight is not None:
+                torch.mm(grad[start:end].t(), x[start:end], out=grad_weight[expert])
+        return grad_x, grad_weight, None
+
+
+class Probabilities(torch.autograd.Function):
+    """A router's logits [T, E] -> softmax of each row, float32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        probabilities = torch.empty_like(logits, dtype=torch.float32)
+        weights, experts = logits.new_empty(len(logits), 1), logits.new_empty(len(logits), 1, dtype=torch.int32)
+        choose(logits, weights, experts, normalised=False, probabilities=probabilities)
+        ctx.dtype = logits.dtype
+        ctx.save_for_backward(probabilities)
+        return probabilities
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (probabilities,) = ctx.saved_tensors
+        return torch.ops.aten._softmax_backward_data(grad, probabilities, -1, torch.float32).to(ctx.dtype)
+
+
+def gated_rows(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of equal shapes [..., D], without gradients: the forward of `kernels.activation.gated_silu`."""
+    gate, up, out = gate.contiguous(), up.contiguous(), torch.empty_like(gate, memory_format=torch.contiguous_format)
+    gated(*(x.view(-1, x.shape[-1]) for x in (gate, up, out)))
+    return out
+
+
+def norm_rows(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of x [..., D], without gradients: the forward of `kernels.norm.rms_norm`."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rms_norm(rows, weight, epsilon, torch.empty_like(rows)).view(x.shape)

@@ -1,0 +1,93 @@
+"""Recognises routers, experts and mixtures that compute what `experts` does, by trial like `module_patterns`."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rollout_engine.model.modules.experts import Routing, mixed
+from rollout_engine.model.modules.module_patterns import SILU_CLASSES, agree, copy_with
+
+_NUM_EXPERTS, _TOP_K, _HIDDEN, _INTERMEDIATE = 6, 3, 8, 5
+
+
+def routing_of(child: nn.Module) -> Routing | None:
+    """The `Routing` by which a router with one weight [E, H] chooses its `top_k` experts; None of others."""
+    if not _has_parameters(child, {"weight": 2}) or list(child.children()):
+        return None
+    if not isinstance(getattr(child, "top_k", None), int):
+        return None
+    trial, x = _small_router(child), _waves(24, _HIDDEN, dtype=child.weight.dtype) * 4
+
+    def choose(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x, trial.weight)
+        return logits, *routing.select(logits, _TOP_K)
+
+    for routing in itertools.starmap(Routing, itertools.product((True, False), repeat=2)):
+        if agree(trial, choose, x):
+            return routing
+    return None
+
+
+def are_gated_experts(child: nn.Module) -> bool:
+    """Whether `child` weights and adds down(silu(gate(x)) * up(x)) of the experts chosen for each token."""
+    if not _has_parameters(child, {"gate_up_proj": 3, "down_proj": 3}):
+        return False
+    children = dict(child.named_children())
+    if children.keys() != {"act_fn"} or type(children["act_fn"]) not in SILU_CLASSES:
+        return False
+    trial, dtype = _small_experts(child), child.down_proj.dtype
+    index = torch.arange(48).view(24, 2).mul(7).remainder(_NUM_EXPERTS)
+    index[:, 1] = (index[:, 0] + 1 + index[:, 1] % 3) % _NUM_EXPERTS
+    inputs = _waves(24, _HIDDEN, dtype=dtype), index, _waves(24, 2, dtype=dtype).abs()
+    return agree(trial, lambda *given: mixed(*given, trial.gate_up_proj, trial.down_proj), *inputs)
+
+
+def mixture_of(child: nn.Module) -> Routing | None:
+    """The `Routing` of a block that sends x [B, T, H] through its router `gate`, then its `experts`; None of others."""
+    children = dict(child.named_children())
+    if children.keys() != {"gate", "experts"} or list(child.parameters(recurse=False)):
+        return None
+    gate, experts = children["gate"], children["experts"]
+    routing = routing_of(gate)
+    if routing is None or not are_gated_experts(experts):
+        return None
+    gate, experts = _small_router(gate), _small_experts(experts)
+    trial = copy_with(child, _modules={"gate": gate, "experts": experts}, hidden_dim=_HIDDEN)
+    x = _waves(2, 12, _HIDDEN, dtype=gate.weight.dtype) * 4
+
+    def mix(x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, chosen = routing.select(F.linear(rows, gate.weight), _TOP_K)
+        return mixed(rows, chosen, weights, experts.gate_up_proj, experts.down_proj).view(x.shape)
+
+    return routing if agree(trial, mix, x) else None
+
+
+def _small_router(child: nn.Module) -> nn.Module:
+    sizes = {"top_k": _TOP_K, "num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN}
+    return copy_with(
+        child, _parameters={"weight": _waves(_NUM_EXPERTS, _HIDDEN, dtype=child.weight.dtype)}, _buffers={}, **sizes
+    )
+
+
+def _small_experts(child: nn.Module) -> nn.Module:
+    shapes = {
+        "gate_up_proj": (_NUM_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN),
+        "down_proj": (_NUM_EXPERTS, _HIDDEN, _INTERMEDIATE),
+    }
+    small = {name: _waves(*shape, dtype=child.down_proj.dtype) for name, shape in shapes.items()}
+    sizes = {"num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN, "intermediate_dim": _INTERMEDIATE}
+    return copy_with(child, _parameters=small, config=SimpleNamespace(_experts_implementation="eager"), **sizes)
+
+
+def _has_parameters(child: nn.Module, dimensions: dict[str, int]) -> bool:
+    return {name: p.dim() for name, p in child.named_parameters(recurse=False)} == dimensions
+
+
+def _waves(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Fixed irregular numbers in (-0.5, 0.5); nothing is drawn from torch's generator."""
+    return torch.arange(math.prod(shape)).view(shape).square().mul(0.37).sin().mul(0.5).to(dtype)

@@ -1,0 +1,114 @@
+"""Which foreign routers, experts and mixtures are known to compute our formulas, and which only look alike."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
+from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
+from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeExperts,
+    Qwen3MoeSparseMoeBlock,
+    Qwen3MoeTopKRouter,
+)
+
+from rollout_engine.model.modules.expert_patterns import are_gated_experts, mixture_of, routing_of
+from rollout_engine.model.modules.experts import Routing
+from rollout_engine.testing import tiny_config
+
+DTYPES = [torch.float32, torch.bfloat16]
+SIZES = dict(num_experts=7, num_local_experts=7, num_experts_per_tok=3, moe_intermediate_size=40)
+
+
+def module_of(cls, architecture, dtype=torch.float32, **overrides):
+    module = cls(tiny_config(architecture, **(SIZES | overrides)))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.2)
+    return module.to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalised", [True, False])
+def test_a_router_is_recognised_with_its_way_of_choosing(dtype, normalised):
+    router = module_of(Qwen3MoeTopKRouter, "qwen3_moe", dtype, norm_topk_prob=normalised)
+    assert routing_of(router) == Routing(normalised, rounded=True)
+
+
+def test_a_router_that_keeps_float32_is_told_from_one_that_rounds():
+    assert routing_of(module_of(MixtralTopKRouter, "mixtral", torch.bfloat16)) == Routing(True, rounded=False)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        module_of(GptOssTopKRouter, "gpt_oss"),
+        module_of(DeepseekV3TopkRouter, "deepseek_v3"),
+        module_of(GraniteMoeTopKRouter, "granitemoe", torch.bfloat16),  # logits in float32
+        nn.Linear(8, 6, bias=False),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_other_routers_are_left_alone(module):
+    assert routing_of(module) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("cls", "architecture"), [(Qwen3MoeExperts, "qwen3_moe"), (MixtralExperts, "mixtral")])
+def test_gated_experts_are_recognised(cls, architecture, dtype):
+    assert are_gated_experts(module_of(cls, architecture, dtype))
+
+
+class _ScaledExperts(Qwen3MoeExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights) * 1.01
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        module_of(_ScaledExperts, "qwen3_moe"),
+        module_of(Qwen3MoeExperts, "qwen3_moe", hidden_act="gelu"),
+        module_of(GptOssExperts, "gpt_oss"),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_other_experts_are_left_alone(module):
+    assert not are_gated_experts(module)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("cls", "architecture", "routing"),
+    [
+        (Qwen3MoeSparseMoeBlock, "qwen3_moe", Routing(True, rounded=True)),
+        (MixtralSparseMoeBlock, "mixtral", Routing(True, rounded=False)),
+        (OlmoeSparseMoeBlock, "olmoe", Routing(False, rounded=True)),
+    ],
+)
+def test_a_mixture_is_recognised_with_its_way_of_choosing(cls, architecture, routing, dtype):
+    given = {"norm_topk_prob": routing.normalised, "router_jitter_noise": 0.0}
+    found = mixture_of(module_of(cls, architecture, dtype, **given))
+    assert found == (routing if dtype == torch.bfloat16 else routing._replace(rounded=True))  # float32 is not rounded
+
+
+class _ScaledMixture(Qwen3MoeSparseMoeBlock):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * 1.01
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        module_of(_ScaledMixture, "qwen3_moe"),
+        module_of(Qwen3MoeSparseMoeBlock, "qwen3_moe", hidden_act="gelu"),
+        module_of(Qwen2MoeSparseMoeBlock, "qwen2_moe", shared_expert_intermediate_size=40),
+        nn.Linear(8, 6),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_other_mixtures_are_left_alone(module):
+    assert mixture_of(module) is None
