@@ -19,6 +19,8 @@ _MOVES = {"clone", "cat", "stack"}
 _PICKS = {"index", "index_select", "gather", "embedding"}
 """They read some elements of their first tensor, as their other arguments say."""
 _PUTS = {"index_put_", "_index_put_impl_"}
+_WHOLE = {"one_hot"}
+"""They are not taken apart: the parts would make tensors on the host."""
 _NEEDS_VALUES = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
 _NEEDS_VALUES |= {"unique_consecutive", "repeat_interleave", "nonzero_numpy", "argwhere"}
 """The host needs values for their results or shapes."""
@@ -39,7 +41,7 @@ class Operators(TorchDispatchMode):
             blocks = [device.memory.block_of(each) for each in tensors]
         if not any(blocks) or func.overloadpacket is aten.set_:
             return func(*args, **kwargs)
-        if "CompositeImplicitAutograd" in _kernels_of(func):
+        if func.overloadpacket.__name__ not in _WHOLE and "CompositeImplicitAutograd" in _kernels_of(func):
             with self:
                 made = func.decompose(*args, **kwargs)
             if made is not NotImplemented:

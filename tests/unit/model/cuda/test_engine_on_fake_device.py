@@ -30,6 +30,7 @@ GUARDS_MEMORY = True
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels have to run in Triton's interpreter")
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL |= {"intermediate_size": 32, "head_dim": 16}
+SMALL |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 PROMPTS = [[7, 8, 9], list(range(40, 60))]
 
 
@@ -256,9 +257,10 @@ def test_a_wait_planted_in_a_step_is_found(on_device, monkeypatch, name):
     [
         ("gemma2", {"max_num_seqs": 3}),  # layers run as modules
         ("qwen3", {"deterministic": True, "max_num_seqs": 2}),
+        ("qwen3_moe", {"max_num_seqs": 2}),
         ("qwen3", {"num_kv_blocks": 4, "block_size": 16, "enable_prefix_caching": False}),
     ],
-    ids=["modules", "deterministic", "preempted"],
+    ids=["modules", "deterministic", "mixture", "preempted"],
 )
 def test_other_engines_have_no_fault_either_and_wait_for_nothing(
     on_device, monkeypatch, tmp_path, engines, architecture, options

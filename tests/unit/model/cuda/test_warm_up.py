@@ -51,6 +51,8 @@ def test_random_steps_launch_only_what_was_launched_at_load():
         ("qwen2", "float32", "enable_prefix_caching=false"),
         ("qwen3", "bfloat16", "max_num_seqs=1", "max_num_batched_tokens=8"),
         ("gemma2", "bfloat16"),
+        ("qwen3_moe", "bfloat16"),
+        ("mixtral", "bfloat16", "deterministic=true"),
     ],
     ids=lambda arguments: "-".join(arguments),
 )
