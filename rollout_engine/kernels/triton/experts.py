@@ -29,7 +29,11 @@ class Groups(NamedTuple):
     order: Tensor
     """int32 [N], entry at each place."""
     starts: Tensor
-    """int32 [E + 1], the first place of each expert, then N."""
+    """int32 [E + 1], the first place of each expert, then the end of the last."""
+
+    def part(self, experts: slice) -> "Groups":
+        """Those of consecutive experts, at the same places."""
+        return Groups(self.order, self.starts[experts.start : experts.stop + 1])
 
     @classmethod
     def of(cls, experts: Tensor, num_experts: int) -> "Groups":
@@ -49,7 +53,7 @@ def multiply(
     Args:
         x: [N, K] in the order of the places, or with `top_k` [T, K]; any stride between rows.
         weight: [E, O, K], contiguous.
-        groups: of the N entries.
+        groups: of E experts; where they do not have all N entries, other rows of `out` are not written.
         out: in the order of the places, or of the entries.
         top_k: k, where an entry's row is that of its token.
         by_entry: whether `out` is in the order of the entries.

@@ -70,7 +70,7 @@ class CudaBackend:
         self._seat: Seat | None = None if loaded.cut is None else loaded.cut.seat
         if loaded.cut is not None:
             check_cut(loaded.cut, compiles=config.compile)
-            connect(loaded.module, loaded.cut)
+            connect(loaded.module, loaded.cut, replaced_experts=False)
         self._fused = runs_fused(
             loaded, deterministic=deterministic, block_size=config.tokens_per_block, seat=self._seat
         )

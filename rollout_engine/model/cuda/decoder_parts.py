@@ -134,7 +134,7 @@ def _mixture(mixture: structure.Mixture) -> Mixture:
     tile = tile_for(*weight.shape, weight.dtype)
     return Mixture(
         router=Linear(weight, None, tile, len(weight), id(router), Gathers(None, None)),
-        experts=Experts(gate_up, down, router.top_k, routing),
+        experts=Experts(gate_up, down, router.top_k, routing, getattr(mixture.experts, "_own_experts", None)),
     )
 
 

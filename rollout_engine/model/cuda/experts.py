@@ -19,17 +19,20 @@ from rollout_engine.kernels.triton.routers import choose
 from rollout_engine.model.cuda.gradients import ExpertProduct, Probabilities, Product, gated_rows
 from rollout_engine.model.modules import experts as formulas
 from rollout_engine.model.modules.experts import Routing
+from rollout_engine.model.ranks.wiring import OwnExperts
 
 
 class Experts(NamedTuple):
     """The experts of one layer, and the choice among them."""
 
     gate_up: Tensor
-    """[E, 2I, H]."""
+    """[E, 2I, H], of which this rank may have only some."""
     down: Tensor
     """[E, H, I]."""
     top_k: int
     routing: Routing
+    own: OwnExperts | None
+    """Those of this rank; None where it has all."""
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         """x [T, H] and the router's logits [T, E] -> [T, H]."""
@@ -38,10 +41,14 @@ class Experts(NamedTuple):
         experts = logits.new_empty(shape, dtype=torch.int32)
         choose(logits, weights, experts, normalised=self.routing.normalised)
         groups = Groups.of(experts, logits.shape[1])
+        if self.own is not None:
+            groups = groups.part(self.own.share.rows)
         projected = x.new_empty(experts.numel(), self.gate_up.shape[1])
         gate, up = multiply(x, self.gate_up, groups, projected, top_k=self.top_k).chunk(2, dim=1)
         outputs = x.new_empty(experts.numel(), x.shape[1])
         multiply(gated(gate, up, gate), self.down, groups, outputs, by_entry=True)
+        if self.own is not None:
+            outputs = self.own.merge(outputs, experts)
         return add_weighted(outputs.view(*shape, -1), weights, torch.empty_like(x))
 
 
@@ -61,16 +68,24 @@ class TrainedRouter(nn.Module):
 class TrainedExperts(nn.Module):
     """Experts down(silu(gate(x)) * up(x)) with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I]."""
 
+    _own_experts: OwnExperts | None = None
+    """Those that this rank has, where the model is cut; the parameters hold these alone."""
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """x [T, H], experts int64 [T, k] and their weights [T, k] -> [T, H]."""
         index, slots = top_k_index.sort(dim=-1)
-        groups = Groups.of(index.int(), len(self.down_proj))
+        own = self._own_experts
+        groups = Groups.of(index.int(), len(self.down_proj) if own is None else own.share.whole)
+        if own is not None:
+            groups = groups.part(own.share.rows)
         order = groups.order.long()
         rows = hidden_states[order // index.shape[1]]
         gate, up = ExpertProduct.apply(rows, self.gate_up_proj, groups).chunk(2, dim=1)
         outputs = ExpertProduct.apply(activation.gated_silu(gate, up, gated_rows), self.down_proj, groups)
-        by_entry = outputs[order.argsort()].view(*index.shape, -1)
-        return formulas.add_weighted(by_entry, top_k_weights.gather(1, slots))
+        by_entry = outputs[order.argsort()]
+        if own is not None:
+            by_entry = own.merge(by_entry, index)
+        return formulas.add_weighted(by_entry.view(*index.shape, -1), top_k_weights.gather(1, slots))
 
 
 def swap_router(module: nn.Module, routing: Routing) -> None:
@@ -80,7 +95,7 @@ def swap_router(module: nn.Module, routing: Routing) -> None:
 
 def swap_experts(module: nn.Module) -> None:
     """Make `module`, which `expert_patterns.are_gated_experts` recognised, compute as steps do; in place."""
-    module.__class__ = TrainedExperts
+    module.__class__, module._is_expert_parallel = TrainedExperts, False
 
 
 def _ranking(probabilities: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,8 @@ from rollout_engine.model.modules.experts import Routing, mixed
 from rollout_engine.model.modules.module_patterns import SILU_CLASSES, agree, copy_with
 
 _NUM_EXPERTS, _TOP_K, _HIDDEN, _INTERMEDIATE = 6, 3, 8, 5
+_NO_HOOKS: dict[str, Any] = {"_forward_pre_hooks": {}, "_forward_hooks": {}}
+"""Those of a replay, or of ranks, are not part of the formula."""
 
 
 def routing_of(child: nn.Module) -> Routing | None:
@@ -69,19 +72,17 @@ def mixture_of(child: nn.Module) -> Routing | None:
 
 def _small_router(child: nn.Module) -> nn.Module:
     sizes = {"top_k": _TOP_K, "num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN}
-    return copy_with(
-        child, _parameters={"weight": _waves(_NUM_EXPERTS, _HIDDEN, dtype=child.weight.dtype)}, _buffers={}, **sizes
-    )
+    small = {"weight": _waves(_NUM_EXPERTS, _HIDDEN, dtype=child.weight.dtype)}
+    return copy_with(child, _parameters=small, **_NO_HOOKS, **sizes)
 
 
 def _small_experts(child: nn.Module) -> nn.Module:
-    shapes = {
-        "gate_up_proj": (_NUM_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN),
-        "down_proj": (_NUM_EXPERTS, _HIDDEN, _INTERMEDIATE),
-    }
-    small = {name: _waves(*shape, dtype=child.down_proj.dtype) for name, shape in shapes.items()}
+    gate_up, down = (_NUM_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN), (_NUM_EXPERTS, _HIDDEN, _INTERMEDIATE)
+    shapes, dtype = {"gate_up_proj": gate_up, "down_proj": down}, child.down_proj.dtype
+    small = {name: _waves(*shape, dtype=dtype) for name, shape in shapes.items()}
     sizes = {"num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN, "intermediate_dim": _INTERMEDIATE}
-    return copy_with(child, _parameters=small, config=SimpleNamespace(_experts_implementation="eager"), **sizes)
+    config = SimpleNamespace(_experts_implementation="eager")
+    return copy_with(child, _parameters=small, config=config, **_NO_HOOKS, **sizes)
 
 
 def _has_parameters(child: nn.Module, dimensions: dict[str, int]) -> bool:

@@ -64,12 +64,18 @@ class DeviceExchange(Exchange):
         raise AssertionError("parts on devices are gathered by `gathering`")
 
     def gather_rows(self, part: Tensor, first: int, num_rows: int) -> Tensor:
-        raise AssertionError("experts on devices are not cut")
+        raise AssertionError("rows of experts on devices are merged")
 
     def merge_rows(self, rows: Tensor, own: Tensor) -> Tensor:
         merged = torch.where(own[:, None], rows, torch.zeros_like(rows))
         self._run(lambda group: group.allreduce([_bytes_of(merged)]))  # one rank's bytes and zeros
         return merged
+
+    def add_up(self, part: Tensor) -> Tensor:
+        parts = part.new_empty(self.num_ranks, *part.shape)
+        if part.numel():
+            self.gather(parts, part)
+        return parts.sum(0)
 
     def gather(self, out: Tensor, part: Tensor) -> None:
         """Write every rank's `part` [...] to `out` [num_ranks, ...], both contiguous."""

@@ -1,7 +1,7 @@
 """Connects the parts of a module that is cut over ranks: gathers what a product needs, and what it gives."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,15 +12,23 @@ from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.ranks.share import Share
 
 
-def connect(module: nn.Module, cut: ModelCut) -> None:
-    """Make the forward of `module`, whose linears and experts have been replaced, that of all ranks together."""
+def connect(module: nn.Module, cut: ModelCut, *, replaced_experts: bool = True) -> None:
+    """Make the forward of `module`, whose linears have been replaced, that of all ranks together.
+
+    `replaced_experts`: whether its experts have been too; else they are transformers' own, and what ranks give is
+    added up.
+    """
     head = module.get_output_embeddings()
     for each in cut.linears:
         if each.module is head:
             each.module.register_forward_pre_hook(_Announced(cut.seat))
         _connect_linear(each, cut.seat)
     for child, share in cut.experts:
-        child._own_experts = OwnExperts(cut.seat, share)
+        child._own_experts = own = OwnExperts(cut.seat, share)
+        if not replaced_experts:
+            child.num_experts, child._is_expert_parallel = share.size, True
+            child.register_forward_pre_hook(own.before)
+            child.register_forward_hook(own.after)
     if cut.embedding is not None:
         embedding, share = cut.embedding
         embedding._own_rows = own = OwnRows(cut.seat, share)
@@ -58,6 +66,26 @@ class OwnExperts:
 
     def __init__(self, seat: Seat, share: Share) -> None:
         self._exchange, self.share = seat.exchange, share
+
+    def is_own(self, experts: Tensor) -> Tensor:
+        """Whether they are computed here, bool, of integers of the same shape."""
+        return (experts >= self.share.first) & (experts < self.share.stop)
+
+    def before(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Hook before the forward of transformers' experts; those of other ranks are one behind the last."""
+        if not module._is_expert_parallel:  # it has been replaced since, by one that knows of ranks
+            return None
+        x, experts, weights = given
+        is_own = self.is_own(experts)
+        return x, (experts - self.share.first).where(is_own, self.share.size), weights.masked_fill(~is_own, 0.0)
+
+    def after(self, module: nn.Module, given: tuple[Any, ...], out: Tensor) -> Tensor:
+        """Hook after it."""
+        return self._exchange.add_up(out) if module._is_expert_parallel else out
+
+    def merge(self, outputs: Tensor, experts: Tensor) -> Tensor:
+        """Rows [T * k, H] of the experts [T, k] of tokens, of which `outputs` has those of the own."""
+        return self._exchange.merge_rows(outputs, self.is_own(experts).flatten())
 
     def gather(self, outputs: list[Tensor], like: Tensor, counts: list[int]) -> Tensor:
         """All rows [T * k, H], sorted by expert, of which `outputs` are those of the own experts; `counts` [E]."""

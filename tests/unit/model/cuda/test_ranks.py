@@ -33,6 +33,7 @@ pytestmark = [
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([7, 8, 9], list(range(40, 62)))]
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+EXPERTS = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DRAWN = SamplingParams(temperature=0.8, top_k=20, max_tokens=3, logprobs=1, n=2, seed=3, ignore_eos=True)
 
 
@@ -77,6 +78,19 @@ def test_two_devices_say_what_one_says_before_and_after_an_update(engine):
     source = tiny_model("qwen3", seed=5, **SMALL)
     assert two.update_weights(source).digest == one.update_weights(source).digest
     assert said(two, prompts) == said(one, prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "dtype"), [("qwen3_moe", "bfloat16"), ("mixtral", "float32")])
+def test_experts_are_divided_among_devices(engine, architecture, dtype):
+    one, two = (engine(n, architecture, fields=SMALL | EXPERTS, dtype=dtype) for n in (1, 2))
+    assert executor_of(two).worker.runner.model.decoder is not None
+    assert said(two) == said(one)
+    source = tiny_model(architecture, seed=5, **SMALL, **EXPERTS)
+    assert two.update_weights(source).digest == one.update_weights(source).digest
+    assert said(two) == said(one)
+    rows = [len(each) for each in two.collective_rpc("get_weight_rows", args=["model.layers.0.mlp.experts.down_proj"])]
+    assert sorted(rows) == [2, 3]
 
 
 @pytest.mark.slow
@@ -180,8 +194,10 @@ def test_weights_are_written_in_place_only_once_all_ranks_have_launched_their_st
 
 
 @pytest.mark.slow
-def test_layers_that_run_as_modules_are_gathered_too(engine):
-    two, one = (engine(n, "gemma2", deterministic="auto") for n in (2, 1))
+@pytest.mark.parametrize("architecture", ["gemma2", "olmoe"])
+def test_layers_that_run_as_modules_are_gathered_too(engine, architecture):
+    fields = EXPERTS if architecture == "olmoe" else None
+    two, one = (engine(n, architecture, fields, deterministic="auto") for n in (2, 1))
     assert executor_of(two).worker.runner.model.decoder is None
     found, expected = (llm.generate(PROMPTS, DRAWN, use_tqdm=False) for llm in (two, one))
     for ours, theirs in zip(found, expected, strict=True):
