@@ -5,6 +5,8 @@
                                                          ├─ gate|up ── activation ── down ──┐
                                                          └────────────────────── add, norm ─┘
 
+In a mixture of experts, `experts` has what is between the last two norms.
+
 Products are torch's. In deterministic mode they are those of `kernels.triton.matmul`, and heads are normed before they
 are rotated, by the same kernel as in a trainer's modules.
 """

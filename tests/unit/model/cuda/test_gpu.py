@@ -54,13 +54,21 @@ def checkpoint(tmp_path_factory):
     return str(tiny_checkpoint(tmp_path_factory.mktemp("model"), **sizes, std=0.05, max_position_embeddings=2048))
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A checkpoint of a mixture of experts, of which some get more than a tile of rows, and others few."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    sizes |= {"num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("mixture"), "qwen3_moe", **sizes, max_position_embeddings=2048))
+
+
 @pytest.fixture
 def engine(checkpoint):
     """A function from options to an `LLM` on the device."""
     made = []
 
-    def build(**options):
-        made.append(LLM(checkpoint, **(OPTIONS | options)))
+    def build(path=checkpoint, **options):
+        made.append(LLM(path, **(OPTIONS | options)))
         return made[-1]
 
     yield build
@@ -149,6 +157,22 @@ class TestOnADevice:
         for row, prompt, (tokens, logprobs) in zip(theirs.tolist(), PROMPTS, drawn, strict=True):
             assert row[len(prompt) - 1 :][: len(tokens)] == logprobs
         theirs.sum().backward()
+        assert all(p.grad.isfinite().all() and p.grad.any() for p in trainer.parameters())
+
+    def test_a_mixture_has_the_bits_of_any_batch_and_graph_and_of_an_exact_trainer(self, engine, mixture):
+        llm = engine(mixture, deterministic=True)
+        choices = llm.frontend.client.info.choices
+        captured, wanted = re.search(r"graphs (\d+) of (\d+)", choices).groups()
+        assert "decoder fused" in choices and captured == wanted != "0"
+        together = run(llm)
+        assert [run(llm, prompts=[ids])[0] for ids in PROMPTS] == together
+        assert run(engine(mixture, deterministic=True, cuda_graphs=False, max_num_batched_tokens=48)) == together
+        trainer = exact.enable(AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.bfloat16).to("cuda"))
+        for prompt, (tokens, logprobs) in zip(PROMPTS, together, strict=True):
+            ids = torch.tensor([prompt + tokens], device="cuda")
+            values = exact.token_logprobs(trainer, ids, temperature=DRAWN.temperature)[0, len(prompt) - 1 :]
+            assert values.tolist() == logprobs
+        values.sum().backward()
         assert all(p.grad.isfinite().all() and p.grad.any() for p in trainer.parameters())
 
     def test_adapters_have_the_bits_of_an_exact_trainer_by_graphs_and_without(self, engine, checkpoint):
