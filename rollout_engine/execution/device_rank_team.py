@@ -48,8 +48,10 @@ class DeviceRankTeam(RankTeam):
         self._rendezvous = f"file://{self._directory}/rendezvous"
         super().__init__(config)
 
-    def forward_on_device(self, forms: list[Form], num_decodes: int, pool: int, *, has_adapters: bool) -> None:
-        self._tell(ForwardOnDevice(forms, num_decodes, pool, has_adapters))
+    def forward_on_device(
+        self, forms: list[Form], num_decodes: int, pool: int, *, has_adapters: bool, is_routed: bool
+    ) -> None:
+        self._tell(ForwardOnDevice(forms, num_decodes, pool, has_adapters, is_routed))
 
     def head(self, states: Tensor) -> None:
         self._tell(HeadOnDevice(form_of(states)))

@@ -132,6 +132,7 @@ class ForwardOnDevice(msgspec.Struct, tag=True, frozen=True, array_like=True):
     num_decodes: int
     pool: int
     has_adapters: bool
+    is_routed: bool
 
 
 class HeadOnDevice(msgspec.Struct, tag=True, frozen=True, array_like=True):

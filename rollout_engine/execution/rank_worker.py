@@ -125,8 +125,8 @@ class RankWorker:
                     model.module.get_output_embeddings()(hidden)
             case CopyBlocks(pairs):
                 model.follow_copies(pairs)
-            case ForwardOnDevice(forms, num_decodes, pool, has_adapters):
-                model.follow_forward(forms, num_decodes, pool, has_adapters=has_adapters)
+            case ForwardOnDevice(forms, num_decodes, pool, has_adapters, is_routed):
+                model.follow_forward(forms, num_decodes, pool, has_adapters=has_adapters, is_routed=is_routed)
             case HeadOnDevice(form):
                 model.follow_head(form)
             case OpenPool(pool, num_blocks):

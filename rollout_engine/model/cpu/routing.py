@@ -19,6 +19,7 @@ from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.modules.routers import recording, routing_info
+from rollout_engine.model.sequences.routed_requests import RoutedRequests
 
 
 class RoutingRecorder:
@@ -31,29 +32,19 @@ class RoutingRecorder:
         self._block_size = model.kv.block_size
         self._kept: Tensor | None = None
         """[num_blocks, block_size, L, k], beside the KV."""
-        self._asking: set[int] = set()
-        """Sequences that ask."""
-        self._prompts: dict[int, int] = {}
-        """Tokens of the prompts that have not been returned, by the sequence that may complete them."""
+        self._requests = RoutedRequests()
         self._rows: np.ndarray | None = None
         """[T, L, k] of the step's tokens; None where nobody asks."""
 
     def update(self, work: SchedulerOutput) -> None:
         """Drop finished sequences and add new ones."""
-        for sequence_id in work.finished_sequence_ids if self._asking else ():
-            self._asking.discard(sequence_id)
-            self._prompts.pop(sequence_id, None)
-        for new in work.new:
-            if new.params.return_routed_experts:
-                self._asking.add(new.sequence_id)
-                if len(new.token_ids) == new.num_prompt_tokens:
-                    self._prompts[new.sequence_id] = new.num_prompt_tokens
+        self._requests.update(work)
 
     @contextmanager
     def step(self, work: SchedulerOutput, batch: FlatBatch) -> Iterator[None]:
         """Inside, record the forward of `batch`, if a sequence of it asks."""
         self._rows = None
-        if not self._asking or self._asking.isdisjoint(row.sequence_id for row in work.scheduled):
+        if not self._requests.are_in(work):
             yield
             return
         with recording(self._model.routers) as chosen:
@@ -77,10 +68,8 @@ class RoutingRecorder:
             first = ends[task.row] - 1 - len(work.scheduled[task.row].draft_token_ids)
             rows += range(first, first + num)
         out.routed_experts = self._rows[rows]
-        for index, row in enumerate(work.scheduled if self._prompts else ()):
-            if row.num_computed_tokens + row.num_scheduled_tokens == self._prompts.get(row.sequence_id):
-                num_tokens = self._prompts.pop(row.sequence_id)
-                out.prompt_routed_experts[index] = self._kept_rows(batch, index, num_tokens - 1)
+        for index, num_tokens in self._requests.completed(work):
+            out.prompt_routed_experts[index] = self._kept_rows(batch, index, num_tokens - 1)
 
     @contextmanager
     def replaying(self, routed_experts: Sequence[np.ndarray], num_columns: int) -> Iterator[None]:

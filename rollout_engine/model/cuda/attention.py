@@ -16,6 +16,7 @@ from rollout_engine.model.cuda.attention_backends import attention_by
 from rollout_engine.model.cuda.memory import ReleasableMemory
 from rollout_engine.model.cuda.upload import upload
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.routed_experts import RoutingInfo
 
 __all__ = ["CudaAttention", "CudaBatch", "CudaKVPool", "Limits", "ModuleStep"]
 
@@ -32,6 +33,8 @@ class CudaBatch(NamedTuple):
     attention: Batch
     adapters: AdapterBatch | None = None
     """The rows that have an adapter; None: none has."""
+    routed: Tensor | None = None
+    """int32 [T, layers with experts, k], experts to send tokens to; -1: those that routers choose. None: all those."""
 
 
 class CudaKVPool:
@@ -45,7 +48,9 @@ class CudaKVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        routing: RoutingInfo | None = None,
     ) -> None:
+        """`routing`: routers whose choices are kept beside the KV."""
         self.num_blocks, self.block_size = num_blocks, block_size
         self.layers = [
             KVLayer.zeros(
@@ -59,6 +64,11 @@ class CudaKVPool:
             )
             for layer in geometry
         ]
+        self.routed: Tensor | None = None
+        """uint8 or int16 [num_blocks, block_size, layers with experts, k]; None without routers."""
+        if routing is not None:
+            kept = torch.uint8 if routing.dtype == np.uint8 else torch.int16
+            self.routed = torch.zeros(num_blocks, block_size, *routing.shape, dtype=kept, device=device)
         self.memory = ReleasableMemory(self.tensors())
         self._copies: BlockCopies | None = None
         self.on_copy: Callable[[Sequence[tuple[int, int]]], None] = lambda pairs: None
@@ -68,6 +78,14 @@ class CudaKVPool:
         """Every tensor of the pool; blocks come first in its shape."""
         for layer in self.layers:
             yield from layer
+        if self.routed is not None:
+            yield self.routed
+
+    @property
+    def routed_rows(self) -> Tensor:
+        """`routed` by KV slot: [slots, layers with experts, k]."""
+        assert self.routed is not None, "only mixtures keep routed experts"
+        return self.routed.flatten(0, 1)
 
     @property
     def num_resident_bytes(self) -> int:

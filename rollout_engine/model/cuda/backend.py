@@ -35,6 +35,7 @@ from rollout_engine.model.cuda.warm_up import warm_up
 from rollout_engine.model.cuda.weight_memory import CudaWeightMemory
 from rollout_engine.model.kv_size import bytes_per_block, describe_pool, most_blocks, size_pool
 from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.model.modules.routers import routers_of, routing_info
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.ranks.seat import Seat, described_ranks
 from rollout_engine.model.ranks.wiring import connect
@@ -53,7 +54,6 @@ class CudaBackend:
     runs_ahead = True
     generates = True
     pooling = None
-    routing = None
     max_prefill_beside_decode = 1 << 30
     """A device computes a longer step faster per token."""
 
@@ -83,6 +83,7 @@ class CudaBackend:
             self.adapters = CudaAdapterPool(loaded.module, stream=stream, **sizes)
         model_len = config.max_model_len or loaded.max_model_len
         self._compiled = self._compiled_layers(model_len) if config.compile else None
+        self.routing = routing_info(routers_of(loaded.module)) if self._compiled is None else None
         self.num_blocks = self._num_blocks(model_len)
         if self._seat is not None:
             self.num_blocks = min(self._seat.exchange.agree(self.num_blocks))
@@ -121,7 +122,9 @@ class CudaBackend:
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
     ) -> Iterator[dict[int, np.ndarray]]:
-        return sequence_logprobs(self.runner.model, sequences, num_prompt, temperature, adapter_slot)
+        return sequence_logprobs(
+            self.runner.model, sequences, num_prompt, temperature, adapter_slot, routed_experts=routed_experts
+        )
 
     def memory_of(self, weights: Sequence[Tensor]) -> CudaWeightMemory:
         return CudaWeightMemory(weights, self.runner)
@@ -142,6 +145,7 @@ class CudaBackend:
             compiled=self._compiled,
             attention_backend=self._config.attention_backend,
             adapters=self.adapters,
+            routing=self.routing,
         )
 
     def _graphs(self, model: CudaModel) -> DecodeGraphs:
@@ -171,7 +175,8 @@ class CudaBackend:
         foreign = total - free - torch.cuda.memory_reserved(device)
         room = int(total * config.gpu_memory_utilization) - foreign - peak - graphs
         room -= self._update_bytes(room)
-        num_blocks = room // bytes_per_block(self._loaded, config.tokens_per_block)
+        routed = 0 if self.routing is None else self.routing.num_token_bytes * config.tokens_per_block
+        num_blocks = room // (bytes_per_block(self._loaded, config.tokens_per_block) + routed)
         if num_blocks * config.tokens_per_block < min(model_len, 64):
             raise ConfigError(
                 f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {room} bytes for the KV pool: of "

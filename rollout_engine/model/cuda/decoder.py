@@ -23,6 +23,7 @@ from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
 from rollout_engine.kernels.triton.rotary import rotate_and_write
+from rollout_engine.kernels.triton.routers import Routes
 from rollout_engine.model.cuda.adapters import CudaAdapterPool
 from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKVPool
 from rollout_engine.model.cuda.decoder_parts import MLP, Layer, Linear, Mixture, Parts
@@ -68,7 +69,7 @@ class CudaDecoder:
         for index, layer in enumerate(parts.layers):
             delta = self._attend(layer, hidden, batch, index, pool.layers[index])
             add_rms_norm(residual, delta, layer.mlp_norm.weight, layer.mlp_norm.epsilon, hidden)
-            delta = self._feed_forward(layer.mlp, hidden, batch)
+            delta = self._feed_forward(layer.mlp, hidden, batch, pool)
             following = norms[index + 1]
             add_rms_norm(residual, delta, following.weight, following.epsilon, hidden)
         return hidden
@@ -100,9 +101,12 @@ class CudaDecoder:
         self._attention.attend(index, q, kv, layer.attention_params, out)
         return self._adapted(out.flatten(1), layer.out, batch)
 
-    def _feed_forward(self, mlp: MLP | Mixture, hidden: Tensor, batch: CudaBatch) -> Tensor:
+    def _feed_forward(self, mlp: MLP | Mixture, hidden: Tensor, batch: CudaBatch, pool: CudaKVPool) -> Tensor:
         if isinstance(mlp, Mixture):
-            return mlp.experts.forward(hidden, self._product(hidden, mlp.router))
+            place = mlp.experts.place
+            given = None if batch.routed is None else batch.routed[:, place]
+            kept = None if pool.routed is None else pool.routed_rows[:, place]
+            return mlp.experts.forward(hidden, self._product(hidden, mlp.router), Routes(given, kept, batch.slots))
         gate, up = self._adapted(hidden, mlp.gate_up, batch).chunk(2, dim=1)
         return self._adapted(gated(gate, up, gate), mlp.down, batch)
 

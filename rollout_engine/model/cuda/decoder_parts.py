@@ -93,13 +93,22 @@ def parts_of(module: nn.Module, geometry: Sequence[LayerGeometry], num_positions
         embedding=weight,
         own_rows=getattr(found.embedding, "_own_rows", None),
         rotary=Rotary(cos[0].contiguous(), sin[0].contiguous()),
-        layers=[_layer(layer) for layer in found.layers],
+        layers=_layers(found.layers),
         norm=_norm(found.norm),
         head=_linear([found.head]),
     )
 
 
-def _layer(layer: structure.DecoderLayer) -> Layer:
+def _layers(layers: Sequence[structure.DecoderLayer]) -> list[Layer]:
+    num_mixtures, found = 0, []
+    for layer in layers:
+        found.append(_layer(layer, num_mixtures))
+        num_mixtures += isinstance(layer.mlp, structure.Mixture)
+    return found
+
+
+def _layer(layer: structure.DecoderLayer, place: int) -> Layer:
+    """`place`: its number among layers with experts, if it has some."""
     head_norms = None
     if layer.head_norms:
         q, k = map(_norm, layer.head_norms)
@@ -112,7 +121,7 @@ def _layer(layer: structure.DecoderLayer) -> Layer:
         head_norms=head_norms,
         out=_linear([layer.out]),
         mlp_norm=_norm(layer.mlp_norm),
-        mlp=_mlp(layer.mlp) if isinstance(layer.mlp, structure.MLP) else _mixture(layer.mlp),
+        mlp=_mlp(layer.mlp) if isinstance(layer.mlp, structure.MLP) else _mixture(layer.mlp, place),
         geometry=layer.geometry,
         attention_params=layer.geometry.attention_params,
     )
@@ -124,7 +133,7 @@ def _mlp(mlp: structure.MLP) -> MLP:
     return MLP(_linear(mlp.gate_up), _linear([mlp.down]))
 
 
-def _mixture(mixture: structure.Mixture) -> Mixture:
+def _mixture(mixture: structure.Mixture, place: int) -> Mixture:
     routing, kind = mixture_of(mixture.module), type(mixture.module).__name__
     if routing is None:
         raise UnsupportedStructure(f"{kind} does not weight and add down(silu(gate(x)) * up(x)) of its experts")
@@ -132,9 +141,10 @@ def _mixture(mixture: structure.Mixture) -> Mixture:
     require(gate_up.is_contiguous() and down.is_contiguous(), f"the experts of {kind} are not contiguous")
     router, weight = mixture.router, mixture.router.weight.detach()
     tile = tile_for(*weight.shape, weight.dtype)
+    own = getattr(mixture.experts, "_own_experts", None)
     return Mixture(
         router=Linear(weight, None, tile, len(weight), id(router), Gathers(None, None)),
-        experts=Experts(gate_up, down, router.top_k, routing, getattr(mixture.experts, "_own_experts", None)),
+        experts=Experts(gate_up, down, router.top_k, routing, own, place),
     )
 
 

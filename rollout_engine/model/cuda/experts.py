@@ -15,7 +15,7 @@ from rollout_engine.kernels import activation
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.experts import Groups, add_weighted, multiply
 from rollout_engine.kernels.triton.matmul import tile_for
-from rollout_engine.kernels.triton.routers import choose
+from rollout_engine.kernels.triton.routers import Routes, choose
 from rollout_engine.model.cuda.gradients import ExpertProduct, Probabilities, Product, gated_rows
 from rollout_engine.model.modules import experts as formulas
 from rollout_engine.model.modules.experts import Routing
@@ -33,13 +33,15 @@ class Experts(NamedTuple):
     routing: Routing
     own: OwnExperts | None
     """Those of this rank; None where it has all."""
+    place: int
+    """The layer's number among those that have experts."""
 
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+    def forward(self, x: Tensor, logits: Tensor, routes: Routes | None = None) -> Tensor:
         """x [T, H] and the router's logits [T, E] -> [T, H]."""
         shape = len(x), self.top_k
         weights = logits.new_empty(shape, dtype=logits.dtype if self.routing.rounded else torch.float32)
         experts = logits.new_empty(shape, dtype=torch.int32)
-        choose(logits, weights, experts, normalised=self.routing.normalised)
+        choose(logits, weights, experts, normalised=self.routing.normalised, routes=routes)
         groups = Groups.of(experts, logits.shape[1])
         if self.own is not None:
             groups = groups.part(self.own.share.rows)

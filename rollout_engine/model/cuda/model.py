@@ -1,7 +1,7 @@
 """One forward of a Hugging Face causal LM over paged KV on a device: a flat batch in, logits of chosen rows out."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,10 @@ from rollout_engine.model.modules.attention_interface import attending
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.layer_watch import LayerWatch
+from rollout_engine.model.modules.routers import recording, replaying, routers_of
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.module_logits import module_logits
+from rollout_engine.routed_experts import RoutingInfo
 
 
 class CudaModel:
@@ -29,6 +31,7 @@ class CudaModel:
     `fused`: its layers run by our kernels, not as modules, unless `layer_watch` has watchers; raises
     `UnsupportedStructure` where they cannot. `deterministic`: a row's bits do not depend on its batch, which only fused
     layers can keep. `compiled`: runs in place of the module. `adapters`: those that rows may have, of fused layers.
+    `routing`: its routers, whose choices are kept; None where they are not.
     """
 
     num_ranks = 1
@@ -47,10 +50,11 @@ class CudaModel:
         compiled: CompiledLayers | None = None,
         attention_backend: str = "ours",
         adapters: CudaAdapterPool | None = None,
+        routing: RoutingInfo | None = None,
     ) -> None:
         weight = next(module.parameters())
         self.module, self.limits, self.device, self.adapters = module, limits, weight.device, adapters
-        shape = {"block_size": block_size, "dtype": weight.dtype, "device": weight.device}
+        shape = {"block_size": block_size, "dtype": weight.dtype, "device": weight.device, "routing": routing}
         self._make_pool = partial(CudaKVPool, geometry, **shape)
         self.kv = self._make_pool(num_blocks=num_blocks)
         self.attention = CudaAttention(
@@ -70,7 +74,8 @@ class CudaModel:
                 before_head=self._before_head,
                 adapters=adapters,
             )
-        self._compiled = compiled
+        self._compiled, self.routing = compiled, routing
+        self._routers = [] if routing is None else routers_of(module)
         self.layer_watch = LayerWatch(module, len(geometry))
 
     def forward(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool | None = None) -> Tensor:
@@ -95,7 +100,7 @@ class CudaModel:
             module = self._compiled.module
 
         def forward(rows: Tensor) -> Any:
-            with attending(ModuleStep(pool, self.attention, batch)):
+            with attending(ModuleStep(pool, self.attention, batch)), self._routed(batch, pool):
                 return module(
                     input_ids=batch.token_ids[None],
                     position_ids=batch.positions[None],
@@ -104,6 +109,20 @@ class CudaModel:
                 )
 
         return module_logits(module, forward, rows, self.module.config.vocab_size)
+
+    @contextmanager
+    def _routed(self, batch: CudaBatch, pool: CudaKVPool) -> Iterator[None]:
+        """Inside, modules send tokens to the experts that the batch gives, and the pool keeps what routers choose."""
+        with ExitStack() as contexts:
+            if batch.routed is not None:
+                contexts.enter_context(replaying(self._routers, batch.routed.long()))
+            if pool.routed is None:
+                yield
+                return
+            chosen = contexts.enter_context(recording(self._routers))
+            yield
+        experts = torch.stack([each for each in chosen if each is not None], 1)
+        pool.routed_rows[batch.slots] = experts.to(pool.routed.dtype)
 
     @contextmanager
     def another_pool(self, num_blocks: int) -> Iterator[CudaKVPool]:

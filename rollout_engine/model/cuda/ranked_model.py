@@ -33,7 +33,9 @@ _STEPS = 0
 class DeviceFollowers(Followers, Protocol):
     """The ranks from 1 on, each with a device of its own. What follows a call is sent by the exchange."""
 
-    def forward_on_device(self, forms: list[Form], num_decodes: int, pool: int, *, has_adapters: bool) -> None:
+    def forward_on_device(
+        self, forms: list[Form], num_decodes: int, pool: int, *, has_adapters: bool, is_routed: bool
+    ) -> None:
         """Compute a batch, whose tensors of these forms follow, over a pool by its number."""
 
     def open_pool(self, pool: int, num_blocks: int) -> None:
@@ -59,9 +61,10 @@ class RankedCudaModel(CudaModel):
             return super().forward_rows(batch, rows, pool)
         tensors = _tensors_of(batch, rows)
         number = next(key for key, each in self._pools.items() if each is (pool or self.kv))
-        forms, has_adapters = [form_of(each) for each in tensors], batch.adapters is not None
+        forms = [form_of(each) for each in tensors]
+        has = {"has_adapters": batch.adapters is not None, "is_routed": batch.routed is not None}
         with self._seat.together():
-            followers.forward_on_device(forms, batch.attention.num_decodes, number, has_adapters=has_adapters)
+            followers.forward_on_device(forms, batch.attention.num_decodes, number, **has)
             self._exchange.send(tensors)
             return super().forward_rows(batch, rows, pool)
 
@@ -79,9 +82,12 @@ class RankedCudaModel(CudaModel):
             followers.close_pool(number)
 
     @torch.inference_mode()
-    def follow_forward(self, forms: Sequence[Form], num_decodes: int, pool: int, *, has_adapters: bool) -> None:
+    def follow_forward(
+        self, forms: Sequence[Form], num_decodes: int, pool: int, *, has_adapters: bool, is_routed: bool
+    ) -> None:
         """Do what `forward_on_device` tells this rank."""
-        batch, rows = _batch_of(self._exchange.receive(forms), num_decodes, has_adapters=has_adapters)
+        tensors = self._exchange.receive(forms)
+        batch, rows = _batch_of(tensors, num_decodes, has_adapters=has_adapters, is_routed=is_routed)
         self.kv.memory.restore()
         self.forward_rows(batch, rows, self._pools[pool])
 
@@ -137,12 +143,16 @@ def _tensors_of(batch: CudaBatch, rows: Tensor) -> list[Tensor]:
     attention = batch.attention
     tensors = [rows, batch.token_ids, batch.positions, batch.slots]
     tensors += [attention.token_starts, attention.context_lens, attention.block_tables]
+    tensors += [] if batch.routed is None else [batch.routed]
     return tensors + list(batch.adapters or ()) + list(attention.prefixes or ())
 
 
-def _batch_of(tensors: Sequence[Tensor], num_decodes: int, *, has_adapters: bool) -> tuple[CudaBatch, Tensor]:
+def _batch_of(
+    tensors: Sequence[Tensor], num_decodes: int, *, has_adapters: bool, is_routed: bool
+) -> tuple[CudaBatch, Tensor]:
     """The batch and its rows that `_tensors_of` gave."""
     rows, token_ids, positions, slots, starts, lens, tables, *more = tensors
+    routed, more = (more[0], more[1:]) if is_routed else (None, more)
     adapters, prefixes = (AdapterBatch(*more[:2]), more[2:]) if has_adapters else (None, more)
     attention = Batch(starts, lens, tables, num_decodes, Prefixes(*prefixes) if prefixes else None)
-    return CudaBatch(token_ids, positions, slots, attention, adapters), rows
+    return CudaBatch(token_ids, positions, slots, attention, adapters, routed), rows

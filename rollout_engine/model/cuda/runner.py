@@ -37,6 +37,7 @@ from rollout_engine.model.cuda.draws import CudaDraws, Draws
 from rollout_engine.model.cuda.flat_columns import FlatColumns, decodes_first
 from rollout_engine.model.cuda.host_draws import draw_rows
 from rollout_engine.model.cuda.model import CudaModel
+from rollout_engine.model.cuda.routing import Fill, RoutingRecorder
 from rollout_engine.model.cuda.sampler import DrawMemory, to_output
 from rollout_engine.model.cuda.sequence_rows import SequenceRows, TableChanges
 from rollout_engine.model.cuda.upload import Download, upload
@@ -72,6 +73,7 @@ class CudaRunner:
         self.rows = SequenceRows(-(-model.limits.context // size), model.device)
         self.drawing = Drawing(self._sequences, self.rows, vocab_size=vocab_size, context=model.limits.context)
         self._prefix_shape = model.attention.prefix_shape if shares_prefixes else None
+        self._routing = None if model.kv.routed is None else RoutingRecorder(model.kv)
         self._pending: deque[_Pending] = deque()
 
     @property
@@ -119,13 +121,14 @@ class CudaRunner:
         logits, drawn_rows, columns, drawn = self._replay(step) or self._compute(step)
         prompt_logprobs = self._score_prompts(logits.take(slice(asked.num_drawn, None)), order)
         if draws is None or columns is None:
-            return self._draw_behind_drafts(work, logits, asked, prompt_logprobs)
+            return self._draw_behind_drafts(work, logits, step, prompt_logprobs)
         if not work.samples:
             return lambda: ModelRunnerOutput(token_ids=[], logprobs=None, prompt_logprobs=prompt_logprobs())
         if drawn_rows is not None and asked.num_drawn < len(work.samples):
             logits = logits.at(drawn_rows)
         outcome = self.drawing.launch(logits, draws, columns, drawn)
-        pending = _Pending(draws, Download(outcome), prompt_logprobs)
+        told = _Told(prompt_logprobs, self._fetch_routed(work, flat, asked.flat_rows))
+        pending = _Pending(draws, Download(outcome), told)
         if draws.on_host:
             return self._draw_on_host(pending, logits)
         self._pending.append(pending)
@@ -136,6 +139,8 @@ class CudaRunner:
         for sequence_id in work.finished_sequence_ids:
             self.rows.forget(sequence_id)
         self.drawing.update(work)
+        if self._routing is not None:
+            self._routing.update(work)
         self.rows.add(new.sequence_id for new in work.new)
         return self.rows.learn(work.scheduled)
 
@@ -202,6 +207,12 @@ class CudaRunner:
         finish = self._prompts.score(logits)
         return lambda: {order[index]: logprobs for index, logprobs in finish().items()}
 
+    def _fetch_routed(self, work: SchedulerOutput, flat: FlatColumns, drawn: np.ndarray) -> Fill | None:
+        """Start to fetch routed experts, where some are asked for; `drawn`: int64, rows behind which tokens come."""
+        if self._routing is None or not self._routing.are_asked_for(work):
+            return None
+        return self._routing.fetch(work, flat.slots[drawn], lambda key: self.rows.matrix[self.rows.rows([key])[0]])
+
     def _draw_on_host(self, pending: "_Pending", logits: LogitRows) -> Result:
         """Wait for all earlier results, then replace the device's draws by those of the host."""
         self.catch_up()
@@ -214,12 +225,14 @@ class CudaRunner:
         return lambda: out
 
     def _draw_behind_drafts(
-        self, work: SchedulerOutput, logits: LogitRows, asked: "_Asked", prompt_logprobs: _PromptResult
+        self, work: SchedulerOutput, logits: LogitRows, step: "_Step", prompt_logprobs: _PromptResult
     ) -> Result:
         """Draw and wait: only when the host knows which drafts were right can it prepare the next step."""
         assert not self._pending, "no step is scheduled ahead where tokens are drafted"
-        out = self.drawing.behind_drafts(work, logits, asked.drawn_rows)
-        out.prompt_logprobs = prompt_logprobs()
+        out = self.drawing.behind_drafts(work, logits, step.asked.drawn_rows)
+        pairs = zip(step.asked.flat_rows, out.num_drawn or [1] * len(work.samples), strict=True)
+        drawn = [np.empty(0, np.int64), *(first + np.arange(num) for first, num in pairs)]
+        _Told(prompt_logprobs, self._fetch_routed(work, step.flat, np.concatenate(drawn))).add_to(out)
         return lambda: out
 
 
@@ -257,6 +270,11 @@ class _Asked(NamedTuple):
     num_drawn: int
     """Distinct rows to draw from."""
 
+    @property
+    def flat_rows(self) -> np.ndarray:
+        """int64 [S]: the row of the flat batch behind which each sample is drawn, or its first."""
+        return self.logit_rows[self.drawn_rows]
+
     @classmethod
     def of(
         cls,
@@ -286,11 +304,25 @@ class _Asked(NamedTuple):
         return np.array_equal(self.logit_rows, every) and np.array_equal(self.drawn_rows, every)
 
 
+class _Told(NamedTuple):
+    """What a result says beside its tokens, on its way to the host."""
+
+    prompt_logprobs: _PromptResult
+    routed: Fill | None
+    """None: nobody asks for routed experts."""
+
+    def add_to(self, out: ModelRunnerOutput) -> None:
+        """Wait for it, and add it to the result."""
+        out.prompt_logprobs = self.prompt_logprobs()
+        if self.routed is not None:
+            self.routed(out)
+
+
 class _Pending:
     """A result on its way to the host."""
 
-    def __init__(self, draws: Draws, download: Download, prompt_logprobs: _PromptResult) -> None:
-        self.draws, self._download, self._prompt_logprobs = draws, download, prompt_logprobs
+    def __init__(self, draws: Draws, download: Download, told: _Told) -> None:
+        self.draws, self._download, self._told = draws, download, told
         self._out: ModelRunnerOutput | None = None
 
     def settle(self, queue: deque["_Pending"]) -> ModelRunnerOutput:
@@ -303,7 +335,7 @@ class _Pending:
     def arrive(self, change: Callable[[ModelRunnerOutput], None] | None = None) -> ModelRunnerOutput:
         """Wait, let `change` edit the result, and append the tokens to their sequences."""
         out = to_output(self.draws, self._download.wait())
-        out.prompt_logprobs = self._prompt_logprobs()
+        self._told.add_to(out)
         if change is not None:
             change(out)
         for sequence, token in zip(self.draws.sequences, out.token_ids, strict=True):

@@ -23,22 +23,32 @@ def sequence_logprobs(
     num_prompt: Sequence[int],
     temperature: float,
     adapter_slot: int = -1,
+    routed_experts: Sequence[np.ndarray] | None = None,
 ) -> Iterator[dict[int, np.ndarray]]:
     """Yield, some tokens at a time, the log-probs of tokens after the prompt: index -> float32 [len - num_prompt].
 
-    `adapter_slot`: of the adapter that all rows have; -1: none.
+    `adapter_slot`: of the adapter that all rows have; -1: none. `routed_experts`: of each sequence int16
+    [len - 1, L, k], experts that its tokens are sent to; -1: by their routers' choice.
     """
     longest = max(map(len, sequences), default=0)
     with model.another_pool(-(-longest // model.kv.block_size)) as pool:
         for i, (tokens, first) in enumerate(zip(sequences, num_prompt, strict=True)):
-            yield {i: (yield from _scored(model, pool, tokens, first, temperature, adapter_slot))}
+            experts = None if routed_experts is None else routed_experts[i]
+            yield {i: (yield from _scored(model, pool, tokens, first, temperature, adapter_slot, experts))}
 
 
 def _scored(
-    model: CudaModel, pool: CudaKVPool, tokens: list[int], num_prompt: int, temperature: float, adapter_slot: int
+    model: CudaModel,
+    pool: CudaKVPool,
+    tokens: list[int],
+    num_prompt: int,
+    temperature: float,
+    adapter_slot: int,
+    routed_experts: np.ndarray | None,
 ) -> Generator[dict[int, np.ndarray], None, np.ndarray]:
     """Compute one sequence; yield nothing new between two pieces of it."""
     ids = torch.tensor(tokens, device=model.device)
+    routed = None if routed_experts is None else torch.tensor(routed_experts, dtype=torch.int32, device=model.device)
     found = [np.empty(0, np.float32)]
     step, width = min(_TOKENS, model.limits.num_tokens), -(-model.limits.context // pool.block_size)
     for start in range(0, len(tokens) - 1, step):
@@ -49,6 +59,8 @@ def _scored(
         if adapter_slot >= 0:
             assert model.adapters is not None, "an adapter was found there"
             batch = batch._replace(adapters=model.adapters.whole_batch(adapter_slot, end - start))
+        if routed is not None:
+            batch = batch._replace(routed=routed[start:end])
         logits = model.forward(batch, rows if len(rows) else rows.new_zeros(1), pool)
         if len(rows):
             temperatures = row_temperatures(temperature, logits)

@@ -2,7 +2,8 @@
 
 Which code of a kernel a step needs depends on what its rows ask for: a chunk or a decode, a shared prefix, truncation,
 edited logits, processed log-probs, top tokens, prompt log-probs, copied blocks. The steps here ask for all of these, of
-sequences that no request knows; they write KV to block 0, which nothing reads before it is written again.
+sequences that no request knows; they write KV to block 0, which nothing reads before it is written again. A mixture of
+experts also replays a choice.
 """
 
 import logging
@@ -10,8 +11,11 @@ import time
 from collections.abc import Iterator
 from itertools import count
 
+import numpy as np
+
 from rollout_engine.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
 from rollout_engine.model.cuda.runner import CudaRunner
+from rollout_engine.model.cuda.sequence_logprobs import sequence_logprobs
 from rollout_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger("rollout_engine")
@@ -32,6 +36,9 @@ def warm_up(runner: CudaRunner) -> None:
     try:
         for work in _steps(runner):
             runner.submit(work)()
+        if (routing := runner.model.routing) is not None:
+            own = np.full((_CHUNK_TOKENS - 1, *routing.shape), -1, np.int16)
+            list(sequence_logprobs(runner.model, [[0] * _CHUNK_TOKENS], [1], 1.0, routed_experts=[own]))
     except Exception as problem:  # the compiler and the driver may raise anything
         if runner.model.num_ranks > 1:
             raise

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -147,7 +148,11 @@ def run(llm: LLM, rng: random.Random) -> None:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
         assert not any(sample.error for output in outputs for sample in output.outputs)
         if rng.random() < 0.3:
-            llm.score([[7] * rng.randrange(1, 150)], [[8] * rng.randrange(1, 9)])
+            prompt, completion = [7] * rng.randrange(1, 150), [8] * rng.randrange(1, 9)
+            llm.score([prompt], [completion])
+            if (routing := llm.frontend.client.info.routing) is not None:
+                own = np.full((len(prompt) + len(completion) - 1, *routing.shape), -1)
+                llm.score([prompt], [completion], routed_experts=[own])
 
 
 def engine(architecture: str, options: dict[str, Any]) -> LLM:

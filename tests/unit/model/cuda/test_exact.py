@@ -212,6 +212,6 @@ def test_a_model_with_weights_that_no_kernel_serves_is_refused(enable):
 
 
 def test_an_engine_whose_trainer_would_compute_other_bits_is_refused(engine_on, monkeypatch):
-    monkeypatch.setattr("rollout_engine.model.cuda.row_invariance.rms_norm", lambda x, *_: x)
+    monkeypatch.setattr("rollout_engine.model.cuda.gradients.rms_norm", lambda x, *_: x)
     with pytest.raises(ConfigError, match="not bit for bit those that its modules give a trainer"):
         engine_on("device", "llama", num_kv_blocks=12, **OPTIONS)

@@ -89,6 +89,13 @@ def test_experts_are_divided_among_devices(engine, architecture, dtype):
     source = tiny_model(architecture, seed=5, **SMALL, **EXPERTS)
     assert two.update_weights(source).digest == one.update_weights(source).digest
     assert said(two) == said(one)
+    asking = DRAWN.clone(return_routed_experts=True)
+    outputs = [llm.generate(PROMPTS[:1], asking, use_tqdm=False)[0] for llm in (two, one)]
+    (mine, other), tokens = ([sample.routed_experts for sample in o.outputs] for o in outputs), outputs[0].outputs[0]
+    assert all(map(np.array_equal, mine, other))
+    pair = [PROMPTS[0]["prompt_token_ids"]], [list(tokens.token_ids)]
+    replayed = [llm.score(*pair, temperature=0.8, routed_experts=mine[:1])[0].tobytes() for llm in (two, one)]
+    assert replayed[0] == replayed[1] == tokens.logprobs.tobytes()
     rows = [len(each) for each in two.collective_rpc("get_weight_rows", args=["model.layers.0.mlp.experts.down_proj"])]
     assert sorted(rows) == [2, 3]
 
