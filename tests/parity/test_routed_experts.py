@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, EngineConfig, LLMEngine, RequestError, SamplingParams, exact
-from rollout_engine.model.cpu import routing
+from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.modules.routers import recording, routers_of
 from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing.architectures import SIZES
@@ -98,11 +98,11 @@ def test_a_dense_model_refuses_to_return_them(checkpoint):
 
 
 def test_steps_in_which_nobody_asks_record_nothing(directory, monkeypatch):
-    def refuse(routers):
+    def refuse(model):
         raise AssertionError("it records")
 
     with LLM(str(directory), log_stats=False) as llm:
-        monkeypatch.setattr(routing, "recording", refuse)
+        monkeypatch.setattr(CpuModel, "recording", refuse)
         (output,) = ask(llm, [PROMPTS[2]], return_routed_experts=False)
         assert (output.outputs[0].finish_reason, output.outputs[0].routed_experts) == ("length", None)
         (output,) = ask(llm, [PROMPTS[2]])

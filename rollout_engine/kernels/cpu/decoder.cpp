@@ -3,6 +3,8 @@
 //     x += attention(norm(x))        norm -> q, k, v in one product -> attention (norms q and k, rotates, writes KV) -> product
 //     x += mlp(norm(x))              norm -> gate, up in one product -> silu(gate) * up -> product
 //
+// or, of a mixture of experts, norm -> router -> the same for each expert and the rows that are sent to it -> weighted sum.
+//
 // Before them it may look up embeddings and rotary rows, and behind them it may norm the rows that are wanted. Each product
 // gets the adapters of those rows that have one. Every value is rounded where the Hugging Face modules round it. There is a
 // barrier after every step of a layer; bits do not depend on the number of threads.
@@ -19,6 +21,7 @@
 #include "adapters.h"
 #include "attention.h"
 #include "carved.h"
+#include "experts.h"
 #include "gemm.h"
 #include "rows.h"
 #include "turns.h"
@@ -26,6 +29,7 @@
 namespace {
 
 constexpr int64_t MLP_ROWS = 1024;  // computed at once: of gate and up, not more than caches hold
+constexpr int64_t ENTRIES = 4096;   // of a mixture, computed at once: weights are read for each such part
 
 struct Product {
     const void* packed;
@@ -47,12 +51,21 @@ struct Columns {
     int64_t first, size, whole;
 };
 
-// Mirrored in decoder.py.
+// Mirrored in decoder.py, as the next.
+struct Mixture {
+    Product router;
+    const Product *gate_up, *down;  // [num_experts]
+    int64_t intermediate_size;
+    experts::Routing routing;
+    int64_t place;  // of the layer, among those that have experts
+};
+
 struct DecoderLayer {
     AttentionCall attention;  // all but what a step brings
     Columns attended;         // of the heads of all ranks
     Norm attention_norm, mlp_norm;
-    Product qkv, out, gate_up, down;
+    Product qkv, out, gate_up, down;  // the last two are of no layer with a mixture
+    const Mixture* mixture;           // or null
 };
 
 // Of the products of a layer.
@@ -82,13 +95,19 @@ struct DecoderCall {
     char* memory;             // decoder_bytes(), aligned to a cache line
     char* exchanged;          // decoder_exchanged_bytes(), aligned to a cache line; the same for all ranks
     Turns* turns;             // of the ranks, or null: there is one
-    int64_t num_tokens;
+    int32_t* routed;          // [T, num_mixtures, top_k], out: experts, the most probable first; or null
+    int64_t num_tokens, num_mixtures;
     Columns hidden_columns, intermediate;
     int32_t num_layers, num_threads, is_bf16, num_ranks;
 };
 }
 
 namespace {
+
+// Rows of a batch that a mixture computes at once.
+int64_t rows_at_once(const Mixture& m, int64_t num_tokens) {
+    return std::min(num_tokens, std::max<int64_t>(1, ENTRIES / m.routing.top_k));
+}
 
 // Activations of one layer that all ranks read, used again by the next.
 template <typename T>
@@ -114,6 +133,10 @@ struct Buffers : Carved {
     T *gate_up;             // [MLP_ROWS, 2 intermediate_size]
     char *staging, *scratch;
     float* low;  // x A of one product's adapters
+    // Of mixtures, N entries at once:
+    T *logits, *sent, *projected, *inner, *outputs;  // [rows, E], [N, hidden_size], [N, 2 I], [N, I], [N, hidden_size]
+    float *probabilities, *weights;                  // [threads, E], [N]
+    int32_t *left, *chosen, *experts, *places, *starts;  // [threads, E], [threads, k], [N], [N], [E + 1]
 
     explicit Buffers(const DecoderCall& c) : Carved(c.memory) {
         int64_t qkv_size = 0, attended_size = 0, scratch_bytes = 0;
@@ -135,12 +158,37 @@ struct Buffers : Carved {
             return gemm_staging_bytes(rows, size, c.is_bf16, is_int8, c.num_threads);
         };
         const int64_t before_mlp = staged(c.num_tokens, std::max(hidden_size, attended_size));
-        take(staging, std::max(before_mlp, staged(mlp_rows, c.intermediate.whole)));
+        const Sizes sizes(c);
+        take(staging, std::max({before_mlp, staged(mlp_rows, c.intermediate.whole),
+                                staged(sizes.entries, std::max(hidden_size, sizes.intermediate))}));
         take(scratch, scratch_bytes * c.num_threads);
         take(low, low_size(c));
+        const int64_t threads = sizes.entries ? c.num_threads : 0;
+        take(logits, sizes.rows * sizes.experts), take(sent, sizes.entries * hidden_size);
+        take(projected, sizes.entries * 2 * sizes.intermediate), take(inner, sizes.entries * sizes.intermediate);
+        take(outputs, sizes.entries * hidden_size);
+        take(probabilities, threads * sizes.experts), take(weights, sizes.entries);
+        take(left, threads * sizes.experts), take(chosen, threads * sizes.top_k);
+        take(experts, sizes.entries), take(places, sizes.entries), take(starts, sizes.experts + 1);
     }
 
   private:
+    // The largest of all mixtures.
+    struct Sizes {
+        int64_t rows = 0, entries = 0, experts = 0, top_k = 0, intermediate = 0;
+
+        explicit Sizes(const DecoderCall& c) {
+            for (int i = 0; i < c.num_layers; i++) {
+                const Mixture* m = c.layers[i].mixture;
+                if (!m) continue;
+                const int64_t at_once = rows_at_once(*m, c.num_tokens);
+                rows = std::max(rows, at_once), entries = std::max(entries, at_once * m->routing.top_k);
+                experts = std::max(experts, m->routing.num_experts), top_k = std::max(top_k, m->routing.top_k);
+                intermediate = std::max(intermediate, m->intermediate_size);
+            }
+        }
+    };
+
     static int64_t low_size(const DecoderCall& c) {
         int64_t size = 0;
         for (int i = 0; c.adapters && i < c.num_layers; i++) {
@@ -168,8 +216,14 @@ struct Worker {
             add_and_norm(delta, &c.layers[i].attention_norm);
             attention(c.layers[i], adapters);
             add_and_norm(e.delta, &c.layers[i].mlp_norm);
-            for (int64_t first = 0; first < c.num_tokens; first += MLP_ROWS)
-                mlp(c.layers[i], adapters, first, std::min(MLP_ROWS, c.num_tokens - first));
+            if (const Mixture* m = c.layers[i].mixture) {
+                const int64_t rows = rows_at_once(*m, c.num_tokens);
+                for (int64_t first = 0; first < c.num_tokens; first += rows)
+                    mixture(*m, first, std::min(rows, c.num_tokens - first));
+            } else {
+                for (int64_t first = 0; first < c.num_tokens; first += MLP_ROWS)
+                    mlp(c.layers[i], adapters, first, std::min(MLP_ROWS, c.num_tokens - first));
+            }
             delta = e.delta;
         }
         add_and_norm(delta, nullptr);
@@ -250,6 +304,61 @@ struct Worker {
         multiply(layer.down, adapters.down, e.activated, e.delta + start, first, count, c.intermediate.whole,
                  c.hidden_columns);
         meet_ranks();
+    }
+
+    // Rows [first, first + count).
+    void mixture(const Mixture& m, int64_t first, int64_t count) const {
+        const int64_t size = c.hidden_columns.whole, inner_size = m.intermediate_size;
+        const int64_t k = m.routing.top_k, num_experts = m.routing.num_experts, num_entries = count * k;
+        const T* x = b.normed + first * size;
+        T* out = e.delta + first * size;
+        product(m.router, x, b.logits, count, size, num_experts);
+        choose(m, first, count);
+        team.meet();
+        if (omp_get_thread_num() == 0) experts::sort(b.experts, num_entries, num_experts, b.places, b.starts);
+        team.meet();
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < num_entries; i++) memcpy(b.sent + b.places[i] * size, x + i / k * size, size * sizeof(T));
+        team.meet();
+        products(m.gate_up, num_experts, b.sent, b.projected, size, 2 * inner_size);
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < num_entries; i++) {
+            const T* gate = b.projected + i * 2 * inner_size;
+            rows::activate_row(gate, gate + inner_size, b.inner + i * inner_size, inner_size);
+        }
+        team.meet();
+        products(m.down, num_experts, b.inner, b.outputs, inner_size, size);
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < count; row++)
+            experts::add_row(b.outputs, b.places + row * k, b.weights + row * k, k, out + row * size, size);
+        team.meet();
+    }
+
+    // The experts of rows [first, first + count), whose logits are known.
+    void choose(const Mixture& m, int64_t first, int64_t count) const {
+        const int64_t k = m.routing.top_k, num_experts = m.routing.num_experts, thread = omp_get_thread_num();
+        float* probabilities = b.probabilities + thread * num_experts;
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < count; row++) {
+            int32_t* chosen = c.routed ? c.routed + ((first + row) * c.num_mixtures + m.place) * k : b.chosen + thread * k;
+            experts::probabilities_row(b.logits + row * num_experts, probabilities, num_experts);
+            experts::choose_row<T>(m.routing, probabilities, b.left + thread * num_experts, chosen, b.experts + row * k,
+                                   b.weights + row * k);
+        }
+    }
+
+    // Each expert's product with the rows at its places.
+    void products(const Product* of, int64_t num_experts, const T* x, T* out, int64_t in_features,
+                  int64_t out_features) const {
+        for (int64_t i = 0; i < num_experts; i++) {
+            const int64_t start = b.starts[i], count = b.starts[i + 1] - start;
+            if (count) product(of[i], x + start * in_features, out + start * out_features, count, in_features, out_features);
+        }
+    }
+
+    // x [count, in_features] -> out [count, out_features], without adapters.
+    void product(const Product& p, const T* x, T* out, int64_t count, int64_t in_features, int64_t out_features) const {
+        multiply(p, {}, x, out, 0, count, in_features, {0, out_features, out_features});
     }
 
     // x [count, in_features] -> these columns of out [count, whole]; these are rows [first, first + count) of the batch.

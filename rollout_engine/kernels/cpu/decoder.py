@@ -36,8 +36,27 @@ class Product(NamedTuple):
     bias: Tensor | None
 
 
+class MLP(NamedTuple):
+    """down(silu(gate(x)) * up(x))."""
+
+    gate_up: Product
+    down: Product
+
+
+class Mixture(NamedTuple):
+    """A mixture of such MLPs, its experts; of their outputs a weighted sum."""
+
+    router: Product
+    experts: Sequence[MLP]
+    top_k: int
+    is_normalised: bool
+    """Whether the weights of the `top_k` most probable experts are divided by their sum."""
+    is_rounded: bool
+    """Whether they are rounded to the dtype of the weights; else they are float32."""
+
+
 class LayerWeights(NamedTuple):
-    """One layer: attention, with RMSNorm of each q and k head where given, then a gated SiLU MLP."""
+    """One layer: attention, with RMSNorm of each q and k head where given, then an MLP or a mixture of experts."""
 
     attention_norm: Norm
     qkv: Product
@@ -45,8 +64,7 @@ class LayerWeights(NamedTuple):
     k_norm: Norm | None
     out: Product
     mlp_norm: Norm
-    gate_up: Product
-    down: Product
+    mlp: MLP | Mixture
     num_heads: int
     attention_params: AttentionParams
 
@@ -98,6 +116,8 @@ class DecoderEnds(NamedTuple):
 class DecoderAdapters:
     """The adapters of a decoder's linears: of each layer a table for qkv, out, gate_up and down; None: no adapter.
 
+    Those of a layer with a mixture are None for gate_up and down.
+
     It keeps addresses: make a new one when a table is set.
     """
 
@@ -126,14 +146,21 @@ class Decoder:
         self._head_dim = pool[0].call.dk
         if ranks is None:
             self._hidden = Columns.all(self._hidden_size)
-            self._intermediate = Columns.all(layers[0].gate_up.weight.out_features // 2)
+            mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, MLP)]
+            self._intermediate = Columns.all(mlps[0].gate_up.weight.out_features // 2 if mlps else 0)
             attended = [Columns.all(layer.num_heads * kv.call.dv) for layer, kv in zip(layers, pool, strict=True)]
         else:
             self._hidden, self._intermediate, attended = ranks.hidden, ranks.intermediate, list(ranks.attended)
         rows = list(zip(layers, pool, attended, strict=True))
         for row in rows:
             self._check(*row)
+        self._mixtures = [_mixture(layer.mlp) for layer in layers if isinstance(layer.mlp, Mixture)]
+        for place, mixture in enumerate(self._mixtures):
+            mixture.call.place = place
+        mixtures = iter(self._mixtures)
         self._layers = (_Layer * len(layers))(*(_layer(*row) for row in rows))
+        for each, layer in zip(self._layers, layers, strict=True):
+            each.mixture = ctypes.addressof(next(mixtures).call) if isinstance(layer.mlp, Mixture) else None
         self._memory, self._exchanged = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
         self._checked_adapters: DecoderAdapters | None = None
         self._call = _Call(
@@ -141,6 +168,7 @@ class Decoder:
             turns=None if ranks is None else ranks.turns.address,
             hidden_columns=_Columns(*self._hidden),
             intermediate=_Columns(*self._intermediate),
+            num_mixtures=len(self._mixtures),
             num_layers=len(layers),
             is_bf16=self._dtype == torch.bfloat16,
             num_ranks=1 if ranks is None else ranks.turns.num_ranks,
@@ -154,10 +182,12 @@ class Decoder:
         sin: Tensor,
         plan: attention.AttentionPlan,
         adapters: tuple[DecoderAdapters, AdapterRows] | None = None,
+        routed: Tensor | None = None,
     ) -> None:
         """Turn embeddings `hidden` [T, hidden_size] into the last layer's output, in place; cos, sin [T, head_dim].
 
-        `adapters`: those of rows that have one. Raises `ValueError` for tensors and adapters that do not fit,
+        `adapters`: those of rows that have one. `routed`: int32 [T, layers with mixtures, top_k], is filled with the
+        experts that were chosen, the most probable first. Raises `ValueError` for tensors and adapters that do not fit,
         `BrokenTurnsError` where another rank has ended or failed.
         """
         num_tokens, dtype = plan.num_tokens, self._dtype
@@ -165,13 +195,14 @@ class Decoder:
         self._call.cos = address("cos", cos, dtype, (num_tokens, self._head_dim))
         self._call.sin = address("sin", sin, dtype, (num_tokens, self._head_dim))
         self._call.ends = None
-        self._launch(plan, adapters)
+        self._launch(plan, adapters, routed)
 
     def run_between(
         self,
         ends: DecoderEnds,
         plan: attention.AttentionPlan,
         adapters: tuple[DecoderAdapters, AdapterRows] | None = None,
+        routed: Tensor | None = None,
     ) -> Tensor:
         """Look up the tokens, run the layers, and return the rows that are wanted behind the norm: [n, hidden_size].
 
@@ -196,11 +227,22 @@ class Decoder:
         )
         self._call.hidden = self._call.cos = self._call.sin = None
         self._call.ends = ctypes.addressof(call)
-        self._launch(plan, adapters)
+        self._launch(plan, adapters, routed)
         return states
 
-    def _launch(self, plan: attention.AttentionPlan, adapters: tuple[DecoderAdapters, AdapterRows] | None) -> None:
+    def _launch(
+        self,
+        plan: attention.AttentionPlan,
+        adapters: tuple[DecoderAdapters, AdapterRows] | None,
+        routed: Tensor | None,
+    ) -> None:
         call, num_tokens = self._call, plan.num_tokens
+        call.routed = None
+        if routed is not None:
+            sizes = {each.call.routing.top_k for each in self._mixtures}
+            if len(sizes) != 1:
+                raise ValueError(f"Mixtures should choose as many experts as one another, and choose {sorted(sizes)}.")
+            call.routed = address("routed", routed, torch.int32, (num_tokens, len(self._mixtures), *sizes))
         for pool in self._pools:
             plan.check_pool(*pool)
         call.plan, call.num_tokens, call.num_threads = plan.address, num_tokens, plan.num_threads
@@ -241,13 +283,16 @@ class Decoder:
         return ctypes.addressof(tables.calls), rows.call
 
     def _check_adapters(self, adapters: DecoderAdapters) -> None:
-        products = [each for layer in self._held[0] for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        products = [each for layer in self._held[0] for each in (layer.qkv, layer.out, *_mlp_products(layer.mlp))]
         if len(adapters.tables) != len(products):
             wanted = f"{len(products)} tables, one for each product"
             raise ValueError(f"Adapters should have {wanted}, and have {len(adapters.tables)}.")
         for table, product in zip(adapters.tables, products, strict=True):
-            wanted = product.weight.in_features, product.weight.out_features, self._dtype
-            if table is not None and (came := (table.in_features, sum(table.sizes), table.dtype)) != wanted:
+            if table is None:
+                continue
+            weight = None if product is None else product.weight
+            wanted = None if weight is None else (weight.in_features, weight.out_features, self._dtype)
+            if (came := (table.in_features, sum(table.sizes), table.dtype)) != wanted:
                 raise ValueError(
                     f"Adapters should be of (in_features, out_features, dtype) {wanted}, and are of {came}."
                 )
@@ -259,13 +304,14 @@ class Decoder:
             raise ValueError(
                 f"{layer.num_heads} heads of {call.dv} and {hidden} are not {attended} and {self._hidden}."
             )
-        for name, shape in {
-            "qkv": (qkv, hidden),
-            "out": (self._hidden.size, attended.whole),
-            "gate_up": (2 * self._intermediate.size, hidden),
-            "down": (self._hidden.size, self._intermediate.whole),
-        }.items():
-            _check_product(name, getattr(layer, name), shape, self._dtype)
+        _check_product("qkv", layer.qkv, (qkv, hidden), self._dtype)
+        _check_product("out", layer.out, (self._hidden.size, attended.whole), self._dtype)
+        if isinstance(layer.mlp, Mixture):
+            _check_mixture(layer.mlp, hidden, self._dtype, is_cut=self._ranks is not None)
+        else:
+            inner = self._intermediate
+            _check_product("gate_up", layer.mlp.gate_up, (2 * inner.size, hidden), self._dtype)
+            _check_product("down", layer.mlp.down, (self._hidden.size, inner.whole), self._dtype)
         norms = {"attention_norm": hidden, "mlp_norm": hidden, "q_norm": call.dk, "k_norm": call.dk}
         for name, size in norms.items():
             norm = getattr(layer, name)
@@ -288,6 +334,18 @@ def _check_product(name: str, product: Product, shape: tuple[int, int], dtype: t
         address(f"the bias of {name}", product.bias, dtype, shape[:1])
 
 
+def _check_mixture(mixture: Mixture, hidden: int, dtype: torch.dtype, *, is_cut: bool) -> None:
+    count, inner = len(mixture.experts), mixture.experts[0].down.weight.in_features
+    if is_cut or not 0 < mixture.top_k <= count:
+        raise ValueError(f"{mixture.top_k} of {count} experts should be chosen, on one rank.")
+    _check_product("router", mixture.router, (count, hidden), dtype)
+    for expert in mixture.experts:
+        _check_product("gate_up", expert.gate_up, (2 * inner, hidden), dtype)
+        _check_product("down", expert.down, (hidden, inner), dtype)
+    if any(product.bias is not None for expert in mixture.experts for product in expert):
+        raise ValueError("Experts should have no bias.")
+
+
 class _Norm(ctypes.Structure):
     _fields_ = [("weight", c_void_p), ("epsilon", c_float)]
 
@@ -300,6 +358,30 @@ class _Columns(ctypes.Structure):
     _fields_ = [(name, c_int64) for name in ("first", "size", "whole")]
 
 
+class _Routing(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_experts", "top_k")),
+        *((name, c_int32) for name in ("is_normalised", "is_rounded")),
+    ]
+
+
+class _MixtureCall(ctypes.Structure):
+    _fields_ = [
+        ("router", _Product),
+        *((name, c_void_p) for name in ("gate_up", "down")),
+        ("intermediate_size", c_int64),
+        ("routing", _Routing),
+        ("place", c_int64),
+    ]
+
+
+class _Mixture(NamedTuple):
+    """A mixture as C++ reads it, and the arrays that it points to."""
+
+    call: _MixtureCall
+    products: tuple[ctypes.Array[_Product], ctypes.Array[_Product]]
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("attention", attention.AttentionCall),
@@ -307,6 +389,7 @@ class _Layer(ctypes.Structure):
         ("attention_norm", _Norm),
         ("mlp_norm", _Norm),
         *((name, _Product) for name in ("qkv", "out", "gate_up", "down")),
+        ("mixture", c_void_p),
     ]
 
 
@@ -322,8 +405,8 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("layers", "plan", "adapters")),
         ("adapter_rows", RowsCall),
-        *((name, c_void_p) for name in ("hidden", "cos", "sin", "ends", "memory", "exchanged", "turns")),
-        ("num_tokens", c_int64),
+        *((name, c_void_p) for name in ("hidden", "cos", "sin", "ends", "memory", "exchanged", "turns", "routed")),
+        *((name, c_int64) for name in ("num_tokens", "num_mixtures")),
         *((name, _Columns) for name in ("hidden_columns", "intermediate")),
         *((name, c_int32) for name in ("num_layers", "num_threads", "is_bf16", "num_ranks")),
     ]
@@ -339,11 +422,33 @@ def _layer(layer: LayerWeights, kv: attention.KVLayer, attended: Columns) -> _La
         setattr(call, f"{name}_weight", norm and norm.weight.data_ptr())
         setattr(call, f"{name}_epsilon", norm.epsilon if norm else 0.0)
     norms = (_Norm(norm.weight.data_ptr(), norm.epsilon) for norm in (layer.attention_norm, layer.mlp_norm))
-    products = (
-        _Product(*_addresses(weight.panels, bias, weight.scales))
-        for weight, bias in (layer.qkv, layer.out, layer.gate_up, layer.down)
-    )
+    products = map(_product, (layer.qkv, layer.out, *_mlp_products(layer.mlp)))
     return _Layer(call, _Columns(*attended), *norms, *products)
+
+
+def _mlp_products(mlp: MLP | Mixture) -> tuple[Product | None, Product | None]:
+    """gate_up and down of a layer; None in a mixture."""
+    return (None, None) if isinstance(mlp, Mixture) else (mlp.gate_up, mlp.down)
+
+
+def _product(product: Product | None) -> _Product:
+    if product is None:
+        return _Product()
+    return _Product(*_addresses(product.weight.panels, product.bias, product.weight.scales))
+
+
+def _mixture(mixture: Mixture) -> _Mixture:
+    count = len(mixture.experts)
+    gate_up = (_Product * count)(*(_product(expert.gate_up) for expert in mixture.experts))
+    down = (_Product * count)(*(_product(expert.down) for expert in mixture.experts))
+    call = _MixtureCall(
+        router=_product(mixture.router),
+        gate_up=ctypes.addressof(gate_up),
+        down=ctypes.addressof(down),
+        intermediate_size=mixture.experts[0].down.weight.in_features,
+        routing=_Routing(count, mixture.top_k, mixture.is_normalised, mixture.is_rounded),
+    )
+    return _Mixture(call, (gate_up, down))
 
 
 def _addresses(*tensors: Tensor | None) -> Iterator[int | None]:

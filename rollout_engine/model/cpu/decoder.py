@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.cpu import attention
+from rollout_engine.kernels.cpu import decoder as compiled
 from rollout_engine.kernels.cpu.decoder import Decoder, DecoderAdapters, DecoderEnds, LayerWeights, Norm, Product
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
+from rollout_engine.model.cpu.experts import RowInvariantExperts, RowInvariantRouter
 from rollout_engine.model.cpu.ranked_decoder import decoder_ranks
 from rollout_engine.model.cpu.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
-from rollout_engine.model.modules.decoder_structure import DecoderLayer, decoder_structure, mlp_of, require
+from rollout_engine.model.modules.decoder_structure import MLP, DecoderLayer, Mixture, decoder_structure, require
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.rotary import RotaryTable, rotary_limit
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
@@ -47,12 +49,25 @@ class CpuDecoder:
         require(head is None or type(head) is RowInvariantLinear, "lm_head was not replaced by RowInvariantLinear")
         is_table = type(embedding) is nn.Embedding and embedding.max_norm is None
         self._has_plain_ends = cut is None and is_table and type(self._structure.norm) is RowInvariantRMSNorm
-        self._groups, self._owners = [], []
+        self._groups: list[LinearGroup] = []
+        """Those whose new operands are noticed, one for all experts of a layer."""
+        self._adapted: list[LinearGroup | None] = []
+        """Of each layer qkv, out, gate_up and down; None in a mixture, which has no adapters."""
+        self._owners: list[dict[str, nn.Parameter | None]] = []
         for layer in self._structure.layers:
             _check_replaced(layer)
-            mlp, norms = mlp_of(layer), (layer.attention_norm, layer.mlp_norm, *layer.head_norms)
-            self._groups += [_group(child) for child in (layer.qkv[0], layer.out, mlp.gate_up[0], mlp.down)]
-            self._owners += [child._parameters for child in (*norms, *layer.qkv, layer.out, *mlp.gate_up, mlp.down)]
+            mlp, norms = layer.mlp, (layer.attention_norm, layer.mlp_norm, *layer.head_norms)
+            self._groups += [_group(child) for child in (layer.qkv[0], layer.out)]
+            self._adapted += self._groups[-2:]
+            if isinstance(mlp, Mixture):
+                self._groups += [child._groups[0] for child in (mlp.router, mlp.experts)]
+                self._adapted += [None, None]
+                parts = [mlp.router, mlp.experts]
+            else:
+                self._groups += [_group(child) for child in (mlp.gate_up[0], mlp.down)]
+                self._adapted += self._groups[-2:]
+                parts = [*mlp.gate_up, mlp.down]
+            self._owners += [child._parameters for child in (*norms, *layer.qkv, layer.out, *parts)]
         self._stamp: list[int] = []
         self._decoder: Decoder | None = None
         self._pool_of_adapters = adapters
@@ -67,20 +82,22 @@ class CpuDecoder:
         rows: Tensor,
         state_rows: Tensor,
         adapter_rows: AdapterRows | None = None,
+        routed: Tensor | None = None,
     ) -> tuple[LogitRows, Tensor]:
         """Compute tokens at positions, int64 [T] each; KV is written as `plan` says.
 
-        `adapter_rows`: the rows that have an adapter.
+        `adapter_rows`: the rows that have an adapter. `routed`: int32 [T, layers with experts, k], is filled with the
+        experts that tokens are sent to.
         Returns logits of `rows`, none where there is no output head, and hidden states of `state_rows` [n, H].
         """
         decoder, parts = self._current(), self._structure
         adapters = None if adapter_rows is None else (self._current_adapters(), adapter_rows)
         if parts.head is not None and (ends := self._ends(token_ids, positions, rows, state_rows)) is not None:
-            states = decoder.run_between(ends, plan, adapters)
+            states = decoder.run_between(ends, plan, adapters, routed)
             return LogitRows(states[: len(rows)], parts.head, self._vocab_size), states[len(rows) :]
         hidden = parts.embedding(token_ids)
         cos, sin = self._rotary.rows(positions, hidden)
-        decoder.run(hidden, cos, sin, plan, adapters)
+        decoder.run(hidden, cos, sin, plan, adapters, routed)
         states = parts.norm(hidden.index_select(0, state_rows)) if len(state_rows) else hidden[:0]
         if parts.head is None:
             return LogitRows.of(states[:0]), states
@@ -107,10 +124,10 @@ class CpuDecoder:
         follow = any(group.follows_writes for group in self._groups)
         tensors = [t for owner in self._owners for t in owner.values() if t is not None] if follow else []
         stamp = [part for t in tensors for part in (t.data_ptr(), t._version)]
-        stamp += [group.num_packs for group in self._groups]
+        stamp += [group.packs.num_packs for group in self._groups]
         if self._decoder is None or stamp != self._stamp:
             layers = [_weights(layer) for layer in self._structure.layers]
-            stamp[-len(self._groups) :] = [group.num_packs for group in self._groups]
+            stamp[-len(self._groups) :] = [group.packs.num_packs for group in self._groups]
             self._decoder, self._stamp = Decoder(layers, self._pool, self._ranks), stamp
         return self._decoder
 
@@ -118,19 +135,26 @@ class CpuDecoder:
         pool = self._pool_of_adapters
         assert pool is not None, "rows have adapters only where there is a pool of them"
         if self._adapters[0] != pool.num_changes:
-            self._adapters = pool.num_changes, DecoderAdapters([pool.table_of(group) for group in self._groups])
+            self._adapters = (
+                pool.num_changes,
+                DecoderAdapters([None if group is None else pool.table_of(group) for group in self._adapted]),
+            )
         return self._adapters[1]
 
 
 def _check_replaced(layer: DecoderLayer) -> None:
     """Raise `UnsupportedStructure` unless `make_row_invariant` has replaced every part of `layer`."""
-    mlp, norms = mlp_of(layer), (layer.attention_norm, layer.mlp_norm, *layer.head_norms)
-    for child, expected in ((mlp.module, RowInvariantMLP), *((norm, RowInvariantRMSNorm) for norm in norms)):
-        require(type(child) is expected, f"{type(child).__name__} was not replaced by {expected.__name__}")
-    for child in (*layer.qkv, layer.out, *mlp.gate_up, mlp.down):
-        require(type(child) is RowInvariantLinear, f"{type(child).__name__} was not replaced by RowInvariantLinear")
+    mlp = layer.mlp
+    expected = dict.fromkeys((layer.attention_norm, layer.mlp_norm, *layer.head_norms), RowInvariantRMSNorm)
+    expected |= dict.fromkeys((*layer.qkv, layer.out), RowInvariantLinear)
+    if isinstance(mlp, Mixture):
+        expected |= {mlp.router: RowInvariantRouter, mlp.experts: RowInvariantExperts}
+    else:
+        expected |= {mlp.module: RowInvariantMLP} | dict.fromkeys((*mlp.gate_up, mlp.down), RowInvariantLinear)
+        require(_group(mlp.gate_up[0]).children == mlp.gate_up, "gate_proj and up_proj are not fused")
+    for child, kind in expected.items():
+        require(type(child) is kind, f"{type(child).__name__} was not replaced by {kind.__name__}")
     require(_group(layer.qkv[0]).children == layer.qkv, "q_proj, k_proj and v_proj are not fused")
-    require(_group(mlp.gate_up[0]).children == mlp.gate_up, "gate_proj and up_proj are not fused")
 
 
 def _group(child: nn.Module) -> LinearGroup:
@@ -138,7 +162,6 @@ def _group(child: nn.Module) -> LinearGroup:
 
 
 def _weights(layer: DecoderLayer) -> LayerWeights:
-    mlp = mlp_of(layer)
     q_norm, k_norm = map(_norm, layer.head_norms) if layer.head_norms else (None, None)
     return LayerWeights(
         attention_norm=_norm(layer.attention_norm),
@@ -147,8 +170,7 @@ def _weights(layer: DecoderLayer) -> LayerWeights:
         k_norm=k_norm,
         out=_product(layer.out),
         mlp_norm=_norm(layer.mlp_norm),
-        gate_up=_product(mlp.gate_up[0]),
-        down=_product(mlp.down),
+        mlp=_mlp(layer.mlp),
         num_heads=layer.geometry.num_heads,
         attention_params=layer.geometry.attention_params,
     )
@@ -163,7 +185,21 @@ def _norm(child: nn.Module) -> Norm:
     return Norm(child.weight.detach(), child._epsilon)
 
 
+def _mlp(mlp: MLP | Mixture) -> compiled.MLP | compiled.Mixture:
+    if isinstance(mlp, MLP):
+        return compiled.MLP(_product(mlp.gate_up[0]), _product(mlp.down))
+    (router,), routing = mlp.router._groups, mlp.router._routing
+    products = [_operand(group) for group in mlp.experts._groups]
+    experts = map(compiled.MLP, products[: len(products) // 2], products[len(products) // 2 :])
+    sizes = mlp.router.top_k, routing.normalised, routing.rounded
+    return compiled.Mixture(_operand(router), list(experts), *sizes)
+
+
 def _product(child: nn.Module) -> Product:
-    operand, bias, plan = _group(child).operand()
+    return _operand(_group(child))
+
+
+def _operand(group: LinearGroup) -> Product:
+    operand, bias, plan = group.operand()
     require(plan.kernel == linear.OWN, "another library multiplies")
     return Product(operand, bias)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.activation import gated_silu
+from rollout_engine.kernels.cpu import experts
 from rollout_engine.model.modules.experts import Routing, add_weighted
 from rollout_engine.model.packing.linear_groups import LinearGroup
 from rollout_engine.model.ranks.share import Share
@@ -37,7 +38,8 @@ class RowInvariantRouter(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (logits,) = self._groups[0].product(hidden_states.reshape(-1, hidden_states.shape[-1]), [self.weight])
-        return logits, *self._routing.select(logits, self.top_k)
+        softmax = experts.probabilities if experts.supports(logits) else None
+        return logits, *self._routing.select(logits, self.top_k, softmax)
 
 
 class RowInvariantExperts(nn.Module):
@@ -85,3 +87,5 @@ def swap_experts(module: nn.Module) -> None:
     module.__class__ = RowInvariantExperts
     names = [(name, expert) for name in ("gate_up_proj", "down_proj") for expert in range(len(module.down_proj))]
     module._groups = [LinearGroup([WeightSlice(module, name, expert)]) for name, expert in names]
+    for group in module._groups:
+        group.packs = module._groups[0].packs

@@ -16,7 +16,7 @@ from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import trunk_of
 from rollout_engine.model.modules.layer_watch import LayerWatch
-from rollout_engine.model.modules.routers import replaying, routers_of
+from rollout_engine.model.modules.routers import recording, replaying, routers_of
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.module_logits import module_logits
@@ -49,6 +49,8 @@ class CpuModel:
         self.routers = routers_of(module)
         self.replayed: Tensor | None = None
         """Experts that `replaying` gives, int64 [T, number of routers, k]; None outside of it."""
+        self._recorded: list[Tensor] | None = None
+        """What `recording` has found; None outside of it."""
 
     def forward(self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]) -> Tensor:
         """Compute `chunks`, writing their KV; return logits [len(logit_rows), V] of these rows of the flat batch."""
@@ -83,7 +85,9 @@ class CpuModel:
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
         rows, of_states = (torch.from_numpy(np.asarray(each, np.int64)) for each in (logit_rows, state_rows))
         if self.decoder is not None and not self.layer_watch.num_watchers:
-            return self.decoder.forward(token_ids, positions, self.kv.plan(batch), rows, of_states, adapter_rows)
+            routed = self._room_for_experts(len(token_ids))
+            given = token_ids, positions, self.kv.plan(batch), rows, of_states
+            return self.decoder.forward(*given, adapter_rows, routed)
         if trunk_of(self.module) is not self.module:
             with self.kv.step(batch):
                 output = self.module.base_model(
@@ -105,6 +109,25 @@ class CpuModel:
     def adapting(self, rows: AdapterRows | None) -> AbstractContextManager[None]:
         """Inside, products of the module get the adapters of `rows`."""
         return nullcontext() if self.adapters is None or rows is None else self.adapters.active(rows)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Inside, record the experts that a forward sends its T tokens to: integers [T, number of routers, k]."""
+        self._recorded = found = []
+        try:
+            with recording(self.routers) as chosen:
+                yield found
+        finally:
+            self._recorded = None
+        if not found:  # layers ran as modules
+            found.append(torch.stack([experts for experts in chosen if experts is not None], 1))
+
+    def _room_for_experts(self, num_tokens: int) -> Tensor | None:
+        if self._recorded is None:
+            return None
+        router = self.routers[0]
+        self._recorded.append(torch.empty(num_tokens, len(self.routers), router.top_k, dtype=torch.int32))
+        return self._recorded[-1]
 
     @contextmanager
     def replaying(self, experts: Tensor) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
-from rollout_engine.model.modules.routers import recording, routing_info
+from rollout_engine.model.modules.routers import routing_info
 from rollout_engine.model.sequences.routed_requests import RoutedRequests
 
 
@@ -47,11 +47,10 @@ class RoutingRecorder:
         if not self._requests.are_in(work):
             yield
             return
-        with recording(self._model.routers) as chosen:
+        with self._model.recording() as found:
             yield
         assert self.info is not None, "requests that ask were checked"
-        rows = torch.stack([experts for experts in chosen if experts is not None], 1)
-        self._rows = rows.numpy().astype(self.info.dtype)
+        self._rows = found[-1].numpy().astype(self.info.dtype)
         if self._kept is None:
             dtype = torch.uint8 if self.info.dtype == np.uint8 else torch.int16
             self._kept = self._model.kv.add_column(self.info.shape, dtype)

@@ -16,7 +16,7 @@ from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.experts import Groups, add_weighted, multiply
 from rollout_engine.kernels.triton.matmul import tile_for
 from rollout_engine.kernels.triton.routers import Routes, choose
-from rollout_engine.model.cuda.gradients import ExpertProduct, Probabilities, Product, gated_rows
+from rollout_engine.model.cuda.gradients import ExpertProduct, Product, gated_rows, probabilities
 from rollout_engine.model.modules import experts as formulas
 from rollout_engine.model.modules.experts import Routing
 from rollout_engine.model.ranks.wiring import OwnExperts
@@ -62,9 +62,7 @@ class TrainedRouter(nn.Module):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = Product.apply(rows, self.weight, None, tile_for(*self.weight.shape, self.weight.dtype))
-        probabilities = Probabilities.apply(logits)
-        experts = torch.topk(_ranking(probabilities), self.top_k, dim=-1).indices
-        return logits, self._routing.weights(probabilities.gather(-1, experts), logits.dtype), experts
+        return logits, *self._routing.select(logits, self.top_k, probabilities)
 
 
 class TrainedExperts(nn.Module):
@@ -98,13 +96,3 @@ def swap_router(module: nn.Module, routing: Routing) -> None:
 def swap_experts(module: nn.Module) -> None:
     """Make `module`, which `expert_patterns.are_gated_experts` recognised, compute as steps do; in place."""
     module.__class__, module._is_expert_parallel = TrainedExperts, False
-
-
-def _ranking(probabilities: Tensor) -> Tensor:
-    """Integers [T, E] in the order in which steps choose: by probability, then the lower number first; none are equal.
-
-    Of equal numbers `torch.topk` would choose any.
-    """
-    bits = probabilities.detach().view(torch.int32).long() & 0x7FFFFFFF
-    num_experts = probabilities.shape[-1]
-    return bits * num_experts - torch.arange(num_experts, device=bits.device)

@@ -62,22 +62,12 @@ class ExpertProduct(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-class Probabilities(torch.autograd.Function):
-    """A router's logits [T, E] -> softmax of each row, float32."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        probabilities = torch.empty_like(logits, dtype=torch.float32)
-        weights, experts = logits.new_empty(len(logits), 1), logits.new_empty(len(logits), 1, dtype=torch.int32)
-        choose(logits, weights, experts, normalised=False, probabilities=probabilities)
-        ctx.dtype = logits.dtype
-        ctx.save_for_backward(probabilities)
-        return probabilities
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (probabilities,) = ctx.saved_tensors
-        return torch.ops.aten._softmax_backward_data(grad, probabilities, -1, torch.float32).to(ctx.dtype)
+def probabilities(logits: Tensor) -> Tensor:
+    """Softmax of a router's logits [T, E], float32, without gradients: what `kernels.triton.routers` chooses by."""
+    found = torch.empty_like(logits, dtype=torch.float32)
+    weights, experts = logits.new_empty(len(logits), 1), logits.new_empty(len(logits), 1, dtype=torch.int32)
+    choose(logits, weights, experts, normalised=False, probabilities=found)
+    return found
 
 
 def gated_rows(gate: Tensor, up: Tensor) -> Tensor:

@@ -5,13 +5,17 @@ experts   down(silu(gate(x)) * up(x)) of each expert that was chosen, weighted; 
           order of their experts' numbers
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rollout_engine.kernels.activation import gated_silu
+
+SoftmaxKernel = Callable[[Tensor], Tensor]
+"""Logits [T, E] -> probabilities, float32."""
 
 
 class Routing(NamedTuple):
@@ -22,15 +26,48 @@ class Routing(NamedTuple):
     rounded: bool
     """Whether they are rounded to the dtype of the logits; else they stay float32."""
 
-    def select(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """logits [T, E] -> (weights [T, k], largest first, their experts int64 [T, k])."""
-        largest, experts = torch.topk(torch.softmax(logits.float(), dim=-1), k, dim=-1)
-        return self.weights(largest, logits.dtype), experts
+    def select(self, logits: Tensor, k: int, softmax: SoftmaxKernel | None = None) -> tuple[Tensor, Tensor]:
+        """logits [T, E] -> (weights [T, k], largest first, their experts int64 [T, k]); of equal ones the first.
 
-    def weights(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
-        """Weights [T, k] of the largest probabilities, float32, largest first; `dtype` is that of the logits."""
-        weights = largest / sum_in_order(largest)[:, None] if self.normalised else largest
-        return weights.to(dtype) if self.rounded else weights
+        `softmax` replaces torch's; it need not support gradients.
+        """
+        softmax = softmax or _softmax
+        with_gradients = torch.is_grad_enabled() and logits.requires_grad
+        probabilities = _Probabilities.apply(logits, softmax) if with_gradients else softmax(logits)
+        experts = torch.topk(_ranking(probabilities), k, dim=-1).indices
+        weights = probabilities.gather(-1, experts)
+        if self.normalised:
+            weights = weights / sum_in_order(weights)[:, None]
+        return weights.to(logits.dtype) if self.rounded else weights, experts
+
+
+class _Probabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, softmax: SoftmaxKernel) -> Tensor:
+        probabilities = softmax(logits)
+        ctx.dtype = logits.dtype
+        ctx.save_for_backward(probabilities)
+        return probabilities
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (probabilities,) = ctx.saved_tensors
+        grad_logits = torch.ops.aten._softmax_backward_data(grad, probabilities, -1, torch.float32)
+        return grad_logits.to(ctx.dtype), None
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return torch.softmax(logits.float(), dim=-1)
+
+
+def _ranking(probabilities: Tensor) -> Tensor:
+    """Integers [T, E] in the order of the probabilities, then of the lower numbers; none are equal.
+
+    Of equal numbers `torch.topk` would choose any. It has to be called: a replay gives experts there (`routers`).
+    """
+    bits = probabilities.detach().view(torch.int32).long() & 0x7FFFFFFF  # in the order of numbers that are not negative
+    num_experts = probabilities.shape[-1]
+    return bits * num_experts - torch.arange(num_experts, device=bits.device)
 
 
 def mixed(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -70,6 +70,13 @@ def linear_groups(module: nn.Module) -> list["LinearGroup"]:
     return list({id(group): group for group in shared + own}.values())
 
 
+class PackCount:
+    """Counts new operands of one group, or of several together."""
+
+    def __init__(self) -> None:
+        self.num_packs = 0
+
+
 class LinearGroup:
     """One GEMM over the linears of `children`, which share their input.
 
@@ -97,18 +104,19 @@ class LinearGroup:
         self._bias: Tensor | None = None
         self._packed_values: tuple[int, ...] = ()
         """`_values` of the weights that the operand was packed from."""
-        self.num_packs = 0
-        """Counts new operands."""
+        self.packs = PackCount()
+        """Counts new operands; the groups of a module's experts have one for all."""
         self._input: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """Copies start unpacked: the packed operand is derived, and oneDNN's layout cannot be copied."""
-        return {"children": self.children, "float32_out": self.float32_out, "as_int8": self.as_int8}
+        kept = {name: getattr(self, name) for name in ("children", "float32_out", "as_int8", "packs")}
+        return kept  # copied together, groups share their count as before
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["children"])  # type: ignore[misc]
-        self.float32_out, self.as_int8 = state["float32_out"], state["as_int8"]
+        self.float32_out, self.as_int8, self.packs = state["float32_out"], state["as_int8"], state["packs"]
 
     def output(self, slot: int, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N of child `slot`]."""
@@ -131,7 +139,7 @@ class LinearGroup:
     def install(self, operand: linear.Operand, bias: Tensor | None) -> None:
         """Multiply by this operand from now on."""
         self._operand, self._bias = operand, bias
-        self.num_packs += 1
+        self.packs.num_packs += 1
 
     def weight(self, place: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
         """The children's weights stacked, [sum of N, K]; each is read from `place(weight)`."""

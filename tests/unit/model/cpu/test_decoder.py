@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("own_products"),
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+EXPERTS = dict(num_experts=9, num_local_experts=9, num_experts_per_tok=3, moe_intermediate_size=40)
 ODD_SIZES = dict(hidden_size=56, intermediate_size=75, head_dim=18, num_hidden_layers=3, vocab_size=101)
 MODELS = {
     "llama": {},
@@ -35,6 +36,10 @@ MODELS = {
     "qwen3 of odd sizes": ODD_SIZES,
     "llama of odd sizes": ODD_SIZES | dict(hidden_size=57, num_attention_heads=3, num_key_value_heads=1),
     "llama with biases": dict(attention_bias=True, mlp_bias=True),
+    "qwen3_moe": EXPERTS,
+    "qwen3_moe of odd sizes": ODD_SIZES | EXPERTS | dict(moe_intermediate_size=24, norm_topk_prob=False),
+    "qwen3_moe with MLPs between": EXPERTS | dict(mlp_only_layers=[1], num_hidden_layers=3),
+    "mixtral": EXPERTS,
     "llama with scaled positions": dict(
         rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
     ),
@@ -104,6 +109,29 @@ def test_more_rows_than_the_mlp_takes_at_once():
     rows = [0, 1023, 1024, 1499]
     logits = [paged(module, geometry, 64, compiled=way).forward(chunk, rows) for way in (True, False)]
     assert torch.equal(*logits)
+
+
+def test_more_rows_than_a_mixture_takes_at_once():
+    module, geometry = prepared("qwen3_moe", **(EXPERTS | dict(num_experts_per_tok=4)), num_hidden_layers=1)
+    chunk = [SequenceChunk([i % 250 for i in range(1500)], 0, list(range(24)))]
+    rows = [0, 1023, 1024, 1499]
+    logits = [paged(module, geometry, 64, compiled=way).forward(chunk, rows) for way in (True, False)]
+    assert torch.equal(*logits)
+
+
+def test_equal_experts_are_chosen_by_their_numbers_in_either_way():
+    module, geometry = prepared("qwen3_moe", **EXPERTS)
+    module.model.layers[0].mlp.gate.weight[4:] = module.model.layers[0].mlp.gate.weight[3]
+    repack(module)
+    chunks, found = [SequenceChunk([5, 6, 7, 8, 9], 0, [3])], []
+    for compiled in (True, False):
+        model = paged(module, geometry, compiled=compiled)
+        with model.recording() as recorded:
+            logits = model.forward(chunks, range(5))
+        found.append((logits, recorded[-1].long()))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    chosen = found[0][1][:, 0]
+    assert (chosen >= 3).any() and not ((chosen > 3).any(-1) & ~(chosen == 3).any(-1)).any()
 
 
 def test_states_of_some_rows_come_beside_the_logits_of_others():

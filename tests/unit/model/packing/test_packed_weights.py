@@ -248,12 +248,12 @@ def test_what_is_kept_between_updates_is_counted_over_all_ranks(monkeypatch):
 
 def test_a_swap_is_counted_by_every_group():
     served = Served()
-    before = [group.num_packs for group in linear_groups(served.module)]
+    before = [group.packs.num_packs for group in linear_groups(served.module)]
     served.gather(served.values())
     served.packed.pack(lambda parameter: parameter)
-    assert [group.num_packs for group in linear_groups(served.module)] == before
+    assert [group.packs.num_packs for group in linear_groups(served.module)] == before
     served.packed.swap()
-    assert [group.num_packs for group in linear_groups(served.module)] == [count + 1 for count in before]
+    assert [group.packs.num_packs for group in linear_groups(served.module)] == [count + 1 for count in before]
 
 
 @pytest.mark.parametrize("plan", PLANS)
