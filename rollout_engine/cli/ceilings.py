@@ -45,33 +45,54 @@ class Work(NamedTuple):
         return f"{self.num_prompts}x{self.num_samples}, {self.num_prompt_tokens}+{self.num_sampled_tokens}"
 
 
+class Experts(NamedTuple):
+    """The experts of one layer, to which tokens are thought to be sent at random."""
+
+    num_experts: int
+    top_k: int
+    """Experts of a token."""
+    products: tuple[tuple[int, int], ...]
+    """Of one expert: gate/up together, down."""
+
+    def num_active(self, rows: int) -> float:
+        """How many a step of this many tokens is expected to read."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** rows)
+
+
 class Dimensions(NamedTuple):
-    """Shapes of what a dense decoder computes and reads per step. A product is (out, in) features."""
+    """Shapes of what a decoder computes and reads per step. A product is (out, in) features."""
 
     num_layers: int
     products: tuple[tuple[int, int], ...]
-    """Products of one layer: q/k/v together, output, gate/up together, down."""
+    """Products of one layer: q/k/v together, output, then gate/up together and down, or the router of its experts."""
     head: tuple[int, int]
     kv_bytes_per_token: int
     dtype: torch.dtype
+    experts: Experts | None
+    """Of every layer; None in a dense model."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> "Dimensions":
-        """Read a config with the field names of Llama, Qwen2, Qwen3 and similar models."""
+        """Read a config with the field names of Llama, Mixtral, Qwen2, Qwen3 and similar models."""
         hidden, mlp = config.hidden_size, config.intermediate_size
+        num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+        if num_experts:
+            mlp = getattr(config, "moe_intermediate_size", None) or mlp
+        inner = ((2 * mlp, hidden), (hidden, mlp))
         head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
         q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
         return cls(
             num_layers=config.num_hidden_layers,
-            products=((q + 2 * kv, hidden), (hidden, q), (2 * mlp, hidden), (hidden, mlp)),
+            products=((q + 2 * kv, hidden), (hidden, q), *(((num_experts, hidden),) if num_experts else inner)),
             head=(config.vocab_size, hidden),
             kv_bytes_per_token=2 * kv * config.num_hidden_layers * dtype.itemsize,
             dtype=dtype,
+            experts=Experts(num_experts, config.num_experts_per_tok, inner) if num_experts else None,
         )
 
     @property
     def layers(self) -> list[tuple[int, int]]:
-        """The products of all layers."""
+        """The products of all layers but those of experts."""
         return [*self.products] * self.num_layers
 
 
@@ -98,15 +119,16 @@ def measure(model: str, dtype: torch.dtype, work: Work) -> Ceilings:
     dims = Dimensions.of(hf_config, dtype)
     num_steps = max(work.num_sampled_tokens - 1, 1)  # the prompt's own step samples the first token
     bandwidth = read_bandwidth()
-    step_products = [*dims.layers, dims.head]
-    step_seconds = products_seconds(step_products, work.num_sequences, dtype)
+    rows = work.num_sequences
+    step_seconds = products_seconds([*dims.layers, dims.head], rows, dtype) + _experts_seconds(dims, rows)
     prompt_tokens = work.num_prompts * work.num_prompt_tokens
     prompt_rows = min(prompt_tokens, _PREFILL_ROWS)
-    prompt_seconds = products_seconds(dims.layers, prompt_rows, dtype) * prompt_tokens / prompt_rows
+    prompt_seconds = products_seconds(dims.layers, prompt_rows, dtype) + _experts_seconds(dims, prompt_rows)
+    prompt_seconds *= prompt_tokens / prompt_rows
     read_seconds = num_steps * _bytes_per_step(dims, work) / bandwidth
     return Ceilings(
         read_gb_per_s=round(bandwidth / 1e9, 1),
-        gemm_gflop_per_s=round(_flops(step_products, work.num_sequences) / step_seconds / 1e9, 1),
+        gemm_gflop_per_s=round(_flops(dims, rows) / step_seconds / 1e9, 1),
         tokens_per_second_by_reading=round(work.num_tokens / read_seconds, 1),
         tokens_per_second_by_gemm=round(work.num_tokens / (prompt_seconds + num_steps * step_seconds), 1),
     )
@@ -128,6 +150,18 @@ def products_seconds(shapes: list[tuple[int, int]], rows: int, dtype: torch.dtyp
     weights = {shape: torch.randn(shape).to(dtype) for shape in set(shapes)}
     inputs = {shape: torch.randn(rows, shape[1]).to(dtype) for shape in set(shapes)}
     return min(_pass_seconds(product, shapes, weights, inputs) for product in (_Engine, _OneDNN))
+
+
+def _experts_seconds(dims: Dimensions, rows: int) -> float:
+    """Seconds for the products of all layers' experts, of which a part is measured where they are large."""
+    experts = dims.experts
+    if experts is None:
+        return 0.0
+    num_active = experts.num_active(rows) * dims.num_layers
+    expert_bytes = sum(map(math.prod, experts.products)) * dims.dtype.itemsize
+    count = max(1, min(round(num_active), _READ_BYTES // expert_bytes))
+    rows_each = max(1, round(rows * experts.top_k * dims.num_layers / num_active))
+    return products_seconds([*experts.products] * count, rows_each, dims.dtype) * num_active / count
 
 
 class _Engine:
@@ -177,13 +211,20 @@ def _pass_seconds(
 
 def _bytes_per_step(dims: Dimensions, work: Work) -> float:
     """Bytes read per decode step: all weights, each prompt's KV once, and half of the sampled tokens' KV on average."""
-    weights = sum(map(math.prod, [*dims.layers, dims.head])) * dims.dtype.itemsize
+    num_weights: float = sum(map(math.prod, [*dims.layers, dims.head]))
+    if dims.experts is not None:
+        active = dims.experts.num_active(work.num_sequences) * dims.num_layers
+        num_weights += active * sum(map(math.prod, dims.experts.products))
     kv_tokens = work.num_prompts * work.num_prompt_tokens + work.num_sequences * work.num_sampled_tokens / 2
-    return weights + kv_tokens * dims.kv_bytes_per_token
+    return num_weights * dims.dtype.itemsize + kv_tokens * dims.kv_bytes_per_token
 
 
-def _flops(shapes: list[tuple[int, int]], rows: int) -> int:
-    return 2 * rows * sum(map(math.prod, shapes))
+def _flops(dims: Dimensions, rows: int) -> int:
+    """Of a decode step."""
+    found = sum(map(math.prod, [*dims.layers, dims.head]))
+    if dims.experts is not None:
+        found += dims.num_layers * dims.experts.top_k * sum(map(math.prod, dims.experts.products))
+    return 2 * rows * found
 
 
 def _best_of(times: int, work: Callable[[], object]) -> float:

@@ -309,6 +309,15 @@ def test_dimensions_count_every_weight_that_a_step_reads():
     assert dims.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
 
 
+def test_dimensions_of_a_mixture_count_the_experts_that_a_step_reads():
+    config = tiny_config("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
+    dims = Dimensions.of(config, torch.bfloat16)
+    assert dims.products == ((64 + 2 * 32, 64), (64, 64), (8, 64))
+    assert dims.experts.products == ((96, 64), (64, 48))
+    assert dims.experts.num_active(1) == pytest.approx(2) and dims.experts.num_active(1000) == pytest.approx(8)
+    assert Dimensions.of(tiny_config("qwen3"), torch.bfloat16).experts is None
+
+
 def test_an_interrupted_command_prints_one_line(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt
