@@ -237,9 +237,15 @@ def attention_calls() -> Iterator[Call]:
 
 
 def decoder_calls() -> Iterator[Call]:
-    """A layer of hidden size 24, 3 query heads and 1 key/value head of 8 channels, over 6 tokens."""
-    dtype = torch.float32
+    for has_mixture in (False, True):
+        yield from _calls_of_a_layer(has_mixture=has_mixture)
+
+
+def _calls_of_a_layer(*, has_mixture: bool) -> Iterator[Call]:
+    """One of hidden size 24, 3 query heads and 1 key/value head of 8 channels, an MLP or 2 experts, over 6 tokens."""
+    dtype, kind = torch.float32, " of a mixture" if has_mixture else ""
     matrices = {"qkv": (40, 24), "out": (24, 24), "gate_up": (64, 24), "down": (24, 32)}
+    matrices |= {"router": (2, 24)} if has_mixture else {}
     packed = {name: gemm.pack(floats(*shape)) for name, shape in matrices.items()}
     vectors = dict(attention_norm=floats(24), mlp_norm=floats(24), q_norm=floats(8), k_norm=floats(8), bias=floats(40))
     plan = attention.AttentionPlan([attention.Chunk(0, 6, [1])], block_size=16, num_kv_heads=1)
@@ -250,7 +256,17 @@ def decoder_calls() -> Iterator[Call]:
             for name in packed
         }
         norms = {name: decoder.Norm(given[name], 1e-6) for name in vectors if name != "bias"}
-        layer = decoder.LayerWeights(**norms, **products, num_heads=3, attention_params=AttentionParams(0.3))
+        mlp: decoder.MLP | decoder.Mixture = decoder.MLP(products["gate_up"], products["down"])
+        if has_mixture:
+            mlp = decoder.Mixture(products["router"], [mlp, mlp], 1, is_normalised=True, is_rounded=True)
+        layer = decoder.LayerWeights(
+            **norms,
+            qkv=products["qkv"],
+            out=products["out"],
+            mlp=mlp,
+            num_heads=3,
+            attention_params=AttentionParams(0.3),
+        )
         return decoder.Decoder([layer], [attention.KVLayer(2, 1, 8, 8, block_size=16, dtype=dtype)])
 
     def run(hidden: Tensor, cos: Tensor, sin: Tensor, **given: Tensor) -> Any:
@@ -263,10 +279,10 @@ def decoder_calls() -> Iterator[Call]:
         return made(**given).run_between(decoder.DecoderEnds(norm=decoder.Norm(norm, 1e-6), **own), plan)
 
     panels = {name: weight.panels for name, weight in packed.items()}
-    yield Call("decoder", run, dict(hidden=floats(6, 24), cos=floats(6, 8), sin=floats(6, 8)) | vectors | panels)
+    yield Call(f"decoder{kind}", run, dict(hidden=floats(6, 24), cos=floats(6, 8), sin=floats(6, 8)) | vectors | panels)
     ids = dict(token_ids=torch.tensor([4, 0, 3, 3, 1, 2]), positions=torch.arange(6), rows=torch.tensor([5, 0]))
     tables = dict(embedding=floats(5, 24), cos=floats(9, 8), sin=floats(9, 8), norm=floats(24))
-    yield Call("decoder between", run_between, ids | tables | vectors | panels)
+    yield Call(f"decoder between{kind}", run_between, ids | tables | vectors | panels)
 
 
 def trainer_calls() -> Iterator[Call]:

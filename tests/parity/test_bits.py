@@ -22,7 +22,7 @@ from rollout_engine.testing.architectures import SIZES
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"]
 NOT_EXACT = {"deepseek_v3", "gpt2", "gpt_oss", "opt", "qwen2_moe"}
 """Refused by the trainer's side, and by the engine's where asked for; `granitemoe` too in bfloat16."""
-COMPILED = {"llama", "qwen2", "qwen3", "mistral"}
+COMPILED = {"llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"}
 """Whose decoder layers run as one call."""
 OTHERS = sorted(SIZES.keys() - NOT_EXACT - set(ARCHITECTURES))
 QUICK = {"gemma3_text", "gpt_neox", "olmo2", "phi3"}

@@ -151,10 +151,11 @@ def _check_replaced(layer: DecoderLayer) -> None:
         expected |= {mlp.router: RowInvariantRouter, mlp.experts: RowInvariantExperts}
     else:
         expected |= {mlp.module: RowInvariantMLP} | dict.fromkeys((*mlp.gate_up, mlp.down), RowInvariantLinear)
-        require(_group(mlp.gate_up[0]).children == mlp.gate_up, "gate_proj and up_proj are not fused")
     for child, kind in expected.items():
         require(type(child) is kind, f"{type(child).__name__} was not replaced by {kind.__name__}")
     require(_group(layer.qkv[0]).children == layer.qkv, "q_proj, k_proj and v_proj are not fused")
+    if isinstance(mlp, MLP):
+        require(_group(mlp.gate_up[0]).children == mlp.gate_up, "gate_proj and up_proj are not fused")
 
 
 def _group(child: nn.Module) -> LinearGroup:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.activation import gated_silu
-from rollout_engine.kernels.cpu import experts
+from rollout_engine.kernels.cpu import experts as kernels
 from rollout_engine.model.modules.experts import Routing, add_weighted
 from rollout_engine.model.packing.linear_groups import LinearGroup
 from rollout_engine.model.ranks.share import Share
@@ -38,7 +38,7 @@ class RowInvariantRouter(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (logits,) = self._groups[0].product(hidden_states.reshape(-1, hidden_states.shape[-1]), [self.weight])
-        softmax = experts.probabilities if experts.supports(logits) else None
+        softmax = kernels.probabilities if kernels.supports(logits) else None
         return logits, *self._routing.select(logits, self.top_k, softmax)
 
 
