@@ -127,7 +127,13 @@ def test_no_bit_differs_in_other_architectures(checkpoint, architecture):
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "gpt_neox", "olmo2", "phi3"])
 def test_no_bit_differs_in_other_architectures_in_bfloat16(checkpoint, architecture):
-    compare_once(checkpoint(architecture, torch.bfloat16, **SIZES[architecture]), architecture)
+    directory = checkpoint(architecture, torch.bfloat16, **SIZES[architecture])
+    try:
+        compare_once(directory, architecture)
+    except ConfigError as refusal:  # without AVX-512
+        if architecture != "gpt_neox" or "such as gelu" not in str(refusal):
+            raise
+        pytest.skip("torch's own GELU gives a bfloat16 row other bits in other batches on this CPU")
 
 
 def compare_once(directory, seed):
