@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout_engine.kernels.triton.launches import Launcher
-from rollout_engine.kernels.triton.matmul import tile_for
-from rollout_engine.kernels.triton.rounding import INTERPRETED, narrow, rounded
+from rollout_engine.kernels.triton.matmul import accumulated, tile_for
+from rollout_engine.kernels.triton.rounding import narrow, rounded
 from rollout_engine.kernels.triton.tiling import next_power_of_2
 
 _ENTRIES = 1024
@@ -159,19 +159,7 @@ def _multiply_kernel(
     weight_row = expert.to(tl.int64) * OUT_FEATURES + tl.minimum(column, OUT_FEATURES - 1)
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     weight_ptrs = weight_ptr + weight_row[None, :] * IN_FEATURES + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, IN_FEATURES, BLOCK_K):
-        if IS_EVEN:
-            x, weight = tl.load(x_ptrs), tl.load(weight_ptrs)
-        else:
-            inside = k < IN_FEATURES - start
-            x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
-            weight = tl.load(weight_ptrs, mask=inside[:, None], other=0.0)
-        if INTERPRETED:
-            x, weight = x.to(tl.float32), weight.to(tl.float32)
-        total = tl.dot(x, weight, total, input_precision="ieee")
-        x_ptrs += BLOCK_K
-        weight_ptrs += BLOCK_K
+    total = accumulated(x_ptrs, weight_ptrs, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), IN_FEATURES, IS_EVEN, BLOCK_K)
     out_row = entry if BY_ENTRY else place
     out = out_ptr + out_row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(out, narrow(total, out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < OUT_FEATURES)[None, :])

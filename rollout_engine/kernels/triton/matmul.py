@@ -98,7 +98,18 @@ def _matmul_kernel(
     # Past the end the last row or column is read again and not written, so loads need no mask.
     x_ptrs = x_ptr + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
     weight_ptrs = weight_ptr + tl.minimum(column, out_features - 1).to(tl.int64)[None, :] * weight_stride + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = accumulated(x_ptrs, weight_ptrs, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), in_features, IS_EVEN, BLOCK_K)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=column < out_features, other=0.0).to(tl.float32)[None, :]
+    place = out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    mask = (row < num_rows)[:, None] & (column < out_features)[None, :]
+    tl.store(place, narrow(total, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def accumulated(x_ptrs, weight_ptrs, total, in_features, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`total` and the product of a tile of rows [M, BLOCK_K] and one of columns [BLOCK_K, N], over K in order."""
+    k = tl.arange(0, BLOCK_K)
     for start in range(0, in_features, BLOCK_K):
         if IS_EVEN:
             x, weight = tl.load(x_ptrs), tl.load(weight_ptrs)
@@ -111,11 +122,7 @@ def _matmul_kernel(
         total = tl.dot(x, weight, total, input_precision="ieee")
         x_ptrs += BLOCK_K
         weight_ptrs += BLOCK_K
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + column, mask=column < out_features, other=0.0).to(tl.float32)[None, :]
-    place = out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :]
-    mask = (row < num_rows)[:, None] & (column < out_features)[None, :]
-    tl.store(place, narrow(total, out_ptr.dtype.element_ty), mask=mask)
+    return total
 
 
 @triton.jit

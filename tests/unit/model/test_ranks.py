@@ -1,5 +1,7 @@
 """A module cut over ranks computes the bits of the whole one, and each rank holds its part alone."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.geometry import probe_geometry
 from rollout_engine.model.ranks.cut import cut_module
+from rollout_engine.model.ranks.exchange import TOTAL_BYTES, Exchange
 from rollout_engine.model.ranks.part import part_of
 from rollout_engine.model.ranks.share import Share, share_of
 from rollout_engine.testing import tiny_checkpoint, tiny_model
@@ -53,6 +56,17 @@ def test_logits_have_the_bits_of_one_rank(tmp_path, partner, kind, dtype):
     backend = backend_of(path, partner.begin(path, dtype=dtype), dtype=dtype)
     assert all(map(torch.equal, logits_of(backend), whole))
     assert ("decoder compiled" in backend.choices) == (kind not in ("mixtral", "gpt_neox"))
+
+
+def test_parts_are_added_up_on_every_rank():
+    memory = os.memfd_create("ranks")
+    os.ftruncate(memory, TOTAL_BYTES)
+    ends = [Exchange(memory, rank, 2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            found = list(pool.map(lambda end: end.add_up(torch.full((2, 3), 1.0 + end.rank)), ends))
+            assert [each.tolist() for each in found] == [[[3.0] * 3] * 2] * 2
+    os.close(memory)
 
 
 def test_shares_hold_every_row_once_at_panels_where_there_are_enough():
