@@ -50,12 +50,12 @@ class Experts(NamedTuple):
 
     num_experts: int
     top_k: int
-    """Experts of a token."""
+    """Number of experts that a token is sent to."""
     products: tuple[tuple[int, int], ...]
-    """Of one expert: gate/up together, down."""
+    """(out, in) features of one expert's products: gate/up together, then down."""
 
     def num_active(self, rows: int) -> float:
-        """How many a step of this many tokens is expected to read."""
+        """Expected number of distinct experts that a step of this many tokens reads."""
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** rows)
 
 
@@ -69,7 +69,7 @@ class Dimensions(NamedTuple):
     kv_bytes_per_token: int
     dtype: torch.dtype
     experts: Experts | None
-    """Of every layer; None in a dense model."""
+    """The experts of each layer; None in a dense model."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> "Dimensions":
@@ -220,7 +220,7 @@ def _bytes_per_step(dims: Dimensions, work: Work) -> float:
 
 
 def _flops(dims: Dimensions, rows: int) -> int:
-    """Of a decode step."""
+    """Floating-point operations of one decode step's products."""
     found = sum(map(math.prod, [*dims.layers, dims.head]))
     if dims.experts is not None:
         found += dims.num_layers * dims.experts.top_k * sum(map(math.prod, dims.experts.products))

@@ -20,7 +20,7 @@ _PICKS = {"index", "index_select", "gather", "embedding"}
 """They read some elements of their first tensor, as their other arguments say."""
 _PUTS = {"index_put_", "_index_put_impl_"}
 _WHOLE = {"one_hot"}
-"""They are not taken apart: the parts would make tensors on the host."""
+"""Operators that are queued whole: their parts would make tensors on the host."""
 _NEEDS_VALUES = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
 _NEEDS_VALUES |= {"unique_consecutive", "repeat_interleave", "nonzero_numpy", "argwhere"}
 """The host needs values for their results or shapes."""

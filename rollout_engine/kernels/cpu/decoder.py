@@ -116,9 +116,7 @@ class DecoderEnds(NamedTuple):
 class DecoderAdapters:
     """The adapters of a decoder's linears: of each layer a table for qkv, out, gate_up and down; None: no adapter.
 
-    Those of a layer with a mixture are None for gate_up and down.
-
-    It keeps addresses: make a new one when a table is set.
+    A layer with a mixture has None for gate_up and down. It keeps addresses: make a new one when a table is set.
     """
 
     def __init__(self, tables: Sequence[AdapterTable | None]) -> None:
@@ -154,9 +152,8 @@ class Decoder:
         rows = list(zip(layers, pool, attended, strict=True))
         for row in rows:
             self._check(*row)
-        self._mixtures = [_mixture(layer.mlp) for layer in layers if isinstance(layer.mlp, Mixture)]
-        for place, mixture in enumerate(self._mixtures):
-            mixture.call.place = place
+        mixed = [layer.mlp for layer in layers if isinstance(layer.mlp, Mixture)]
+        self._mixtures = [_mixture(each, place) for place, each in enumerate(mixed)]
         mixtures = iter(self._mixtures)
         self._layers = (_Layer * len(layers))(*(_layer(*row) for row in rows))
         for each, layer in zip(self._layers, layers, strict=True):
@@ -427,7 +424,7 @@ def _layer(layer: LayerWeights, kv: attention.KVLayer, attended: Columns) -> _La
 
 
 def _mlp_products(mlp: MLP | Mixture) -> tuple[Product | None, Product | None]:
-    """gate_up and down of a layer; None in a mixture."""
+    """The products gate_up and down of a layer's MLP; None in a mixture."""
     return (None, None) if isinstance(mlp, Mixture) else (mlp.gate_up, mlp.down)
 
 
@@ -437,7 +434,7 @@ def _product(product: Product | None) -> _Product:
     return _Product(*_addresses(product.weight.panels, product.bias, product.weight.scales))
 
 
-def _mixture(mixture: Mixture) -> _Mixture:
+def _mixture(mixture: Mixture, place: int) -> _Mixture:
     count = len(mixture.experts)
     gate_up = (_Product * count)(*(_product(expert.gate_up) for expert in mixture.experts))
     down = (_Product * count)(*(_product(expert.down) for expert in mixture.experts))
@@ -447,6 +444,7 @@ def _mixture(mixture: Mixture) -> _Mixture:
         down=ctypes.addressof(down),
         intermediate_size=mixture.experts[0].down.weight.in_features,
         routing=_Routing(count, mixture.top_k, mixture.is_normalised, mixture.is_rounded),
+        place=place,
     )
     return _Mixture(call, (gate_up, down))
 

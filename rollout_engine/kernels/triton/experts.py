@@ -32,7 +32,7 @@ class Groups(NamedTuple):
     """int32 [E + 1], the first place of each expert, then the end of the last."""
 
     def part(self, experts: slice) -> "Groups":
-        """Those of consecutive experts, at the same places."""
+        """The groups of consecutive experts, at the same places."""
         return Groups(self.order, self.starts[experts.start : experts.stop + 1])
 
     @classmethod

@@ -18,7 +18,7 @@ from rollout_engine.kernels.triton.tiling import next_power_of_2
 
 
 class Routes(NamedTuple):
-    """What a layer's choices are replaced by, and where they are kept; in the order in which routers choose."""
+    """Experts given to one layer's router, and memory for the experts that it uses; both in the router's own order."""
 
     given: Tensor | None
     """int32 [T, k], experts to use, whose rows may lie apart; -1 in the first place: the router's own choice."""

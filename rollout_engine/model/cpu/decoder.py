@@ -50,9 +50,9 @@ class CpuDecoder:
         is_table = type(embedding) is nn.Embedding and embedding.max_norm is None
         self._has_plain_ends = cut is None and is_table and type(self._structure.norm) is RowInvariantRMSNorm
         self._groups: list[LinearGroup] = []
-        """Those whose new operands are noticed, one for all experts of a layer."""
+        """Groups whose `packs` are compared at every step; one stands for all experts of a layer."""
         self._adapted: list[LinearGroup | None] = []
-        """Of each layer qkv, out, gate_up and down; None in a mixture, which has no adapters."""
+        """Groups that may have adapters: qkv, out, gate_up and down of each layer; None for a mixture's last two."""
         self._owners: list[dict[str, nn.Parameter | None]] = []
         for layer in self._structure.layers:
             _check_replaced(layer)

@@ -50,7 +50,7 @@ class CpuModel:
         self.replayed: Tensor | None = None
         """Experts that `replaying` gives, int64 [T, number of routers, k]; None outside of it."""
         self._recorded: list[Tensor] | None = None
-        """What `recording` has found; None outside of it."""
+        """Routed experts of the forwards inside `recording`; None outside of it."""
 
     def forward(self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]) -> Tensor:
         """Compute `chunks`, writing their KV; return logits [len(logit_rows), V] of these rows of the flat batch."""

@@ -50,7 +50,7 @@ class MLP(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """A mixture of such experts."""
+    """Router and experts of a layer that has a mixture of experts."""
 
     router: Linear
     experts: Experts

@@ -32,7 +32,7 @@ class Experts(NamedTuple):
     top_k: int
     routing: Routing
     own: OwnExperts | None
-    """Those of this rank; None where it has all."""
+    """The experts that this rank computes; None where it computes all."""
     place: int
     """The layer's number among those that have experts."""
 
@@ -69,7 +69,7 @@ class TrainedExperts(nn.Module):
     """Experts down(silu(gate(x)) * up(x)) with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I]."""
 
     _own_experts: OwnExperts | None = None
-    """Those that this rank has, where the model is cut; the parameters hold these alone."""
+    """The experts that this rank has, where the model is cut; the parameters hold these alone."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """x [T, H], experts int64 [T, k] and their weights [T, k] -> [T, H]."""

@@ -17,7 +17,7 @@ from rollout_engine.kernels.triton.routers import choose
 
 
 class Product(torch.autograd.Function):
-    """x [R, K], weight [N, K], bias [N] or None -> [R, N]."""
+    """Product of x [R, K] with a weight [N, K], plus a bias [N] if there is one -> [R, N]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
@@ -37,7 +37,7 @@ class Product(torch.autograd.Function):
 
 
 class ExpertProduct(torch.autograd.Function):
-    """x [N, K] in the order of `groups`, weight [E, O, K] -> [N, O]: each row's product with its expert."""
+    """Product of each row of x [N, K], in the order of `groups`, with its expert's weight of [E, O, K] -> [N, O]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:

@@ -305,14 +305,14 @@ class _Asked(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What a result says beside its tokens, on its way to the host."""
+    """Prompt log-probs and routed experts of a result, on their way to the host."""
 
     prompt_logprobs: _PromptResult
     routed: Fill | None
-    """None: nobody asks for routed experts."""
+    """Fills in routed experts; None where none are asked for."""
 
     def add_to(self, out: ModelRunnerOutput) -> None:
-        """Wait for it, and add it to the result."""
+        """Wait for both, and add them to the result."""
         out.prompt_logprobs = self.prompt_logprobs()
         if self.routed is not None:
             self.routed(out)

@@ -14,7 +14,7 @@ from rollout_engine.model.modules.module_patterns import SILU_CLASSES, agree, co
 
 _NUM_EXPERTS, _TOP_K, _HIDDEN, _INTERMEDIATE = 6, 3, 8, 5
 _NO_HOOKS: dict[str, Any] = {"_forward_pre_hooks": {}, "_forward_hooks": {}}
-"""Those of a replay, or of ranks, are not part of the formula."""
+"""Hooks of trial copies: replays and ranks hook modules, which is not part of their formulas."""
 
 
 def routing_of(child: nn.Module) -> Routing | None:

@@ -1,8 +1,10 @@
-"""What mixtures of experts compute, as Hugging Face's modules do eagerly; kernels round at the same places.
+"""Formulas of mixtures of experts, as Hugging Face's modules compute them eagerly.
 
 router    probabilities = softmax(W x); the k largest, normalised or not
 experts   down(silu(gate(x)) * up(x)) of each expert that was chosen, weighted; a token's k outputs are added in the
           order of their experts' numbers
+
+Kernels round at the same places.
 """
 
 from collections.abc import Callable
@@ -42,6 +44,8 @@ class Routing(NamedTuple):
 
 
 class _Probabilities(torch.autograd.Function):
+    """Softmax by a kernel, with gradients."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, softmax: SoftmaxKernel) -> Tensor:
         probabilities = softmax(logits)
@@ -71,7 +75,7 @@ def _ranking(probabilities: Tensor) -> Tensor:
 
 
 def mixed(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """x [T, H], experts int64 [T, k], their weights [T, k], gate_up [E, 2I, H], down [E, H, I] -> [T, H]."""
+    """Outputs [T, H] of experts int64 [T, k] with weights [T, k] for x [T, H]; gate_up [E, 2I, H], down [E, H, I]."""
     index, slots = experts.sort(dim=-1)
     outputs = x.new_empty(*index.shape, x.shape[1])
     for expert in index.unique().tolist():

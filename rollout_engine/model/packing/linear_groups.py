@@ -71,7 +71,7 @@ def linear_groups(module: nn.Module) -> list["LinearGroup"]:
 
 
 class PackCount:
-    """Counts new operands of one group, or of several together."""
+    """Number of operands installed so far, in one group or in several that share the count."""
 
     def __init__(self) -> None:
         self.num_packs = 0

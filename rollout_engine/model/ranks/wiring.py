@@ -68,11 +68,11 @@ class OwnExperts:
         self._exchange, self.share = seat.exchange, share
 
     def is_own(self, experts: Tensor) -> Tensor:
-        """Whether they are computed here, bool, of integers of the same shape."""
+        """Whether each expert, by its number, is computed on this rank: integers -> bool, of the same shape."""
         return (experts >= self.share.first) & (experts < self.share.stop)
 
     def before(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Hook before the forward of transformers' experts; those of other ranks are one behind the last."""
+        """Hook before the forward of transformers' experts: number own ones from 0, and all others behind them."""
         if not module._is_expert_parallel:  # it has been replaced since, by one that knows of ranks
             return None
         x, experts, weights = given
@@ -80,11 +80,11 @@ class OwnExperts:
         return x, (experts - self.share.first).where(is_own, self.share.size), weights.masked_fill(~is_own, 0.0)
 
     def after(self, module: nn.Module, given: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Hook after it."""
+        """Hook after the forward of transformers' experts: add up the outputs of all ranks."""
         return self._exchange.add_up(out) if module._is_expert_parallel else out
 
     def merge(self, outputs: Tensor, experts: Tensor) -> Tensor:
-        """Rows [T * k, H] of the experts [T, k] of tokens, of which `outputs` has those of the own."""
+        """Outputs [T * k, H] of experts [T, k] on all ranks; of `outputs`, only rows of this rank's own are read."""
         return self._exchange.merge_rows(outputs, self.is_own(experts).flatten())
 
     def gather(self, outputs: list[Tensor], like: Tensor, counts: list[int]) -> Tensor:

@@ -6,11 +6,11 @@ from rollout_engine.messages import SchedulerOutput
 
 
 class RoutedRequests:
-    """Follows the steps of a runner."""
+    """Sequences that ask for routed experts, tracked over the steps of a runner."""
 
     def __init__(self) -> None:
         self._asking: set[int] = set()
-        """Sequences that ask."""
+        """Ids of the sequences that ask."""
         self._prompts: dict[int, int] = {}
         """Tokens of the prompts that have not been returned, by the sequence that may complete them."""
 
@@ -26,7 +26,7 @@ class RoutedRequests:
                     self._prompts[new.sequence_id] = new.num_prompt_tokens
 
     def are_in(self, work: SchedulerOutput) -> bool:
-        """Whether the step computes any of them."""
+        """Whether the step computes tokens of a sequence that asks."""
         return bool(self._asking) and not self._asking.isdisjoint(row.sequence_id for row in work.scheduled)
 
     def completed(self, work: SchedulerOutput) -> Iterator[tuple[int, int]]:
