@@ -50,6 +50,8 @@ class GrammarBatch:
         self.has_failed = False
         """Whether any sequence of the batch has failed."""
         self._columns: _Columns | None = None
+        self._one_each = None if any(self._drafts) else _Tokens.one_each(len(asked))
+        """What `_tokens` returns where each sequence has one new token; None with drafts."""
 
     def masks(self, tried: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Masks uint32 [places, words]: bit t % 32 of word t // 32 is token t. And bool [places]: where one is filled.
@@ -63,12 +65,12 @@ class GrammarBatch:
         vocabulary, _, native = self._columns_now()
         if vocabulary is None:
             return np.full((self.num_places, 1), ALL, np.uint32), tried < 0
-        tokens, ends = self._tokens()
+        tokens = self._tokens()
         if native is None:
-            masks, is_filled, found = self._masks_in_python(vocabulary, tokens, ends, tried)
+            masks, is_filled, found = self._masks_in_python(vocabulary, *tokens, tried)
         else:
-            masks, is_filled, found = native.fill(tokens, ends, tried, MAX_MASK_SECONDS)
-        self._note(found, tokens, ends)
+            masks, is_filled, found = native.fill(*tokens, tried, MAX_MASK_SECONDS)
+        self._note(found, *tokens)
         return masks, is_filled
 
     def restrict(
@@ -84,9 +86,9 @@ class GrammarBatch:
         native = self._columns_now().native
         if native is None:
             return False
-        tokens, ends = self._tokens()
-        found = native.restrict(tokens, ends, rows, row_at, tries_first, MAX_MASK_SECONDS)
-        self._note(found, tokens, ends)
+        tokens = self._tokens()
+        found = native.restrict(*tokens, rows, row_at, tries_first, MAX_MASK_SECONDS)
+        self._note(found, *tokens)
         return True
 
     def _columns_now(self) -> "_Columns":
@@ -101,24 +103,26 @@ class GrammarBatch:
             self._columns = _Columns.of(self._states, matchers, [len(draft) for draft in self._drafts])
         return self._columns
 
-    def _tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens that are new to the matchers, which count as having taken them now, with drafts, and their ends.
+    def _tokens(self) -> "_Tokens":
+        """Tokens that are new to the matchers, which count as having taken them now, with drafts."""
+        lengths, one_each = [len(token_ids) for token_ids in self._token_ids], self._one_each
+        if one_each is not None and lengths == [state.num_followed + 1 for state in self._states]:
+            found = one_each  # in nearly every step
+            found.ids[:] = [token_ids[-1] for token_ids in self._token_ids]
+        else:
+            found = self._new_tokens()
+        for state, length in zip(self._states, lengths, strict=True):
+            state.num_followed = length
+        return found
 
-        uint32, and int64 [N].
-        """
+    def _new_tokens(self) -> "_Tokens":
         new: list[int] = []
         ends = []
         for state, token_ids, draft in zip(self._states, self._token_ids, self._drafts, strict=True):
-            length = len(token_ids)
-            if state.num_followed == length - 1:  # in nearly every step
-                new.append(token_ids[-1])
-            else:
-                new += token_ids[state.num_followed :]
-            if draft:
-                new += draft
+            new += token_ids[state.num_followed :]
+            new += draft
             ends.append(len(new))
-            state.num_followed = length
-        return np.array(new, np.uint32), np.array(ends, np.int64)
+        return _Tokens(np.array(new, np.uint32), np.array(ends, np.int64))
 
     def _note(self, found: Followed, tokens: np.ndarray, ends: np.ndarray) -> None:
         for row in found.outcomes.nonzero()[0].tolist():
@@ -143,6 +147,20 @@ class GrammarBatch:
                 wanted.allow_all(0)
             found.outcomes[row], start = outcome, int(ends[row])
         return masks, is_filled, found
+
+
+class _Tokens(NamedTuple):
+    """Tokens of N sequences."""
+
+    ids: np.ndarray
+    """uint32, those of all sequences end to end."""
+    ends: np.ndarray
+    """int64 [N], where each sequence's tokens end."""
+
+    @classmethod
+    def one_each(cls, num_sequences: int) -> "_Tokens":
+        """One token of each sequence, whose ids are yet to be set."""
+        return cls(np.empty(num_sequences, np.uint32), np.arange(1, num_sequences + 1))
 
 
 class _Columns(NamedTuple):

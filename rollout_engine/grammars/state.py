@@ -14,6 +14,8 @@ class GrammarState:
     A token that ends the sequence is allowed exactly where the tokens before it are complete.
     """
 
+    __slots__ = ("_grammar", "_stop_ids", "bits", "failure", "matcher", "num_followed", "vocabulary")
+
     def __init__(self, grammar: Grammar, num_prompt_tokens: int, stop_ids: Sequence[int]) -> None:
         self._grammar = grammar
         self._stop_ids = tuple(stop_ids)

@@ -25,6 +25,9 @@ FUNCTIONS = (
 """llguidance's C functions that are called here, in the order of their addresses; names begin with llg_matcher_."""
 
 
+_INDEX, _TOKEN, _BOOL = np.dtype(np.int64), np.dtype(np.uint32), np.dtype(np.bool_)
+
+
 class Outcome(IntEnum):
     """Result of following one sequence's grammar."""
 
@@ -102,7 +105,7 @@ class Matchers:
         count, one = len(addresses), (len(addresses),)
         drafted = np.array(num_drafted, np.int64)
         ends = np.cumsum(1 + drafted)
-        firsts, index, place = ends - drafted - 1, np.dtype(np.int64), np.dtype(np.uint64)
+        firsts, place = ends - drafted - 1, np.dtype(np.uint64)
         self._num_places = int(ends[-1])
         self._num_threads = min(count, torch.get_num_threads())
         self._scratch = np.empty((self._num_threads, len(plain)), np.uint32)
@@ -112,11 +115,11 @@ class Matchers:
             functions=array_address("functions", functions, place, (len(FUNCTIONS),)),
             sequences=count,
             matchers=array_address("addresses", addresses, place, one),
-            num_drafted=array_address("num_drafted", drafted, index, one),
+            num_drafted=array_address("num_drafted", drafted, _INDEX, one),
             text_bits=array_address("bits", bits[0], place, one),
             stop_bits=array_address("bits", bits[1], place, one),
-            plain_bits=array_address("plain", plain, np.dtype(np.uint32)),
-            first_places=array_address("firsts", firsts, index, one),
+            plain_bits=array_address("plain", plain, _TOKEN),
+            first_places=array_address("firsts", firsts, _INDEX, one),
             words=len(plain),
             outcomes=self._found.outcomes.ctypes.data,
             refused=self._found.refused.ctypes.data,
@@ -124,6 +127,8 @@ class Matchers:
             threads=self._num_threads,
         )
         self._restriction = _Restriction(grammars=ctypes.addressof(self._args), masks=self._scratch.ctypes.data)
+        self._restriction_address = ctypes.addressof(self._restriction)
+        self._given: dict[str, np.ndarray] = {}
 
     def fill(
         self, tokens: np.ndarray, token_ends: np.ndarray, tried: np.ndarray, max_seconds: float
@@ -142,7 +147,7 @@ class Matchers:
         self._take(tokens, token_ends, max_seconds)
         masks = np.empty((self._num_places, self._args.words), np.uint32)
         is_filled = np.empty(self._num_places, np.bool_)
-        columns = array_address("tried", tried, np.dtype(np.int64), (self._num_places,)), masks.ctypes.data
+        columns = array_address("tried", tried, _INDEX, (self._num_places,)), masks.ctypes.data
         _library().grammar_fill(ctypes.addressof(self._args), *columns, is_filled.ctypes.data)
         return masks, is_filled, self._found
 
@@ -171,18 +176,31 @@ class Matchers:
             raise ValueError("rows should have seeds.")
         self._args.threads = min(self._num_threads, rows.num_threads)
         self._restriction.rows = rows.address
-        self._restriction.row_at = array_address("row_at", row_at, np.dtype(np.int64), (self._num_places,))
+        self._give(self._restriction, "row_at", row_at, _INDEX, (self._num_places,))
         self._restriction.tries_first = None
         if tries_first is not None:
-            column = array_address("tries_first", tries_first, np.dtype(np.bool_), (rows.num_rows,))
+            column = array_address("tries_first", tries_first, _BOOL, (rows.num_rows,))
             self._restriction.tries_first = column
-        _library().sampling_restrict(ctypes.addressof(self._restriction))
+        _library().sampling_restrict(self._restriction_address)
         return self._found
 
     def _take(self, tokens: np.ndarray, token_ends: np.ndarray, max_seconds: float) -> None:
-        self._args.tokens = array_address("tokens", tokens, np.dtype(np.uint32))
-        self._args.token_ends = array_address("token_ends", token_ends, np.dtype(np.int64), (self._args.sequences,))
+        self._give(self._args, "tokens", tokens, _TOKEN)
+        self._give(self._args, "token_ends", token_ends, _INDEX, (self._args.sequences,))
         self._args.max_seconds = max_seconds
+
+    def _give(
+        self,
+        arguments: ctypes.Structure,
+        name: str,
+        array: np.ndarray,
+        dtype: np.dtype,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        """Set the address of an array. Most steps give the same one as the last, with other values."""
+        if self._given.get(name) is not array:
+            setattr(arguments, name, array_address(name, array, dtype, shape))
+            self._given[name] = array
 
 
 @cache
