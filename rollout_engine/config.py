@@ -163,9 +163,13 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Threads of the model's forward, of each rank where there are several. None: torch's own setting, by default one
     per physical core, divided among the ranks."""
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    """Processes of this machine that the model is cut over: each holds a part of every weight and of the KV pool, on a
-    device of its own with `device="cuda"`. Tokens and log-probs are those of one, to the bit; on devices with
-    `deterministic=True`. See docs/ranks.md."""
+    """Processes that the model is cut over: each holds a part of every weight and of the KV pool, on a device of its
+    own with `device="cuda"`. Tokens and log-probs are those of one, to the bit; on devices with `deterministic=True`.
+    See docs/ranks.md."""
+    executor: Literal["auto", "inline", "process", "ray"] = "auto"
+    """Where the ranks of `tensor_parallel_size` run. "inline": the one rank in the engine's process. "process": the
+    others in processes of this machine. "ray": the others on the nodes of a Ray cluster, with the extra `ray`, found as
+    `ray.init()` finds it. "auto": "inline" for one, "process" for more."""
     load_format: Literal["auto", "dummy", "sharded"] = "auto"
     """"auto": `model` is a checkpoint. "sharded": it is a directory of `save_sharded_state`, from which each rank reads
     its own file; the same `tensor_parallel_size` and dtype are needed (docs/ranks.md). "dummy": random weights from the
@@ -261,8 +265,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             bound = "the URL of an OTLP/HTTP collector, http://... or https://..."
             raise ConfigError(refused("otlp_traces_endpoint", self.otlp_traces_endpoint, bound))
-        if self.tensor_parallel_size > 1:
-            self._check_ranks()
+        self._check_ranks()
         if not self.model:
             raise ConfigError(refused("model", self.model, "a checkpoint directory or a hub id"))
 
@@ -281,6 +284,14 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{mine} and {other} are both set: {reason}. Give one of them.")
 
     def _check_ranks(self) -> None:
+        size = self.tensor_parallel_size
+        if self.executor != "auto" and (size > 1) == (self.executor == "inline"):
+            what, instead = f"executor={self.executor!r} and tensor_parallel_size={size}", "Leave executor out"
+            if size > 1:
+                raise ConfigError(f"{what} are both set: one process has one rank. {instead}.")
+            raise ConfigError(f"{what}: there is no other rank to place. {instead}, or raise tensor_parallel_size.")
+        if size == 1:
+            return
         if self.deterministic is False and self.device != "cuda":
             raise ConfigError(
                 f"tensor_parallel_size={self.tensor_parallel_size} and deterministic=False are both set: a cut model "

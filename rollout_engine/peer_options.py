@@ -10,7 +10,7 @@ Peers = Mapping[str, Mapping[str, str]]
 _GREEDY = "temperature=0 is greedy, any other temperature samples"
 _NO_BEAMS = "there is no beam search; n=k gives k samples, and cumulative_logprob ranks them"
 _GRAMMAR = 'give structured_outputs: {"json": schema}, {"regex": ...}, {"grammar": Lark}, {"choice": [...]}'
-_NO_PARALLEL = "a model is cut by tensor_parallel_size alone, over processes of one machine; leave it out"
+_NO_PARALLEL = "a model is cut by tensor_parallel_size alone; leave it out"
 _NO_REMOTE_CODE = "code of checkpoints is never run; the architecture must be one of transformers' own"
 _NO_REVISION = "download the revision first (huggingface_hub.snapshot_download) and give its directory as model"
 _ADD_LORA = "leave it out: add_lora(LoRARequest(...)) works at any time"
@@ -27,7 +27,7 @@ ENGINE_PEERS: Peers = {
         "disable_custom_all_reduce": _NO_PARALLEL,
         "disable_log_requests": "requests are not logged; leave it out",
         "disable_log_stats": "give log_stats=False",
-        "distributed_executor_backend": _NO_PARALLEL,
+        "distributed_executor_backend": "give executor='process' or executor='ray'",
         "download_dir": "set the environment variable HF_HOME, or give a directory as model",
         "enable_chunked_prefill": f"{_ALWAYS_ON}; max_num_batched_tokens bounds a chunk",
         "enable_expert_parallel": "tensor_parallel_size divides the experts, too; leave it out",

@@ -9,8 +9,12 @@ from datetime import timedelta
 import torch
 
 from sync.broadcast import BroadcastEnd, BroadcastReceiver, BroadcastSender
-from sync.groups import GroupConfig, ProcessGroup, Store, WeightGroup, c10d, own_address
+from sync.groups import GroupConfig, ProcessGroup, Store, WeightGroup, Work, c10d, own_address
 
+_NEVER_SECONDS = 1e6
+_LOOK_SECONDS = 0.2
+_LEFT_STEPS: list[Work] = []
+"""Steps that were left: torch would wait for their end where one is freed."""
 BUCKET_BYTES = 16 << 20
 """Default size of a bucket. A larger tensor travels alone."""
 
@@ -45,9 +49,31 @@ def _end(config: GroupConfig) -> BroadcastEnd:
     return BroadcastEnd(WeightGroup(config, connect_gloo), torch.device("cpu"))
 
 
-def connect_gloo(store: Store, config: GroupConfig) -> ProcessGroup:
-    """A group over gloo."""
+def connect_patient(store: Store, config: GroupConfig) -> ProcessGroup:
+    """A group over gloo whose steps wait for peers until their connections break."""
+    return connect_gloo(store, config, step_seconds=_NEVER_SECONDS)
+
+
+def wait_until_left(work: Work, group: WeightGroup) -> None:
+    """Wait for a step of a patient group, until this rank leaves it, which does not end the step.
+
+    Raises `RuntimeError` where the step fails, or is left.
+    """
+    while True:
+        try:
+            work.wait(timedelta(seconds=_LOOK_SECONDS))
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            if group.has_left:
+                _LEFT_STEPS.append(work)
+                raise RuntimeError("this rank has left a step that its peers did not end") from None
+
+
+def connect_gloo(store: Store, config: GroupConfig, *, step_seconds: float | None = None) -> ProcessGroup:
+    """A group over gloo. `step_seconds`: how long a step may take; None: as long as the group may take to form."""
     options = c10d.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=config.timeout)
+    options._timeout = timedelta(seconds=config.timeout if step_seconds is None else step_seconds)
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own_address(config))]
     return c10d.ProcessGroupGloo(c10d.PrefixStore("weights", store), config.rank, config.world_size, options)

@@ -28,6 +28,7 @@ _MAX_SECONDS = 1e6
 NEW_ENDS = "Make a new sender and new receivers with a new rendezvous."
 ProcessGroup: TypeAlias = Any
 Store: TypeAlias = Any
+Work: TypeAlias = Any
 c10d: Any = dist
 """torch.distributed with the classes that it does not export to type checkers."""
 
@@ -97,6 +98,11 @@ class WeightGroup:
         if self._group is _BROKEN:
             raise SyncError(f"The weight group is broken or closed. {NEW_ENDS}")
         return self._group
+
+    @property
+    def has_left(self) -> bool:
+        """Whether `leave` was called."""
+        return self._group is _BROKEN
 
     def leave(self) -> None:
         """Close the connections; peers in the middle of a step get an error, not a wait.

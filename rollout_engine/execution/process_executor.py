@@ -5,20 +5,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import RPCError
 from rollout_engine.execution.device_rank_team import DeviceRankTeam
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.leading_worker import LeadingWorker
+from rollout_engine.execution.made_with import arithmetic_of
 from rollout_engine.execution.profiler import Profiler
+from rollout_engine.execution.rank_launcher import LocalLauncher, RankLauncher
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_wire import CallExtension, pack_value
+from rollout_engine.execution.ray_ranks import RayLauncher
 from rollout_engine.execution.team_adapters import TeamAdapters
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.adapters.pool import Adapters
-from rollout_engine.model.backends import device_of
+from rollout_engine.model.backends import Device, device_of, exchange_of
 from worker_ext.score import ScoreExtension
 from worker_ext.weights import WeightSyncExtension
 
@@ -45,7 +49,14 @@ class ProcessExecutor(InlineExecutor):
     def from_config(cls, config: EngineConfig) -> "ProcessExecutor":
         """Load the model, each rank its part. Raises `ConfigError` when it cannot be served, or not by so many."""
         device = device_of(config)
-        team = RankTeam(config) if device.is_host else DeviceRankTeam(config, device.torch_device)
+        launcher = _launcher_of(config, device)
+        try:
+            exchange = exchange_of(device, launcher.meeting, launcher.rendezvous)
+        except BaseException:
+            launcher.close()
+            raise
+        kind = RankTeam if device.is_host else DeviceRankTeam
+        team = kind(config, launcher, exchange, arithmetic_of(device.torch_device))
         try:
             with _named(team):
                 worker = LeadingWorker(config, team)
@@ -111,6 +122,13 @@ class ProcessExecutor(InlineExecutor):
     def _execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
         with _named(self._team):
             return super()._execute(work)
+
+
+def _launcher_of(config: EngineConfig, device: Device) -> RankLauncher:
+    if config.executor == "ray":
+        return RayLauncher(config, config.num_threads or torch.get_num_threads())
+    has_group = not device.is_host
+    return LocalLauncher(config.tensor_parallel_size, has_group=has_group, device=device.torch_device)
 
 
 @contextmanager

@@ -1,7 +1,10 @@
-"""A rank's process: ``python -m rollout_engine.execution.rank_main MEMORY LIFE STEPS CALLS NUM_RANKS``.
+"""A rank's process, started by a `RankLauncher`:
 
-The first four are descriptors: of the memory that all ranks share, and of this rank's ends of the sockets of
-`rank_wire`. Only `RankTeam` starts one. It ends when rank 0 does, and takes part in no more when any rank has ended.
+    python -m rollout_engine.execution.rank_main MEMORY LIFE STEPS CALLS NUM_RANKS        descriptors
+    python -m rollout_engine.execution.rank_main --connect HOST PORT RANK NUM_RANKS       on another machine
+
+MEMORY is what all ranks share, and LIFE, STEPS and CALLS are this rank's ends of the sockets of `rank_wire`. It ends
+when rank 0 does, and takes part in no more when any rank has ended.
 """
 
 import logging
@@ -11,41 +14,52 @@ import sys
 import threading
 from typing import NoReturn
 
+from rollout_engine.execution.made_with import arithmetic_of
 from rollout_engine.execution.rank_wire import (
     CallMessage,
     Channel,
     Done,
     Failed,
+    Joined,
     RankSettings,
     Started,
     StepMessage,
     pack_value,
 )
 from rollout_engine.execution.rank_worker import RankWorker
+from rollout_engine.execution.remote_ranks import Channels, connect, place_of
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.backends import device_of, exchange_of
+from rollout_engine.model.ranks.exchange import Exchange
+from rollout_engine.model.ranks.group_meeting import GroupMeeting
 from rollout_engine.model.ranks.seat import Seat
+from rollout_engine.model.ranks.shared_exchange import SharedExchange
 from rollout_engine.threads import give_way_early, start_thread
 
 logger = logging.getLogger("rollout_engine")
 
 
-def serve(memory: int, life: Channel, steps: Channel, calls: Channel, num_ranks: int) -> int:
-    """Load this rank's part and take part until rank 0 ends. Returns the exit status."""
+def serve(memory: int | None, life: Channel, steps: Channel, calls: Channel, num_ranks: int) -> int:
+    """Load this rank's part and take part until rank 0 ends. Returns the exit status.
+
+    `memory`: descriptor of what all ranks share; None on another machine.
+    """
     settings = life.receive(RankSettings)
     logging.basicConfig(level=settings.log_level, format=f"rank {settings.rank}: %(message)s")
     start_thread(_end_with, life, name="rank-0")
-    sys.path[:] = settings.import_path
+    if memory is None:  # paths of its own machine come first
+        sys.path.extend(entry for entry in settings.import_path if entry not in sys.path)
+    else:
+        sys.path[:] = settings.import_path
     try:
-        device = device_of(settings.config)
-        seat = Seat(exchange_of(device, memory, settings.rank, num_ranks, settings.rendezvous))
+        life.send(Joined(arithmetic_of(device_of(settings.config).torch_device)))
+        seat = Seat(_exchange(settings, memory, num_ranks))
     except BaseException as error:
         life.send(Failed.of(error))
         return 1
-    os.close(memory)
     try:
         worker = RankWorker(settings, seat)
-        life.send(Started())
+        life.send(Started(worker.elements))
     except BaseException as error:
         seat.exchange.break_()
         if not isinstance(error, BrokenTurnsError):
@@ -58,6 +72,16 @@ def serve(memory: int, life: Channel, steps: Channel, calls: Channel, num_ranks:
     except (EOFError, OSError):
         worker.close()
     return 0
+
+
+def _exchange(settings: RankSettings, memory: int | None, num_ranks: int) -> Exchange:
+    device, meeting = device_of(settings.config), settings.meeting
+    if memory is None:
+        assert meeting is not None, "hosts without shared memory meet somewhere"
+        return exchange_of(device, GroupMeeting(meeting, settings.rank, num_ranks), settings.rendezvous)
+    shared = SharedExchange(memory, settings.rank, num_ranks)
+    os.close(memory)
+    return exchange_of(device, shared, settings.rendezvous)
 
 
 def _answer(worker: RankWorker, calls: Channel) -> None:
@@ -102,10 +126,16 @@ def _leave(status: int) -> NoReturn:
 def main() -> None:
     """Serve as a rank."""
     give_way_early()
-    memory, *ends, num_ranks = map(int, sys.argv[1:])
-    life, steps, calls = (Channel(socket.socket(fileno=end)) for end in ends)
+    first, *others = sys.argv[1:]
+    num_ranks = int(others.pop())
+    memory: int | None = None
+    if first == "--connect":
+        host, port, rank = others
+        channels = connect(place_of(host, port), int(rank))
+    else:
+        memory, channels = int(first), Channels(*(Channel(socket.socket(fileno=int(end))) for end in others))
     try:
-        status = serve(memory, life, steps, calls, num_ranks)
+        status = serve(memory, *channels, num_ranks)
     except (EOFError, OSError):  # rank 0 is gone
         status = 1
     logging.shutdown()

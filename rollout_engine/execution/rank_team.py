@@ -1,9 +1,6 @@
 """The other ranks of an engine, as rank 0 holds them: their processes, what it tells them, and their ends."""
 
 import logging
-import os
-import socket
-import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -16,16 +13,17 @@ from torch import Tensor
 from rollout_engine.class_names import import_path, name_elsewhere
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
-from rollout_engine.execution.child_process import environment_with_package, start_module
+from rollout_engine.execution.made_with import difference
+from rollout_engine.execution.rank_launcher import Rank, RankLauncher
 from rollout_engine.execution.rank_wire import (
     CallMessage,
-    Channel,
     CopyBlocks,
     Done,
     Failed,
     Forward,
     ForwardDense,
     Head,
+    Joined,
     RankSettings,
     Started,
     StepMessage,
@@ -33,61 +31,15 @@ from rollout_engine.execution.rank_wire import (
     unpack_value,
 )
 from rollout_engine.kernels.adapters import AdapterRows
-from rollout_engine.kernels.cpu import turns
-from rollout_engine.model.ranks.exchange import TOTAL_BYTES, Exchange
+from rollout_engine.model.ranks.exchange import Exchange
 from rollout_engine.model.ranks.seat import Columns, Seat
 from rollout_engine.threads import start_thread
 from sync.manifest import dtype_name
 
 logger = logging.getLogger("rollout_engine")
 
-_MODULE = "rollout_engine.execution.rank_main"
 _END_SECONDS = 5.0
-"""How long a rank may take to end before it is killed."""
-
-
-class Rank:
-    """One other rank: its process and the three sockets to it."""
-
-    def __init__(self, settings: RankSettings, memory: int, num_ranks: int, environment: Mapping[str, str]) -> None:
-        """`environment`: variables that it has besides this process's."""
-        self.rank = settings.rank
-        pairs = [socket.socketpair() for _ in range(3)]
-        theirs = [pair[1] for pair in pairs]
-        numbers = [memory, *(end.fileno() for end in theirs)]
-        variables = environment_with_package() | {"OMP_NUM_THREADS": str(settings.num_threads), **environment}
-        try:
-            self.process = start_module(
-                _MODULE, [*map(str, numbers), str(num_ranks)], descriptors=numbers, environment=variables
-            )
-        except BaseException:
-            for pair in pairs:
-                pair[0].close()
-            raise
-        finally:
-            for end in theirs:
-                end.close()
-        self.life, self.steps, self.calls = (Channel(pair[0]) for pair in pairs)
-        self.is_started = threading.Event()
-        """Set when it has started, and when it never will."""
-        try:
-            self.life.send(settings)
-        except OSError:
-            pass  # it has ended already, which its watch sees
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} (process {self.process.pid})"
-
-    def end(self) -> None:
-        """End the process, and wait for it."""
-        for channel in (self.steps, self.calls, self.life):
-            channel.close()
-        try:
-            self.process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+"""How long the end of a rank may take to be noticed, once its effect is."""
 
 
 class RankTeam:
@@ -96,49 +48,46 @@ class RankTeam:
     When one ends, whoever waits for it anywhere fails with `EngineDeadError`, which names it.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Start the processes; each begins to load. Raises `ConfigError` where that is not possible."""
-        if not turns.is_available() or not hasattr(os, "memfd_create"):
-            raise ConfigError(
-                f"tensor_parallel_size={config.tensor_parallel_size} needs Linux and the C++ kernels, which could not "
-                "be built here. Install g++, or leave it out."
-            )
-        self.num_ranks = config.tensor_parallel_size
-        self.num_threads = config.num_threads or max(1, torch.get_num_threads() // self.num_ranks)
+    def __init__(
+        self, config: EngineConfig, launcher: RankLauncher, exchange: Exchange, arithmetic: Mapping[str, str]
+    ) -> None:
+        """Start the processes; each begins to load. Raises `ConfigError` where that is not possible.
+
+        Args:
+            launcher: the team's from now on, also where this fails.
+            exchange: rank 0's end.
+            arithmetic: `made_with.arithmetic_of` rank 0, and of every other rank, or none goes on.
+        """
+        self._launcher, self.exchange, self._arithmetic = launcher, exchange, arithmetic
+        self.num_ranks = exchange.num_ranks
+        own_threads = torch.get_num_threads() if launcher.is_remote else torch.get_num_threads() // self.num_ranks
+        self.num_threads = config.num_threads or max(1, own_threads)
         self.error: Exception | None = None
         """Why the ranks compute nothing more: the first that ended or failed."""
         self._has_failed = threading.Event()
         self._on_death: Callable[[str], object] | None = None
         self._changing, self._is_closing = threading.Lock(), False
         self._calling = threading.Lock()
-        memory = os.memfd_create("rollout-engine-ranks")
+        self.seat = Seat(exchange, self)
         self._ranks: list[Rank] = []
+        common = _named_elsewhere(config), self.num_threads, logger.getEffectiveLevel(), import_path()
         try:
-            os.ftruncate(memory, TOTAL_BYTES)
-            self.seat = Seat(self._exchange(memory), self)
-            for rank in range(1, self.num_ranks):
-                settings = RankSettings(
-                    *(_named_elsewhere(config), rank, self.num_threads, logger.getEffectiveLevel(), import_path()),
-                    rendezvous=self._rendezvous,
-                )
-                self._ranks.append(Rank(settings, memory, self.num_ranks, self._environment(rank)))
-                start_thread(self._watch, self._ranks[-1], name=f"rank-{rank}")
+            for rank in launcher.start([RankSettings(n, *common) for n in range(1, self.num_ranks)]):
+                self._ranks.append(rank)
+                start_thread(self._watch, rank, name=f"rank-{rank.rank}")
         except BaseException:
             self.shutdown()
             raise
-        finally:
-            os.close(memory)
 
-    _rendezvous: str | None = None
-    """Where the ranks' devices find one another."""
+    @property
+    def window_is_shared(self) -> bool:
+        """Whether pieces of weights reach the other ranks through the window alone."""
+        return self.exchange.window_is_shared
 
-    def _exchange(self, memory: int) -> Exchange:
-        """Rank 0's end, over a descriptor of memory."""
-        return Exchange(memory, 0, self.num_ranks)
-
-    def _environment(self, rank: int) -> Mapping[str, str]:
-        """Variables of a rank's process."""
-        return {}
+    @property
+    def elements(self) -> list[Mapping[str, tuple[int, int]]]:
+        """`Rank.elements` of the ranks from 1 on."""
+        return [rank.elements for rank in self._ranks]
 
     def _settle(self, message: CallMessage) -> None:
         """Called before ranks carry out a call: what they were told to compute before has been computed."""
@@ -188,12 +137,16 @@ class RankTeam:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self._tell(CopyBlocks(pairs))
 
-    def ask(self, message: CallMessage, own: Callable[[], Any] = lambda: None) -> list[Any]:
-        """Results of a call on every rank, rank 0's by `own`, in order. Raises the first error once all have ended."""
+    def ask(self, asked: CallMessage | Sequence[CallMessage], own: Callable[[], Any] = lambda: None) -> list[Any]:
+        """Results of a call on every rank, rank 0's by `own`, in order. Raises the first error once all have ended.
+
+        `asked`: the same of all, or one for each rank from 1 on.
+        """
+        messages = list(asked) if isinstance(asked, Sequence) else [asked] * len(self._ranks)
         with self._calling:
             try:
-                self._settle(message)
-                for rank in self._ranks:
+                self._settle(messages[0])
+                for rank, message in zip(self._ranks, messages, strict=True):
                     rank.calls.send(message)
                 failure: BaseException | None = None
                 results: list[Any] = [None]
@@ -204,7 +157,7 @@ class RankTeam:
                 for rank in self._ranks:
                     answer = rank.calls.receive(Done | Failed)
                     if isinstance(answer, Failed):
-                        failure = failure or answer.as_error(rank.rank, type(message).__name__)
+                        failure = failure or answer.as_error(rank.rank, type(messages[0]).__name__)
                     else:
                         results.append(unpack_value(answer.value))
             except (EOFError, OSError):
@@ -225,7 +178,7 @@ class RankTeam:
                 on_death(str(error))  # first: a step that fails ends its requests, and the engine would take others
         finally:
             self._has_failed.set()
-            self.seat.exchange.break_()
+            self.exchange.break_()
             for rank in self._ranks:
                 rank.is_started.set()
 
@@ -233,10 +186,10 @@ class RankTeam:
         """End all processes."""
         with self._changing:
             self._is_closing = True
-        if hasattr(self, "seat"):
-            self.seat.exchange.break_()
+        self.exchange.break_()
         for rank in self._ranks:
             rank.end()
+        self._launcher.close()
 
     def _tell(self, message: StepMessage) -> None:
         try:
@@ -248,15 +201,26 @@ class RankTeam:
     def _watch(self, rank: Rank) -> None:
         """Wait for the end of a rank, on a thread of its own."""
         try:
-            answer = rank.life.receive(Started | Failed)
+            answer = rank.life.receive(Joined | Failed)
+            if isinstance(answer, Joined):
+                if (found := difference(self._arithmetic, answer.arithmetic)) is not None:
+                    self.fail(_other_arithmetic(rank, found))
+                answer = rank.life.receive(Started | Failed)
             if isinstance(answer, Started):
+                rank.elements = answer.elements
                 rank.is_started.set()
                 answer = rank.life.receive(Failed)
             self.fail(answer.as_death(rank.rank))
         except (EOFError, OSError, msgspec.MsgspecError):
             if not self._is_closing:
-                status = rank.process.wait()
-                self.fail(EngineDeadError(f"{rank.name} has ended with status {status}."))
+                self.fail(EngineDeadError(f"{rank.name} has ended {rank.how_it_ended()}."))
+
+
+def _other_arithmetic(rank: Rank, found: str) -> ConfigError:
+    return ConfigError(
+        f"{rank.name} does not compute as rank 0 does ({found}), so log-probs would not be those of one process. Use "
+        "the same versions, and machines of one kind, for all ranks."
+    )
 
 
 def _named_elsewhere(config: EngineConfig) -> EngineConfig:

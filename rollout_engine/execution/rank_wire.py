@@ -1,6 +1,7 @@
 """Messages between rank 0 and another rank of an engine: both ends in one file.
 
 life    RankSettings  ──>        once
+        <── Joined               once
         <── Started | Failed     once it is loaded, or where it fails; the system closes the socket when either ends
 steps   Forward | ...  ──>       no answer: the ranks meet in what they compute
 calls   StartWeights | ... ──>   one at a time
@@ -31,17 +32,29 @@ _ARRAY, _TENSOR = 1, 2
 class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What another rank needs to load its part."""
 
-    config: EngineConfig
     rank: int
+    config: EngineConfig
     num_threads: int
     log_level: int
     import_path: list[str]
+    meeting: str | None = None
+    """Where ranks on several machines find one another; None: they share memory."""
     rendezvous: str | None = None
-    """Where ranks with devices find one another; None on a CPU."""
+    """Where the group of their devices, or of CPUs that share no memory, forms; None without one."""
+
+
+class Joined(msgspec.Struct, tag=True, frozen=True):
+    """The rank has read its settings, and begins to load."""
+
+    arithmetic: dict[str, str]
+    """Of `made_with.arithmetic_of`."""
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
     """The rank has loaded its part."""
+
+    elements: dict[str, tuple[int, int]]
+    """Name of a weight -> the elements of it that are the rank's, [first, stop)."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -179,10 +192,15 @@ class StageWeights(msgspec.Struct, tag=True, frozen=True):
     start: int
     stop: int
     inplace: bool
+    content: bytes | None = None
+    """Their bytes, for a rank whose window is its own."""
 
 
 class ReadWeights(msgspec.Struct, tag=True, frozen=True):
-    """Write what is yours of elements [start, stop) of a live weight into the window."""
+    """Write what is yours of elements [start, stop) of a live weight into the window.
+
+    The result is None, or the window's bytes where the window is the rank's own.
+    """
 
     name: str
     start: int

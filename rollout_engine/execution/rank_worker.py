@@ -62,7 +62,7 @@ class RankWorker:
     def __init__(self, settings: RankSettings, seat: Seat) -> None:
         torch.set_num_threads(settings.num_threads)
         config, self.rank, self._num_ranks = settings.config, settings.rank, seat.num_ranks
-        self._turns = seat.exchange.turns
+        self._exchange = seat.exchange
         table = ExtensionTable.load(config.worker_extensions)
         device = device_of(config)
         loaded = load_model(config, device.torch_device, seat)
@@ -134,17 +134,27 @@ class RankWorker:
             case ClosePool(pool):
                 model.follow_close(pool)
             case Meet():
-                self._turns.meet()
+                self._exchange.meet()
+
+    @property
+    def elements(self) -> dict[str, tuple[int, int]]:
+        """Name of a weight -> the elements of it that are this rank's, [first, stop)."""
+        return self._parts.elements
 
     def carry_out(self, message: CallMessage) -> Any:
         """The result of a call."""
         held, parts = self._held, self._parts
         match message:
-            case StageWeights(name, start, stop, inplace):
+            case StageWeights(name, start, stop, inplace, content):
+                if content:
+                    self._exchange.window[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 with held.beside_steps():
                     return parts.stage(name, start, stop, inplace=inplace)
             case ReadWeights(name, start, stop):
-                return parts.read(name, start, stop)
+                parts.read(name, start, stop)
+                if self._exchange.window_is_shared:
+                    return None
+                return self._exchange.window[: (stop - start) * parts.itemsize(name)].numpy().tobytes()
             case PrepareWeights():
                 return held.prepare()
             case StartWeights(inplace, carried):

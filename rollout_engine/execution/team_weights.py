@@ -1,6 +1,6 @@
 """The weights of all ranks, as rank 0 stages, packs and commits them: no rank ever holds a whole weight for long.
 
-tensor that arrives ── 8 MiB at a time ──> window ──> every rank stages its own rows
+tensor that arrives ── 8 MiB at a time ──> window ──> every rank stages its own rows; elsewhere they are sent to it
 pack: on all ranks, each beside its live copies; where one fails nothing is live yet
 commit: on all ranks, between two steps
 """
@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,9 +84,22 @@ class TeamWeights:
         dtype = self._dtypes[name]
         for start, stop in _pieces(math.prod(self.metadata[name][1]), dtype.itemsize):
             with self._using_window:
-                message = ReadWeights(name, start, stop)
-                self._team.ask(message, lambda start=start, stop=stop: self._parts.read(name, start, stop))
+                self._read_piece(name, start, stop)
                 yield self._window[: (stop - start) * dtype.itemsize].view(dtype)
+
+    def _read_piece(self, name: str, start: int, stop: int) -> None:
+        """Have every rank write what is its own of elements [start, stop) into the window."""
+        own = partial(self._parts.read, name, start, stop)
+        if self._team.window_is_shared:
+            self._team.ask(ReadWeights(name, start, stop), own)
+            return
+        ranges = [_inside(elements[name], start, stop) for elements in self._team.elements]
+        _, *found = self._team.ask([ReadWeights(name, *each) for each in ranges], own)
+        itemsize = self._dtypes[name].itemsize
+        for (first, last), content in zip(ranges, found, strict=True):
+            if first < last:
+                place = self._window[(first - start) * itemsize : (last - start) * itemsize]
+                place.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def is_packed(self, name: str) -> bool:
         return name not in self._own.metadata or self._own.is_packed(name)
@@ -156,11 +170,26 @@ class TeamWeights:
         for start, stop in _pieces(out.numel(), out.itemsize):
             with self._using_window:
                 fill(self._window[: (stop - start) * out.itemsize].numpy().data, start * out.itemsize)
-                message = StageWeights(name, start, stop, self._inplace)
-                self._team.ask(message, lambda start=start, stop=stop: self._stage(name, start, stop))
+                self._stage_piece(name, start, stop)
 
-    def _stage(self, name: str, start: int, stop: int) -> None:
-        self._parts.stage(name, start, stop, inplace=self._inplace)
+    def _stage_piece(self, name: str, start: int, stop: int) -> None:
+        """Have every rank stage what is its own of elements [start, stop), which are in the window."""
+        own = partial(self._parts.stage, name, start, stop, inplace=self._inplace)
+        if self._team.window_is_shared:
+            self._team.ask(StageWeights(name, start, stop, self._inplace), own)
+            return
+        itemsize, messages = self._dtypes[name].itemsize, []
+        for elements in self._team.elements:
+            first, last = _inside(elements[name], start, stop)
+            content = self._window[(first - start) * itemsize : (last - start) * itemsize].numpy().tobytes()
+            messages.append(StageWeights(name, first, last, self._inplace, content))
+        self._team.ask(messages, own)
+
+
+def _inside(elements: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
+    """Those of the elements [first, last) that are in [start, stop); [start, start) where none is."""
+    first, last = max(elements[0], start), min(elements[1], stop)
+    return (first, last) if first < last else (start, start)
 
 
 def _pieces(count: int, itemsize: int) -> Iterator[tuple[int, int]]:

@@ -1,6 +1,5 @@
 """One device's share of the engine: the model, its KV pool, its weights."""
 
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,13 +8,13 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-import transformers
 from torch import Tensor, nn
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError
 from rollout_engine.execution.draft_worker import DraftWorker
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
+from rollout_engine.execution.made_with import made_with
 from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.step_costs import step_costs
@@ -75,7 +74,7 @@ class Worker:
             step_seconds=costs.plain,
             drafted_step_seconds=costs.with_drafts,
             draft=None if self.draft is None else self.draft.info,
-            made_with=_made_with(device.torch_device),
+            made_with=made_with(device.torch_device),
             generates=backend.generates,
             pooling=backend.pooling,
             routing=backend.routing,
@@ -172,10 +171,3 @@ def _vocabulary(config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int,
         raise GrammarError("the engine has no tokenizer (skip_tokenizer_init=True)")
     name, field = (config.tokenizer, "tokenizer") if config.tokenizer else (config.model, "model")
     return Vocabulary(tokenizer_text(name, field), vocab_size, eos_token_ids)
-
-
-def _made_with(device: torch.device) -> dict[str, str]:
-    versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
-    is_cpu = device.type == "cpu"
-    runs_on = torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device)
-    return {**versions, "machine": platform.machine(), "device": f"{device.type}, {runs_on}"}

@@ -9,8 +9,8 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.triton import availability
 from rollout_engine.model.backend import Arithmetic, Backend
 from rollout_engine.model.cpu.backend import CpuBackend
-from rollout_engine.model.ranks.device_exchange import DeviceExchange
-from rollout_engine.model.ranks.exchange import Exchange
+from rollout_engine.model.ranks.exchange import Exchange, Meeting
+from rollout_engine.model.ranks.group_exchange import GroupExchange
 
 try:
     from rollout_engine.model.cuda.backend import CudaBackend
@@ -52,11 +52,15 @@ def device_of(config: EngineConfig) -> Device:
     return Device(device, CudaBackend)
 
 
-def exchange_of(device: Device, memory: int, rank: int, num_ranks: int, rendezvous: str | None) -> Exchange:
-    """A rank's end of what ranks exchange, over a descriptor of their memory; with devices, by `rendezvous`."""
+def exchange_of(device: Device, meeting: Meeting, rendezvous: str | None) -> Exchange:
+    """A rank's end of what ranks exchange, whose hosts have this `meeting`.
+
+    `rendezvous`: of the group of their devices, or of CPUs that share no memory; None: the meeting is all they need.
+    """
     if rendezvous is None:
-        return Exchange(memory, rank, num_ranks)
-    return DeviceExchange(memory, rank, num_ranks, device.torch_device, rendezvous)
+        assert isinstance(meeting, Exchange), "ranks without a group share memory"
+        return meeting
+    return GroupExchange(meeting, device.torch_device, rendezvous)
 
 
 def arithmetic_of(device: torch.device) -> Arithmetic:

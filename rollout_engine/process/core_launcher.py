@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rollout_engine.class_names import import_path, name_elsewhere
+from rollout_engine.cluster.ray_cluster import variables_of_children
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.execution.child_process import environment_with_package, start_module
@@ -194,7 +195,7 @@ def named_elsewhere(config: EngineConfig) -> EngineConfig:
 
 def _environment() -> dict[str, str]:
     """Environment of the core. Its idle threads spin only briefly: the parent needs their CPU cores to read outputs."""
-    environment = environment_with_package()
+    environment = environment_with_package() | variables_of_children()
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     return environment

@@ -17,6 +17,8 @@ MISTAKES = [
     Mistake(OPTIONS, "LLM(path, max_num_seq=8)"),
     Mistake(OPTIONS, "LLM(path, pipeline_parallel_size=2)"),
     Mistake(OPTIONS, "LLM(path, trust_remote_code=True)"),
+    Mistake(OPTIONS, "LLM(path, distributed_executor_backend='ray')"),
+    Mistake(OPTIONS, "LLM(path, executor='ray')"),
     Mistake(OPTIONS, "LLM(path, compile=True)"),
     Mistake(OPTIONS, "LLM(path, kv_cache_bytes=1 << 30, num_kv_blocks=64)"),
     Mistake(OPTIONS, "LLM(path, temperature=0.7)"),

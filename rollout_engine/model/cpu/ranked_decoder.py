@@ -6,6 +6,7 @@ from rollout_engine.kernels.cpu.decoder import Columns, DecoderRanks
 from rollout_engine.model.modules.decoder_structure import DecoderStructure, UnsupportedStructure, mlp_of, require
 from rollout_engine.model.ranks.cut import LinearCut, ModelCut
 from rollout_engine.model.ranks.share import Share
+from rollout_engine.model.ranks.shared_exchange import SharedExchange
 
 
 def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
@@ -20,6 +21,8 @@ def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
     intermediate = {each[1] for each in inputs}
     require(len(hidden) == len(intermediate) == 1, "its layers differ in their sizes")
     exchange = cut.seat.exchange
+    if not isinstance(exchange, SharedExchange):
+        raise UnsupportedStructure("its ranks share no memory, being on several machines")
     return DecoderRanks(
         exchange.turns,
         exchange.decoder_memory,

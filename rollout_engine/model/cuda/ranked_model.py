@@ -22,7 +22,7 @@ from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
 from rollout_engine.model.cuda.attention import CudaBatch, CudaKVPool
 from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.ranks.cut import ModelCut
-from rollout_engine.model.ranks.device_exchange import DeviceExchange, Form, form_of
+from rollout_engine.model.ranks.group_exchange import Form, GroupExchange, form_of
 from rollout_engine.model.ranks.seat import Followers, Seat
 from rollout_engine.model.sampling.logit_rows import LogitRows
 
@@ -114,8 +114,8 @@ class RankedCudaModel(CudaModel):
         del self._pools[pool]
 
     @property
-    def _exchange(self) -> DeviceExchange:
-        return cast(DeviceExchange, self._seat.exchange)
+    def _exchange(self) -> GroupExchange:
+        return cast(GroupExchange, self._seat.exchange)
 
     def _followers(self) -> DeviceFollowers | None:
         return cast(DeviceFollowers | None, self._seat.alone)

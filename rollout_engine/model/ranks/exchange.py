@@ -1,108 +1,65 @@
-"""Tensors that ranks on one machine exchange through memory that they share.
+"""What the ranks of an engine exchange: numbers and barriers between their hosts, and tensors of what they compute."""
 
-    memory     turns │ numbers │ window │ decoder │ two places of gathered tensors, used in turn
-               ──────┴─────────┘
-               a page each
-
-A tensor is gathered in three moves: each rank writes its part, all meet, each reads the whole. The next gathering uses
-the other place, so that nobody overwrites what another rank still reads: it has met the others once more by then.
-"""
-
-import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from rollout_engine.errors import ConfigError
-from rollout_engine.kernels.cpu.turns import Turns
 from rollout_engine.model.ranks.share import Share
 
-_PAGE = 4096
 WINDOW_BYTES = 8 << 20
-_DECODER_BYTES = 2 << 30
-_PLACE_BYTES = 4 << 30
-TOTAL_BYTES = 2 * _PAGE + WINDOW_BYTES + _DECODER_BYTES + 2 * _PLACE_BYTES
-"""Bytes of addresses. Memory is taken as it is written."""
-_MAX_RANKS = _PAGE // 16
 
 
-class Exchange:
-    """One rank's end.
+class Meeting(ABC):
+    """One rank's end of what hosts exchange. Once it is broken, what waits or begins to raises `BrokenTurnsError`."""
 
-    Args:
-        descriptor: of a file of `TOTAL_BYTES` zeros that all ranks have open, in memory; it may be closed afterwards.
-    """
+    window: Tensor
+    """uint8 [WINDOW_BYTES], through which pieces of weights pass."""
+    window_is_shared: bool
+    """Whether all ranks see the same window."""
 
-    def __init__(self, descriptor: int, rank: int, num_ranks: int) -> None:
-        assert num_ranks <= _MAX_RANKS, "each rank has a number of its own"
+    def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        memory = torch.frombuffer(mmap.mmap(descriptor, TOTAL_BYTES), dtype=torch.uint8)
-        sizes = [_PAGE, _PAGE, WINDOW_BYTES, _DECODER_BYTES, _PLACE_BYTES, _PLACE_BYTES]
-        turns, numbers, self.window, self.decoder_memory, *self._places = memory.split(sizes)
-        self.turns = Turns(turns, num_ranks)
-        self._numbers = numbers.view(torch.int64).view(2, -1)[:, :num_ranks]
-        self._count = self._num_agreements = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Exchange":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Meeting":
         """Copies of a module exchange with the same ranks."""
         return self
 
+    @abstractmethod
+    def meet(self) -> None:
+        """Return once all ranks have called it."""
+
+    @abstractmethod
+    def agree(self, number: int) -> list[int]:
+        """The numbers that all ranks give, by rank."""
+
+    @abstractmethod
     def break_(self) -> None:
         """Let no rank wait for another any more, now and later."""
-        self.turns.break_()
 
+
+class Exchange(Meeting):
+    """One rank's end of all that ranks exchange. Every rank calls the same methods in the same order."""
+
+    @abstractmethod
     def gathering(self, share: Share) -> Callable[[Tensor], Tensor]:
-        """A function as `gather_columns`, for parts of this `share`. All ranks call this together."""
-        return partial(self.gather_columns, share=share)
+        """A function: this rank's columns [..., size] of a `share` -> the whole [..., whole].
 
-    def gather_columns(self, part: Tensor, share: Share) -> Tensor:
-        """The whole [..., whole] of which every rank gives its columns [..., size] of `share`."""
-        rows = part.numel() // share.size
-        place = self._next(rows * share.whole, part.dtype).view(rows, share.whole)
-        place[:, share.rows].copy_(part.reshape(rows, share.size))
-        self.turns.meet()
-        return place.clone().view(*part.shape[:-1], share.whole)
+        All ranks call `gathering` together.
+        """
 
+    @abstractmethod
     def gather_rows(self, part: Tensor, first: int, num_rows: int) -> Tensor:
         """The whole [num_rows, H] of which every rank gives its rows [n, H], from row `first` on."""
-        place = self._next(num_rows * part.shape[1], part.dtype).view(num_rows, part.shape[1])
-        place[first : first + len(part)].copy_(part)
-        self.turns.meet()
-        return place.clone()
 
+    @abstractmethod
     def merge_rows(self, rows: Tensor, own: Tensor) -> Tensor:
         """The tensor [T, H] of which each rank has computed those `rows` [T, H] where `own`, bool [T], is true.
 
         Every row is some rank's.
         """
-        place = self._next(rows.numel(), rows.dtype).view(rows.shape)
-        index = own.numpy()
-        place.view(torch.uint8).numpy()[index] = rows.contiguous().view(torch.uint8).numpy()[index]
-        self.turns.meet()
-        return place.clone()
 
+    @abstractmethod
     def add_up(self, part: Tensor) -> Tensor:
         """The sum of the tensors of one shape that all ranks give, in the ranks' order."""
-        place = self._next(self.num_ranks * part.numel(), part.dtype).view(self.num_ranks, *part.shape)
-        place[self.rank].copy_(part)
-        self.turns.meet()
-        return place.sum(0)
-
-    def agree(self, number: int) -> list[int]:
-        """The numbers that all ranks give, by rank."""
-        slot = self._numbers[self._num_agreements % 2]
-        self._num_agreements += 1
-        slot[self.rank] = number
-        self.turns.meet()
-        return [int(each) for each in slot]
-
-    def _next(self, count: int, dtype: torch.dtype) -> Tensor:
-        """The place of the next gathered tensor, [count] of this dtype."""
-        num_bytes, self._count = count * dtype.itemsize, self._count + 1
-        if num_bytes > _PLACE_BYTES:
-            what = f"Ranks exchange up to {_PLACE_BYTES} bytes at a time, and this step has a tensor of {num_bytes}"
-            raise ConfigError(f"{what}. Give a smaller max_num_batched_tokens.")
-        return self._places[self._count % 2][:num_bytes].view(dtype)

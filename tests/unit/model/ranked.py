@@ -13,8 +13,8 @@ from rollout_engine.kernels.cpu import gemm
 from rollout_engine.model.cpu.backend import CpuBackend
 from rollout_engine.model.cpu.flat_batch import SequenceChunk
 from rollout_engine.model.loading.loader import load_model
-from rollout_engine.model.ranks.exchange import TOTAL_BYTES, Exchange
 from rollout_engine.model.ranks.seat import Seat
+from rollout_engine.model.ranks.shared_exchange import TOTAL_BYTES, SharedExchange
 
 PROMPT = [5, 9, 2, 7, 1, 8, 3, 6, 4, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 STEPS = (
@@ -36,7 +36,7 @@ class Partner:
         """Have rank 1 load a checkpoint and compute `STEPS`; returns the seat of rank 0, which does so too."""
         self._process.stdin.write(json.dumps([str(path), options]) + "\n")
         self._process.stdin.flush()
-        return Seat(Exchange(self._memory, 0, 2))
+        return Seat(SharedExchange(self._memory, 0, 2))
 
     def end(self) -> None:
         self._process.stdin.close()
@@ -63,9 +63,9 @@ if __name__ == "__main__":
     gemm.is_fast = gemm.supports
     for line in sys.stdin:
         path, options = json.loads(line)
-        seat = Seat(Exchange(int(sys.argv[1]), 1, 2))
+        seat = Seat(SharedExchange(int(sys.argv[1]), 1, 2))
         try:
             logits_of(backend_of(path, seat, **options))
         except BaseException:
-            seat.exchange.turns.break_()
+            seat.exchange.break_()
             raise

@@ -13,9 +13,9 @@ from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.geometry import probe_geometry
 from rollout_engine.model.ranks.cut import cut_module
-from rollout_engine.model.ranks.exchange import TOTAL_BYTES, Exchange
 from rollout_engine.model.ranks.part import part_of
 from rollout_engine.model.ranks.share import Share, share_of
+from rollout_engine.model.ranks.shared_exchange import TOTAL_BYTES, SharedExchange
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from tests.unit.model.ranked import Partner, backend_of, logits_of
 
@@ -61,7 +61,7 @@ def test_logits_have_the_bits_of_one_rank(tmp_path, partner, kind, dtype):
 def test_parts_are_added_up_on_every_rank():
     memory = os.memfd_create("ranks")
     os.ftruncate(memory, TOTAL_BYTES)
-    ends = [Exchange(memory, rank, 2) for rank in range(2)]
+    ends = [SharedExchange(memory, rank, 2) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
             found = list(pool.map(lambda end: end.add_up(torch.full((2, 3), 1.0 + end.rank)), ends))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollout_engine import LLM, ConfigError, EngineDeadError, SamplingParams
-from rollout_engine.execution import device_rank_team, process_executor, rank_team, worker
+from rollout_engine.execution import device_rank_team, process_executor, rank_launcher, worker
 from rollout_engine.execution.rank_wire import CommitWeights, Meet, PackWeights, ReleaseKV, StageWeights, StartWeights
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model import backends
@@ -44,7 +44,7 @@ def engine(monkeypatch, tmp_path):
     device = backends.Device(torch.device("cpu"), CudaBackend)
     for module in (process_executor, worker):
         monkeypatch.setattr(module, "device_of", lambda config: device)
-    monkeypatch.setattr(rank_team, "_MODULE", "tests.unit.model.cuda.rank_on_interpreter")
+    monkeypatch.setattr(rank_launcher, "MODULE", "tests.unit.model.cuda.rank_on_interpreter")
 
     def make(num_ranks, architecture="qwen3", fields=None, **options):
         path = tiny_checkpoint(tmp_path / architecture, architecture, **(fields or {}))
@@ -191,7 +191,7 @@ def test_random_models_and_updates_in_flight_have_the_bits_of_one_device(engine,
 def test_weights_are_written_in_place_only_once_all_ranks_have_launched_their_steps():
     told = []
     team = object.__new__(device_rank_team.DeviceRankTeam)
-    team._tell, team.exchange = told.append, SimpleNamespace(turns=SimpleNamespace(meet=lambda: told.append("met")))
+    team._tell, team.exchange = told.append, SimpleNamespace(meet=lambda: told.append("met"))
     for message in (StartWeights(False, None), StageWeights("w", 0, 1, False), PackWeights(False, [])):
         team._settle(message)
     assert told == []
@@ -264,7 +264,7 @@ def test_a_rank_that_dies_ends_the_engine_and_is_named(engine):
 def test_too_few_devices_are_refused_by_number(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(ConfigError, match=r"needs 2 devices.*sees 1 \(CUDA_VISIBLE_DEVICES=3\)"):
-        device_rank_team._check_devices(2, 1)
+        rank_launcher._check_devices(2, 1)
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, ["1", "2"]), ("4, 6,7", ["6", "7"])])
@@ -272,6 +272,4 @@ def test_each_rank_sees_one_device(monkeypatch, visible, expected):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    team = object.__new__(device_rank_team.DeviceRankTeam)
-    team._device = torch.device("cuda", 0)
-    assert [team._environment(rank)["CUDA_VISIBLE_DEVICES"] for rank in (1, 2)] == expected
+    assert [rank_launcher._device_variables(rank)["CUDA_VISIBLE_DEVICES"] for rank in (1, 2)] == expected

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,8 +32,12 @@ class Bundle(NamedTuple):
 
     @classmethod
     def for_config(cls, config: EngineConfig) -> Self:
-        """One CPU for each thread of the model's forward; on devices a device and a CPU for each rank."""
-        ranks, on_device = config.tensor_parallel_size, config.device == "cuda"
+        """One CPU for each thread of the model's forward; on devices a device and a CPU for each rank.
+
+        Ranks that Ray places reserve their own.
+        """
+        ranks = 1 if config.executor == "ray" else config.tensor_parallel_size
+        on_device = config.device == "cuda"
         if config.num_threads is not None:
             return cls(config.num_threads * ranks, ranks * on_device)
         return cls(ranks if on_device else max(ranks, torch.get_num_threads()), ranks * on_device)
@@ -58,9 +63,12 @@ class RayCluster:
     _num_users = 0
     _is_ours = False
 
-    def __init__(self, address: str | None, namespace: str) -> None:
-        """Connect, unless the process is connected. Raises `ConfigError`: Ray is missing, or no cluster answers."""
-        self.ray = import_ray()
+    def __init__(self, address: str | None, namespace: str, *, asked: str = 'placement="ray"') -> None:
+        """Connect, unless the process is connected. Raises `ConfigError`: Ray is missing, or no cluster answers.
+
+        `asked`: what the user has set that needs Ray.
+        """
+        self.ray = import_ray(asked)
         with self._lock:
             if self.ray.is_initialized():
                 _require_same(self.ray, address)
@@ -114,17 +122,41 @@ class RayCluster:
         Raises `RetryableError` where none is free within `seconds`, or before `is_ended()`.
         """
         group = self.ray.util.placement_group([bundle.resources], strategy="STRICT_PACK", name=name)
+        if not self._is_ready(group, seconds, is_ended):
+            outcome = f"no node had room for one within {seconds:.0f} s"
+            raise RetryableError(self._no_room(bundle, 1, self._free(), outcome))
+        return group
+
+    def place_together(self, bundle: Bundle, count: int, name: str, seconds: float, *, asked: str) -> Any:
+        """Reserve `count` bundles, on as few nodes as hold them. Returns Ray's placement group.
+
+        Raises `ConfigError` where the nodes are too small, and `RetryableError` where too few bundles are free within
+        `seconds`; `asked`: what the user has set.
+        """
+        wanted = (
+            f"{asked} does not fit into the Ray cluster. Asked: {bundle} for each rank but the first, {count} times"
+        )
+        if (room := _room(bundle, self._sizes())) < count:
+            raise ConfigError(
+                f"{wanted}; there is room for {room} even where nothing else runs. Lower it, set num_threads lower, or "
+                "add nodes."
+            )
+        group = self.ray.util.placement_group([bundle.resources] * count, strategy="PACK", name=name)
+        if not self._is_ready(group, seconds, lambda: False):
+            free = self._shown_room(self._free())
+            raise RetryableError(f"{wanted}. Free: {free}; that did not change within {seconds:.0f} s. Try it again.")
+        return group
+
+    def _is_ready(self, group: Any, seconds: float, is_ended: Callable[[], bool]) -> bool:
+        """Whether a placement group has its room within `seconds`, and before `is_ended()`; if not, it is released."""
+        is_ready, deadline = False, time.monotonic() + seconds
         try:
-            deadline = time.monotonic() + seconds
             while not (is_ready := group.wait(_WAIT_SECONDS)) and time.monotonic() < deadline and not is_ended():
                 pass
+        finally:
             if not is_ready:
-                outcome = f"no node had room for one within {seconds:.0f} s"
-                raise RetryableError(self._no_room(bundle, 1, self._free(), outcome))
-        except BaseException:
-            self.release(group)
-            raise
-        return group
+                self.release(group)
+        return is_ready
 
     def release(self, group: Any) -> None:
         """Free what a placement group reserved; actors in it end."""
@@ -140,24 +172,35 @@ class RayCluster:
         return dict(self.ray._private.state.available_resources_per_node())
 
     def _no_room(self, bundle: Bundle, count: int, free: Mapping[str, Mapping[str, float]], outcome: str) -> str:
-        shown = [f"{self.node_name(node_id)}: {_shown(free[node_id])}" for node_id in list(free)[:_MAX_NODES_SHOWN]]
-        if len(free) > _MAX_NODES_SHOWN:
-            shown.append(f"{len(free) - _MAX_NODES_SHOWN} more nodes")
         return (
             f"num_replicas={count} does not fit into the Ray cluster. Asked: {bundle} on one node for each replica. "
-            f"Free: {'; '.join(shown) or 'no living node'}; {outcome}. Ask for fewer replicas, set num_threads "
+            f"Free: {self._shown_room(free)}; {outcome}. Ask for fewer replicas, set num_threads "
             "lower, or add nodes."
         )
 
+    def _shown_room(self, free: Mapping[str, Mapping[str, float]]) -> str:
+        shown = [f"{self.node_name(node_id)}: {_shown(free[node_id])}" for node_id in list(free)[:_MAX_NODES_SHOWN]]
+        if len(free) > _MAX_NODES_SHOWN:
+            shown.append(f"{len(free) - _MAX_NODES_SHOWN} more nodes")
+        return "; ".join(shown) or "no living node"
 
-def import_ray() -> Any:
-    """Import Ray. Raises `ConfigError` where it is not installed."""
+
+def variables_of_children() -> dict[str, str]:
+    """Variables by which a child of this process finds the cluster that it is connected to, if it is."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or "RAY_ADDRESS" in os.environ:
+        return {}
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+
+def import_ray(asked: str = 'placement="ray"') -> Any:
+    """Import Ray. Raises `ConfigError` where it is not installed; `asked`: what the user has set that needs it."""
     try:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as problem:
         raise ConfigError(
-            f'placement="ray" needs Ray, which cannot be imported ({problem}): pip install "rollout-engine[ray]".'
+            f'{asked} needs Ray, which cannot be imported ({problem}): pip install "rollout-engine[ray]".'
         ) from problem
     return ray
 

@@ -1,8 +1,8 @@
-"""Tensors that ranks exchange between their devices; beside them the ranks share memory of the host, as on a CPU.
+"""Tensors that ranks exchange by a process group: between their devices, or between the CPUs of several machines.
 
-An exchange is launched like a kernel: the host does not wait for it, and later work on the device finds what it brings.
-Values travel as bytes, so none is rounded. On devices the group is NCCL's; over tensors on the CPU, as tests run the
-kernels, gloo's.
+On devices the group is NCCL's. An exchange is launched like a kernel there: the host does not wait for it, and later
+work on the device finds what it brings. Between CPUs the group is gloo's, and the host waits. Values travel as bytes,
+so none is rounded. Numbers and barriers of the hosts are a `Meeting`'s.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
-from rollout_engine.model.ranks.exchange import Exchange
+from rollout_engine.model.ranks.exchange import Exchange, Meeting
 from rollout_engine.model.ranks.share import Share
 from sync.errors import SyncError
-from sync.gloo import connect_gloo
+from sync.gloo import connect_patient, wait_until_left
 from sync.groups import GroupConfig, ProcessGroup, WeightGroup, c10d
 from sync.manifest import dtype_name, torch_dtype
 from sync.nccl import connect_ahead
 
-_JOIN_SECONDS = 300.0
+JOIN_SECONDS = 300.0
+"""How long all ranks may take to find one another."""
 _ALIGNMENT = 16
 """Bytes. Triton compiles kernels anew for pointers that are not multiples of it."""
 
@@ -31,45 +32,50 @@ Form = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor that is sent."""
 
 
-class DeviceExchange(Exchange):
+class GroupExchange(Exchange):
     """One rank's end.
 
     Args:
-        descriptor: as for `Exchange`.
+        meeting: of the hosts.
         device: of this rank's tensors.
-        rendezvous: "file:///path" that all ranks of this engine, and nothing else, find one another by.
+        rendezvous: "file:///path", or "tcp://host:port" across machines, by which all ranks of this engine, and
+            nothing else, find one another.
     """
 
-    def __init__(self, descriptor: int, rank: int, num_ranks: int, device: torch.device, rendezvous: str) -> None:
-        super().__init__(descriptor, rank, num_ranks)
-        self._device = device
-        connect = partial(connect_ahead, device=device) if device.type == "cuda" else connect_gloo
-        self._joining = WeightGroup(GroupConfig(rendezvous, rank, num_ranks, _JOIN_SECONDS), connect)
+    def __init__(self, meeting: Meeting, device: torch.device, rendezvous: str) -> None:
+        super().__init__(meeting.rank, meeting.num_ranks)
+        self._meeting, self._device = meeting, device
+        self.window, self.window_is_shared = meeting.window, meeting.window_is_shared
+        connect = partial(connect_ahead, device=device) if device.type == "cuda" else connect_patient
+        self._joining = WeightGroup(GroupConfig(rendezvous, self.rank, self.num_ranks, JOIN_SECONDS), connect)
 
     @cached_property
     def _group(self) -> ProcessGroup:
         try:
             return self._joining.joined()
         except SyncError as problem:
-            raise BrokenTurnsError(f"the devices of the ranks are not connected: {problem}") from problem
+            raise BrokenTurnsError(f"the ranks are not connected: {problem}") from problem
+
+    def meet(self) -> None:
+        self._meeting.meet()
+
+    def agree(self, number: int) -> list[int]:
+        return self._meeting.agree(number)
 
     def break_(self) -> None:
-        super().break_()
+        self._meeting.break_()
         self._joining.leave()
 
     def gathering(self, share: Share) -> "ColumnGather":
         return ColumnGather(self, share, self.agree(share.size))
 
-    def gather_columns(self, part: Tensor, share: Share) -> Tensor:
-        raise AssertionError("parts on devices are gathered by `gathering`")
-
     def gather_rows(self, part: Tensor, first: int, num_rows: int) -> Tensor:
-        raise AssertionError("rows of experts on devices are merged")
+        whole = part.new_zeros(num_rows, part.shape[1])
+        whole[first : first + len(part)] = part
+        return self._add_zeros(whole)
 
     def merge_rows(self, rows: Tensor, own: Tensor) -> Tensor:
-        merged = torch.where(own[:, None], rows, torch.zeros_like(rows))
-        self._run(lambda group: group.allreduce([_bytes_of(merged)]))  # one rank's bytes and zeros
-        return merged
+        return self._add_zeros(torch.where(own[:, None], rows, torch.zeros_like(rows)))
 
     def add_up(self, part: Tensor) -> Tensor:
         parts = part.new_empty(self.num_ranks, *part.shape)
@@ -101,6 +107,12 @@ class DeviceExchange(Exchange):
             for (start, stop), (dtype, shape) in zip(places, forms, strict=True)
         ]
 
+    def _add_zeros(self, values: Tensor) -> Tensor:
+        """Every element's bytes from the rank that has them, where all others have zeros."""
+        if values.numel():
+            self._run(lambda group: group.allreduce([_bytes_of(values)]))
+        return values
+
     def _broadcast(self, content: Tensor) -> None:
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -108,15 +120,19 @@ class DeviceExchange(Exchange):
 
     def _run(self, launch: Callable[[ProcessGroup], Any]) -> None:
         try:
-            launch(self._group).wait()
+            work = launch(self._group)
+            if self._device.type == "cuda":
+                work.wait()
+            else:
+                wait_until_left(work, self._joining)
         except RuntimeError as problem:
-            raise BrokenTurnsError(f"the devices of the ranks are not connected any more: {problem}") from problem
+            raise BrokenTurnsError(f"the ranks are not connected any more: {problem}") from problem
 
 
 class ColumnGather(NamedTuple):
     """Gathers [..., whole] of which every rank gives its columns [..., size]."""
 
-    exchange: DeviceExchange
+    exchange: GroupExchange
     share: Share
     sizes: list[int]
     """Of every rank's columns."""

@@ -1,0 +1,33 @@
+"""Facts about a machine that the bits of results depend on."""
+
+import platform
+from collections.abc import Mapping
+
+import torch
+import transformers
+
+from rollout_engine._version import VERSION
+
+
+def made_with(device: torch.device) -> dict[str, str]:
+    """Versions of libraries, the machine's kind, and what computes there, as logs of rollouts keep them."""
+    versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    is_cpu = device.type == "cpu"
+    runs_on = torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device)
+    return {**versions, "machine": platform.machine(), "device": f"{device.type}, {runs_on}"}
+
+
+def arithmetic_of(device: torch.device) -> dict[str, str]:
+    """Facts that must be the same on every rank: each computes columns of what one machine would."""
+    facts = {"rollout_engine": VERSION} | made_with(device)
+    if device.type == "cpu":
+        facts["instruction sets"] = ", ".join(name for name, has in torch.cpu.get_capabilities().items() if has is True)
+    return facts
+
+
+def difference(facts: Mapping[str, str], others: Mapping[str, str]) -> str | None:
+    """The first fact that `others` do not share: "torch 2.13.0 here, 2.12.0 there"; None where they are the same."""
+    for name in {**facts, **others}:
+        if facts.get(name) != others.get(name):
+            return f"{name} {facts.get(name)} here, {others.get(name)} there"
+    return None

@@ -1,0 +1,78 @@
+"""The Ray actor on the node of a rank, which starts the rank's process and holds it until it ends.
+
+    rank 0   start     ── RankOrder ──> actor ── process, which connects to rank 0 by itself
+                       <── RankPlace ──
+             wait_end  <── status ────        in the concurrency group "end"
+             end       ──────────────>        in the concurrency group "control"
+
+All of it is bytes of msgpack: Ray pickles no object of ours. This module loads no model code.
+"""
+
+import subprocess
+import sys
+import threading
+
+import msgspec
+
+from rollout_engine.execution.child_process import environment_with_package, start_module
+
+_END_SECONDS = 5.0
+"""How long a rank may take to end before it is killed."""
+
+
+class RankOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The process that an actor is to start."""
+
+    module: str
+    arguments: list[str]
+    variables: dict[str, str]
+    """Of its environment, besides the actor's."""
+    import_path: list[str]
+    """`sys.path` of rank 0, where the user's modules are found."""
+
+
+class RankPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a process runs that has begun."""
+
+    pid: int
+    node_id: str
+    """Ray's id of its node."""
+
+
+class RankActor:
+    """The actor of one rank."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._has_begun = threading.Event()
+
+    def start(self, order: bytes) -> bytes:
+        """Start the process, and return as it begins. Whoever has lost the answer may call it again."""
+        import ray
+
+        given = msgspec.msgpack.decode(order, type=RankOrder)
+        sys.path.extend(entry for entry in given.import_path if entry not in sys.path)
+        with self._lock:
+            if self._process is None:
+                variables = environment_with_package() | given.variables
+                self._process = start_module(given.module, given.arguments, descriptors=(), environment=variables)
+                self._has_begun.set()
+        place = RankPlace(self._process.pid, ray.get_runtime_context().get_node_id())
+        return msgspec.msgpack.encode(place)
+
+    def wait_end(self) -> bytes:
+        """The exit status of the process, once it has ended."""
+        self._has_begun.wait()
+        assert self._process is not None, "it has begun"
+        return msgspec.msgpack.encode(self._process.wait())
+
+    def end(self) -> None:
+        """Wait for the end of the process, whose rank 0 has left it; kill it if that takes long."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

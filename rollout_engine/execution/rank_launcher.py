@@ -1,0 +1,176 @@
+"""The processes of an engine's other ranks, as rank 0 holds them, and what starts them.
+
+RankLauncher    LocalLauncher     on this machine: memory that the ranks share, and pairs of sockets
+                RemoteLauncher    on other machines: a gloo group, and sockets over TCP (`remote_ranks`)
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import torch
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.execution.child_process import environment_with_package, start_module
+from rollout_engine.execution.rank_wire import Channel, RankSettings
+from rollout_engine.kernels.cpu import turns
+from rollout_engine.model.ranks.exchange import Meeting
+from rollout_engine.model.ranks.shared_exchange import TOTAL_BYTES, SharedExchange
+
+MODULE = "rollout_engine.execution.rank_main"
+"""What a rank's process runs."""
+END_SECONDS = 5.0
+"""How long a rank may take to end before it is killed."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class Rank(ABC):
+    """One other rank: its process and the three sockets to it."""
+
+    name: str
+    """The rank and its process, for messages."""
+
+    def __init__(self, settings: RankSettings, life: Channel, steps: Channel, calls: Channel) -> None:
+        self.rank, self.life, self.steps, self.calls = settings.rank, life, steps, calls
+        self.is_started = threading.Event()
+        """Set when it has started, and when it never will."""
+        self.elements: Mapping[str, tuple[int, int]] = {}
+        """`Started.elements`, once it has started."""
+        try:
+            self.life.send(settings)
+        except OSError:
+            pass  # it has ended already, which its watch sees
+
+    @abstractmethod
+    def how_it_ended(self) -> str:
+        """Wait for the end of its process, whose socket is closed: "with status 1"."""
+
+    def end(self) -> None:
+        """End the process, and wait for it."""
+        for channel in (self.steps, self.calls, self.life):
+            channel.close()
+        self._end_process()
+
+    @abstractmethod
+    def _end_process(self) -> None:
+        """Wait for the end of the process, whose sockets are closed; kill it if that takes long."""
+
+
+class RankLauncher(ABC):
+    """Starts the ranks from 1 on."""
+
+    meeting: Meeting
+    """Rank 0's end of what the hosts exchange."""
+    rendezvous: str | None
+    """`RankSettings.rendezvous`."""
+    is_remote: bool
+    """Whether ranks may be on other machines: each has the threads of its own."""
+
+    @abstractmethod
+    def start(self, settings: Sequence[RankSettings]) -> Iterator[Rank]:
+        """Start a rank for each of the settings, which begins to load. Raises `ConfigError` where it cannot be.
+
+        Ranks that were yielded are the caller's to end.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the launcher holds; all ranks have ended."""
+
+
+class LocalRank(Rank):
+    """A child of this process."""
+
+    def __init__(self, settings: RankSettings, memory: int, num_ranks: int, environment: Mapping[str, str]) -> None:
+        """`environment`: variables that it has besides this process's."""
+        pairs = [socket.socketpair() for _ in range(3)]
+        theirs = [pair[1] for pair in pairs]
+        numbers = [memory, *(end.fileno() for end in theirs)]
+        variables = environment_with_package() | {"OMP_NUM_THREADS": str(settings.num_threads), **environment}
+        try:
+            self.process = start_module(
+                MODULE, [*map(str, numbers), str(num_ranks)], descriptors=numbers, environment=variables
+            )
+        except BaseException:
+            for pair in pairs:
+                pair[0].close()
+            raise
+        finally:
+            for end in theirs:
+                end.close()
+        self.name = f"rank {settings.rank} (process {self.process.pid})"
+        super().__init__(settings, *(Channel(pair[0]) for pair in pairs))
+
+    def how_it_ended(self) -> str:
+        return f"with status {self.process.wait()}"
+
+    def _end_process(self) -> None:
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class LocalLauncher(RankLauncher):
+    """Starts ranks on this machine."""
+
+    is_remote = False
+
+    def __init__(self, num_ranks: int, *, has_group: bool, device: torch.device) -> None:
+        """Raises `ConfigError` where ranks cannot share memory, or there are too few devices.
+
+        `has_group`: whether they exchange tensors by a process group, instead of through the memory.
+        """
+        if not turns.is_available() or not hasattr(os, "memfd_create"):
+            raise ConfigError(
+                f"tensor_parallel_size={num_ranks} needs Linux and the C++ kernels, which could not be built here. "
+                "Install g++, or leave it out."
+            )
+        self._on_device = device.type == "cuda"
+        if self._on_device:
+            _check_devices(num_ranks, torch.cuda.device_count())
+        self._memory = os.memfd_create("rollout-engine-ranks")
+        self._directory = tempfile.mkdtemp(prefix="rollout-engine-ranks-") if has_group else None
+        self.rendezvous = None if self._directory is None else f"file://{self._directory}/rendezvous"
+        try:
+            os.ftruncate(self._memory, TOTAL_BYTES)
+            self.meeting = SharedExchange(self._memory, 0, num_ranks)
+        except BaseException:
+            os.close(self._memory)
+            self.close()
+            raise
+
+    def start(self, settings: Sequence[RankSettings]) -> Iterator[Rank]:
+        try:
+            for each in settings:
+                mine = msgspec.structs.replace(each, rendezvous=self.rendezvous)
+                variables = _device_variables(each.rank) if self._on_device else {}
+                yield LocalRank(mine, self._memory, self.meeting.num_ranks, variables)
+        finally:
+            os.close(self._memory)
+
+    def close(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _device_variables(rank: int) -> dict[str, str]:
+    """Variables by which a rank's process sees one device, its own."""
+    visible = [name for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
+    return {_VISIBLE: visible[rank].strip() if visible else str(rank)}
+
+
+def _check_devices(num_ranks: int, num_devices: int) -> None:
+    if num_devices < num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks} with device='cuda' needs {num_ranks} devices, one for each rank, and "
+            f"this process sees {num_devices} ({_VISIBLE}={os.environ.get(_VISIBLE, 'not set')}). Lower it, make "
+            "more devices visible, or spread the ranks over the nodes of a Ray cluster (executor='ray')."
+        )
