@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from rollout_engine.errors import ConfigError, EngineDeadError
-from rollout_engine.execution import process_executor, remote_ranks
+from rollout_engine.execution import process_executor, rank_launcher, remote_ranks
 from rollout_engine.execution.child_process import environment_with_package, start_module
-from rollout_engine.execution.rank_launcher import MODULE
 from rollout_engine.execution.remote_ranks import TOKEN_VARIABLE, RemoteLauncher, arguments_of
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.testing import tiny_checkpoint
@@ -33,7 +32,7 @@ class Child:
 
     def __init__(self, arguments, variables):
         environment = environment_with_package() | variables
-        self.process = start_module(MODULE, arguments, descriptors=(), environment=environment)
+        self.process = start_module(rank_launcher.MODULE, arguments, descriptors=(), environment=environment)
         self.name = f"process {self.process.pid} elsewhere"
 
     def has_ended(self):

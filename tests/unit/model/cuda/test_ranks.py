@@ -22,6 +22,7 @@ from rollout_engine.model.cuda.backend import CudaBackend
 from rollout_engine.model.sampling import logit_rows
 from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing import random_adapter, tiny_checkpoint, tiny_model
+from tests.integration.test_remote_ranks import Elsewhere
 from tests.unit.model.cuda.conftest import OPTIONS
 
 pytestmark = [
@@ -250,6 +251,19 @@ def test_scores_go_on_beside_requests(engine):
         tokens = [(list(c.token_ids), c.logprobs.tobytes()) for i in ids for c in ended[i].outputs]
         found.append((scores, tokens))
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_devices_of_other_machines_say_what_one_says_before_and_after_an_update(engine, monkeypatch):
+    """Hosts that share no memory; the kernels and what devices exchange are as on one machine."""
+    one = engine(1, fields=SMALL)
+    monkeypatch.setattr(process_executor, "_launcher_of", lambda config, _: Elsewhere(config.tensor_parallel_size))
+    two = engine(2, fields=SMALL)
+    prompts = [{"prompt_token_ids": list(range(40, 53))}]
+    assert said(two, prompts) == said(one, prompts)
+    source = tiny_model("qwen3", seed=5, **SMALL)
+    assert two.update_weights(source, staging="inplace").digest == one.update_weights(source).digest
+    assert said(two, prompts) == said(one, prompts)
 
 
 @pytest.mark.slow
