@@ -1,6 +1,6 @@
 """Two ranks with a thread each beside one process with two threads: tokens per second in turns, and memory.
 
-    python -m tests.benchmarks.ranks [--rounds 5] [--dtype float32]
+    python -m tests.benchmarks.ranks [--rounds 5] [--dtype float32] [--executor ray]
     python -m tests.benchmarks.ranks --memory [--dtype float32] [--layers 12]
 
 A model as large as M of the other benchmarks generates for 32 prompts; ratios compare rounds that follow one another.
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--layers", type=int, default=M["num_hidden_layers"])
+    parser.add_argument("--executor", choices=["process", "ray"], default="process", help="where the other rank runs")
     parser.add_argument("--memory", action="store_true", help="print memory, not speed")
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)  # of the engine whose memory this program measures
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
@@ -55,11 +56,11 @@ def main() -> None:
         if arguments.memory:
             _compare_memory(path, arguments.dtype)
         else:
-            _compare_speed(path, arguments.dtype, arguments.rounds)
+            _compare_speed(path, arguments.dtype, arguments.rounds, arguments.executor)
 
 
-def _compare_speed(path: str, dtype: str, num_rounds: int) -> None:
-    two = _engine(path, 2, dtype, num_threads=1)
+def _compare_speed(path: str, dtype: str, num_rounds: int, executor: str) -> None:
+    two = _engine(path, 2, dtype, num_threads=1, executor=executor)
     one = _engine(path, 1, dtype, num_threads=2)
     try:
         print(two.collective_rpc("get_memory_usage"), one.collective_rpc("get_memory_usage"))
@@ -70,9 +71,9 @@ def _compare_speed(path: str, dtype: str, num_rounds: int) -> None:
         one.shutdown()
 
 
-def _engine(path: str, num_ranks: int, dtype: str, num_threads: int) -> LLM:
+def _engine(path: str, num_ranks: int, dtype: str, num_threads: int, executor: str = "auto") -> LLM:
     options = dict(dtype=dtype, skip_tokenizer_init=True, log_stats=False, num_kv_blocks=1024)
-    return LLM(path, tensor_parallel_size=num_ranks, num_threads=num_threads, **options)
+    return LLM(path, tensor_parallel_size=num_ranks, num_threads=num_threads, executor=executor, **options)
 
 
 def _compare_memory(path: str, dtype: str) -> None:
