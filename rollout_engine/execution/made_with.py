@@ -8,6 +8,9 @@ import transformers
 
 from rollout_engine._version import VERSION
 
+_COMPUTING = ("avx", "amx", "fma", "f16c", "bf16", "i8mm", "neon", "sve", "sme")
+"""How the names of instruction sets begin, as torch gives them, by which products are computed."""
+
 
 def made_with(device: torch.device) -> dict[str, str]:
     """Versions of libraries, the machine's kind, and what computes there, as logs of rollouts keep them."""
@@ -21,13 +24,19 @@ def arithmetic_of(device: torch.device) -> dict[str, str]:
     """Facts that must be the same on every rank: each computes columns of what one machine would."""
     facts = {"rollout_engine": VERSION} | made_with(device)
     if device.type == "cpu":
-        facts["instruction sets"] = ", ".join(name for name, has in torch.cpu.get_capabilities().items() if has is True)
+        sets = ((name, has) for name, has in torch.cpu.get_capabilities().items() if name.startswith(_COMPUTING))
+        facts |= {f"instruction set {name}": "yes" if has else "no" for name, has in sets}
     return facts
 
 
+def device_id(device: torch.device) -> str:
+    """The id of a GPU among all machines; "" for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
 def difference(facts: Mapping[str, str], others: Mapping[str, str]) -> str | None:
-    """The first fact that `others` do not share: "torch 2.13.0 here, 2.12.0 there"; None where they are the same."""
+    """The first fact that `others` do not share, as "torch 2.13.0 here, torch 2.12.0 there"; None where all agree."""
     for name in {**facts, **others}:
         if facts.get(name) != others.get(name):
-            return f"{name} {facts.get(name)} here, {others.get(name)} there"
+            return f"{name} {facts.get(name)} here, {name} {others.get(name)} there"
     return None

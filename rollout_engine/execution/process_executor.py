@@ -12,11 +12,11 @@ from rollout_engine.errors import RPCError
 from rollout_engine.execution.device_rank_team import DeviceRankTeam
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.leading_worker import LeadingWorker
-from rollout_engine.execution.made_with import arithmetic_of
 from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.rank_launcher import LocalLauncher, RankLauncher
 from rollout_engine.execution.rank_team import RankTeam
-from rollout_engine.execution.rank_wire import CallExtension, pack_value
+from rollout_engine.execution.rank_values import pack_value
+from rollout_engine.execution.rank_wire import CallExtension, Joined
 from rollout_engine.execution.ray_ranks import RayLauncher
 from rollout_engine.execution.team_adapters import TeamAdapters
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
@@ -56,7 +56,7 @@ class ProcessExecutor(InlineExecutor):
             launcher.close()
             raise
         kind = RankTeam if device.is_host else DeviceRankTeam
-        team = kind(config, launcher, exchange, arithmetic_of(device.torch_device))
+        team = kind(config, launcher, exchange, Joined.of(device.torch_device))
         try:
             with _named(team):
                 worker = LeadingWorker(config, team)

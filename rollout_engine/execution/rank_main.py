@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from rollout_engine.execution.made_with import arithmetic_of
+from rollout_engine.execution.rank_values import pack_value
 from rollout_engine.execution.rank_wire import (
     CallMessage,
     Channel,
@@ -24,7 +24,6 @@ from rollout_engine.execution.rank_wire import (
     RankSettings,
     Started,
     StepMessage,
-    pack_value,
 )
 from rollout_engine.execution.rank_worker import RankWorker
 from rollout_engine.execution.remote_ranks import Channels, connect, place_of
@@ -52,7 +51,7 @@ def serve(memory: int | None, life: Channel, steps: Channel, calls: Channel, num
     else:
         sys.path[:] = settings.import_path
     try:
-        life.send(Joined(arithmetic_of(device_of(settings.config).torch_device)))
+        life.send(Joined.of(device_of(settings.config).torch_device))
         seat = Seat(_exchange(settings, memory, num_ranks))
     except BaseException as error:
         life.send(Failed.of(error))

@@ -15,6 +15,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.execution.made_with import difference
 from rollout_engine.execution.rank_launcher import Rank, RankLauncher
+from rollout_engine.execution.rank_values import rows_bytes, unpack_value
 from rollout_engine.execution.rank_wire import (
     CallMessage,
     CopyBlocks,
@@ -27,8 +28,6 @@ from rollout_engine.execution.rank_wire import (
     RankSettings,
     Started,
     StepMessage,
-    rows_bytes,
-    unpack_value,
 )
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.ranks.exchange import Exchange
@@ -38,7 +37,7 @@ from sync.manifest import dtype_name
 
 logger = logging.getLogger("rollout_engine")
 
-_END_SECONDS = 5.0
+_NOTICE_SECONDS = 15.0
 """How long the end of a rank may take to be noticed, once its effect is."""
 
 
@@ -48,17 +47,16 @@ class RankTeam:
     When one ends, whoever waits for it anywhere fails with `EngineDeadError`, which names it.
     """
 
-    def __init__(
-        self, config: EngineConfig, launcher: RankLauncher, exchange: Exchange, arithmetic: Mapping[str, str]
-    ) -> None:
+    def __init__(self, config: EngineConfig, launcher: RankLauncher, exchange: Exchange, own: Joined) -> None:
         """Start the processes; each begins to load. Raises `ConfigError` where that is not possible.
 
         Args:
             launcher: the team's from now on, also where this fails.
             exchange: rank 0's end.
-            arithmetic: `made_with.arithmetic_of` rank 0, and of every other rank, or none goes on.
+            own: what rank 0 computes with. Others compute with the same, on other devices, or none goes on.
         """
-        self._launcher, self.exchange, self._arithmetic = launcher, exchange, arithmetic
+        self._launcher, self.exchange = launcher, exchange
+        self._joined = {"rank 0": own}
         self.num_ranks = exchange.num_ranks
         own_threads = torch.get_num_threads() if launcher.is_remote else torch.get_num_threads() // self.num_ranks
         self.num_threads = config.num_threads or max(1, own_threads)
@@ -100,7 +98,7 @@ class RankTeam:
 
     def raise_error(self, effect: Exception | None = None) -> NoReturn:
         """Raise the error of the rank that has ended or failed, of which the caller has seen an `effect`."""
-        self._has_failed.wait(_END_SECONDS)
+        self._has_failed.wait(_NOTICE_SECONDS)
         self.require_alive()
         seen = "" if effect is None else f" ({effect})"
         raise EngineDeadError(f"A step or call of the ranks failed, and they cannot go on{seen}: make a new engine.")
@@ -198,13 +196,33 @@ class RankTeam:
         except OSError:
             self.raise_error()
 
+    def _require_fit(self, name: str, joined: Joined) -> None:
+        """End all where a rank does not fit the others."""
+        with self._changing:
+            others, self._joined = dict(self._joined), {**self._joined, name: joined}
+        if (found := difference(others["rank 0"].arithmetic, joined.arithmetic)) is not None:
+            self.fail(
+                ConfigError(
+                    f"{name} does not compute as rank 0 does ({found}), so log-probs would not be those of one "
+                    "process. Use the same versions, and machines of one kind, for all ranks."
+                )
+            )
+        for other, its in others.items():
+            if joined.device and joined.device == its.device:
+                self.fail(
+                    ConfigError(
+                        f"{name} and {other} have the same GPU ({joined.device}). Ray does not know of a GPU that a "
+                        "program uses outside of it: run the engine in an actor or a task with num_gpus=1, or as a "
+                        "replica (placement='ray'), which does so."
+                    )
+                )
+
     def _watch(self, rank: Rank) -> None:
         """Wait for the end of a rank, on a thread of its own."""
         try:
             answer = rank.life.receive(Joined | Failed)
             if isinstance(answer, Joined):
-                if (found := difference(self._arithmetic, answer.arithmetic)) is not None:
-                    self.fail(_other_arithmetic(rank, found))
+                self._require_fit(rank.name, answer)
                 answer = rank.life.receive(Started | Failed)
             if isinstance(answer, Started):
                 rank.elements = answer.elements
@@ -214,13 +232,6 @@ class RankTeam:
         except (EOFError, OSError, msgspec.MsgspecError):
             if not self._is_closing:
                 self.fail(EngineDeadError(f"{rank.name} has ended {rank.how_it_ended()}."))
-
-
-def _other_arithmetic(rank: Rank, found: str) -> ConfigError:
-    return ConfigError(
-        f"{rank.name} does not compute as rank 0 does ({found}), so log-probs would not be those of one process. Use "
-        "the same versions, and machines of one kind, for all ranks."
-    )
 
 
 def _named_elsewhere(config: EngineConfig) -> EngineConfig:

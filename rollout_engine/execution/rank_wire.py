@@ -16,17 +16,12 @@ from traceback import format_exception
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
-from torch import Tensor
 
 from rollout_engine import errors
 from rollout_engine.config import EngineConfig
-from rollout_engine.kernels.adapters import AdapterRows
-from sync.digests import tensor_bytes
-from sync.manifest import dtype_name, torch_dtype
-
-_ARRAY, _TENSOR = 1, 2
+from rollout_engine.execution.made_with import arithmetic_of, device_id
+from rollout_engine.execution.rank_values import RowsBytes
 
 
 class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +43,13 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
 
     arithmetic: dict[str, str]
     """Of `made_with.arithmetic_of`."""
+    device: str
+    """Of `made_with.device_id`."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Joined":
+        """The message of a rank that computes on this device."""
+        return cls(arithmetic_of(device), device_id(device))
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
@@ -93,10 +95,6 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
         if issubclass(kind, errors.RPCError):
             return kind(self.text, method=self.method, rank=self.rank, traceback=self.traceback)
         return kind(self.text)
-
-
-RowsBytes = tuple[bytes, bytes, bytes]
-"""The arrays of `AdapterRows`."""
 
 
 class Forward(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -345,45 +343,3 @@ def _close_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_all)
-
-
-def rows_bytes(rows: AdapterRows | None) -> RowsBytes | None:
-    """Rows with adapters as they are sent."""
-    return None if rows is None else (rows.rows.tobytes(), rows.slots.tobytes(), rows.blocks.tobytes())
-
-
-def rows_of(content: RowsBytes | None) -> AdapterRows | None:
-    """The rows that `rows_bytes` gave."""
-    if content is None:
-        return None
-    rows, slots, blocks = (np.frombuffer(bytearray(each), np.int32) for each in content)
-    return AdapterRows(rows, slots, blocks.reshape(-1, 3))
-
-
-def pack_value(value: Any) -> bytes:
-    """Encode a value with arrays and tensors in it. Raises `TypeError` for what cannot be sent."""
-    return msgspec.msgpack.encode(value, enc_hook=_encoded)
-
-
-def unpack_value(body: bytes) -> Any:
-    """Decode a value; structs arrive as dicts, tuples as lists."""
-    return msgspec.msgpack.decode(body, ext_hook=_decoded)
-
-
-def _encoded(value: Any) -> msgspec.msgpack.Ext:
-    if isinstance(value, np.ndarray):
-        tensor, code = torch.from_numpy(np.ascontiguousarray(value)), _ARRAY
-    elif isinstance(value, Tensor):
-        tensor, code = value.detach().cpu().contiguous(), _TENSOR
-    else:
-        raise TypeError(f"a {type(value).__name__} cannot be sent to another rank")
-    header = msgspec.msgpack.encode((dtype_name(tensor.dtype), tuple(tensor.shape)))
-    return msgspec.msgpack.Ext(code, len(header).to_bytes(4, "little") + header + bytes(tensor_bytes(tensor)))
-
-
-def _decoded(code: int, data: memoryview) -> Any:
-    end = 4 + int.from_bytes(data[:4], "little")
-    name, shape = msgspec.msgpack.decode(data[4:end], type=tuple[str, tuple[int, ...]])
-    values = torch.frombuffer(bytearray(data[end:]) or bytearray(8), dtype=torch_dtype(name))
-    tensor = values[: int(np.prod(shape))].view(shape)
-    return tensor if code == _TENSOR else tensor.numpy()

@@ -12,6 +12,7 @@ from torch import Tensor
 from rollout_engine.errors import LifecycleError
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.rank_parts import RankParts
+from rollout_engine.execution.rank_values import rows_of, unpack_value
 from rollout_engine.execution.rank_wire import (
     CallExtension,
     CallMessage,
@@ -40,8 +41,6 @@ from rollout_engine.execution.rank_wire import (
     StartWeights,
     StepMessage,
     WriteShard,
-    rows_of,
-    unpack_value,
 )
 from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.team_adapters import RankAdapters

@@ -19,6 +19,8 @@ import torch
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.execution import process_executor, rank_launcher, remote_ranks
 from rollout_engine.execution.child_process import environment_with_package, start_module
+from rollout_engine.execution.rank_team import RankTeam
+from rollout_engine.execution.rank_wire import Joined
 from rollout_engine.execution.remote_ranks import TOKEN_VARIABLE, RemoteLauncher, arguments_of
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.testing import tiny_checkpoint
@@ -184,10 +186,30 @@ def test_a_rank_that_cannot_connect_is_named(elsewhere, monkeypatch, checkpoint)
 @pytest.mark.slow
 def test_ranks_that_compute_otherwise_are_refused(elsewhere, monkeypatch, checkpoint):
     """A rank of another torch, or another CPU, would give other bits."""
-    facts = process_executor.arithmetic_of(torch.device("cpu"))
-    monkeypatch.setattr(process_executor, "arithmetic_of", lambda device: facts | {"torch": "1.0"})
-    with pytest.raises(ConfigError, match=rf"rank 1 .*torch 1\.0 here, {re.escape(facts['torch'])} there"):
+    own = Joined.of(torch.device("cpu"))
+    other = Joined(own.arithmetic | {"torch": "1.0"}, "")
+    monkeypatch.setattr(Joined, "of", lambda device: other)
+    found = rf"rank 1 .*torch 1\.0 here, torch {re.escape(own.arithmetic['torch'])} there"
+    with pytest.raises(ConfigError, match=found):
         started(checkpoint, 2)
+
+
+@pytest.mark.parametrize(("facts", "devices", "match"), [
+    ({"instruction set avx512_f": "yes"}, "AB", r"rank 1 does not .*instruction set avx512_f no here, .* yes there"),
+    ({}, "AA", r"rank 1 and rank 0 have the same GPU \(A\)"),
+    ({}, "AB", None),
+    ({}, ("", ""), None),
+])  # fmt: skip
+def test_ranks_that_do_not_fit_are_refused(facts, devices, match):
+    team, failures = object.__new__(RankTeam), []
+    arithmetic = {"torch": "2.13.0", "instruction set avx512_f": "no"}
+    team._joined, team._changing, team.fail = (
+        {"rank 0": Joined(arithmetic, devices[0])},
+        threading.Lock(),
+        failures.append,
+    )
+    team._require_fit("rank 1", Joined(arithmetic | facts, devices[1]))
+    assert len(failures) == (match is not None) and all(re.search(match, str(each)) for each in failures)
 
 
 @pytest.mark.slow
