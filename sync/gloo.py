@@ -4,6 +4,8 @@ Its group is its own: it neither needs nor disturbs the trainer's default group.
 is on the loopback interface; otherwise on the one that leads to the rendezvous.
 """
 
+import ctypes
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -13,8 +15,6 @@ from sync.groups import GroupConfig, ProcessGroup, Store, WeightGroup, Work, c10
 
 _NEVER_SECONDS = 1e6
 _LOOK_SECONDS = 0.2
-_LEFT_STEPS: list[Work] = []
-"""Steps that were left: torch would wait for their end where one is freed."""
 BUCKET_BYTES = 16 << 20
 """Default size of a bucket. A larger tensor travels alone."""
 
@@ -54,11 +54,13 @@ def connect_patient(store: Store, config: GroupConfig) -> ProcessGroup:
     return connect_gloo(store, config, step_seconds=_NEVER_SECONDS)
 
 
-def wait_until_left(work: Work, group: WeightGroup) -> None:
-    """Wait for a step of a patient group, until this rank leaves it, which does not end the step.
+def run_patiently(group: WeightGroup, launch: Callable[[ProcessGroup], Work]) -> None:
+    """Run a step of a patient group, until this rank leaves the group, which does not end the step.
 
-    Raises `RuntimeError` where the step fails, or is left.
+    Raises `SyncError` where the group is not there, and `RuntimeError` where the step fails, or is left.
     """
+    backend = group.joined()
+    work = launch(backend)
     while True:
         try:
             work.wait(timedelta(seconds=_LOOK_SECONDS))
@@ -67,7 +69,7 @@ def wait_until_left(work: Work, group: WeightGroup) -> None:
             if work.is_completed():
                 raise
             if group.has_left:
-                _LEFT_STEPS.append(work)
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))  # never freed: that would wait for the step's end
                 raise RuntimeError("this rank has left a step that its peers did not end") from None
 
 

@@ -6,7 +6,7 @@ so none is rounded. Numbers and barriers of the hosts are a `Meeting`'s.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.ranks.exchange import Exchange, Meeting
 from rollout_engine.model.ranks.share import Share
 from sync.errors import SyncError
-from sync.gloo import connect_patient, wait_until_left
+from sync.gloo import connect_patient, run_patiently
 from sync.groups import GroupConfig, ProcessGroup, WeightGroup, c10d
 from sync.manifest import dtype_name, torch_dtype
 from sync.nccl import connect_ahead
@@ -48,13 +48,6 @@ class GroupExchange(Exchange):
         self.window, self.window_is_shared = meeting.window, meeting.window_is_shared
         connect = partial(connect_ahead, device=device) if device.type == "cuda" else connect_patient
         self._joining = WeightGroup(GroupConfig(rendezvous, self.rank, self.num_ranks, JOIN_SECONDS), connect)
-
-    @cached_property
-    def _group(self) -> ProcessGroup:
-        try:
-            return self._joining.joined()
-        except SyncError as problem:
-            raise BrokenTurnsError(f"the ranks are not connected: {problem}") from problem
 
     def meet(self) -> None:
         self._meeting.meet()
@@ -120,13 +113,12 @@ class GroupExchange(Exchange):
 
     def _run(self, launch: Callable[[ProcessGroup], Any]) -> None:
         try:
-            work = launch(self._group)
             if self._device.type == "cuda":
-                work.wait()
+                launch(self._joining.joined()).wait()
             else:
-                wait_until_left(work, self._joining)
-        except RuntimeError as problem:
-            raise BrokenTurnsError(f"the ranks are not connected any more: {problem}") from problem
+                run_patiently(self._joining, launch)
+        except (SyncError, RuntimeError) as problem:
+            raise BrokenTurnsError(f"the ranks are not connected: {problem}") from problem
 
 
 class ColumnGather(NamedTuple):

@@ -1,15 +1,13 @@
 """Numbers and barriers that ranks on several machines exchange by a gloo group of their hosts."""
 
-from functools import cached_property
-
 import torch
 
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.ranks.exchange import WINDOW_BYTES, Meeting
 from rollout_engine.model.ranks.group_exchange import JOIN_SECONDS
 from sync.errors import SyncError
-from sync.gloo import connect_patient, wait_until_left
-from sync.groups import GroupConfig, ProcessGroup, WeightGroup
+from sync.gloo import connect_patient, run_patiently
+from sync.groups import GroupConfig, WeightGroup
 
 
 class GroupMeeting(Meeting):
@@ -31,19 +29,12 @@ class GroupMeeting(Meeting):
 
     def agree(self, number: int) -> list[int]:
         found = torch.empty(self.num_ranks, dtype=torch.int64)
+        own = torch.tensor([number], dtype=torch.int64)
         try:
-            work = self._group._allgather_base(found, torch.tensor([number], dtype=torch.int64))
-            wait_until_left(work, self._joining)
-        except RuntimeError as problem:
-            raise BrokenTurnsError(f"the hosts of the ranks are not connected any more: {problem}") from problem
+            run_patiently(self._joining, lambda group: group._allgather_base(found, own))
+        except (SyncError, RuntimeError) as problem:
+            raise BrokenTurnsError(f"the hosts of the ranks are not connected: {problem}") from problem
         return [int(each) for each in found]
 
     def break_(self) -> None:
         self._joining.leave()
-
-    @cached_property
-    def _group(self) -> ProcessGroup:
-        try:
-            return self._joining.joined()
-        except SyncError as problem:
-            raise BrokenTurnsError(f"the hosts of the ranks are not connected: {problem}") from problem
