@@ -39,7 +39,6 @@ struct Arguments {
     int64_t* outcomes;   // [sequences]
     int64_t* refused;    // [sequences], which of its tokens was refused
     double* seconds;     // [sequences], at the slowest place
-    uint8_t* was_refused;  // [sequences], whether its last token that was tried may not come
     int64_t threads;
 };
 
@@ -101,14 +100,11 @@ class Sequence {
         return outcome == FOLLOWED ? num_visited : 0;
     }
 
-    // Whether a token may come where the matcher stands; a negative one may not. `mask` is filled where it may not. To
-    // ask for the token alone is faster where it may come, so where the last one could not, the mask is asked at once.
+    // Whether a token may come where the matcher stands; a negative one may not. `mask` is filled where it may not.
     Verdict judge(int64_t token, uint32_t* mask) {
-        if (token >= 0 && !a.was_refused[index] && allows((uint32_t)token)) return ALLOWED;
+        if (token >= 0 && allows((uint32_t)token)) return ALLOWED;
         if (!fill(mask)) return BROKEN;
-        const bool is_allowed = token >= 0 && has(mask, (uint32_t)token);
-        a.was_refused[index] = token >= 0 && !is_allowed;
-        return is_allowed ? ALLOWED : NOT_ALLOWED;
+        return token >= 0 && has(mask, (uint32_t)token) ? ALLOWED : NOT_ALLOWED;
     }
 
     const int64_t num_drafted, first_place;

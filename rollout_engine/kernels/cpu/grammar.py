@@ -53,7 +53,7 @@ class _Arguments(ctypes.Structure):
         *((name, c_void_p) for name in ("plain_bits", "first_places")),
         ("words", c_int64),
         ("max_seconds", c_double),
-        *((name, c_void_p) for name in ("outcomes", "refused", "seconds", "was_refused")),
+        *((name, c_void_p) for name in ("outcomes", "refused", "seconds")),
         ("threads", c_int64),
     ]
 
@@ -110,8 +110,7 @@ class Matchers:
         self._num_threads = min(count, torch.get_num_threads())
         self._scratch = np.empty((self._num_threads, len(plain)), np.uint32)
         self._found = Followed(count)
-        was_refused = np.zeros(count, np.uint8)
-        self._alive = functions, addresses, bits, plain, drafted, firsts, was_refused
+        self._alive = functions, addresses, bits, plain, drafted, firsts
         self._args = _Arguments(
             functions=array_address("functions", functions, place, (len(FUNCTIONS),)),
             sequences=count,
@@ -125,7 +124,6 @@ class Matchers:
             outcomes=self._found.outcomes.ctypes.data,
             refused=self._found.refused.ctypes.data,
             seconds=self._found.seconds.ctypes.data,
-            was_refused=was_refused.ctypes.data,
             threads=self._num_threads,
         )
         self._restriction = _Restriction(grammars=ctypes.addressof(self._args), masks=self._scratch.ctypes.data)
