@@ -52,37 +52,36 @@ class RayLauncher(RemoteLauncher):
                 self._bundle, num_ranks - 1, self._name, _PLACE_SECONDS, asked=asked
             )
             super().__init__(self._cluster.ray.util.get_node_ip_address(), num_ranks)
+            self._actors = {rank: self._actor(rank) for rank in range(1, num_ranks)}  # their processes begin together
         except BaseException:
             self._leave()
             raise
 
     def begin(self, settings: RankSettings, place: Rendezvous) -> RemoteProcess:
-        name = f"{self._name}-{settings.rank}"
-        actor = self._actor(name, settings.rank - 1)
-        try:
-            return _RayProcess(self._cluster, actor, name, self._order(settings, place))
-        except BaseException:
-            with suppress(Exception):
-                self._cluster.ray.kill(actor, no_restart=True)
-            raise
+        actor, name = self._actors[settings.rank], self._name_of(settings.rank)
+        return _RayProcess(self._cluster, actor, name, self._order(settings, place))
 
     def close(self) -> None:
         super().close()
         self._leave()
 
     def _leave(self) -> None:
+        """Free the room, which ends the actors there."""
         if self._group is not None:
             with suppress(self._cluster.ray.exceptions.RayError):
                 self._cluster.release(self._group)
         self._cluster.leave()
 
-    def _actor(self, name: str, bundle_index: int) -> Any:
+    def _name_of(self, rank: int) -> str:
+        return f"{self._name}-{rank}"
+
+    def _actor(self, rank: int) -> Any:
         ray = self._cluster.ray
         scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=bundle_index
+            self._group, placement_group_bundle_index=rank - 1
         )
         options = dict(
-            name=name,
+            name=self._name_of(rank),
             namespace=_NAMESPACE,
             num_cpus=self._bundle.num_cpus,
             num_gpus=self._bundle.num_devices,
@@ -107,15 +106,15 @@ class _RayProcess:
         self._has_ended = False
         place = self._begun(order)
         self.name = f"process {place.pid} on node {cluster.node_name(place.node_id)}"
-        self._end = actor.wait_end.options(concurrency_group=_END).remote()
+        self._status = actor.wait_end.options(concurrency_group=_END).remote()
 
     def has_ended(self) -> bool:
-        ready, _ = self._cluster.ray.wait([self._end], timeout=0)
+        ready, _ = self._cluster.ray.wait([self._status], timeout=0)
         return bool(ready)
 
     def how_it_ended(self) -> str:
         try:
-            return f"with status {read_answer(self._cluster.ray, self._end, _ANSWER_SECONDS, int, self._name)}"
+            return f"with status {read_answer(self._cluster.ray, self._status, _ANSWER_SECONDS, int, self._name)}"
         except (TimeoutError, RetryableError):
             return "or its node cannot be reached"
         except (EngineDeadError, ConfigError) as problem:

@@ -14,6 +14,7 @@ from rollout_engine.execution.rank_launcher import MODULE
 from rollout_engine.testing import tiny_model
 from tests.ray.conftest import running_in
 from tests.ray.running import OPTIONS, actors, groups, lives, refused, scenario, settle, two_nodes
+from tests.ray.service import all_serve, read_all, service, truth
 
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 6, 7], list(range(9, 40)))]
 PARAMS = SamplingParams(temperature=1.0, max_tokens=12, n=2, logprobs=0, seed=3, ignore_eos=True)
@@ -85,3 +86,17 @@ def rank_pids(engine):
     marked = [process.pid for process in running_in(Path(os.environ["TMPDIR"]).parent) if MODULE in process.cmdline()]
     assert len(marked) == len(engine.llm_engine.frontend.client.driver.executor._team.elements)
     return marked
+
+
+@scenario
+def a_replica_on_ray_has_ranks_on_ray(config):
+    """The replica reserves its rank 0 alone, and its core, a child of an actor, finds the cluster."""
+
+    async def run(engine):
+        await all_serve(engine)
+        assert len(actors("ALIVE")) >= 2 and len(groups("CREATED")) == 2
+        return await read_all(engine), await engine.collective_rpc("get_weight_digest")
+
+    with two_nodes(num_cpus=2), service(config, num_replicas=1, tensor_parallel_size=2, executor="ray") as engine:
+        found, digests = asyncio.run(run(engine))
+    assert found == truth(config.model) and len(digests[0]) == 2

@@ -33,3 +33,8 @@ def test_ranks_of_a_core_join_the_cluster_of_its_client(run_scenarios):
 @pytest.mark.slow
 def test_ranks_that_find_no_room_are_refused(run_scenarios):
     run_scenarios("ranks_that_find_no_room_are_refused")
+
+
+@pytest.mark.slow
+def test_a_replica_on_ray_has_ranks_on_ray(run_scenarios):
+    run_scenarios("a_replica_on_ray_has_ranks_on_ray")
