@@ -16,6 +16,7 @@ from tests.ray.running import (
     SMALL,
     actors,
     changed,
+    expect_gone,
     generated,
     groups,
     node_name,
@@ -24,6 +25,26 @@ from tests.ray.running import (
     settle,
     small_cluster,
 )
+
+
+@scenario
+def two_replicas_start_at_once_and_compute_the_same(config):
+    provider = RayProvider()
+    provider.check(2, config)
+    with ThreadPoolExecutor(2) as pool:
+        replicas = list(pool.map(lambda index: provider.start(index, config), range(2)))
+    clients = [replica.client for replica in replicas]
+    assert len({client.pid for client in clients}) == len({client.address for client in clients}) == 2
+    assert generated(clients[0]) == generated(clients[1])
+    assert len(actors("ALIVE")) == len(groups("CREATED")) == 2
+    replicas[0].end()
+    replicas[0].end()
+    settle(lambda: len(actors("ALIVE")) == len(groups("CREATED")) == 1, "an ended replica leaves its place")
+    assert generated(clients[1]), "the other one serves on"
+    provider.shutdown()
+    provider.shutdown()
+    assert not ray.is_initialized()
+    expect_gone(*clients)
 
 
 @scenario
