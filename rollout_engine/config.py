@@ -305,11 +305,6 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f'{mine} on device="cuda" needs deterministic=True: drafted tokens are computed several in one step, '
                 "and without it rows of other steps round otherwise. Give it, or set speculation='off'."
             )
-        if is_device and self.speculates is not None and self.speculates.draft_model is not None:
-            raise ConfigError(
-                f'draft_model={self.speculates.draft_model!r} and device="cuda" are both set: a draft model runs on a '
-                "CPU, beside a policy that does. Leave draft_model out: rollouts and n-grams draft."
-            )
         found = {"deterministic=False": self.deterministic is False}
         found["async_scheduling=True"] = self.async_scheduling is True
         for other, is_set in found.items():

@@ -1,7 +1,8 @@
 """The draft model at work: its weights, its KV pool, its steps, and what these cost."""
 
+from collections.abc import Callable
+
 import msgspec
-import torch
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, DirtyWeightsError, refused
@@ -10,48 +11,44 @@ from rollout_engine.execution.step_costs import measure_steps
 from rollout_engine.locations import find_directory
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.backend import Backend
-from rollout_engine.model.cpu.backend import CpuBackend
-from rollout_engine.model.kv_size import bytes_per_block, cap_model_len
+from rollout_engine.model.backends import Device
+from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, cap_model_len
 from rollout_engine.model.loading.loader import load_model
 from rollout_engine.model.loading.vocabulary import first_difference
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.speculation_config import DraftInfo
 
-_SHARE_OF_POOL = 8
-"""The draft model's KV pool has this part of the bytes of the policy's."""
 _LEAST_BLOCKS = 2
 
 
 class DraftWorker:
-    """The model that `SpeculationConfig.draft_model` names, on the CPU, by the policy's own kernels.
+    """The model that `SpeculationConfig.draft_model` names, where the policy is, by the policy's own kernels.
 
-    Its rows need not be independent, since nothing of it is seen but drafts; where its linears allow it, they are.
+    Its rows need not be independent, since nothing of it is seen but drafts; on a CPU they are where its linears allow
+    it, on a device they are not.
     """
 
-    def __init__(self, config: EngineConfig, policy: LoadedModel, policy_backend: Backend) -> None:
-        """Raises `ConfigError` for a model that cannot be loaded or served, or has another vocabulary."""
-        speculation = config.speculates
-        assert speculation is not None and speculation.draft_model is not None, "a draft model is configured"
-        self.name = speculation.draft_model
-        own = msgspec.structs.replace(
-            config, model=self.name, tokenizer=None, deterministic="auto", fp32_head=False, speculation="off",
-            tensor_parallel_size=1, quantization=None, max_model_len=None, kv_cache_bytes=None, num_kv_blocks=None,
-            load_format="dummy" if config.load_format == "dummy" else "auto",
-        )  # fmt: skip
-        try:
-            loaded = load_model(own)
-        except ConfigError as problem:
-            raise ConfigError(f"speculation.draft_model: {problem}") from None
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel, device: Device, policy: LoadedModel, policy_backend: Backend
+    ) -> None:
+        """`loaded`: by `load_draft`. Raises `ConfigError` for a model of another vocabulary, or one not served."""
+        speculation, own = config.speculates, _own_config(config)
+        assert speculation is not None, "a draft model is configured"
+        self.name = own.model
         self._check_vocabulary(config, loaded, policy)
         num_blocks = _num_blocks(config, speculation.draft_kv_cache_bytes, loaded, policy, policy_backend.num_blocks)
-        backend = CpuBackend(msgspec.structs.replace(own, num_kv_blocks=num_blocks), loaded, ())
-        self._runner = backend.runner
-        self._weights = ResidentWeights(loaded, backend, torch.device("cpu"))
+        backend = device.backend(msgspec.structs.replace(own, num_kv_blocks=num_blocks), loaded, ())
+        self._runner = runner = backend.runner
+        self._run: Callable[[SchedulerOutput], ModelRunnerOutput] = runner.execute
+        max_rows = min(num_blocks, config.max_num_batched_tokens)
+        if backend.runs_ahead:
+            self._run, max_rows = (lambda work: runner.submit(work)()), min(max_rows, config.max_num_seqs)
+        self._weights = ResidentWeights(loaded, backend, device.torch_device)
         self.updater = self._weights.updater
         self.info = DraftInfo(
             num_blocks=num_blocks,
             max_model_len=cap_model_len(own, loaded.max_model_len, num_blocks),
-            step_seconds=measure_steps(self._runner.execute, min(num_blocks, config.max_num_batched_tokens)),
+            step_seconds=measure_steps(self._run, max_rows),
         )
         self.choices = f"draft model {type(loaded.module).__name__} from {self.name}: {backend.choices}"
 
@@ -59,8 +56,7 @@ class DraftWorker:
         """Run a step. Raises `DirtyWeightsError` while the weights are incomplete or forgotten."""
         if self.updater.dirty and work.scheduled:
             raise DirtyWeightsError.for_verb("a step of the draft model", forgotten=self.updater.forgotten)
-        output: ModelRunnerOutput = self._runner.execute(work)
-        return output
+        return self._run(work)
 
     def release_kv(self) -> None:
         """Give the memory of all KV back to the system."""
@@ -95,6 +91,30 @@ class DraftWorker:
             raise ConfigError(f"{what}: {difference}. {advice}")
 
 
+def load_draft(config: EngineConfig, device: Device) -> LoadedModel | None:
+    """The weights of the draft model that `config` names, on the policy's device; None where it names none.
+
+    On a device they are loaded before the policy's KV pool takes what is left. Raises `ConfigError`.
+    """
+    if config.speculates is None or config.speculates.draft_model is None:
+        return None
+    try:
+        return load_model(_own_config(config), device.torch_device)
+    except ConfigError as problem:
+        raise ConfigError(f"speculation.draft_model: {problem}") from None
+
+
+def _own_config(config: EngineConfig) -> EngineConfig:
+    """The draft model's configuration."""
+    speculation = config.speculates
+    assert speculation is not None and speculation.draft_model is not None, "a draft model is configured"
+    return msgspec.structs.replace(
+        config, model=speculation.draft_model, tokenizer=None, deterministic="auto", fp32_head=False, speculation="off",
+        tensor_parallel_size=1, executor="auto", quantization=None, max_model_len=None, kv_cache_bytes=None,
+        num_kv_blocks=None, load_format="dummy" if config.load_format == "dummy" else "auto",
+    )  # fmt: skip
+
+
 def _num_blocks(
     config: EngineConfig, given: int | None, loaded: LoadedModel, policy: LoadedModel, policy_blocks: int
 ) -> int:
@@ -105,6 +125,6 @@ def _num_blocks(
             bound = f"{_LEAST_BLOCKS * size} or more: two KV blocks of {block_size} tokens"
             raise ConfigError(refused("speculation.draft_kv_cache_bytes", given, bound))
         return min(given // size, max(policy_blocks, _LEAST_BLOCKS))
-    share = bytes_per_block(policy, block_size) * policy_blocks // _SHARE_OF_POOL // size
+    share = bytes_per_block(policy, block_size) * policy_blocks // DRAFT_SHARE // size
     longest = -(-cap_model_len(config, policy.max_model_len, policy_blocks) // block_size)
     return max(min(max(share, longest), policy_blocks), _LEAST_BLOCKS)

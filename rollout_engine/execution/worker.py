@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError
-from rollout_engine.execution.draft_worker import DraftWorker
+from rollout_engine.execution.draft_worker import DraftWorker, load_draft
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.made_with import made_with
 from rollout_engine.execution.model_info import ModelInfo
@@ -49,6 +49,7 @@ class Worker:
             torch.set_num_threads(config.num_threads)
         table = ExtensionTable.load(config.worker_extensions)
         device = device_of(config)
+        draft = load_draft(config, device)
         loaded = load_model(config, device.torch_device, seat)
         processors = load_processors(config.logits_processors, loaded.vocab_size)
         self.grammars = GrammarCompiler(partial(_vocabulary, config, loaded.vocab_size, tuple(loaded.eos_token_ids)))
@@ -60,9 +61,8 @@ class Worker:
         trim_allocator()  # packed weights have given up their plain values
         self._begin_to_serve()
         costs = step_costs(config, backend)
-        speculation = config.speculates
-        drafts = speculation is not None and speculation.draft_model is not None and bool(costs.plain)
-        self.draft = DraftWorker(config, loaded, backend) if drafts else None
+        drafts = draft is not None and costs.plain
+        self.draft = DraftWorker(config, draft, device, loaded, backend) if drafts else None
         self.info = ModelInfo(
             num_blocks=backend.num_blocks,
             block_size=config.tokens_per_block,

@@ -21,6 +21,10 @@ def describe_pool(config: EngineConfig, loaded: LoadedModel, num_blocks: int) ->
     return f"KV pool {num_blocks} blocks of {config.tokens_per_block} tokens ({mib:.0f} MiB)"
 
 
+DRAFT_SHARE = 8
+"""The draft model's KV pool has this part of the bytes of the policy's, unless its size is given."""
+
+
 def size_pool(config: EngineConfig, loaded: LoadedModel, device_bytes: int | None = None) -> int:
     """Number of KV blocks: as given, or as many as `kv_cache_bytes` or the CPU default hold.
 

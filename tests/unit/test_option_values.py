@@ -202,10 +202,6 @@ def test_a_name_of_another_library_or_class_is_known_for_what_it_is(make, name, 
         ({"device": "cuda"}, r'speculation=\'auto\' on device="cuda" needs deterministic=True'),
         ({"device": "cuda", "deterministic": False}, "speculation='auto' and deterministic=False are both set"),
         ({"async_scheduling": True}, "speculation='auto' and async_scheduling=True are both set"),
-        (
-            {"device": "cuda", "deterministic": True, "speculation": {"draft_model": "small"}},
-            r"""draft_model='small' and device="cuda" are both set""",
-        ),
     ],
 )
 def test_what_cannot_draft_is_refused(options, words):

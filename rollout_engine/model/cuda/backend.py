@@ -33,7 +33,7 @@ from rollout_engine.model.cuda.sequence_logprobs import sequence_logprobs
 from rollout_engine.model.cuda.shadow_memory import CudaShadowMemory
 from rollout_engine.model.cuda.warm_up import warm_up
 from rollout_engine.model.cuda.weight_memory import CudaWeightMemory
-from rollout_engine.model.kv_size import bytes_per_block, describe_pool, most_blocks, size_pool
+from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, describe_pool, most_blocks, size_pool
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.modules.routers import routers_of, routing_info
 from rollout_engine.model.packing.packed_weights import PackedWeights
@@ -170,11 +170,12 @@ class CudaBackend:
             return size_pool(config, self._loaded)
         if config.num_kv_blocks is not None or config.kv_cache_bytes is not None:
             return size_pool(config, self._loaded, torch.cuda.mem_get_info(device)[1])
-        peak, graphs = self._peak_bytes(model_len, device), self._graph_bytes()
+        peak, graphs = self._peak_bytes(model_len, device), self._graph_bytes() * self._num_models
         free, total = torch.cuda.mem_get_info(device)
         foreign = total - free - torch.cuda.memory_reserved(device)
         room = int(total * config.gpu_memory_utilization) - foreign - peak - graphs
         room -= self._update_bytes(room)
+        room -= self._draft_bytes(room)
         routed = 0 if self.routing is None else self.routing.num_token_bytes * config.tokens_per_block
         num_blocks = room // (bytes_per_block(self._loaded, config.tokens_per_block) + routed)
         if num_blocks * config.tokens_per_block < min(model_len, 64):
@@ -184,6 +185,20 @@ class CudaBackend:
                 "more, or shorter steps."
             )
         return min(num_blocks, most_blocks(config, self._loaded))
+
+    @property
+    def _num_models(self) -> int:
+        """Models with graphs: the policy, and a draft model, whose weights are loaded before."""
+        speculation = self._config.speculates
+        return 1 if speculation is None or speculation.draft_model is None else 2
+
+    def _draft_bytes(self, room: int) -> int:
+        """Bytes of `room` to leave for the KV of a draft model."""
+        speculation = self._config.speculates
+        if speculation is None or speculation.draft_model is None:
+            return 0
+        given = speculation.draft_kv_cache_bytes
+        return room // (DRAFT_SHARE + 1) if given is None else given
 
     def _graph_bytes(self) -> int:
         config, loaded = self._config, self._loaded

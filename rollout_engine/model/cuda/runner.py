@@ -105,11 +105,13 @@ class CudaRunner:
 
     def _launch(self, work: SchedulerOutput) -> Result:
         changes = self._note_changes(work)
-        if not work.scheduled:  # no block copies either: released memory stays released
+        if not work.scheduled and not work.block_copies:  # released memory stays released
             return lambda: ModelRunnerOutput(token_ids=[], logprobs=None)
         if self.model.kv.memory.restore() and self.graphs is not None:
             self.graphs.void()
         self.model.kv.copy_blocks(work.block_copies)
+        if not work.scheduled:
+            return lambda: ModelRunnerOutput(token_ids=[], logprobs=None)
         order = decodes_first(work.scheduled)
         scheduled = [work.scheduled[index] for index in order]
         rows = self.rows.rows([chunk.sequence_id for chunk in scheduled])

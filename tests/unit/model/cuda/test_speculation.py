@@ -7,6 +7,7 @@ from rollout_engine.execution.step_costs import measure_steps
 from rollout_engine.model.cuda.largest_step import run_largest_step
 from rollout_engine.model.cuda.sampler import CudaSampler
 from rollout_engine.speculation_config import SpeculationConfig
+from rollout_engine.testing import tiny_model
 from tests.parity.test_speculation import describe
 
 # Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
@@ -96,3 +97,46 @@ def test_costs_of_drafts_are_of_steps_with_drafts():
     for work in timed:
         assert all(each.num_scheduled_tokens == 2 and each.draft_token_ids == [0] for each in work.scheduled)
     assert {len(work.samples) for work in timed} == {1, 2, 4}
+
+
+@pytest.fixture
+def llm_with_draft_model(engine_on, checkpoints):
+    """An engine on a device whose draft model is its policy, and always seems to pay."""
+    speculation = SpeculationConfig(sources=(), draft_model=str(checkpoints("qwen3")), max_draft_tokens=3)
+    llm = engine_on("device", deterministic=True, async_scheduling=False, speculation=speculation, max_num_seqs=4)
+    core = core_of(llm)
+    for costs, seconds in (core.draft_model._costs, 1.0), (core.draft_model._draft_costs, 1e-6):
+        costs.of = lambda num_rows, seconds=seconds: seconds
+    core._scheduler.speculator._costs.of = lambda num_rows: 1.0
+    return llm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["drawn", "truncated", "edited", "greedy"])
+def test_no_bit_depends_on_drafts_of_a_model(llm_with_draft_model, kind):
+    """Samples of one prompt begin with copies of its KV; a sequence is introduced anew in each round."""
+    llm, params = llm_with_draft_model, [PARAMS[kind]] * len(PROMPTS)
+    drafts, expected = core_of(llm).stats.drafts, run(llm, [each.clone(speculation=False) for each in params], PROMPTS)
+    before = sum(drafts.num_accepted), sum(drafts.num_drafted)
+    assert run(llm, params, PROMPTS) == expected
+    accepted, drafted = sum(drafts.num_accepted) - before[0], sum(drafts.num_drafted) - before[1]
+    assert accepted > 0.8 * drafted > 0
+    core_of(llm).draft_model._model.check_integrity()
+
+
+@pytest.mark.slow
+def test_a_draft_model_takes_weights_and_sleeps(llm_with_draft_model):
+    llm, params = llm_with_draft_model, [PARAMS["drawn"]] * len(PROMPTS)
+    expected = run(llm, params, PROMPTS)
+    digest = llm.collective_rpc("get_weight_digest")
+    llm.update_weights(tiny_model("qwen3", seed=9), draft=True)
+    assert run(llm, params, PROMPTS) == expected and llm.collective_rpc("get_weight_digest") == digest
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert run(llm, params, PROMPTS) == expected
+    assert llm.collective_rpc("get_memory_usage")[0]["draft_model"] > 0
+    llm.update_weights(tiny_model("qwen3"), draft=True)
+    drafts = core_of(llm).stats.drafts
+    before = sum(drafts.num_accepted), sum(drafts.num_drafted)
+    assert run(llm, params, PROMPTS) == expected
+    assert sum(drafts.num_accepted) - before[0] > 0.8 * (sum(drafts.num_drafted) - before[1]) > 0
