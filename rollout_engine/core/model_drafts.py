@@ -133,7 +133,7 @@ class ModelDrafts:
         gain = self._gain(len(rows), num_rows, tokens)
         if gain < LEAST_EXPECTED_GAIN:
             return proposals
-        saved = (1 - 1 / gain) * self._costs.of(num_rows) / len(rows)
+        saved = (1 - 1 / gain) * self._costs.with_drafts(num_rows) / len(rows)
         sequences = [s for _, s in rows.values() if self._is_worth_beginning(s, saved)]
         sequences = self._model.begin(sequences[: self._max_num_tokens - num_rows]) if sequences else []
         mine = self._extend(
@@ -188,13 +188,18 @@ class ModelDrafts:
 
     def _worth_going_on(self, proposals: list[Proposal], num_rows: int, tokens: float, spent: float) -> list[Proposal]:
         """The likeliest drafts, as many as are worth one more token each."""
-        mean, seconds = self._rates.of(_ANY), self._costs.of(num_rows)
+        mean, seconds = self._rates.of(_ANY), self._costs.with_drafts(num_rows)
         rate = tokens / (seconds + SECONDS_PER_TOKEN * tokens + spent)
         proposals = sorted(proposals, key=lambda each: -each.chances[-1])[: max(self._max_num_tokens - num_rows, 0)]
         gained, best, num_worth = 0.0, 0.0, 0
         for num, each in enumerate(proposals, start=1):
             gained += each.chances[-1] * mean
-            extra = self._costs.of(num_rows + num) - seconds + SECONDS_PER_TOKEN * gained + self._seconds_to_draft(num)
+            extra = (
+                self._costs.with_drafts(num_rows + num)
+                - seconds
+                + SECONDS_PER_TOKEN * gained
+                + self._seconds_to_draft(num)
+            )
             if gained - rate * extra > best:
                 best, num_worth = gained - rate * extra, num
         return proposals[:num_worth]
@@ -205,7 +210,7 @@ class ModelDrafts:
         for num in (1, 2, 4, 8):
             if num_drafting and num <= min(self._max_draft_tokens, (self._max_num_tokens - num_rows) // num_drafting):
                 gained = tokens + num_drafting * sum(rate**place for place in range(1, num + 1))
-                seconds = self._costs.of(num_rows + num * num_drafting) + SECONDS_PER_TOKEN * gained
+                seconds = self._costs.with_drafts(num_rows + num * num_drafting) + SECONDS_PER_TOKEN * gained
                 seconds += _SECONDS_PER_ROUND + num * self._seconds_to_draft(num_drafting)
                 best = max(best, gained / seconds)
         return best * (self._costs.of(num_rows) + SECONDS_PER_TOKEN * tokens) / tokens

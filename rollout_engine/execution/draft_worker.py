@@ -39,10 +39,12 @@ class DraftWorker:
         num_blocks = _num_blocks(config, speculation.draft_kv_cache_bytes, loaded, policy, policy_backend.num_blocks)
         backend = device.backend(msgspec.structs.replace(own, num_kv_blocks=num_blocks), loaded, ())
         self._runner = runner = backend.runner
-        self._run: Callable[[SchedulerOutput], ModelRunnerOutput] = runner.execute
+        self._run: Callable[[SchedulerOutput], ModelRunnerOutput]
         max_rows = min(num_blocks, config.max_num_batched_tokens)
         if backend.runs_ahead:
             self._run, max_rows = (lambda work: runner.submit(work)()), min(max_rows, config.max_num_seqs)
+        else:
+            self._run = runner.execute
         self._weights = ResidentWeights(loaded, backend, device.torch_device)
         self.updater = self._weights.updater
         self.info = DraftInfo(

@@ -106,8 +106,9 @@ def llm_with_draft_model(engine_on, checkpoints):
     llm = engine_on("device", deterministic=True, async_scheduling=False, speculation=speculation, max_num_seqs=4)
     core = core_of(llm)
     for costs, seconds in (core.draft_model._costs, 1.0), (core.draft_model._draft_costs, 1e-6):
-        costs.of = lambda num_rows, seconds=seconds: seconds
-    core._scheduler.speculator._costs.of = lambda num_rows: 1.0
+        costs.of = costs.with_drafts = lambda num_rows, seconds=seconds: seconds
+    costs = core._scheduler.speculator._costs
+    costs.of = costs.with_drafts = lambda num_rows: 1.0
     return llm
 
 
