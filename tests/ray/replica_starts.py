@@ -113,7 +113,7 @@ def a_node_that_cannot_import_the_library_is_told_so(config):
     (lacking / "sitecustomize.py").write_text("import sys; sys.modules['rollout_engine'] = None")
     ray.init(**SMALL, runtime_env={"env_vars": {"PYTHONPATH": str(lacking)}})
     provider = RayProvider()
-    refused(lambda: provider.start(0, config), "import of rollout_engine halted", "on every node")
+    refused(lambda: provider.start(0, config), "ModuleNotFoundError", "rollout_engine", "on every node")
     provider.shutdown()
     settle(lambda: not actors("ALIVE") and not groups("CREATED"), "nothing is left of it")
 
