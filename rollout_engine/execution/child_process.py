@@ -6,6 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+_END_SECONDS = 5.0
+"""Seconds that a process has to end before it is killed."""
+
 
 def start_module(
     module: str, arguments: Sequence[str], *, descriptors: Sequence[int], environment: Mapping[str, str]
@@ -18,6 +21,15 @@ def start_module(
         env=environment,
         start_new_session=True,  # Ctrl-C is the parent's to handle
     )
+
+
+def end_process(process: "subprocess.Popen[bytes]") -> None:
+    """Wait for the end of a process that ends by itself, and kill it if that takes long."""
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def environment_with_package() -> dict[str, str]:

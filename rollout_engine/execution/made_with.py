@@ -9,7 +9,7 @@ import transformers
 from rollout_engine._version import VERSION
 
 _COMPUTING = ("avx", "amx", "fma", "f16c", "bf16", "i8mm", "neon", "sve", "sme")
-"""How the names of instruction sets begin, as torch gives them, by which products are computed."""
+"""Beginnings of torch's names for the instruction sets by which products are computed."""
 
 
 def made_with(device: torch.device) -> dict[str, str]:

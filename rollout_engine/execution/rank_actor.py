@@ -14,10 +14,7 @@ import threading
 
 import msgspec
 
-from rollout_engine.execution.child_process import environment_with_package, start_module
-
-_END_SECONDS = 5.0
-"""How long a rank may take to end before it is killed."""
+from rollout_engine.execution.child_process import end_process, environment_with_package, start_module
 
 
 class RankOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,7 +23,7 @@ class RankOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     module: str
     arguments: list[str]
     variables: dict[str, str]
-    """Of its environment, besides the actor's."""
+    """Variables of the process, besides those of the actor."""
     import_path: list[str]
     """`sys.path` of rank 0, where the user's modules are found."""
 
@@ -69,10 +66,5 @@ class RankActor:
 
     def end(self) -> None:
         """Wait for the end of the process, whose rank 0 has left it; kill it if that takes long."""
-        if self._process is None:
-            return
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            end_process(self._process)

@@ -7,7 +7,6 @@ RankLauncher    LocalLauncher     on this machine: memory that the ranks share, 
 import os
 import shutil
 import socket
-import subprocess
 import tempfile
 import threading
 from abc import ABC, abstractmethod
@@ -17,16 +16,14 @@ import msgspec
 import torch
 
 from rollout_engine.errors import ConfigError
-from rollout_engine.execution.child_process import environment_with_package, start_module
+from rollout_engine.execution.child_process import end_process, environment_with_package, start_module
 from rollout_engine.execution.rank_wire import Channel, RankSettings
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model.ranks.exchange import Meeting
 from rollout_engine.model.ranks.shared_exchange import TOTAL_BYTES, SharedExchange
 
 MODULE = "rollout_engine.execution.rank_main"
-"""What a rank's process runs."""
-END_SECONDS = 5.0
-"""How long a rank may take to end before it is killed."""
+"""The module that a rank's process runs."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -41,7 +38,7 @@ class Rank(ABC):
         self.is_started = threading.Event()
         """Set when it has started, and when it never will."""
         self.elements: Mapping[str, tuple[int, int]] = {}
-        """`Started.elements`, once it has started."""
+        """Name of a weight -> the elements of it that are the rank's, [first, stop); empty before it has started."""
         try:
             self.life.send(settings)
         except OSError:
@@ -68,7 +65,7 @@ class RankLauncher(ABC):
     meeting: Meeting
     """Rank 0's end of what the hosts exchange."""
     rendezvous: str | None
-    """`RankSettings.rendezvous`."""
+    """Address where the group of the ranks' devices, or of CPUs that share no memory, forms; None without a group."""
     is_remote: bool
     """Whether ranks may be on other machines: each has the threads of its own."""
 
@@ -111,11 +108,7 @@ class LocalRank(Rank):
         return f"with status {self.process.wait()}"
 
     def _end_process(self) -> None:
-        try:
-            self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        end_process(self.process)
 
 
 class LocalLauncher(RankLauncher):
@@ -136,29 +129,33 @@ class LocalLauncher(RankLauncher):
         self._on_device = device.type == "cuda"
         if self._on_device:
             _check_devices(num_ranks, torch.cuda.device_count())
-        self._memory = os.memfd_create("rollout-engine-ranks")
+        self._memory: int | None = os.memfd_create("rollout-engine-ranks")
         self._directory = tempfile.mkdtemp(prefix="rollout-engine-ranks-") if has_group else None
         self.rendezvous = None if self._directory is None else f"file://{self._directory}/rendezvous"
         try:
             os.ftruncate(self._memory, TOTAL_BYTES)
             self.meeting = SharedExchange(self._memory, 0, num_ranks)
         except BaseException:
-            os.close(self._memory)
             self.close()
             raise
 
     def start(self, settings: Sequence[RankSettings]) -> Iterator[Rank]:
-        try:
-            for each in settings:
-                mine = msgspec.structs.replace(each, rendezvous=self.rendezvous)
-                variables = _device_variables(each.rank) if self._on_device else {}
-                yield LocalRank(mine, self._memory, self.meeting.num_ranks, variables)
-        finally:
-            os.close(self._memory)
+        assert self._memory is not None, "ranks are started once"
+        for each in settings:
+            mine = msgspec.structs.replace(each, rendezvous=self.rendezvous)
+            variables = _device_variables(each.rank) if self._on_device else {}
+            yield LocalRank(mine, self._memory, self.meeting.num_ranks, variables)
+        self._close_memory()  # each rank has it open
 
     def close(self) -> None:
+        self._close_memory()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _close_memory(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            os.close(memory)
 
 
 def _device_variables(rank: int) -> dict[str, str]:

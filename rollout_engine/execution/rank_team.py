@@ -38,7 +38,7 @@ from sync.manifest import dtype_name
 logger = logging.getLogger("rollout_engine")
 
 _NOTICE_SECONDS = 15.0
-"""How long the end of a rank may take to be noticed, once its effect is."""
+"""Most seconds between the effect of a rank's end and the end being noticed."""
 
 
 class RankTeam:
@@ -53,7 +53,7 @@ class RankTeam:
         Args:
             launcher: the team's from now on, also where this fails.
             exchange: rank 0's end.
-            own: what rank 0 computes with. Others compute with the same, on other devices, or none goes on.
+            own: arithmetic and device of rank 0. Others have the same arithmetic, on other devices, or none goes on.
         """
         self._launcher, self.exchange = launcher, exchange
         self._joined = {"rank 0": own}
@@ -68,8 +68,8 @@ class RankTeam:
         self._calling = threading.Lock()
         self.seat = Seat(exchange, self)
         self._ranks: list[Rank] = []
-        common = _named_elsewhere(config), self.num_threads, logger.getEffectiveLevel(), import_path()
         try:
+            common = _named_elsewhere(config), self.num_threads, logger.getEffectiveLevel(), import_path()
             for rank in launcher.start([RankSettings(n, *common) for n in range(1, self.num_ranks)]):
                 self._ranks.append(rank)
                 start_thread(self._watch, rank, name=f"rank-{rank.rank}")
@@ -78,13 +78,8 @@ class RankTeam:
             raise
 
     @property
-    def window_is_shared(self) -> bool:
-        """Whether pieces of weights reach the other ranks through the window alone."""
-        return self.exchange.window_is_shared
-
-    @property
     def elements(self) -> list[Mapping[str, tuple[int, int]]]:
-        """`Rank.elements` of the ranks from 1 on."""
+        """Of each rank from 1 on: name of a weight -> the elements of it that are the rank's, [first, stop)."""
         return [rank.elements for rank in self._ranks]
 
     def _settle(self, message: CallMessage) -> None:
@@ -138,7 +133,7 @@ class RankTeam:
     def ask(self, asked: CallMessage | Sequence[CallMessage], own: Callable[[], Any] = lambda: None) -> list[Any]:
         """Results of a call on every rank, rank 0's by `own`, in order. Raises the first error once all have ended.
 
-        `asked`: the same of all, or one for each rank from 1 on.
+        `asked`: a call for all ranks, or a list with one for each rank from 1 on.
         """
         messages = list(asked) if isinstance(asked, Sequence) else [asked] * len(self._ranks)
         with self._calling:

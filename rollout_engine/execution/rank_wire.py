@@ -42,9 +42,9 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
     """The rank has read its settings, and begins to load."""
 
     arithmetic: dict[str, str]
-    """Of `made_with.arithmetic_of`."""
+    """Facts that its bits depend on, by `made_with.arithmetic_of`."""
     device: str
-    """Of `made_with.device_id`."""
+    """Id of its GPU among all machines; "" for a CPU."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Joined":

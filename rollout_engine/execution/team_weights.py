@@ -49,7 +49,7 @@ class TeamWeights:
         self._team, self._own, self._parts = team, own, parts
         self.metadata = {name: (dtype_name(view.dtype), tuple(view.shape)) for name, view in whole.items()}
         self._dtypes = {name: view.dtype for name, view in whole.items()}
-        self._window = team.seat.exchange.window
+        self._window, self._window_is_shared = team.exchange.window, team.exchange.window_is_shared
         self._using_window = threading.Lock()
         self._inplace = False
         self._placed: dict[int, tuple[str, Tensor]] = {}
@@ -90,7 +90,7 @@ class TeamWeights:
     def _read_piece(self, name: str, start: int, stop: int) -> None:
         """Have every rank write what is its own of elements [start, stop) into the window."""
         own = partial(self._parts.read, name, start, stop)
-        if self._team.window_is_shared:
+        if self._window_is_shared:
             self._team.ask(ReadWeights(name, start, stop), own)
             return
         ranges = [_inside(elements[name], start, stop) for elements in self._team.elements]
@@ -175,7 +175,7 @@ class TeamWeights:
     def _stage_piece(self, name: str, start: int, stop: int) -> None:
         """Have every rank stage what is its own of elements [start, stop), which are in the window."""
         own = partial(self._parts.stage, name, start, stop, inplace=self._inplace)
-        if self._team.window_is_shared:
+        if self._window_is_shared:
             self._team.ask(StageWeights(name, start, stop, self._inplace), own)
             return
         itemsize, messages = self._dtypes[name].itemsize, []

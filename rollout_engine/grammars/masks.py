@@ -51,7 +51,7 @@ class GrammarBatch:
         """Whether any sequence of the batch has failed."""
         self._columns: _Columns | None = None
         self._one_each = None if any(self._drafts) else _Tokens.one_each(len(asked))
-        """What `_tokens` returns where each sequence has one new token; None with drafts."""
+        """The new tokens where each sequence has one, filled anew in every step; None with drafts."""
 
     def masks(self, tried: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Masks uint32 [places, words]: bit t % 32 of word t // 32 is token t. And bool [places]: where one is filled.

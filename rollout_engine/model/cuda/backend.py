@@ -40,6 +40,7 @@ from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.ranks.seat import Seat, described_ranks
 from rollout_engine.model.ranks.wiring import connect
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
+from rollout_engine.speculation_config import SpeculationConfig
 
 logger = logging.getLogger("rollout_engine")
 
@@ -170,7 +171,7 @@ class CudaBackend:
             return size_pool(config, self._loaded)
         if config.num_kv_blocks is not None or config.kv_cache_bytes is not None:
             return size_pool(config, self._loaded, torch.cuda.mem_get_info(device)[1])
-        peak, graphs = self._peak_bytes(model_len, device), self._graph_bytes() * self._num_models
+        peak, graphs = self._peak_bytes(model_len, device), self._graph_bytes()
         free, total = torch.cuda.mem_get_info(device)
         foreign = total - free - torch.cuda.memory_reserved(device)
         room = int(total * config.gpu_memory_utilization) - foreign - peak - graphs
@@ -187,24 +188,25 @@ class CudaBackend:
         return min(num_blocks, most_blocks(config, self._loaded))
 
     @property
-    def _num_models(self) -> int:
-        """Models with graphs: the policy, and a draft model, whose weights are loaded before."""
+    def _drafting(self) -> SpeculationConfig | None:
+        """The speculation by a draft model, whose weights are loaded before; None without one."""
         speculation = self._config.speculates
-        return 1 if speculation is None or speculation.draft_model is None else 2
+        return None if speculation is None or speculation.draft_model is None else speculation
 
     def _draft_bytes(self, room: int) -> int:
         """Bytes of `room` to leave for the KV of a draft model."""
-        speculation = self._config.speculates
-        if speculation is None or speculation.draft_model is None:
+        if self._drafting is None:
             return 0
-        given = speculation.draft_kv_cache_bytes
+        given = self._drafting.draft_kv_cache_bytes
         return room // (DRAFT_SHARE + 1) if given is None else given
 
     def _graph_bytes(self) -> int:
+        """Bytes of the graphs of the policy, where it has some, and of a draft model."""
         config, loaded = self._config, self._loaded
-        if not (config.cuda_graphs and self._fused and self._seat is None):
+        num_models = int(self._fused and self._seat is None) + int(self._drafting is not None)
+        if not config.cuda_graphs or not num_models:
             return 0
-        return graph_bytes(config.max_num_seqs, loaded.vocab_size, loaded.dtype.itemsize)
+        return num_models * graph_bytes(config.max_num_seqs, loaded.vocab_size, loaded.dtype.itemsize)
 
     def _update_bytes(self, room: int) -> int:
         """Bytes of `room` to leave for the shadow of an update: as weights have, or 0 where no pool would be left."""

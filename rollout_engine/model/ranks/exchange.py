@@ -1,4 +1,4 @@
-"""What the ranks of an engine exchange: numbers and barriers between their hosts, and tensors of what they compute."""
+"""Exchanges between the ranks of an engine: numbers and barriers of their hosts, and the tensors that they compute."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,7 +12,7 @@ WINDOW_BYTES = 8 << 20
 
 
 class Meeting(ABC):
-    """One rank's end of what hosts exchange. Once it is broken, what waits or begins to raises `BrokenTurnsError`."""
+    """One rank's end of the exchange between hosts. Once it is broken, its waits raise `BrokenTurnsError`."""
 
     window: Tensor
     """uint8 [WINDOW_BYTES], through which pieces of weights pass."""

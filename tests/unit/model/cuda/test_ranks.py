@@ -116,6 +116,21 @@ def test_two_devices_that_draft_say_what_one_says_without(engine):
 
 
 @pytest.mark.slow
+def test_a_draft_model_on_the_first_of_two_devices_changes_no_bit(engine, tmp_path):
+    draft = tiny_checkpoint(tmp_path / "draft", "qwen3")
+    speculation = SpeculationConfig(sources=(), draft_model=str(draft), max_draft_tokens=3)
+    two, one = engine(2, max_num_seqs=4, speculation=speculation), engine(1, max_num_seqs=4)
+    core = two.frontend.client.driver.core
+    for costs, seconds in (core.draft_model._costs, 1.0), (core.draft_model._draft_costs, 1e-6):
+        costs.of = costs.with_drafts = lambda num_rows, seconds=seconds: seconds
+    costs = core._scheduler.speculator._costs
+    costs.of = costs.with_drafts = lambda num_rows: 1.0
+    params = msgspec.structs.replace(DRAWN, max_tokens=6)
+    assert said(two, PROMPTS, params) == said(one, PROMPTS, params)
+    assert sum(core.stats.drafts.num_accepted) > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_devices_say_what_one_says_under_adapters(engine, num_ranks):
     fields = dict(num_attention_heads=8, num_key_value_heads=2, hidden_size=80, intermediate_size=100)
