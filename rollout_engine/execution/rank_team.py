@@ -176,9 +176,11 @@ class RankTeam:
                 rank.is_started.set()
 
     def shutdown(self) -> None:
-        """End all processes."""
+        """End all processes. Calling it again is a no-op."""
         with self._changing:
-            self._is_closing = True
+            is_closed, self._is_closing = self._is_closing, True
+        if is_closed:
+            return
         self.exchange.break_()
         for rank in self._ranks:
             rank.end()

@@ -30,6 +30,7 @@ _PLACE_SECONDS = 60.0
 _BEGIN_SECONDS = 120.0
 """How long an actor may take to begin its rank's process."""
 _ANSWER_SECONDS = 10.0
+_RETRY_SECONDS = 1.0
 
 
 class RayLauncher(RemoteLauncher):
@@ -109,10 +110,14 @@ class _RayProcess:
         self._status = actor.wait_end.options(concurrency_group=_END).remote()
 
     def has_ended(self) -> bool:
+        if not self._cluster.is_connected:
+            return True
         ready, _ = self._cluster.ray.wait([self._status], timeout=0)
         return bool(ready)
 
     def how_it_ended(self) -> str:
+        if not self._cluster.is_connected:
+            return "with the connection to the Ray cluster, which was closed"
         try:
             return f"with status {read_answer(self._cluster.ray, self._status, _ANSWER_SECONDS, int, self._name)}"
         except (TimeoutError, RetryableError):
@@ -142,3 +147,4 @@ class _RayProcess:
             except RetryableError:
                 if time.monotonic() > deadline:
                     raise
+                time.sleep(_RETRY_SECONDS)
