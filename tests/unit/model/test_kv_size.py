@@ -6,9 +6,9 @@ import psutil
 import pytest
 import torch
 
-from rollout_engine import ConfigError, EngineConfig
+from rollout_engine import ConfigError, EngineConfig, SpeculationConfig
 from rollout_engine.model.cuda.backend import CudaBackend
-from rollout_engine.model.kv_size import size_pool
+from rollout_engine.model.kv_size import DRAFT_SHARE, size_pool
 
 HOST, DEVICE = 1000, 5000
 BLOCK_BYTES = 64
@@ -65,12 +65,14 @@ def pool_of(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * GIB, 100 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
 
-    def size(weights, **options):
+    def size(weights, drafting=None, **options):
         config = EngineConfig(model="model", block_size=16, max_num_seqs=2**20, max_model_len=2**20, **options)
         loaded = Loaded(weights * GIB)
-        backend = SimpleNamespace(_config=config, _loaded=loaded, _fused=True, _seat=None, routing=None)
+        backend = SimpleNamespace(
+            _config=config, _loaded=loaded, _fused=True, _seat=None, _drafting=drafting, routing=None
+        )
         backend._peak_bytes = lambda model_len, device: 2 * weights * GIB
-        for name in ("_graph_bytes", "_update_bytes"):
+        for name in ("_graph_bytes", "_update_bytes", "_draft_bytes"):
             setattr(backend, name, getattr(CudaBackend, name).__get__(backend))
         return CudaBackend._num_blocks(backend, 16) * BLOCK_BYTES / GIB
 
@@ -82,6 +84,15 @@ def test_an_update_and_graphs_are_left_room_by_default(pool_of):
     assert pool_of(10) == pytest.approx(90 - 20 - graphs - 10, abs=1e-3)
     assert pool_of(10, reserve_for_updates=False) == pytest.approx(90 - 20 - graphs, abs=1e-3)
     assert pool_of(10, cuda_graphs=False) == pytest.approx(90 - 20 - 10, abs=1e-3)
+
+
+def test_a_draft_model_is_left_room_for_its_kv_and_its_graphs(pool_of):
+    graphs = 1 + 2**20 * 10 * 2 / GIB
+    by_share = SpeculationConfig(draft_model="draft")
+    given = SpeculationConfig(draft_model="draft", draft_kv_cache_bytes=7 * GIB)
+    assert pool_of(10, by_share, cuda_graphs=False) == pytest.approx(60 * DRAFT_SHARE / (DRAFT_SHARE + 1), abs=1e-3)
+    assert pool_of(10, given, cuda_graphs=False) == pytest.approx(60 - 7, abs=1e-3)
+    assert pool_of(10, given) == pytest.approx(60 - 2 * graphs - 7, abs=1e-3)
 
 
 def test_where_a_second_copy_would_leave_no_pool_updates_are_said_to_be_made_in_place(pool_of, caplog):
