@@ -7,6 +7,7 @@ from torch import Tensor
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_wire import (
     CallMessage,
+    CaptureGraph,
     ClosePool,
     ForwardOnDevice,
     HeadOnDevice,
@@ -14,6 +15,7 @@ from rollout_engine.execution.rank_wire import (
     OpenPool,
     PackWeights,
     PrepareAdapter,
+    ReplayGraph,
     SettleWeights,
     StageWeights,
     StartWeights,
@@ -45,6 +47,12 @@ class DeviceRankTeam(RankTeam):
 
     def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None, experts: Tensor | None) -> NoReturn:
         raise AssertionError("sequences are scored over KV pools")
+
+    def capture_graph(self, size: int, *, has_prefixes: bool, has_adapters: bool, is_first: bool) -> None:
+        self._tell(CaptureGraph(size, has_prefixes, has_adapters, is_first))
+
+    def replay_graph(self, size: int, *, has_prefixes: bool, has_adapters: bool) -> None:
+        self._tell(ReplayGraph(size, has_prefixes, has_adapters))
 
     def open_pool(self, pool: int, num_blocks: int) -> None:
         self._tell(OpenPool(pool, num_blocks))

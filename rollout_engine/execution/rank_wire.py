@@ -152,6 +152,24 @@ class HeadOnDevice(msgspec.Struct, tag=True, frozen=True, array_like=True):
     form: tuple[str, tuple[int, ...]]
 
 
+class CaptureGraph(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Capture a CUDA graph of decode-only steps, by its size and variant."""
+
+    size: int
+    has_prefixes: bool
+    has_adapters: bool
+    is_first: bool
+    """All earlier ones are void."""
+
+
+class ReplayGraph(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Replay it."""
+
+    size: int
+    has_prefixes: bool
+    has_adapters: bool
+
+
 class OpenPool(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Make a KV pool beside that of steps."""
 
@@ -169,7 +187,19 @@ class Meet(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Meet rank 0 on the host, once all that was told before has been launched."""
 
 
-StepMessage = Forward | ForwardDense | Head | CopyBlocks | ForwardOnDevice | HeadOnDevice | OpenPool | ClosePool | Meet
+StepMessage = (
+    Forward
+    | ForwardDense
+    | Head
+    | CopyBlocks
+    | ForwardOnDevice
+    | HeadOnDevice
+    | CaptureGraph
+    | ReplayGraph
+    | OpenPool
+    | ClosePool
+    | Meet
+)
 
 
 class PrepareWeights(msgspec.Struct, tag=True, frozen=True):

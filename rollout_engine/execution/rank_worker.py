@@ -16,6 +16,7 @@ from rollout_engine.execution.rank_values import rows_of, unpack_value
 from rollout_engine.execution.rank_wire import (
     CallExtension,
     CallMessage,
+    CaptureGraph,
     ClosePool,
     CommitWeights,
     CopyBlocks,
@@ -35,6 +36,7 @@ from rollout_engine.execution.rank_wire import (
     ReleaseKV,
     ReleaseWeights,
     RemoveAdapter,
+    ReplayGraph,
     RestoreWeights,
     SettleWeights,
     StageWeights,
@@ -128,6 +130,12 @@ class RankWorker:
                 model.follow_forward(forms, num_decodes, pool, has_adapters=has_adapters, is_routed=is_routed)
             case HeadOnDevice(form):
                 model.follow_head(form)
+            case CaptureGraph(size, has_prefixes, has_adapters, is_first):
+                key = {"has_prefixes": has_prefixes, "has_adapters": has_adapters}
+                self._backend.runner.graphs.follow_capture(size, **key, is_first=is_first)
+            case ReplayGraph(size, has_prefixes, has_adapters):
+                key = {"has_prefixes": has_prefixes, "has_adapters": has_adapters}
+                self._backend.runner.graphs.follow_replay(size, **key)
             case OpenPool(pool, num_blocks):
                 model.follow_open(pool, num_blocks)
             case ClosePool(pool):

@@ -26,6 +26,7 @@ from rollout_engine.model.cuda.largest_step import run_largest_step
 from rollout_engine.model.cuda.memory import ReleasableMemory
 from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.pinned_upload import PinnedUpload
+from rollout_engine.model.cuda.ranked_graphs import RankedDecodeGraphs
 from rollout_engine.model.cuda.ranked_model import RankedCudaModel, check_cut
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.model.cuda.runner import CudaRunner
@@ -98,7 +99,7 @@ class CudaBackend:
         )
         if compiles_kernels():
             warm_up(self.runner)
-        if config.cuda_graphs and self._fused and self._seat is None and can_capture(model.device):
+        if config.cuda_graphs and self._fused and can_capture(model.device):
             self.runner.graphs = self._graphs(model)
             self.runner.graphs.capture_all()
             warm_up(self.runner)  # steps now run by graphs, where they fit
@@ -150,7 +151,8 @@ class CudaBackend:
         )
 
     def _graphs(self, model: CudaModel) -> DecodeGraphs:
-        return DecodeGraphs(
+        kind = DecodeGraphs if self._seat is None else partial(RankedDecodeGraphs, seat=self._seat)
+        return kind(
             model,
             self.runner.rows,
             self._config.max_num_seqs,
@@ -203,7 +205,7 @@ class CudaBackend:
     def _graph_bytes(self) -> int:
         """Bytes of the graphs of the policy, where it has some, and of a draft model."""
         config, loaded = self._config, self._loaded
-        num_models = int(self._fused and self._seat is None) + int(self._drafting is not None)
+        num_models = int(self._fused) + int(self._drafting is not None)
         if not config.cuda_graphs or not num_models:
             return 0
         return num_models * graph_bytes(config.max_num_seqs, loaded.vocab_size, loaded.dtype.itemsize)

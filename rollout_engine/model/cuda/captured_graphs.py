@@ -53,10 +53,13 @@ class CudaGraph:
 
 
 class GraphPool:
-    """Captures graphs that share memory; they must not run at the same time. After a failure, make another pool."""
+    """Captures graphs that share memory; they must not run at the same time. After a failure, make another pool.
 
-    def __init__(self) -> None:
-        self._handle = torch.cuda.graph_pool_handle()
+    `all_agree`: called before each capture with whether there is room here; whether there is on every rank.
+    """
+
+    def __init__(self, all_agree: Callable[[bool], bool] = bool) -> None:
+        self._handle, self._all_agree = torch.cuda.graph_pool_handle(), all_agree
         self._num_bytes = 0
         """Bytes that the largest graph so far took; they serve smaller ones too."""
 
@@ -68,8 +71,10 @@ class GraphPool:
             raise NoRoomForGraph(str(problem)) from None
         torch.cuda.empty_cache()  # a graph takes its memory from the driver
         free, more = torch.cuda.mem_get_info()[0], max(0, needed - self._num_bytes)
-        if more + _MARGIN_BYTES > free:
-            raise NoRoomForGraph(f"{free >> 20} MiB are free, and it may take {(more + _MARGIN_BYTES) >> 20}")
+        has_room = more + _MARGIN_BYTES <= free
+        if not self._all_agree(has_room):
+            own = f"{free >> 20} MiB are free, and it may take {(more + _MARGIN_BYTES) >> 20}"
+            raise NoRoomForGraph("another rank has no room" if has_room else own)
         graph = CudaGraph(compute, self._handle)
         self._num_bytes = max(self._num_bytes, needed)
         return graph

@@ -15,6 +15,7 @@ import logging
 import time
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -117,9 +118,12 @@ class DecodeGraphs:
             return None
         size, variant = found
         self._inputs.put(step if variant.has_prefixes else step._replace(prefixes=None), size)
-        self._graphs[found].replay()
+        self._replay(found)
         assert self._logits is not None, "graphs write it"
         return self._logits[:count], self._drawn.rows(count)
+
+    def _replay(self, key: tuple[int, Variant]) -> None:
+        self._graphs[key].replay()
 
     def draws(self, count: int) -> DrawColumns[Tensor]:
         """The columns of the last draws from `count` sequences."""
@@ -180,29 +184,44 @@ class DecodeGraphs:
         A failed capture is the last one: torch before 2.13 goes on to count it as under way. Graphs for which there is
         no room are left out before they are begun.
         """
-        if self._has_failed or self._num_seconds > _SECONDS or self._num_bytes > _BYTES:
+        if not self._may_capture():
             return
         started, before = time.perf_counter(), _free_bytes()
         try:
             if self._logits is None:
                 self._logits = self._logits_memory()
-                self._capture = self._capture or GraphPool().capture
+                self._capture = self._capture or GraphPool(self._all_agree).capture
             self._graphs[size, variant] = self._capture_one(size, variant)
             insort(self._captured[variant], size)
         except NoRoomForGraph as problem:  # a smaller one may fit
             self._problems[size, variant] = f"for {size} sequences: {problem}"
-        except Exception as problem:  # steps can run without any graph
-            self._problems[size, variant] = f"{type(problem).__name__}: {problem}"
-            self._has_failed = True
+        except Exception as problem:
+            self._note_failure((size, variant), problem)
         self._num_seconds += time.perf_counter() - started
         self._num_bytes += max(0, before - _free_bytes())
 
+    def _may_capture(self) -> bool:
+        return not self._has_failed and self._num_seconds <= _SECONDS and self._num_bytes <= _BYTES
+
+    def _note_failure(self, key: tuple[int, Variant], problem: Exception) -> None:
+        """Go on after a failed capture: steps can run without any graph."""
+        self._problems[key] = f"{type(problem).__name__}: {problem}"
+        self._has_failed = True
+
+    def _all_agree(self, condition: bool) -> bool:
+        """Whether a condition holds everywhere."""
+        return condition
+
     def _capture_one(self, size: int, variant: Variant) -> Captured:
+        assert self._capture is not None, "the first capture makes a pool"
         self._inputs.clear()
+        return self._capture(self._computation(size, variant))
+
+    def _computation(self, size: int, variant: Variant) -> Callable[[], None]:
         batch, draws = self._inputs.batch(size, **variant._asdict()), self._inputs.draws(size)
         drawn, model, last_tokens = self._drawn.rows(size), self._model, self._last_tokens
-        decoder, logits, capture = model.decoder, self._logits, self._capture
-        assert decoder is not None and logits is not None and capture is not None, "modules are not captured"
+        decoder, logits = model.decoder, self._logits
+        assert decoder is not None and logits is not None, "modules are not captured"
         out = logits[:size]
 
         def compute() -> None:
@@ -210,7 +229,7 @@ class DecodeGraphs:
             decoder.write_logits(batch, model.kv, out)
             draw_plainly(out, draws, drawn, last_tokens)
 
-        return capture(compute)
+        return compute
 
 
 def _ladder(max_batch: int) -> list[int]:

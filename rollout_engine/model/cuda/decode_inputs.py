@@ -76,6 +76,10 @@ class DecodeInputs:
             *(self._rows.last_tokens, self._rows.tables_on_device, self._tables, self._block_size),
         )
 
+    def memory(self, size: int) -> list[Tensor]:
+        """All that graphs of `size` sequences read of a batch and its draws, contiguous."""
+        return [self._static.memory, self._tables[:size]]
+
     def batch(self, size: int, *, has_prefixes: bool, has_adapters: bool = False) -> CudaBatch:
         """The static batch of `size` sequences."""
         token_ids, positions, slots, _, lens, units = (column[:size] for column in self._static.columns[: len(_BATCH)])

@@ -38,6 +38,12 @@ class DeviceFollowers(Followers, Protocol):
     ) -> None:
         """Compute a batch, whose tensors of these forms follow, over a pool by its number."""
 
+    def capture_graph(self, size: int, *, has_prefixes: bool, has_adapters: bool, is_first: bool) -> None:
+        """Capture a graph. `is_first`: all earlier ones are void."""
+
+    def replay_graph(self, size: int, *, has_prefixes: bool, has_adapters: bool) -> None:
+        """Replay it; its inputs are sent by the exchange."""
+
     def open_pool(self, pool: int, num_blocks: int) -> None:
         """Make another pool."""
 
@@ -57,7 +63,7 @@ class RankedCudaModel(CudaModel):
 
     @torch.inference_mode()
     def forward_rows(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool | None = None) -> LogitRows:
-        if (followers := self._followers()) is None:
+        if (followers := self.followers()) is None:
             return super().forward_rows(batch, rows, pool)
         tensors = _tensors_of(batch, rows)
         number = next(key for key, each in self._pools.items() if each is (pool or self.kv))
@@ -70,16 +76,17 @@ class RankedCudaModel(CudaModel):
 
     @contextmanager
     def another_pool(self, num_blocks: int) -> Iterator[CudaKVPool]:
-        followers, number = self._followers(), next(self._numbers)
-        assert followers is not None, "rank 0 alone begins what needs another pool"
-        followers.open_pool(number, num_blocks)
+        followers, number = self.followers(), next(self._numbers)
+        if followers is not None:
+            followers.open_pool(number, num_blocks)
         try:
             with super().another_pool(num_blocks) as pool:
                 self._pools[number] = pool
                 yield pool
         finally:
             self._pools.pop(number, None)
-            followers.close_pool(number)
+            if followers is not None:
+                followers.close_pool(number)
 
     @torch.inference_mode()
     def follow_forward(
@@ -117,15 +124,16 @@ class RankedCudaModel(CudaModel):
     def _exchange(self) -> GroupExchange:
         return cast(GroupExchange, self._seat.exchange)
 
-    def _followers(self) -> DeviceFollowers | None:
+    def followers(self) -> DeviceFollowers | None:
+        """The other ranks, if they must be told of what is computed now; None where they compute it anyway."""
         return cast(DeviceFollowers | None, self._seat.alone)
 
     def _before_head(self, hidden: Tensor) -> None:
-        if (followers := self._followers()) is not None:
+        if (followers := self.followers()) is not None:
             followers.head(hidden)
 
     def _announce_copies(self, pairs: Sequence[tuple[int, int]]) -> None:
-        if (followers := self._followers()) is not None:
+        if (followers := self.followers()) is not None:
             followers.copy_blocks(list(pairs))
 
 

@@ -34,17 +34,19 @@ class StaticColumns:
         ends = [0]
         for dtype, size in sizes:
             ends.append(ends[-1] + -(-dtype.itemsize * size // _ALIGNMENT) * _ALIGNMENT)
-        self._memory, self._sizes, self._starts = torch.zeros(ends[-1], dtype=torch.uint8, device=device), sizes, ends
-        self.columns = self._views(self._memory)
+        self._sizes, self._starts = sizes, ends
+        self.memory = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        """uint8, all columns."""
+        self.columns = self._views(self.memory)
 
     def send(self, columns: Sequence[tuple[np.ndarray, int, float]]) -> None:
         """Send all columns, (values, padded length, padding value) each, in one copy that nothing waits for."""
-        packed = torch.empty(self._memory.shape, dtype=torch.uint8, pin_memory=self._memory.is_cuda)
+        packed = torch.empty(self.memory.shape, dtype=torch.uint8, pin_memory=self.memory.is_cuda)
         for view, (values, size, padding) in zip(self._views(packed), columns, strict=True):
             host = view.numpy()
             host[: len(values)] = values
             host[len(values) : size] = padding
-        self._memory.copy_(packed, non_blocking=True)  # the allocator of pinned memory keeps it until then
+        self.memory.copy_(packed, non_blocking=True)  # the allocator of pinned memory keeps it until then
 
     def _views(self, memory: Tensor) -> list[Tensor]:
         ends = (start + dtype.itemsize * size for (dtype, size), start in zip(self._sizes, self._starts, strict=False))

@@ -89,6 +89,12 @@ def test_a_device_that_is_not_there_is_refused_by_name(tmp_path):
         LLM(str(tiny_checkpoint(tmp_path)), device="cuda", skip_tokenizer_init=True)
 
 
+def assert_fused_and_captured(choices):
+    """`choices`: the engine's, in words; layers run by our kernels, and every graph was captured."""
+    captured, wanted = re.search(r"graphs (\d+) of (\d+)", choices).groups()
+    assert "decoder fused" in choices and captured == wanted != "0"
+
+
 class TestOnADevice:
     pytestmark = on_device
 
@@ -97,9 +103,8 @@ class TestOnADevice:
         """A kernel that does not compile here, or a capture that fails, would only make steps slower."""
         choices = engine(deterministic=deterministic).frontend.client.info.choices
         warned = [r for r in caplog.records if r.levelname == "WARNING" and r.module != "build"]  # of the CPU's kernels
-        assert "decoder fused" in choices and not warned
-        captured, wanted = re.search(r"graphs (\d+) of (\d+)", choices).groups()
-        assert captured == wanted != "0"
+        assert not warned
+        assert_fused_and_captured(choices)
 
     def test_deterministic_bits_are_those_of_any_batch_graph_and_order(self, engine):
         with_graphs = engine(deterministic=True)
@@ -161,9 +166,7 @@ class TestOnADevice:
 
     def test_a_mixture_has_the_bits_of_any_batch_and_graph_and_of_an_exact_trainer(self, engine, mixture):
         llm = engine(mixture, deterministic=True)
-        choices = llm.frontend.client.info.choices
-        captured, wanted = re.search(r"graphs (\d+) of (\d+)", choices).groups()
-        assert "decoder fused" in choices and captured == wanted != "0"
+        assert_fused_and_captured(llm.frontend.client.info.choices)
         together = run(llm)
         assert [run(llm, prompts=[ids])[0] for ids in PROMPTS] == together
         assert run(engine(mixture, deterministic=True, cuda_graphs=False, max_num_batched_tokens=48)) == together
@@ -288,8 +291,10 @@ class TestOnADevice:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_devices_have_the_bits_of_one(checkpoint, engine):
+def test_two_devices_have_the_bits_of_one(checkpoint, mixture, engine):
+    assert run(engine(mixture, deterministic=True, tensor_parallel_size=2)) == run(engine(mixture, deterministic=True))
     one, two = (engine(deterministic=True, tensor_parallel_size=n) for n in (1, 2))
+    assert_fused_and_captured(two.frontend.client.info.choices)
     assert run(two) == run(one)
     source = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     with torch.no_grad():

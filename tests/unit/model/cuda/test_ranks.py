@@ -160,9 +160,13 @@ def test_four_ranks_share_key_and_value_heads(engine, tied):
 
 @pytest.mark.slow
 def test_prefixes_that_sequences_share_are_sent(engine):
-    prompts = [{"prompt_token_ids": [5] * 70 + [each]} for each in (6, 7)]
-    two, one = (engine(n, max_model_len=96, block_size=64) for n in (2, 1))
+    prompts = [{"prompt_token_ids": [5] * 520 + [each]} for each in (6, 7)]
+    options = dict(fields=SMALL, max_model_len=544, block_size=64, max_num_batched_tokens=544)
+    two, one = (engine(n, **options) for n in (2, 1))
+    found, attention = [], executor_of(two).worker.runner.model.attention
+    attention.plan = lambda batch, plan=attention.plan: found.append(batch.prefixes) or plan(batch)
     assert said(two, prompts) == said(one, prompts)
+    assert any(each is not None for each in found)
 
 
 @pytest.mark.slow

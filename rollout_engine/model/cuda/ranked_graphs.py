@@ -1,0 +1,88 @@
+"""CUDA graphs of one rank: all ranks capture the same ones, and replay them together.
+
+    rank 0    tell size ── upload ── [send inputs ── forward ─┬─ ... ─┬─ draw]
+    rank 1    hear size ──────────── [receive     ── forward ─┴─ ... ─┴─ draw]      what it draws, nobody reads
+
+What ranks exchange is part of the graph, from the inputs of rank 0 on, so the others are told only which graph it is.
+
+**Unproven on hardware**: that NCCL's launches are captured and replayed is how torch and NCCL are documented.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.model.cuda.decode_graphs import DecodeGraphs, Variant
+from rollout_engine.model.cuda.ranked_model import RankedCudaModel
+from rollout_engine.model.ranks.group_exchange import GroupExchange
+from rollout_engine.model.ranks.seat import Seat
+
+
+class RankedDecodeGraphs(DecodeGraphs):
+    """The graphs of one rank of a model with fused layers.
+
+    While an engine loads, all ranks capture in step. Then rank 0 decides, and tells the others.
+    """
+
+    _model: RankedCudaModel
+
+    def __init__(self, model: RankedCudaModel, *args: Any, seat: Seat, **options: Any) -> None:
+        self._seat = seat
+        super().__init__(model, *args, **options)
+
+    @torch.inference_mode()
+    def follow_capture(self, size: int, *, has_prefixes: bool, has_adapters: bool, is_first: bool) -> None:
+        """Do what `capture_graph` tells this rank."""
+        if is_first:
+            self.void()
+        self._model.kv.memory.restore()
+        super()._try(size, Variant(has_prefixes, has_adapters))
+
+    @torch.inference_mode()
+    def follow_replay(self, size: int, *, has_prefixes: bool, has_adapters: bool) -> None:
+        """Do what `replay_graph` tells this rank."""
+        super()._replay((size, Variant(has_prefixes, has_adapters)))
+
+    def _try(self, size: int, variant: Variant) -> None:
+        if (followers := self._model.followers()) is None:
+            return super()._try(size, variant)
+        if super()._may_capture():
+            followers.capture_graph(size, **variant._asdict(), is_first=not self._graphs)
+            with self._seat.together():
+                super()._try(size, variant)
+
+    def _replay(self, key: tuple[int, Variant]) -> None:
+        if (followers := self._model.followers()) is None:
+            return super()._replay(key)
+        followers.replay_graph(key[0], **key[1]._asdict())
+        with self._seat.together():
+            super()._replay(key)
+
+    def _may_capture(self) -> bool:
+        """What rank 0 says."""
+        return bool(self._seat.exchange.agree(super()._may_capture())[0])
+
+    def _all_agree(self, condition: bool) -> bool:
+        return self._seat.all_agree(condition)
+
+    def _note_failure(self, key: tuple[int, Variant], problem: Exception) -> None:
+        """End the engine: what other ranks have captured, and what they wait for, is not known."""
+        raise ConfigError(
+            f"A CUDA graph of {key[0]} sequences was not captured ({type(problem).__name__}: {problem}), and ranks "
+            "cannot go on behind that. Give cuda_graphs=False."
+        ) from problem
+
+    def _computation(self, size: int, variant: Variant) -> Callable[[], None]:
+        compute, inputs = super()._computation(size, variant), self._inputs.memory(size)
+        exchange = cast(GroupExchange, self._seat.exchange)
+
+        def together() -> None:
+            try:
+                exchange.copy_from_first(inputs)
+                compute()
+            except torch.OutOfMemoryError as problem:  # no want of room that only leaves a graph out: others wait here
+                raise RuntimeError(str(problem)) from problem
+
+        return together
