@@ -30,7 +30,6 @@ class LeadingWorker(Worker):
     """A `Worker` whose updates, sleeps and steps are those of all ranks."""
 
     def __init__(self, config: EngineConfig, team: RankTeam) -> None:
-        torch.set_num_threads(team.num_threads)
         self._team = team
         super().__init__(config, team.seat)
 

@@ -58,8 +58,10 @@ class RankTeam:
         self._launcher, self.exchange = launcher, exchange
         self._joined = {"rank 0": own}
         self.num_ranks = exchange.num_ranks
-        own_threads = torch.get_num_threads() if launcher.is_remote else torch.get_num_threads() // self.num_ranks
-        self.num_threads = config.num_threads or max(1, own_threads)
+        self._threads_before = threads = torch.get_num_threads()
+        self.num_threads = config.num_threads or (threads if launcher.is_remote else max(1, threads // self.num_ranks))
+        """Threads of each rank. This process has so many until `shutdown`, then as many as before."""
+        torch.set_num_threads(self.num_threads)
         self.error: Exception | None = None
         """Why the ranks compute nothing more: the first that ended or failed."""
         self._has_failed = threading.Event()
@@ -185,6 +187,7 @@ class RankTeam:
         for rank in self._ranks:
             rank.end()
         self._launcher.close()
+        torch.set_num_threads(self._threads_before)
 
     def _tell(self, message: StepMessage) -> None:
         try:

@@ -180,7 +180,7 @@ def test_one_key_head_is_held_by_every_rank(tmp_path, num_ranks):
 @pytest.mark.slow
 def test_ranks_without_a_token_for_their_experts_go_along(tmp_path):
     """A step of one token needs two of eight experts: two of four ranks have nothing to compute."""
-    path = tiny_checkpoint(tmp_path, "mixtral")
+    path, num_threads = tiny_checkpoint(tmp_path, "mixtral"), torch.get_num_threads()
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, logprobs=0, ignore_eos=True)
     with running(path, 1) as whole, running(path, 4) as cut:
         experts = cut.collective_rpc("get_weight_rows", args=["model.layers.0.mlp.experts.down_proj"])
@@ -188,6 +188,7 @@ def test_ranks_without_a_token_for_their_experts_go_along(tmp_path):
         results = [each.generate(PROMPTS[-1:], params, use_tqdm=False)[0].outputs[0] for each in (cut, whole)]
     found, expected = ([list(each.token_ids), plain(each.logprobs)] for each in results)
     assert found == expected and len(found[0]) == 12
+    assert torch.get_num_threads() == num_threads
 
 
 def test_each_rank_holds_its_part_of_weights_and_of_the_pool(engine, whole):

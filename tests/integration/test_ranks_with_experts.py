@@ -27,6 +27,7 @@ def test_ranks_record_and_replay_the_experts_of_one_process(tmp_path, architectu
     found = []
     for size in (1, 2):
         with LLM(checkpoint, tensor_parallel_size=size, **OPTIONS) as llm:
+            assert "decoder compiled" in llm.frontend.client.info.choices
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             samples = [(output, sample) for output in outputs for sample in output.outputs]
             experts = [sample.routed_experts for _, sample in samples]

@@ -13,8 +13,9 @@
 // the memory that all share, and meets the others four times a layer before it reads what they wrote:
 //
 //     norm -> own q, k, v -> own heads │ own columns of the product │ norm -> own gate, up │ own columns │
+//                                                                     norm -> own experts  │ own columns of the sum │
 //
-// `attended` and `activated` are written after a meeting that follows their last reader's, and so is `delta`.
+// `attended`, `activated` and `outputs` are written after a meeting that follows their last reader's, and so is `delta`.
 #include <algorithm>
 #include <cstring>
 
@@ -54,7 +55,8 @@ struct Columns {
 // Mirrored in decoder.py, as the next.
 struct Mixture {
     Product router;
-    const Product *gate_up, *down;  // [num_experts]
+    const Product *gate_up, *down;     // [num_own]
+    int64_t first_expert, num_own;     // those that this rank computes
     int64_t intermediate_size;
     experts::Routing routing;
     int64_t place;  // of the layer, among those that have experts
@@ -109,18 +111,36 @@ int64_t rows_at_once(const Mixture& m, int64_t num_tokens) {
     return std::min(num_tokens, std::max<int64_t>(1, ENTRIES / m.routing.top_k));
 }
 
+// The largest sizes of all mixtures.
+struct MixtureSizes {
+    int64_t rows = 0, entries = 0, experts = 0, top_k = 0, intermediate = 0;
+
+    explicit MixtureSizes(const DecoderCall& c) {
+        for (int i = 0; i < c.num_layers; i++) {
+            const Mixture* m = c.layers[i].mixture;
+            if (!m) continue;
+            const int64_t at_once = rows_at_once(*m, c.num_tokens);
+            rows = std::max(rows, at_once), entries = std::max(entries, at_once * m->routing.top_k);
+            experts = std::max(experts, m->routing.num_experts), top_k = std::max(top_k, m->routing.top_k);
+            intermediate = std::max(intermediate, m->intermediate_size);
+        }
+    }
+};
+
 // Activations of one layer that all ranks read, used again by the next.
 template <typename T>
 struct Exchanged : Carved {
     T *attended;   // [T, H dv]
     T *delta;      // [T, hidden_size], to be added to the residual stream
     T *activated;  // [MLP_ROWS, intermediate_size]
+    T *outputs;    // [entries of mixtures at once, hidden_size]
 
     explicit Exchanged(const DecoderCall& c) : Carved(c.exchanged) {
         int64_t attended_size = 0;
         for (int i = 0; i < c.num_layers; i++) attended_size = std::max(attended_size, c.layers[i].attended.whole);
         take(attended, c.num_tokens * attended_size), take(delta, c.num_tokens * c.hidden_columns.whole);
         take(activated, std::min(c.num_tokens, MLP_ROWS) * c.intermediate.whole);
+        take(outputs, MixtureSizes(c).entries * c.hidden_columns.whole);
     }
 };
 
@@ -134,8 +154,8 @@ struct Buffers : Carved {
     char *staging, *scratch;
     float* low;  // x A of one product's adapters
     // Of mixtures, N entries at once:
-    T *logits, *sent, *projected, *inner, *outputs;  // [rows, E], [N, hidden_size], [N, 2 I], [N, I], [N, hidden_size]
-    float *probabilities, *weights;                  // [threads, E], [N]
+    T *logits, *sent, *projected, *inner;  // [rows, E], [N, hidden_size], [N, 2 I], [N, I]
+    float *probabilities, *weights;        // [threads, E], [N]
     int32_t *left, *chosen, *experts, *places, *starts;  // [threads, E], [threads, k], [N], [N], [E + 1]
 
     explicit Buffers(const DecoderCall& c) : Carved(c.memory) {
@@ -158,7 +178,7 @@ struct Buffers : Carved {
             return gemm_staging_bytes(rows, size, c.is_bf16, is_int8, c.num_threads);
         };
         const int64_t before_mlp = staged(c.num_tokens, std::max(hidden_size, attended_size));
-        const Sizes sizes(c);
+        const MixtureSizes sizes(c);
         take(staging, std::max({before_mlp, staged(mlp_rows, c.intermediate.whole),
                                 staged(sizes.entries, std::max(hidden_size, sizes.intermediate))}));
         take(scratch, scratch_bytes * c.num_threads);
@@ -166,29 +186,12 @@ struct Buffers : Carved {
         const int64_t threads = sizes.entries ? c.num_threads : 0;
         take(logits, sizes.rows * sizes.experts), take(sent, sizes.entries * hidden_size);
         take(projected, sizes.entries * 2 * sizes.intermediate), take(inner, sizes.entries * sizes.intermediate);
-        take(outputs, sizes.entries * hidden_size);
         take(probabilities, threads * sizes.experts), take(weights, sizes.entries);
         take(left, threads * sizes.experts), take(chosen, threads * sizes.top_k);
         take(experts, sizes.entries), take(places, sizes.entries), take(starts, sizes.experts + 1);
     }
 
   private:
-    // The largest of all mixtures.
-    struct Sizes {
-        int64_t rows = 0, entries = 0, experts = 0, top_k = 0, intermediate = 0;
-
-        explicit Sizes(const DecoderCall& c) {
-            for (int i = 0; i < c.num_layers; i++) {
-                const Mixture* m = c.layers[i].mixture;
-                if (!m) continue;
-                const int64_t at_once = rows_at_once(*m, c.num_tokens);
-                rows = std::max(rows, at_once), entries = std::max(entries, at_once * m->routing.top_k);
-                experts = std::max(experts, m->routing.num_experts), top_k = std::max(top_k, m->routing.top_k);
-                intermediate = std::max(intermediate, m->intermediate_size);
-            }
-        }
-    };
-
     static int64_t low_size(const DecoderCall& c) {
         int64_t size = 0;
         for (int i = 0; c.adapters && i < c.num_layers; i++) {
@@ -310,28 +313,36 @@ struct Worker {
     void mixture(const Mixture& m, int64_t first, int64_t count) const {
         const int64_t size = c.hidden_columns.whole, inner_size = m.intermediate_size;
         const int64_t k = m.routing.top_k, num_experts = m.routing.num_experts, num_entries = count * k;
+        const Columns own = c.hidden_columns;
         const T* x = b.normed + first * size;
-        T* out = e.delta + first * size;
+        T* out = e.delta + first * size + own.first;
         product(m.router, x, b.logits, count, size, num_experts);
         choose(m, first, count);
         team.meet();
         if (omp_get_thread_num() == 0) experts::sort(b.experts, num_entries, num_experts, b.places, b.starts);
         team.meet();
-#pragma omp for schedule(static) nowait
-        for (int64_t i = 0; i < num_entries; i++) memcpy(b.sent + b.places[i] * size, x + i / k * size, size * sizeof(T));
-        team.meet();
-        products(m.gate_up, num_experts, b.sent, b.projected, size, 2 * inner_size);
+        const int32_t start = b.starts[m.first_expert], stop = b.starts[m.first_expert + m.num_own];
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < num_entries; i++) {
+            const int32_t place = b.places[i];
+            if (start <= place && place < stop) memcpy(b.sent + place * size, x + i / k * size, size * sizeof(T));
+        }
+        team.meet();
+        products(m, m.gate_up, b.sent, b.projected, size, 2 * inner_size);
+#pragma omp for schedule(static) nowait
+        for (int64_t i = start; i < stop; i++) {
             const T* gate = b.projected + i * 2 * inner_size;
             rows::activate_row(gate, gate + inner_size, b.inner + i * inner_size, inner_size);
         }
         team.meet();
-        products(m.down, num_experts, b.inner, b.outputs, inner_size, size);
+        products(m, m.down, b.inner, e.outputs, inner_size, size);
+        meet_ranks();
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < count; row++)
-            experts::add_row(b.outputs, b.places + row * k, b.weights + row * k, k, out + row * size, size);
+            experts::add_row(e.outputs + own.first, b.places + row * k, b.weights + row * k, k, out + row * size, own.size,
+                             size);
         team.meet();
+        meet_ranks();
     }
 
     // The experts of rows [first, first + count), whose logits are known.
@@ -347,11 +358,11 @@ struct Worker {
         }
     }
 
-    // Each expert's product with the rows at its places.
-    void products(const Product* of, int64_t num_experts, const T* x, T* out, int64_t in_features,
+    // The product of each own expert with the rows at its places.
+    void products(const Mixture& m, const Product* of, const T* x, T* out, int64_t in_features,
                   int64_t out_features) const {
-        for (int64_t i = 0; i < num_experts; i++) {
-            const int64_t start = b.starts[i], count = b.starts[i + 1] - start;
+        for (int64_t i = 0; i < m.num_own; i++) {
+            const int64_t start = b.starts[m.first_expert + i], count = b.starts[m.first_expert + i + 1] - start;
             if (count) product(of[i], x + start * in_features, out + start * out_features, count, in_features, out_features);
         }
     }

@@ -48,6 +48,9 @@ class Mixture(NamedTuple):
 
     router: Product
     experts: Sequence[MLP]
+    """Those that this rank computes."""
+    first_expert: int
+    """The number of the first of them."""
     top_k: int
     is_normalised: bool
     """Whether the weights of the `top_k` most probable experts are divided by their sum."""
@@ -90,6 +93,7 @@ class DecoderRanks(NamedTuple):
     """uint8, aligned to 64 bytes, shared by all ranks: activations that all read."""
     hidden: Columns
     intermediate: Columns
+    """Of layers that have no mixture."""
     attended: Sequence[Columns]
     """Of the heads' outputs, by layer."""
 
@@ -304,7 +308,7 @@ class Decoder:
         _check_product("qkv", layer.qkv, (qkv, hidden), self._dtype)
         _check_product("out", layer.out, (self._hidden.size, attended.whole), self._dtype)
         if isinstance(layer.mlp, Mixture):
-            _check_mixture(layer.mlp, hidden, self._dtype, is_cut=self._ranks is not None)
+            _check_mixture(layer.mlp, hidden, self._dtype)
         else:
             inner = self._intermediate
             _check_product("gate_up", layer.mlp.gate_up, (2 * inner.size, hidden), self._dtype)
@@ -331,10 +335,14 @@ def _check_product(name: str, product: Product, shape: tuple[int, int], dtype: t
         address(f"the bias of {name}", product.bias, dtype, shape[:1])
 
 
-def _check_mixture(mixture: Mixture, hidden: int, dtype: torch.dtype, *, is_cut: bool) -> None:
-    count, inner = len(mixture.experts), mixture.experts[0].down.weight.in_features
-    if is_cut or not 0 < mixture.top_k <= count:
-        raise ValueError(f"{mixture.top_k} of {count} experts should be chosen, on one rank.")
+def _check_mixture(mixture: Mixture, hidden: int, dtype: torch.dtype) -> None:
+    count, inner = mixture.router.weight.out_features, mixture.experts[0].down.weight.in_features
+    stop = mixture.first_expert + len(mixture.experts)
+    if not 0 < mixture.top_k <= count or not 0 <= mixture.first_expert < stop <= count:
+        raise ValueError(
+            f"{mixture.top_k} of {count} experts should be chosen, and those from {mixture.first_expert} to "
+            f"{stop - 1} be computed."
+        )
     _check_product("router", mixture.router, (count, hidden), dtype)
     for expert in mixture.experts:
         _check_product("gate_up", expert.gate_up, (2 * inner, hidden), dtype)
@@ -366,7 +374,7 @@ class _MixtureCall(ctypes.Structure):
     _fields_ = [
         ("router", _Product),
         *((name, c_void_p) for name in ("gate_up", "down")),
-        ("intermediate_size", c_int64),
+        *((name, c_int64) for name in ("first_expert", "num_own", "intermediate_size")),
         ("routing", _Routing),
         ("place", c_int64),
     ]
@@ -442,8 +450,10 @@ def _mixture(mixture: Mixture, place: int) -> _Mixture:
         router=_product(mixture.router),
         gate_up=ctypes.addressof(gate_up),
         down=ctypes.addressof(down),
+        first_expert=mixture.first_expert,
+        num_own=count,
         intermediate_size=mixture.experts[0].down.weight.in_features,
-        routing=_Routing(count, mixture.top_k, mixture.is_normalised, mixture.is_rounded),
+        routing=_Routing(mixture.router.weight.out_features, mixture.top_k, mixture.is_normalised, mixture.is_rounded),
         place=place,
     )
     return _Mixture(call, (gate_up, down))

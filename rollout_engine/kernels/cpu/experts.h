@@ -80,11 +80,12 @@ inline void sort(const int32_t* experts, int64_t count, int64_t num_experts, int
     for (int64_t i = 0; i < count; i++) places[i] += starts[experts[i]];
 }
 
-// The sum of a token's outputs [places, size], each times its weight; rounded after each step.
+// The sum of a token's outputs [places, size], `stride` apart, each times its weight; rounded after each step.
 template <typename T>
-void add_row(const T* outputs, const int32_t* places, const float* weights, int64_t top_k, T* out, int64_t size) {
+void add_row(const T* outputs, const int32_t* places, const float* weights, int64_t top_k, T* out, int64_t size,
+             int64_t stride) {
     for (int64_t slot = 0; slot < top_k; slot++) {
-        const T* output = outputs + places[slot] * size;
+        const T* output = outputs + places[slot] * stride;
         const F weight = vec::set1(weights[slot]);
         rows::map(output, out, out, size, [=](F y, F total) LAMBDA_INLINE {
             const F part = rows::rounded(vec::product(y, weight), out);

@@ -192,8 +192,9 @@ def _mlp(mlp: MLP | Mixture) -> compiled.MLP | compiled.Mixture:
     (router,), routing = mlp.router._groups, mlp.router._routing
     products = [_operand(group) for group in mlp.experts._groups]
     experts = map(compiled.MLP, products[: len(products) // 2], products[len(products) // 2 :])
-    sizes = mlp.router.top_k, routing.normalised, routing.rounded
-    return compiled.Mixture(_operand(router), list(experts), *sizes)
+    own = mlp.experts._own_experts
+    first, sizes = 0 if own is None else own.share.first, (mlp.router.top_k, routing.normalised, routing.rounded)
+    return compiled.Mixture(_operand(router), list(experts), first, *sizes)
 
 
 def _product(child: nn.Module) -> Product:

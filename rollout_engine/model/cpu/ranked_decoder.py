@@ -3,7 +3,13 @@
 from torch import nn
 
 from rollout_engine.kernels.cpu.decoder import Columns, DecoderRanks
-from rollout_engine.model.modules.decoder_structure import DecoderStructure, UnsupportedStructure, mlp_of, require
+from rollout_engine.model.modules.decoder_structure import (
+    MLP,
+    DecoderStructure,
+    Mixture,
+    UnsupportedStructure,
+    require,
+)
 from rollout_engine.model.ranks.cut import LinearCut, ModelCut
 from rollout_engine.model.ranks.share import Share
 from rollout_engine.model.ranks.shared_exchange import SharedExchange
@@ -15,11 +21,16 @@ def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
     Raises `UnsupportedStructure` where its products are not all cut as the decoder computes them.
     """
     linears = {id(each.module): each for each in cut.linears}
-    layers = [(layer, mlp_of(layer)) for layer in structure.layers]
-    inputs = [_inputs(linears, [*layer.qkv, *mlp.gate_up], layer.out, mlp.down) for layer, mlp in layers]
-    hidden = {linears[id(child)].share for layer, mlp in layers for child in (layer.out, mlp.down)}
-    intermediate = {each[1] for each in inputs}
+    mlps = [layer.mlp for layer in structure.layers if isinstance(layer.mlp, MLP)]
+    attended = [_input(linears, layer.qkv, layer.out) for layer in structure.layers]
+    intermediate = {_input(linears, mlp.gate_up, mlp.down) for mlp in mlps} or {Share.all(0)}
+    hidden = {
+        linears[id(child)].share for child in (*(layer.out for layer in structure.layers), *(m.down for m in mlps))
+    }
     require(len(hidden) == len(intermediate) == 1, "its layers differ in their sizes")
+    experts = {id(child) for child, _ in cut.experts}
+    mixtures = [layer.mlp for layer in structure.layers if isinstance(layer.mlp, Mixture)]
+    require(all(id(mixture.experts) in experts for mixture in mixtures), "its experts are not cut as wholes")
     exchange = cut.seat.exchange
     if not isinstance(exchange, SharedExchange):
         raise UnsupportedStructure("its ranks share no memory, being on several machines")
@@ -28,21 +39,17 @@ def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
         exchange.decoder_memory,
         _columns(*hidden),
         _columns(*intermediate),
-        [_columns(attended) for attended, _ in inputs],
+        [_columns(each) for each in attended],
     )
 
 
-def _inputs(
-    linears: dict[int, LinearCut], local: list[nn.Module], out: nn.Module, down: nn.Module
-) -> tuple[Share, Share]:
-    """The rank's share of what `out` and `down` read, where the products `local` before them are kept by each rank."""
-    cuts = [linears.get(id(child)) for child in (*local, out, down)]
-    *first, out_cut, down_cut = cuts
-    if any(each is None or each.gathers for each in first) or out_cut is None or down_cut is None:
+def _input(linears: dict[int, LinearCut], local: list[nn.Module], last: nn.Module) -> Share:
+    """The rank's share of what `last` reads, where the products `local` before it are kept by each rank."""
+    cuts, last_cut = [linears.get(id(child)) for child in local], linears.get(id(last))
+    are_local = all(each is not None and not each.gathers for each in cuts)
+    if not are_local or last_cut is None or last_cut.input_share is None:
         raise UnsupportedStructure("its products are not cut by heads and columns")
-    if out_cut.input_share is None or down_cut.input_share is None:
-        raise UnsupportedStructure("its products are not cut by heads and columns")
-    return out_cut.input_share, down_cut.input_share
+    return last_cut.input_share
 
 
 def _columns(share: Share) -> Columns:

@@ -73,13 +73,6 @@ def decoder_structure(module: nn.Module, geometry: Sequence[LayerGeometry]) -> D
     )
 
 
-def mlp_of(layer: DecoderLayer) -> MLP:
-    """The MLP of a layer. Raises `UnsupportedStructure` where it has a mixture of experts instead."""
-    if isinstance(layer.mlp, Mixture):
-        raise UnsupportedStructure("its experts run as modules")
-    return layer.mlp
-
-
 def require(condition: bool, otherwise: str) -> None:
     """Raise `UnsupportedStructure` with the reason `otherwise`, unless `condition` holds."""
     if not condition:
