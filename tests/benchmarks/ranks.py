@@ -1,11 +1,12 @@
 """Two ranks with a thread each beside one process with two threads: tokens per second in turns, and memory.
 
-    python -m tests.benchmarks.ranks [--rounds 5] [--dtype float32] [--executor ray]
-    python -m tests.benchmarks.ranks --memory [--dtype float32] [--layers 12]
+    python -m tests.benchmarks.ranks [--shape M] [--rounds 5] [--dtype float32] [--executor ray]
+    python -m tests.benchmarks.ranks --memory [--shape M] [--dtype float32] [--layers 12]
 
-A model as large as M of the other benchmarks generates for 32 prompts; ratios compare rounds that follow one another.
-Memory is that of each process of an engine which is alone in a program of its own, after generations and after an
-update beside the live weights: PSS, which counts a page that n processes share as 1/n, and USS, which leaves it out.
+A model as large as M of the other benchmarks, or E, a mixture of experts, generates for 32 prompts; ratios compare
+rounds that follow one another. Memory is that of each process of an engine which is alone in a program of its own,
+after generations and after an update beside the live weights: PSS, which counts a page that n processes share as 1/n,
+and USS, which leaves it out.
 """
 
 import argparse
@@ -33,12 +34,16 @@ M = dict(
     vocab_size=4096,
     std=0.05,
 )
+E = M | dict(num_experts=32, num_experts_per_tok=4, moe_intermediate_size=384, norm_topk_prob=True)
+SHAPES = {"M": ("qwen3", M), "E": ("qwen3_moe", E)}
+"""Architecture and fields."""
 PROMPTS = [{"prompt_token_ids": [5 + (7 * i + j) % 900 for j in range(64)]} for i in range(32)]
 
 
 def main() -> None:
     """Print tokens per second of each round and the median of the ratios, or what each process takes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="M")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--layers", type=int, default=M["num_hidden_layers"])
@@ -47,12 +52,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)  # of the engine whose memory this program measures
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    fields = M | dict(num_hidden_layers=arguments.layers)
+    architecture, fields = SHAPES[arguments.shape]
     if arguments.checkpoint:
         print(json.dumps(_memory_here(arguments.checkpoint, arguments.ranks, arguments.dtype)))
         return
     with tempfile.TemporaryDirectory() as directory:
-        path = str(tiny_checkpoint(directory, "qwen3", **fields))
+        path = str(tiny_checkpoint(directory, architecture, **fields | dict(num_hidden_layers=arguments.layers)))
         if arguments.memory:
             _compare_memory(path, arguments.dtype)
         else:
