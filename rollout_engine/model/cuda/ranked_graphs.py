@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.cuda.decode_graphs import DecodeGraphs, Variant
 from rollout_engine.model.cuda.ranked_model import RankedCudaModel
 from rollout_engine.model.ranks.group_exchange import GroupExchange
@@ -31,6 +32,7 @@ class RankedDecodeGraphs(DecodeGraphs):
     def __init__(self, model: RankedCudaModel, *args: Any, seat: Seat, **options: Any) -> None:
         self._seat = seat
         super().__init__(model, *args, **options)
+        self._exchange.before_leaving(self._drop)
 
     @torch.inference_mode()
     def follow_capture(self, size: int, *, has_prefixes: bool, has_adapters: bool, is_first: bool) -> None:
@@ -43,7 +45,7 @@ class RankedDecodeGraphs(DecodeGraphs):
     @torch.inference_mode()
     def follow_replay(self, size: int, *, has_prefixes: bool, has_adapters: bool) -> None:
         """Do what `replay_graph` tells this rank."""
-        super()._replay((size, Variant(has_prefixes, has_adapters)))
+        self._replay_own((size, Variant(has_prefixes, has_adapters)))
 
     def _try(self, size: int, variant: Variant) -> None:
         if (followers := self._model.followers()) is None:
@@ -55,10 +57,15 @@ class RankedDecodeGraphs(DecodeGraphs):
 
     def _replay(self, key: tuple[int, Variant]) -> None:
         if (followers := self._model.followers()) is None:
-            return super()._replay(key)
+            return self._replay_own(key)
         followers.replay_graph(key[0], **key[1]._asdict())
         with self._seat.together():
-            super()._replay(key)
+            self._replay_own(key)
+
+    def _replay_own(self, key: tuple[int, Variant]) -> None:
+        if key not in self._graphs:
+            raise BrokenTurnsError("the ranks have left one another")
+        super()._replay(key)
 
     def _may_capture(self) -> bool:
         """What rank 0 says."""
@@ -76,13 +83,20 @@ class RankedDecodeGraphs(DecodeGraphs):
 
     def _computation(self, size: int, variant: Variant) -> Callable[[], None]:
         compute, inputs = super()._computation(size, variant), self._inputs.memory(size)
-        exchange = cast(GroupExchange, self._seat.exchange)
 
         def together() -> None:
             try:
-                exchange.copy_from_first(inputs)
+                self._exchange.copy_from_first(inputs)
                 compute()
             except torch.OutOfMemoryError as problem:  # no want of room that only leaves a graph out: others wait here
                 raise RuntimeError(str(problem)) from problem
 
         return together
+
+    @property
+    def _exchange(self) -> GroupExchange:
+        return cast(GroupExchange, self._seat.exchange)
+
+    def _drop(self) -> None:
+        """Let go of graphs: NCCL leaves no group before those that have captured its steps are gone."""
+        self._graphs.clear()

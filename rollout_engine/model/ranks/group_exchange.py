@@ -48,6 +48,7 @@ class GroupExchange(Exchange):
         self.window, self.window_is_shared = meeting.window, meeting.window_is_shared
         connect = partial(connect_ahead, device=device) if device.type == "cuda" else connect_patient
         self._joining = WeightGroup(GroupConfig(rendezvous, self.rank, self.num_ranks, JOIN_SECONDS), connect)
+        self._before_leaving: list[Callable[[], object]] = []
 
     def meet(self) -> None:
         self._meeting.meet()
@@ -57,7 +58,13 @@ class GroupExchange(Exchange):
 
     def break_(self) -> None:
         self._meeting.break_()
+        for call in self._before_leaving:
+            call()
         self._joining.leave()
+
+    def before_leaving(self, call: Callable[[], object]) -> None:
+        """Have `break_` call this before it leaves the group, on any thread."""
+        self._before_leaving.append(call)
 
     def gathering(self, share: Share) -> "ColumnGather":
         return ColumnGather(self, share, self.agree(share.size))

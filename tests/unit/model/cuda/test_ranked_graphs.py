@@ -120,6 +120,16 @@ def test_a_capture_that_fails_on_another_rank_ends_the_start_with_advice(monkeyp
         captured(2, fields=SMALL)
 
 
+def test_graphs_are_gone_before_the_group_is_left(monkeypatch, captured):
+    two = captured(2, fields=SMALL)
+    graphs, exchange, found = graphs_of(two), executor_of(two)._team.exchange, []
+    assert graphs._graphs
+    leave = exchange._joining.leave
+    monkeypatch.setattr(exchange._joining, "leave", lambda: found.append(len(graphs._graphs)) or leave())
+    two.shutdown()
+    assert found and not any(found)
+
+
 def test_without_graphs_none_are_captured(captured):
     two = captured(2, fields=SMALL, cuda_graphs=False)
     assert graphs_of(two) is None
