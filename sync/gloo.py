@@ -67,7 +67,8 @@ def run_patiently(group: WeightGroup, launch: Callable[[ProcessGroup], Work]) ->
             return
         except RuntimeError:
             if work.is_completed():
-                raise
+                work.wait()  # raises the step's own error: it may as well have ended right behind the time to look
+                return
             if group.has_left:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))  # never freed: that would wait for the step's end
                 raise RuntimeError("this rank has left a step that its peers did not end") from None

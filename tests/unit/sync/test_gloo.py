@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import sync
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
+from sync.gloo import run_patiently
 from sync.manifest import WeightManifest
 from tests.unit.sync.receiving import Receiving
 
@@ -273,3 +275,27 @@ def test_a_pipe_in_place_of_the_rendezvous_file_is_refused_by_name(tmp_path):
 def test_a_wait_without_an_end_is_refused(tmp_path, timeout):
     with pytest.raises(SyncError, match="must be seconds, more than 0, at most 1e[+]06"):
         sync.make_receiver("gloo", rendezvous=f"file://{tmp_path}/r", rank=1, world_size=2, timeout=timeout)
+
+
+class LateWork:
+    """A step that ends right behind the time to look at it, well or with an error."""
+
+    def __init__(self, error=None):
+        self._error, self._has_ended = error, False
+
+    def wait(self, timeout=None):
+        if not self._has_ended:
+            self._has_ended = True
+            raise RuntimeError("Operation timed out!")
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self):
+        return self._has_ended
+
+
+def test_a_patient_step_that_ends_as_it_is_looked_at_has_its_own_result():
+    group = SimpleNamespace(joined=lambda: None, has_left=False)
+    run_patiently(group, lambda _: LateWork())
+    with pytest.raises(RuntimeError, match="Connection reset"):
+        run_patiently(group, lambda _: LateWork(RuntimeError("Connection reset by peer")))
