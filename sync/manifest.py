@@ -7,7 +7,7 @@ a tensor's own, so they are covered too.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -175,7 +175,7 @@ def _bad_shape(name: str, shape: Sequence[int], where: str = "") -> ManifestMism
 def check_known(names: Iterable[str], accepted: Mapping[str, object]) -> None:
     """Raise `ManifestMismatch` unless the engine's model has all `names`."""
     if unknown := sorted({name for name in names if name not in accepted}):
-        what = f"{len(unknown)} names are not in the model: {first_names(unknown)}"
+        what = f"{counted(unknown, 'name is', 'names are')} not in the model: {first_names(unknown)}"
         known = f", whose names are such as '{next(iter(accepted))}'" if accepted else ""
         raise ManifestMismatch(f"{what}. Send the weights of the model that is loaded{known}.")
 
@@ -185,7 +185,7 @@ def check_forms(forms: Iterable[tuple[str, Form]], accepted: Mapping[str, Form])
     wrong = [f"'{name}': expected {accepted[name]}, came {form}" for name, form in forms if form != accepted[name]]
     if wrong:
         hint = "Shapes must be equal; only floating dtypes are cast."
-        raise ManifestMismatch(f"{len(wrong)} tensors do not fit: {first_names(wrong)}. {hint}")
+        raise ManifestMismatch(f"{counted(wrong, 'tensor does', 'tensors do')} not fit: {first_names(wrong)}. {hint}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -238,6 +238,11 @@ def total_digest(tensors: Iterable[TensorSpec]) -> str:
     """One digest for a set of tensors, whatever order they come in."""
     lines = sorted((s.name, s.dtype, tuple(s.shape), s.digest) for s in tensors)
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(lines))
+
+
+def counted(items: Sized, one: str, many: str) -> str:
+    """Their number and the word for so many: "1 name is", "3 names are"."""
+    return f"{len(items)} {one if len(items) == 1 else many}"
 
 
 def first_names(names: Iterable[str], limit: int = 10) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sync.manifest import describe_all, first_names
+from sync.manifest import counted, describe_all, first_names
 from worker_ext.base import WorkerExtension, rpc
 
 
@@ -39,5 +39,6 @@ class InspectExtension(WorkerExtension):
         if names is None:
             return live
         if unknown := [name for name in names if name not in live]:
-            raise KeyError(f"{len(unknown)} names are not among the module's weights: {first_names(unknown)}")
+            what = counted(unknown, "name is", "names are")
+            raise KeyError(f"{what} not among the module's weights: {first_names(unknown)}")
         return {name: live[name] for name in names}

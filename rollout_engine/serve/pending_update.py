@@ -14,7 +14,7 @@ from rollout_engine.outputs import UpdateReport
 from rollout_engine.serve.plain_group import PlainGroup
 from rollout_engine.serve.request_log import logger
 from rollout_engine.threads import run_in_thread
-from sync.manifest import TensorSpec, check_distinct, first_names
+from sync.manifest import TensorSpec, check_distinct, counted, first_names
 
 _MOST_TIMES = 2
 """Bytes that may gather, in times of the live weights: a float32 trainer of a bfloat16 engine sends twice as many."""
@@ -75,7 +75,8 @@ class PendingUpdate:
     def specs(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
         """What a sender announces. Raises `RequestError` for columns of unequal lengths."""
         if not len(names) == len(dtypes) == len(shapes):
-            lengths = f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes"
+            columns = (names, "name"), (dtypes, "dtype"), (shapes, "shape")
+            lengths = ", ".join(counted(column, word, f"{word}s") for column, word in columns)
             raise RequestError.for_field("names", lengths, "as many dtypes and shapes as names")
         dtypes = [dtype.removeprefix("torch.") for dtype in dtypes]
         return [TensorSpec(*each, "") for each in zip(names, map(tuple, shapes), dtypes, strict=True)]

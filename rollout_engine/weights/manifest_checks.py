@@ -7,7 +7,7 @@ from torch import Tensor
 from rollout_engine.weights.coverage import Coverage
 from sync.base import Metadata
 from sync.errors import ManifestMismatch, StaleVersion
-from sync.manifest import TensorSpec, WeightManifest, check_forms, check_known, first_names
+from sync.manifest import TensorSpec, WeightManifest, check_forms, check_known, counted, first_names
 
 
 class ManifestChecks:
@@ -39,12 +39,14 @@ class ManifestChecks:
         self._check_ties(manifest)
         chosen = {self._owner(name) for name in names}
         if twice := self._coverage.overlapping(chosen):
-            raise ManifestMismatch(f"{len(twice)} names overlap others of the manifest: {first_names(twice)}.")
+            what = counted(twice, "name overlaps", "names overlap")
+            raise ManifestMismatch(f"{what} others of the manifest: {first_names(twice)}.")
         if partial and not names:
             raise ManifestMismatch("partial=True, and the update has no tensor: send at least one.")
         if not partial and (missing := self._coverage.missing(chosen)):
             advice = "Send every weight, or only some with partial=True, which leaves the others as they are."
-            raise ManifestMismatch(f"{len(missing)} tensors are missing: {first_names(missing)}. {advice}")
+            what = counted(missing, "tensor is", "tensors are")
+            raise ManifestMismatch(f"{what} missing: {first_names(missing)}. {advice}")
 
     def _check_ties(self, manifest: WeightManifest) -> None:
         """Ties at the source must be ties here; names tied here may all be sent if they carry the same values."""

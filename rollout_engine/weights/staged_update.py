@@ -4,7 +4,7 @@ from torch import Tensor
 
 from rollout_engine.messages import UpdateOptions
 from sync import errors
-from sync.manifest import WeightManifest, dtype_name, first_names
+from sync.manifest import WeightManifest, counted, dtype_name, first_names
 from sync.pieces import Lacking
 from sync.tensor_check import CheckResult
 
@@ -30,9 +30,8 @@ class StagedUpdate:
     def check(self) -> None:
         """Raise `ChecksumMismatch` unless every tensor arrived, unchanged and finite."""
         if absent := [name for name in self.specs if name not in self.staged]:
-            raise errors.ChecksumMismatch(
-                f"{len(absent)} tensors of the manifest never arrived: {first_names(absent)}."
-            )
+            what = counted(absent, "tensor", "tensors")
+            raise errors.ChecksumMismatch(f"{what} of the manifest never arrived: {first_names(absent)}.")
         for name, spec in self.specs.items():
             arrived = self.staged[name]
             if arrived.digest != spec.digest:

@@ -125,7 +125,7 @@ def test_forgotten_weights_serve_only_after_a_complete_update(llm):
         llm.score([[5]], [[6]])
     state = dict(tiny_model().state_dict())
     state.pop("model.norm.weight")
-    with pytest.raises(Exception, match=r"1 tensors are missing: model\.norm\.weight"):
+    with pytest.raises(Exception, match=r"1 tensor is missing: model\.norm\.weight"):
         llm.update_weights(state)
     with pytest.raises(DirtyWeightsError, match=FORGOTTEN):
         generate(llm)

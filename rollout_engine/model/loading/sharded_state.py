@@ -29,7 +29,7 @@ from sync.base import Metadata
 from sync.checkpoint import CONFIG_FILE, read_tensor_file
 from sync.errors import SyncError
 from sync.file_snapshot import SnapshotFile
-from sync.manifest import TensorSpec, WeightManifest, decode_json, dtype_name, first_names
+from sync.manifest import TensorSpec, WeightManifest, counted, decode_json, dtype_name, first_names
 from sync.tensor_file import write_tensor_file
 from sync.tensor_writer import HOST_WRITER
 
@@ -211,8 +211,8 @@ def _check_forms(path: Path, wanted: Metadata, found: Metadata) -> None:
     offenders = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     shown = (f"{name}: expected {wanted.get(name, 'none')}, found {found.get(name, 'none')}" for name in offenders)
     raise ConfigError(
-        f"{path} is not of this model: {len(offenders)} tensors are other ones: {first_names(shown, 5)}. Give the "
-        f"directory as save_sharded_state has written it."
+        f"{path} is not of this model, which has another form of {counted(offenders, 'tensor', 'tensors')}: "
+        f"{first_names(shown, 5)}. Give the directory as save_sharded_state has written it."
     )
 
 

@@ -20,6 +20,7 @@ from rollout_engine.model.ranks.part import Part
 from rollout_engine.model.ranks.share import Share
 from sync.checkpoint import StoredTensor
 from sync.digests import tensor_bytes
+from sync.manifest import counted
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -165,6 +166,6 @@ def _refuse(what: str, offenders: list[str]) -> None:
     if offenders:
         more = f" ... and {len(offenders) - 10} more" if len(offenders) > 10 else ""
         raise ConfigError(
-            f"The checkpoint does not fit the model: {len(offenders)} tensors {what}: "
+            f"The checkpoint does not fit the model: {counted(offenders, 'tensor', 'tensors')} {what}: "
             f"{'; '.join(offenders[:10])}{more}."
         )

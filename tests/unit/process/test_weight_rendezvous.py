@@ -73,10 +73,10 @@ class Caller:
 
 
 BAD_SOURCES = {
-    "a name that the engine does not have": ({"v": torch.ones(4)}, "1 names are not in the model: v"),
+    "a name that the engine does not have": ({"v": torch.ones(4)}, "1 name is not in the model: v"),
     "a tensor larger than the engine's": ({"w": torch.ones(5)}, "'w': expected .*4.*, came .*5"),
     "a name twice": ([("w", torch.ones(4))] * 2, "The source lists w more than once"),
-    "a tensor of nine dimensions": ({"w": torch.ones([1] * 9)}, "1 tensors do not fit"),
+    "a tensor of nine dimensions": ({"w": torch.ones([1] * 9)}, "1 tensor does not fit"),
 }
 
 

@@ -92,7 +92,7 @@ def test_tensors_come_over_a_plain_torch_group(client, other_weights, tmp_path):
 @pytest.mark.parametrize(
     "columns, said",
     [
-        ((["a"], ["float32"], []), "1 names, 1 dtypes and 0 shapes"),
+        ((["a"], ["float32"], []), "1 name, 1 dtype, 0 shapes"),
         ((["a"], ["float99"], [[1]]), "float99"),
         ((["a"], ["float32"], [[10**6, 10**6]]), "another model"),
         ((["a", "a"], ["float32"] * 2, [[1]] * 2), "announced"),

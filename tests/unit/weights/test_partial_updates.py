@@ -71,7 +71,7 @@ def test_whole_and_partial_updates_take_turns(engine, weights, staging):
 def test_without_the_flag_a_missing_weight_is_refused_and_the_flag_named(engine, weights):
     before = engine.state()
     advice = "Send every weight, or only some with partial=True, which leaves the others as they are"
-    with pytest.raises(errors.ManifestMismatchError, match=f"1 tensors are missing: q. {advice}"):
+    with pytest.raises(errors.ManifestMismatchError, match=f"1 tensor is missing: q. {advice}"):
         engine.update(weights(q=None))
     assert engine.state() == before
 
@@ -80,9 +80,9 @@ def test_without_the_flag_a_missing_weight_is_refused_and_the_flag_named(engine,
     "source,message",
     [
         ({}, "partial=True, and the update has no tensor"),
-        ({"p": torch.ones(4, 4)}, "1 names are not in the model: p"),
+        ({"p": torch.ones(4, 4)}, "1 name is not in the model: p"),
         ({"q": torch.ones(4, 5)}, r"'q': expected .*\(4, 4\).*came .*\(4, 5\)"),
-        ({"qk": torch.ones(6, 4), "k": torch.ones(2, 4)}, "overlap others of the manifest: k"),
+        ({"qk": torch.ones(6, 4), "k": torch.ones(2, 4)}, "1 name overlaps others of the manifest: k"),
         ({"embed": torch.ones(5, 4), "head": torch.zeros(5, 4)}, "are tied in the engine, but differ"),
     ],
 )

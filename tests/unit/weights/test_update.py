@@ -86,7 +86,7 @@ def test_the_digest_is_of_what_is_live(engine, weights, offer):
 @pytest.mark.parametrize(
     "changes,error,message",
     [
-        (dict(q=None), errors.ManifestMismatchError, "1 tensors are missing: q"),
+        (dict(q=None), errors.ManifestMismatchError, "1 tensor is missing: q"),
         (dict(extra=torch.ones(1)), errors.ManifestMismatchError, r"model: extra\. Send .*, whose names are such"),
         (dict(q=torch.ones(4, 5)), errors.ManifestMismatchError, r"'q': expected .*\(4, 4\).*came .*\(4, 5\)"),
         (

@@ -214,8 +214,8 @@ class TestDummyWeights:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t: t.pop("model.norm.weight"), r"1 tensors missing: model\.norm\.weight"),
-        (lambda t: t.update({"model.extra": torch.zeros(2)}), r"1 tensors not in the model: model\.extra"),
+        (lambda t: t.pop("model.norm.weight"), r"1 tensor missing: model\.norm\.weight"),
+        (lambda t: t.update({"model.extra": torch.zeros(2)}), r"1 tensor not in the model: model\.extra"),
         (lambda t: t.update({"model.norm.weight": torch.ones(65)}), r"model\.norm\.weight: expected \[64\].*\[65\]"),
         (lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int64)}), r"model\.norm\.weight.*I64"),
     ],

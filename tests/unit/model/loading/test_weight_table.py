@@ -99,7 +99,7 @@ def test_only_ten_offenders_are_listed(tmp_path):
 def test_missing_names_are_listed(tmp_path):
     tiny_checkpoint(tmp_path, "qwen3")
     entries = [e for e in read_entries(tmp_path) if e.name != "model.norm.weight"]
-    with pytest.raises(ConfigError, match=r"1 tensors missing: model\.norm\.weight\."):
+    with pytest.raises(ConfigError, match=r"1 tensor missing: model\.norm\.weight\."):
         empty_table("qwen3")[1].load(entries)
 
 
