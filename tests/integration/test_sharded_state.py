@@ -227,7 +227,9 @@ def test_weights_of_another_model_are_refused_by_name(copied, tmp_path):
     state = json.loads((tmp_path / "state/sharded.json").read_text())
     config_digest = json.loads((copied / "sharded.json").read_text())["config_digest"]
     (copied / "sharded.json").write_text(json.dumps(state | {"config_digest": config_digest}))
-    with pytest.raises(ConfigError, match=r"rank-0-of-1.safetensors is not of this model, .* form of 6 tensors: .*down_proj"):
+    with pytest.raises(
+        ConfigError, match=r"rank-0-of-1.safetensors is not of this model, .* form of 6 tensors: .*down_proj"
+    ):
         load(copied)
 
 

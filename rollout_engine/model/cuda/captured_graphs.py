@@ -55,7 +55,7 @@ class CudaGraph:
 class GraphPool:
     """Captures graphs that share memory; they must not run at the same time. After a failure, make another pool.
 
-    `all_agree`: called before each capture with whether there is room here; whether there is on every rank.
+    `all_agree`: is told before each capture whether there is room here, and returns whether every rank has room.
     """
 
     def __init__(self, all_agree: Callable[[bool], bool] = bool) -> None:

@@ -68,9 +68,7 @@ def pool_of(monkeypatch):
     def size(weights, drafting=None, **options):
         config = EngineConfig(model="model", block_size=16, max_num_seqs=2**20, max_model_len=2**20, **options)
         loaded = Loaded(weights * GIB)
-        backend = SimpleNamespace(
-            _config=config, _loaded=loaded, _fused=True, _seat=None, _drafting=drafting, routing=None
-        )
+        backend = SimpleNamespace(_config=config, _loaded=loaded, _fused=True, _drafting=drafting, routing=None)
         backend._peak_bytes = lambda model_len, device: 2 * weights * GIB
         for name in ("_graph_bytes", "_update_bytes", "_draft_bytes"):
             setattr(backend, name, getattr(CudaBackend, name).__get__(backend))
