@@ -101,8 +101,8 @@ FAULTS = {
         Plant(
             StaticColumns,
             "send",
-            "self._memory.copy_(packed, non_blocking=True)",
-            "with torch.cuda.stream(torch.cuda.Stream()): self._memory.copy_(packed, non_blocking=True)",
+            "self.memory.copy_(packed, non_blocking=True)",
+            "with torch.cuda.stream(torch.cuda.Stream()): self.memory.copy_(packed, non_blocking=True)",
         ),
         work.decode_graphs_replayed,
         "race",
