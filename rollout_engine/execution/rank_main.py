@@ -7,11 +7,13 @@ MEMORY is what all ranks share, and LIFE, STEPS and CALLS are this rank's ends o
 when rank 0 does, and takes part in no more when any rank has ended.
 """
 
+import contextlib
 import logging
 import os
 import socket
 import sys
 import threading
+import time
 from typing import NoReturn
 
 from rollout_engine.execution.rank_values import pack_value
@@ -36,6 +38,10 @@ from rollout_engine.model.ranks.shared_exchange import SharedExchange
 from rollout_engine.threads import give_way_early, start_thread
 
 logger = logging.getLogger("rollout_engine")
+
+_OTHERS_FIRST_SECONDS = 0.3
+"""How long a rank that was left in a step keeps to itself why: the end of another rank, noticed meanwhile, says
+more."""
 
 
 def serve(memory: int | None, life: Channel, steps: Channel, calls: Channel, num_ranks: int) -> int:
@@ -98,7 +104,10 @@ def _take_part(worker: RankWorker, seat: Seat, life: Channel, steps: Channel) ->
             worker.take_part(steps.receive(StepMessage))
     except (EOFError, OSError):
         return
-    except BrokenTurnsError:
+    except BrokenTurnsError as error:
+        time.sleep(_OTHERS_FIRST_SECONDS)
+        with contextlib.suppress(OSError):
+            life.send(Failed.of(error))
         _leave(1)
     except BaseException as error:
         logger.critical("a step failed", exc_info=error)
