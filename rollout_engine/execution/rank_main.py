@@ -40,8 +40,7 @@ from rollout_engine.threads import give_way_early, start_thread
 logger = logging.getLogger("rollout_engine")
 
 _OTHERS_FIRST_SECONDS = 0.3
-"""How long a rank that was left in a step keeps to itself why: the end of another rank, noticed meanwhile, says
-more."""
+"""Seconds before a rank that was left in a step says why: the end of another rank, noticed meanwhile, says more."""
 
 
 def serve(memory: int | None, life: Channel, steps: Channel, calls: Channel, num_ranks: int) -> int:

@@ -81,7 +81,7 @@ class RankTeam:
 
     @property
     def elements(self) -> list[Mapping[str, tuple[int, int]]]:
-        """Of each rank from 1 on: name of a weight -> the elements of it that are the rank's, [first, stop)."""
+        """The parts of the ranks from 1 on, in order: name of a weight -> the rank's elements of it, [first, stop)."""
         return [rank.elements for rank in self._ranks]
 
     def _settle(self, message: CallMessage) -> None:
@@ -187,7 +187,8 @@ class RankTeam:
         for rank in self._ranks:
             rank.end()
         self._launcher.close()
-        torch.set_num_threads(self._threads_before)
+        if torch.get_num_threads() == self.num_threads:  # nobody has chosen another number since
+            torch.set_num_threads(self._threads_before)
 
     def _tell(self, message: StepMessage) -> None:
         try:

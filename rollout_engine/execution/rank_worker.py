@@ -131,11 +131,11 @@ class RankWorker:
             case HeadOnDevice(form):
                 model.follow_head(form)
             case CaptureGraph(size, has_prefixes, has_adapters, is_first):
-                key = {"has_prefixes": has_prefixes, "has_adapters": has_adapters}
-                self._backend.runner.graphs.follow_capture(size, **key, is_first=is_first)
+                graphs = self._backend.runner.graphs
+                graphs.follow_capture(size, has_prefixes=has_prefixes, has_adapters=has_adapters, is_first=is_first)
             case ReplayGraph(size, has_prefixes, has_adapters):
-                key = {"has_prefixes": has_prefixes, "has_adapters": has_adapters}
-                self._backend.runner.graphs.follow_replay(size, **key)
+                graphs = self._backend.runner.graphs
+                graphs.follow_replay(size, has_prefixes=has_prefixes, has_adapters=has_adapters)
             case OpenPool(pool, num_blocks):
                 model.follow_open(pool, num_blocks)
             case ClosePool(pool):

@@ -93,7 +93,7 @@ class DecoderRanks(NamedTuple):
     """uint8, aligned to 64 bytes, shared by all ranks: activations that all read."""
     hidden: Columns
     intermediate: Columns
-    """Of layers that have no mixture."""
+    """The rank's columns of gate and up, in layers without a mixture."""
     attended: Sequence[Columns]
     """Of the heads' outputs, by layer."""
 

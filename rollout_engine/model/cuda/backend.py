@@ -151,7 +151,7 @@ class CudaBackend:
         )
 
     def _graphs(self, model: CudaModel) -> DecodeGraphs:
-        kind = DecodeGraphs if self._seat is None else partial(RankedDecodeGraphs, seat=self._seat)
+        kind = DecodeGraphs if self._seat is None else RankedDecodeGraphs
         return kind(
             model,
             self.runner.rows,

@@ -9,7 +9,7 @@ What ranks exchange is part of the graph, from the inputs of rank 0 on, so the o
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -17,8 +17,6 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.cuda.decode_graphs import DecodeGraphs, Variant
 from rollout_engine.model.cuda.ranked_model import RankedCudaModel
-from rollout_engine.model.ranks.group_exchange import GroupExchange
-from rollout_engine.model.ranks.seat import Seat
 
 
 class RankedDecodeGraphs(DecodeGraphs):
@@ -29,10 +27,9 @@ class RankedDecodeGraphs(DecodeGraphs):
 
     _model: RankedCudaModel
 
-    def __init__(self, model: RankedCudaModel, *args: Any, seat: Seat, **options: Any) -> None:
-        self._seat = seat
+    def __init__(self, model: RankedCudaModel, *args: Any, **options: Any) -> None:
         super().__init__(model, *args, **options)
-        self._exchange.before_leaving(self._drop)
+        model.exchange.before_leaving(self._drop)
 
     @torch.inference_mode()
     def follow_capture(self, size: int, *, has_prefixes: bool, has_adapters: bool, is_first: bool) -> None:
@@ -52,14 +49,14 @@ class RankedDecodeGraphs(DecodeGraphs):
             return super()._try(size, variant)
         if super()._may_capture():
             followers.capture_graph(size, **variant._asdict(), is_first=not self._graphs)
-            with self._seat.together():
+            with self._model.seat.together():
                 super()._try(size, variant)
 
     def _replay(self, key: tuple[int, Variant]) -> None:
         if (followers := self._model.followers()) is None:
             return self._replay_own(key)
         followers.replay_graph(key[0], **key[1]._asdict())
-        with self._seat.together():
+        with self._model.seat.together():
             self._replay_own(key)
 
     def _replay_own(self, key: tuple[int, Variant]) -> None:
@@ -68,11 +65,11 @@ class RankedDecodeGraphs(DecodeGraphs):
         super()._replay(key)
 
     def _may_capture(self) -> bool:
-        """What rank 0 says."""
-        return bool(self._seat.exchange.agree(super()._may_capture())[0])
+        """Whether rank 0 may: its time and its memory count."""
+        return bool(self._model.exchange.agree(super()._may_capture())[0])
 
     def _all_agree(self, condition: bool) -> bool:
-        return self._seat.all_agree(condition)
+        return self._model.seat.all_agree(condition)
 
     def _note_failure(self, key: tuple[int, Variant], problem: Exception) -> None:
         """End the engine: what other ranks have captured, and what they wait for, is not known."""
@@ -86,16 +83,12 @@ class RankedDecodeGraphs(DecodeGraphs):
 
         def together() -> None:
             try:
-                self._exchange.copy_from_first(inputs)
+                self._model.exchange.copy_from_first(inputs)
                 compute()
             except torch.OutOfMemoryError as problem:  # no want of room that only leaves a graph out: others wait here
                 raise RuntimeError(str(problem)) from problem
 
         return together
-
-    @property
-    def _exchange(self) -> GroupExchange:
-        return cast(GroupExchange, self._seat.exchange)
 
     def _drop(self) -> None:
         """Let go of graphs: NCCL leaves no group before those that have captured its steps are gone."""

@@ -55,7 +55,7 @@ class RankedCudaModel(CudaModel):
     """One rank's part of a model and of its KV pool."""
 
     def __init__(self, *args: Any, seat: Seat, **options: Any) -> None:
-        self._seat, self.num_ranks = seat, seat.num_ranks
+        self.seat, self.num_ranks = seat, seat.num_ranks
         super().__init__(*args, **options)
         self.kv.on_copy = self._announce_copies
         self._pools = {_STEPS: self.kv}
@@ -69,9 +69,9 @@ class RankedCudaModel(CudaModel):
         number = next(key for key, each in self._pools.items() if each is (pool or self.kv))
         forms = [form_of(each) for each in tensors]
         has = {"has_adapters": batch.adapters is not None, "is_routed": batch.routed is not None}
-        with self._seat.together():
+        with self.seat.together():
             followers.forward_on_device(forms, batch.attention.num_decodes, number, **has)
-            self._exchange.send(tensors)
+            self.exchange.send(tensors)
             return super().forward_rows(batch, rows, pool)
 
     @contextmanager
@@ -93,7 +93,7 @@ class RankedCudaModel(CudaModel):
         self, forms: Sequence[Form], num_decodes: int, pool: int, *, has_adapters: bool, is_routed: bool
     ) -> None:
         """Do what `forward_on_device` tells this rank."""
-        tensors = self._exchange.receive(forms)
+        tensors = self.exchange.receive(forms)
         batch, rows = _batch_of(tensors, num_decodes, has_adapters=has_adapters, is_routed=is_routed)
         self.kv.memory.restore()
         self.forward_rows(batch, rows, self._pools[pool])
@@ -106,7 +106,7 @@ class RankedCudaModel(CudaModel):
     @torch.inference_mode()
     def follow_head(self, form: Form) -> None:
         """Do what `head` tells this rank."""
-        (hidden,) = self._exchange.receive([form])
+        (hidden,) = self.exchange.receive([form])
         if self.decoder is None:
             self.module.get_output_embeddings()(hidden)
         else:
@@ -121,12 +121,13 @@ class RankedCudaModel(CudaModel):
         del self._pools[pool]
 
     @property
-    def _exchange(self) -> GroupExchange:
-        return cast(GroupExchange, self._seat.exchange)
+    def exchange(self) -> GroupExchange:
+        """This rank's end of what ranks exchange."""
+        return cast(GroupExchange, self.seat.exchange)
 
     def followers(self) -> DeviceFollowers | None:
         """The other ranks, if they must be told of what is computed now; None where they compute it anyway."""
-        return cast(DeviceFollowers | None, self._seat.alone)
+        return cast(DeviceFollowers | None, self.seat.alone)
 
     def _before_head(self, hidden: Tensor) -> None:
         if (followers := self.followers()) is not None:

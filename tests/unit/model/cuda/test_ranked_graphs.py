@@ -33,7 +33,6 @@ pytestmark = [
 @pytest.fixture
 def captured(monkeypatch, engine):  # noqa: F811
     """A function as `engine`, whose engines capture graphs."""
-
     capture_by_rerunning(monkeypatch)
 
     def make(*args, **options):
@@ -50,7 +49,7 @@ def graphs_of(llm):
 
 
 def num_replayed(call):
-    """What `call` returns, and the number of graphs replayed meanwhile."""
+    """The result of `call`, and the number of graphs replayed meanwhile."""
     before = Rerun.num_replays
     return call(), Rerun.num_replays - before
 
@@ -137,7 +136,7 @@ def test_without_graphs_none_are_captured(captured):
 
 
 def _with_room(pool, compute):
-    """What rank 0 does, whose environment the others inherit."""
+    """`RerunPool.capture` of rank 0, which has room; the others inherit its environment."""
     compute()
     if not pool._all_agree(True):
         raise NoRoomForGraph("another rank has no room")
