@@ -164,8 +164,8 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     per physical core, divided among the ranks."""
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Processes that the model is cut over: each holds a part of every weight and of the KV pool, on a device of its
-    own with `device="cuda"`. Tokens and log-probs are those of one, to the bit; on devices with `deterministic=True`.
-    See docs/ranks.md."""
+    own with `device="cuda"`. Tokens and log-probs are those of one, to the bit; on devices with `deterministic=True`,
+    and without it they are cut to exchange less. See docs/ranks.md."""
     executor: Literal["auto", "inline", "process", "ray"] = "auto"
     """Where the ranks of `tensor_parallel_size` run. "inline": the one rank in the engine's process. "process": the
     others in processes of this machine. "ray": the others on the nodes of a Ray cluster, with the extra `ray`, found as
@@ -294,8 +294,8 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             return
         if self.deterministic is False and self.device != "cuda":
             raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} and deterministic=False are both set: a cut model "
-                "has the bits of one that is whole. Give one of them."
+                f"tensor_parallel_size={self.tensor_parallel_size} and deterministic=False are both set: on a CPU a "
+                "cut model has the bits of one that is whole. Give one of them."
             )
 
     def _check_speculation(self) -> None:

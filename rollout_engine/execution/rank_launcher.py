@@ -20,6 +20,7 @@ from rollout_engine.execution.child_process import end_process, environment_with
 from rollout_engine.execution.rank_wire import Channel, RankSettings
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model.ranks.exchange import Meeting
+from rollout_engine.model.ranks.part import Region
 from rollout_engine.model.ranks.shared_exchange import TOTAL_BYTES, SharedExchange
 
 MODULE = "rollout_engine.execution.rank_main"
@@ -37,8 +38,8 @@ class Rank(ABC):
         self.rank, self.life, self.steps, self.calls = settings.rank, life, steps, calls
         self.is_started = threading.Event()
         """Set when it has started, and when it never will."""
-        self.elements: Mapping[str, tuple[int, int]] = {}
-        """Name of a weight -> the elements of it that are the rank's, [first, stop); empty before it has started."""
+        self.regions: Mapping[str, Region] = {}
+        """Name of a weight -> the elements of it that are the rank's; empty before it has started."""
         try:
             self.life.send(settings)
         except OSError:

@@ -63,7 +63,7 @@ def serve(memory: int | None, life: Channel, steps: Channel, calls: Channel, num
         return 1
     try:
         worker = RankWorker(settings, seat)
-        life.send(Started(worker.elements))
+        life.send(Started(worker.regions))
     except BaseException as error:
         seat.exchange.break_()
         if not isinstance(error, BrokenTurnsError):

@@ -31,6 +31,7 @@ from rollout_engine.execution.rank_wire import (
 )
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.ranks.exchange import Exchange
+from rollout_engine.model.ranks.part import Region
 from rollout_engine.model.ranks.seat import Columns, Seat
 from rollout_engine.threads import start_thread
 from sync.manifest import dtype_name
@@ -80,9 +81,9 @@ class RankTeam:
             raise
 
     @property
-    def elements(self) -> list[Mapping[str, tuple[int, int]]]:
-        """The parts of the ranks from 1 on, in order: name of a weight -> the rank's elements of it, [first, stop)."""
-        return [rank.elements for rank in self._ranks]
+    def regions(self) -> list[Mapping[str, Region]]:
+        """The parts of the ranks from 1 on, in order: name of a weight -> the rank's elements of it."""
+        return [rank.regions for rank in self._ranks]
 
     def _settle(self, message: CallMessage) -> None:
         """Called before ranks carry out a call: what they were told to compute before has been computed."""
@@ -226,7 +227,7 @@ class RankTeam:
                 self._require_fit(rank.name, answer)
                 answer = rank.life.receive(Started | Failed)
             if isinstance(answer, Started):
-                rank.elements = answer.elements
+                rank.regions = answer.regions
                 rank.is_started.set()
                 answer = rank.life.receive(Failed)
             self.fail(answer.as_death(rank.rank))

@@ -22,6 +22,7 @@ from rollout_engine import errors
 from rollout_engine.config import EngineConfig
 from rollout_engine.execution.made_with import arithmetic_of, device_id
 from rollout_engine.execution.rank_values import RowsBytes
+from rollout_engine.model.ranks.part import Region
 
 
 class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,8 +56,8 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
 class Started(msgspec.Struct, tag=True, frozen=True):
     """The rank has loaded its part."""
 
-    elements: dict[str, tuple[int, int]]
-    """Name of a weight -> the elements of it that are the rank's, [first, stop)."""
+    regions: dict[str, Region]
+    """Name of a weight -> the elements of it that are the rank's."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -221,13 +222,13 @@ class StageWeights(msgspec.Struct, tag=True, frozen=True):
     stop: int
     inplace: bool
     content: bytes | None = None
-    """Their bytes, for a rank whose window is its own."""
+    """The bytes of what is yours, for a rank whose window is its own."""
 
 
 class ReadWeights(msgspec.Struct, tag=True, frozen=True):
     """Write what is yours of elements [start, stop) of a live weight into the window.
 
-    The result is None, or the window's bytes where the window is the rank's own.
+    The result is None, or the bytes of what is yours where the window is your own.
     """
 
     name: str

@@ -53,6 +53,7 @@ from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
 from rollout_engine.model.loading.sharded_state import write_shard
+from rollout_engine.model.ranks.part import Region
 from rollout_engine.model.ranks.seat import Seat
 from sync.manifest import torch_dtype
 
@@ -66,7 +67,7 @@ class RankWorker:
         self._exchange = seat.exchange
         table = ExtensionTable.load(config.worker_extensions)
         device = device_of(config)
-        loaded = load_model(config, device.torch_device, seat)
+        loaded = load_model(config, device.torch_device, seat, splits_sums=device.splits_sums(config))
         self._backend = backend = device.backend(config, loaded, ())
         self._weights = ResidentWeights(loaded, backend, device.torch_device)
         self._held = self._weights.updater.weights
@@ -144,24 +145,21 @@ class RankWorker:
                 self._exchange.meet()
 
     @property
-    def elements(self) -> dict[str, tuple[int, int]]:
-        """Name of a weight -> the elements of it that are this rank's, [first, stop)."""
-        return self._parts.elements
+    def regions(self) -> dict[str, Region]:
+        """Name of a weight -> the elements of it that are this rank's."""
+        return self._parts.regions
 
     def carry_out(self, message: CallMessage) -> Any:
         """The result of a call."""
         held, parts = self._held, self._parts
         match message:
             case StageWeights(name, start, stop, inplace, content):
-                if content:
-                    self._exchange.window[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 with held.beside_steps():
+                    if content is not None:
+                        return parts.stage_sent(name, start, stop, content, inplace=inplace)
                     return parts.stage(name, start, stop, inplace=inplace)
             case ReadWeights(name, start, stop):
-                parts.read(name, start, stop)
-                if self._exchange.window_is_shared:
-                    return None
-                return self._exchange.window[: (stop - start) * parts.itemsize(name)].numpy().tobytes()
+                return (parts.read if self._exchange.window_is_shared else parts.read_and_send)(name, start, stop)
             case PrepareWeights():
                 return held.prepare()
             case StartWeights(inplace, carried):

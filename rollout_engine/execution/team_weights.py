@@ -7,14 +7,14 @@ commit: on all ranks, between two steps
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from rollout_engine.execution.rank_parts import RankParts
+from rollout_engine.execution.rank_parts import Piece, RankParts
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_wire import (
     CommitWeights,
@@ -82,7 +82,7 @@ class TeamWeights:
     def _read(self, name: str) -> Iterator[Tensor]:
         """The elements of a live weight in order, in the window until the next ones are asked for."""
         dtype = self._dtypes[name]
-        for start, stop in _pieces(math.prod(self.metadata[name][1]), dtype.itemsize):
+        for start, stop in _pieces(self.metadata[name][1], dtype.itemsize):
             with self._using_window:
                 self._read_piece(name, start, stop)
                 yield self._window[: (stop - start) * dtype.itemsize].view(dtype)
@@ -90,16 +90,11 @@ class TeamWeights:
     def _read_piece(self, name: str, start: int, stop: int) -> None:
         """Have every rank write what is its own of elements [start, stop) into the window."""
         own = partial(self._parts.read, name, start, stop)
-        if self._window_is_shared:
-            self._team.ask(ReadWeights(name, start, stop), own)
-            return
-        ranges = [_inside(elements[name], start, stop) for elements in self._team.elements]
-        _, *found = self._team.ask([ReadWeights(name, *each) for each in ranges], own)
-        itemsize = self._dtypes[name].itemsize
-        for (first, last), content in zip(ranges, found, strict=True):
-            if first < last:
-                place = self._window[(first - start) * itemsize : (last - start) * itemsize]
-                place.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        _, *found = self._team.ask(ReadWeights(name, start, stop), own)
+        if not self._window_is_shared:
+            piece = Piece(self._window, start, stop, self._dtypes[name])
+            for regions, content in zip(self._team.regions, found, strict=True):
+                piece.receive(regions[name], content)
 
     def is_packed(self, name: str) -> bool:
         return name not in self._own.metadata or self._own.is_packed(name)
@@ -167,7 +162,7 @@ class TeamWeights:
     def _upload(self, out: Tensor, fill: Callable[[memoryview, int], None]) -> None:
         """Have `fill` write the bytes of a whole weight, piece by piece, into the window, for all ranks to stage."""
         name, _ = self._placed[id(out)]
-        for start, stop in _pieces(out.numel(), out.itemsize):
+        for start, stop in _pieces(out.shape, out.itemsize):
             with self._using_window:
                 fill(self._window[: (stop - start) * out.itemsize].numpy().data, start * out.itemsize)
                 self._stage_piece(name, start, stop)
@@ -178,21 +173,14 @@ class TeamWeights:
         if self._window_is_shared:
             self._team.ask(StageWeights(name, start, stop, self._inplace), own)
             return
-        itemsize, messages = self._dtypes[name].itemsize, []
-        for elements in self._team.elements:
-            first, last = _inside(elements[name], start, stop)
-            content = self._window[(first - start) * itemsize : (last - start) * itemsize].numpy().tobytes()
-            messages.append(StageWeights(name, first, last, self._inplace, content))
-        self._team.ask(messages, own)
+        piece = Piece(self._window, start, stop, self._dtypes[name])
+        contents = (piece.sent(regions[name]) for regions in self._team.regions)
+        self._team.ask([StageWeights(name, start, stop, self._inplace, content) for content in contents], own)
 
 
-def _inside(elements: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
-    """Those of the elements [first, last) that are in [start, stop); [start, start) where none is."""
-    first, last = max(elements[0], start), min(elements[1], stop)
-    return (first, last) if first < last else (start, start)
-
-
-def _pieces(count: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Ranges of elements that fit the window."""
-    step = WINDOW_BYTES // itemsize
+def _pieces(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
+    """Ranges of elements that fit the window: whole rows of the last dimension, where the window holds one."""
+    count, most = math.prod(shape), WINDOW_BYTES // itemsize
+    row = shape[-1] if shape and count else 1
+    step = most // row * row or most
     return ((start, min(start + step, count)) for start in range(0, count, step))

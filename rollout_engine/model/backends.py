@@ -31,6 +31,10 @@ class Device(NamedTuple):
         """Whether the backend computes by the host's own kernels."""
         return self.backend is CpuBackend
 
+    def splits_sums(self, config: EngineConfig) -> bool:
+        """Whether ranks compute parts of sums, which they add up: faster, but not the bits of one rank."""
+        return not self.is_host and config.deterministic is not True
+
 
 def device_of(config: EngineConfig) -> Device:
     """The device that `config` names. Raises `ConfigError` where no engine runs on it."""

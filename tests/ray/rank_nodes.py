@@ -84,7 +84,7 @@ def said(engine):
 def rank_pids(engine):
     """Processes of the ranks from 1 on: all nodes are this program's, on this machine."""
     marked = [process.pid for process in running_in(Path(os.environ["TMPDIR"]).parent) if MODULE in process.cmdline()]
-    assert len(marked) == len(engine.llm_engine.frontend.client.driver.executor._team.elements)
+    assert len(marked) == len(engine.llm_engine.frontend.client.driver.executor._team.regions)
     return marked
 
 

@@ -3,7 +3,7 @@
 prepare(request) ──> install(slot, prepared) ──> steps add each row's adapter to its products
 files, checks        between two steps
 
-Where a model is cut over ranks, each has all of A and the rows of B that its outputs are.
+Where a model is cut over ranks, each has the columns of A that its inputs are, and the rows of B that its outputs are.
 """
 
 import math
@@ -52,10 +52,21 @@ class Target(NamedTuple):
     place: int
     """Its place among them."""
     linear: nn.Linear
+    inputs: slice
+    """Its input features, as the whole model numbers them: all, unless the model is cut over ranks."""
     outputs: slice
-    """Output features of the layer that this rank computes: all, unless the model is cut over ranks."""
-    num_outputs: int
-    """Output features of the layer on all ranks together."""
+    """Its output features."""
+    shape: tuple[int, int]
+    """Output and input features of the layer on all ranks together."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all of the layer."""
+        return self.shape == (self.linear.out_features, self.linear.in_features)
+
+    def own(self, adapter: LinearAdapter) -> LinearAdapter:
+        """What this rank has of the matrices of an adapter."""
+        return adapter._replace(a=adapter.a[:, self.inputs], b=adapter.b[self.outputs])
 
 
 Pairs = dict[int, list[Any]]
@@ -67,7 +78,7 @@ class PreparedAdapter:
     """An adapter that has been checked, in the kernel's layout."""
 
     pairs: Pairs
-    """The adapter's matrices, those of B cut to the output features that this rank computes."""
+    """The adapter's matrices, cut to the features of this rank."""
     rank: int
     """The largest of its layers."""
     num_tensors: int
@@ -136,13 +147,11 @@ class AdapterPool(ABC):
         return PreparedAdapter(self.pairs(linears, packed), rank, 2 * len(linears), num_bytes, digest.hexdigest())
 
     def pairs(self, linears: Mapping[str, LinearAdapter], packed: Mapping[str, Pair] | None = None) -> Pairs:
-        """Lay out this rank's outputs of matrices that have been checked. `packed`: all outputs of each."""
+        """Lay out this rank's part of matrices that have been checked. `packed`: the whole of each."""
         found: Pairs = {}
         for name, linear in linears.items():
             target = self._target(name)
-            is_whole = target.linear.out_features == target.num_outputs
-            own = linear._replace(b=linear.b[target.outputs])
-            pair = packed[name] if packed and is_whole else self._packed(own)
+            pair = packed[name] if packed and target.is_whole else self._packed(target.own(linear))
             found.setdefault(target.group, [None] * len(self._groups[target.group]))[target.place] = pair
         return self._placed(found)
 
@@ -211,7 +220,7 @@ class AdapterPool(ABC):
             bound = f"at most {self._max_rank} (max_lora_rank)"
             hint = f"It is the rank of '{name}'. Make the engine with max_lora_rank={len(linear.a)}."
             raise RequestError.for_field("rank", len(linear.a), bound, hint)
-        came, wanted = [linear.a.shape[1], linear.b.shape[0]], [target.linear.in_features, target.num_outputs]
+        came, wanted = [linear.a.shape[1], linear.b.shape[0]], [*reversed(target.shape)]
         if came != wanted:
             hint = f"They are the inputs and outputs of '{name}': the adapter is of another base model."
             raise RequestError.for_field(f"shape of '{name}'", came, str(wanted), hint)

@@ -117,17 +117,17 @@ class CudaDecoder:
     def _product(
         self, x: Tensor, linear: Linear, out: Tensor | None = None, adapted: AdapterBatch | None = None
     ) -> Tensor:
-        """x [T, K] -> [T, N], written to `out` where it is given; what other ranks have of either is gathered."""
-        gathers = linear.gathers
-        if gathers.input is not None:
-            x = gathers.input(x)
-        part = self._multiply(x, linear, out if gathers.output is None else None)
+        """x [T, K] -> [T, N], written to `out` where it is given; joined with what other ranks have of either."""
+        joins = linear.joins
+        if joins.input is not None:
+            x = joins.input(x)
+        part = self._multiply(x, linear, out if joins.output is None else None)
         if adapted is not None:
             assert self._adapters is not None, "no row has an adapter where there are none"
             self._adapters.add(linear.group, x, part, adapted)
-        if gathers.output is None:
+        if joins.output is None:
             return part
-        whole = gathers.output(part)
+        whole = joins.output(part)
         return whole if out is None else out.copy_(whole)
 
     def _multiply(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.packing.linear_groups import stacked
 from rollout_engine.model.ranks.cut import outputs_of
-from rollout_engine.model.ranks.wiring import Gathers, OwnRows, gathers_of
+from rollout_engine.model.ranks.wiring import Joins, OwnRows, joins_of
 
 
 class Linear(NamedTuple):
@@ -32,7 +32,7 @@ class Linear(NamedTuple):
     """Of all ranks."""
     group: int
     """Its number in an `AdapterPool`."""
-    gathers: Gathers
+    joins: Joins
 
 
 class Norm(NamedTuple):
@@ -143,7 +143,7 @@ def _mixture(mixture: structure.Mixture, place: int) -> Mixture:
     tile = tile_for(*weight.shape, weight.dtype)
     own = getattr(mixture.experts, "_own_experts", None)
     return Mixture(
-        router=Linear(weight, None, tile, len(weight), id(router), Gathers(None, None)),
+        router=Linear(weight, None, tile, len(weight), id(router), Joins(None, None)),
         experts=Experts(gate_up, down, router.top_k, routing, own, place),
     )
 
@@ -162,12 +162,12 @@ def _linear(children: list[nn.Module]) -> Linear:
     require(bool(weight[0].any()), "its weights are zeros")
     biases = [child.bias for child in children if child.bias is not None]
     require(len(biases) in (0, len(children)), "only some of the linears that share an input have a bias")
-    gathers = gathers_of(children[0])
-    are_local = all(gathers_of(child) == Gathers(None, None) for child in children)
+    joins = joins_of(children[0])
+    are_local = all(joins_of(child) == Joins(None, None) for child in children)
     require(len(children) == 1 or are_local, "linears that share an input are not cut by heads and columns")
     count = sum(outputs_of(child).whole for child in children)
     tile = tile_for(count, weight.shape[1], weight.dtype)
-    return Linear(weight, _fused(biases) if biases else None, tile, count, id(children[0]), gathers)
+    return Linear(weight, _fused(biases) if biases else None, tile, count, id(children[0]), joins)
 
 
 def _fused(parameters: list[nn.Parameter]) -> Tensor:

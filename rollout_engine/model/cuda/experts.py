@@ -47,11 +47,13 @@ class Experts(NamedTuple):
             groups = groups.part(self.own.share.rows)
         projected = x.new_empty(experts.numel(), self.gate_up.shape[1])
         gate, up = multiply(x, self.gate_up, groups, projected, top_k=self.top_k).chunk(2, dim=1)
-        outputs = x.new_empty(experts.numel(), x.shape[1])
+        adds_up = self.own is not None and self.own.splits_sums
+        outputs = (x.new_zeros if adds_up else x.new_empty)((experts.numel(), x.shape[1]))
         multiply(gated(gate, up, gate), self.down, groups, outputs, by_entry=True)
-        if self.own is not None:
+        if self.own is not None and not adds_up:
             outputs = self.own.merge(outputs, experts)
-        return add_weighted(outputs.view(*shape, -1), weights, torch.empty_like(x))
+        sums = add_weighted(outputs.view(*shape, -1), weights, torch.empty_like(x))
+        return self.own.add_up(sums) if self.own is not None and adds_up else sums
 
 
 class TrainedRouter(nn.Module):

@@ -20,12 +20,11 @@ from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import initialize, place_on
-from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_of, with_labels
 from rollout_engine.model.modules.loaded_model import LoadedModel, ModelFiles
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.model.ranks.cut import ModelCut, cut_module
-from rollout_engine.model.ranks.part import Part, part_of
+from rollout_engine.model.ranks.part import part_of
 from rollout_engine.model.ranks.seat import Seat
 from sync.checkpoint import CONFIG_FILE, StoredTensor
 from sync.file_snapshot import SnapshotFile
@@ -40,19 +39,22 @@ _DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_FLOATS = (*_DEVICE_DTYPES, torch.float64)
 
 
-def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, device: torch.device = _CPU, seat: Seat | None = None, *, splits_sums: bool = False
+) -> LoadedModel:
     """Load `config.model` on `device`. Raises `ConfigError` for whatever cannot be served exactly.
 
-    `seat`: load this rank's part alone; with load_format="dummy" the process has the whole for a moment.
+    `seat`: load this rank's part alone; with load_format="dummy" the process has the whole for a moment. `splits_sums`:
+    see `ModelCut`.
     """
     is_dummy = config.load_format == "dummy"
     directory = find_directory(config.model, weights=not is_dummy)
     hf_config, config_file = _read_config(directory)
-    state = _read_state(config, directory, config_file, seat) if config.load_format == "sharded" else None
+    state = _read_state(config, directory, config_file, seat, splits_sums=splits_sums)
     entries = read_entries(directory) if config.load_format == "auto" else []
     dtype = _resolve_dtype(config.dtype if state is None else state.dtype, hf_config, entries, device)
     head_kind = head_kind_of(hf_config)
-    _check_head_device(head_kind, device)
+    _check_head_place(head_kind, device, seat)
     module = build_module(with_labels(hf_config), dtype, ATTENTION_NAME, head_kind)
     limit = position_limit(module.config)
     _check_length(module.config, limit, config.max_model_len)
@@ -61,24 +63,21 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     if device != _CPU and seat is None:
         place_on(module, device)
     vocab_size = (module.get_output_embeddings() or module.get_input_embeddings()).weight.shape[0]
-    cut, parts = None, None
     if seat is None:
         fuse_projections(module)
-        table = WeightTable.of(module)
-        targets = table.views
-    else:
-        _refuse_to_cut(head_kind)
-        table = WeightTable.of(module)
+    table = WeightTable.of(module)
+    cut, targets = None, table.views
     if is_dummy:
         initialize(module)
     if seat is not None:
-        cut, parts = _cut(module, geometry, seat, table, device, keep_values=is_dummy)
-        geometry, targets = cut.geometry, {name: part.view for name, part in parts.items() if part.rows.size}
+        cut = cut_module(module, geometry, seat, keep_values=is_dummy, splits_sums=splits_sums)
+        cut = _with_parts(cut, module, table, device, keep_values=is_dummy)
+        geometry, targets = cut.geometry, {name: part.view for name, part in cut.parts.items() if part.view.numel()}
     if state is not None:
         state.load(directory, 0 if seat is None else seat.rank, _each_once(table, targets))
     elif not is_dummy:
         ignored = _NEVER_EXPECTED + list(module._keys_to_ignore_on_load_unexpected or ())
-        table.load(entries, ignored=ignored, parts=parts)
+        table.load(entries, ignored=ignored, parts=cut and cut.parts)
     with as_config_errors():
         config_file.check()
     if head_kind is not None:
@@ -99,11 +98,17 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     )
 
 
-def _read_state(config: EngineConfig, directory: Path, config_file: SnapshotFile, seat: Seat | None) -> ShardedState:
+def _read_state(
+    config: EngineConfig, directory: Path, config_file: SnapshotFile, seat: Seat | None, *, splits_sums: bool
+) -> ShardedState | None:
+    """The state that a sharded directory describes; None for another kind of directory."""
+    if config.load_format != "sharded":
+        return None
     state = ShardedState.read(directory, 1 if seat is None else seat.num_ranks)
     with as_config_errors():
         state.check_description(directory, config_file.content())
     state.check_dtype(config.dtype)
+    state.check_cut(directory, splits_sums=splits_sums)
     return state
 
 
@@ -112,17 +117,10 @@ def _each_once(table: WeightTable, targets: Mapping[str, Tensor]) -> dict[str, T
     return {name: targets[name] for name in dict.fromkeys(table.owners.values()) if name in targets}
 
 
-def _cut(
-    module: PreTrainedModel,
-    geometry: list[LayerGeometry],
-    seat: Seat,
-    whole: WeightTable,
-    device: torch.device,
-    *,
-    keep_values: bool,
-) -> tuple[ModelCut, dict[str, Part]]:
-    """Cut `module`, whose weights `whole` names; returns also the parts under all names, on `device`."""
-    cut = cut_module(module, geometry, seat, keep_values=keep_values)
+def _with_parts(
+    cut: ModelCut, module: PreTrainedModel, whole: WeightTable, device: torch.device, *, keep_values: bool
+) -> ModelCut:
+    """The cut of `module`, which moves to `device`, with its parts under all the names that `whole` has."""
     if device != _CPU:  # only now: the whole may not fit there
         place_on(module, device, keep_values=keep_values)
     fuse_projections(module)
@@ -130,22 +128,20 @@ def _cut(
     parts = {}
     for name, view in whole.views.items():
         owner = whole.owners[name]
-        parts[name] = part_of(name, view, whole.views[owner], live[owner].detach(), cut.shares.get(owner))
-    return cut._replace(whole=whole.views, parts=parts), parts
+        held = live[owner].detach(), cut.shares.get(owner), cut.columns.get(owner)
+        parts[name] = part_of(name, view, whole.views[owner], *held)
+    return cut._replace(whole=whole.views, parts=parts)
 
 
-def _refuse_to_cut(head_kind: HeadKind | None) -> None:
-    if head_kind is not None:
-        raise ConfigError(
-            "tensor_parallel_size: a checkpoint with a head that classifies is served by one process. Leave "
-            "tensor_parallel_size out."
-        )
-
-
-def _check_head_device(head_kind: HeadKind | None, device: torch.device) -> None:
+def _check_head_place(head_kind: HeadKind | None, device: torch.device, seat: Seat | None) -> None:
     if head_kind is not None and device != _CPU:
         raise ConfigError(
             "A checkpoint with a head that classifies is served on a CPU only: use device='cpu', or load a causal LM."
+        )
+    if head_kind is not None and seat is not None:
+        raise ConfigError(
+            "tensor_parallel_size: a checkpoint with a head that classifies is served by one process. Leave "
+            "tensor_parallel_size out."
         )
 
 

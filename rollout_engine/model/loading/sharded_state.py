@@ -50,6 +50,8 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """Dtype of the engine that was saved."""
     config_digest: str
+    splits_sums: bool = False
+    """Whether the ranks have columns of some weights, as `ModelCut.splits_sums` says."""
     shards: list[WeightManifest]
     """The tensors of each rank's file; the version is the policy's when it was saved."""
 
@@ -92,6 +94,16 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"dtype='{asked}' is not allowed: the sharded state was saved by an engine of dtype='{self.dtype}'. "
                 f"Leave dtype out, or load the checkpoint that it was made from."
+            )
+
+    def check_cut(self, directory: Path, *, splits_sums: bool) -> None:
+        """Raise `ConfigError` unless weights were cut as they are cut now."""
+        if splits_sums != self.splits_sums:
+            exact, fast = "deterministic=True, or on CPUs", "deterministic=False, on devices"
+            saved, asked = (fast, exact) if self.splits_sums else (exact, fast)
+            raise ConfigError(
+                f"{directory} was saved by ranks with {saved}. Ranks with {asked}, cut some weights otherwise. Give "
+                f"{saved}, or load the checkpoint that it was made from."
             )
 
     def load(self, directory: Path, rank: int, targets: Mapping[str, Tensor]) -> None:
@@ -144,7 +156,9 @@ def write_shard(
         return write_tensor_file(path, {name: forms[name] for name in live}, live.__getitem__)
 
 
-def save_state(path: Path, files: ModelFiles, dtype: str, version: int, write_shards: WriteShards) -> None:
+def save_state(
+    path: Path, files: ModelFiles, dtype: str, version: int, write_shards: WriteShards, *, splits_sums: bool = False
+) -> None:
     """Write a sharded state to `path`, which may be an empty directory but not another one.
 
     `path` has all of it when this returns, and nothing after an error. Raises `RequestError` where it cannot be
@@ -158,7 +172,8 @@ def save_state(path: Path, files: ModelFiles, dtype: str, version: int, write_sh
         try:
             _copy_files(files, unfinished)
             shards = [WeightManifest.of(version, specs) for specs in write_shards(unfinished)]
-            state = ShardedState(form=_FORM, dtype=dtype, config_digest=files.config_digest, shards=shards)
+            cut = {"splits_sums": splits_sums, "shards": shards}
+            state = ShardedState(form=_FORM, dtype=dtype, config_digest=files.config_digest, **cut)
             _write(unfinished / STATE_FILE, msgspec.json.encode(state))
             _sync_directory(unfinished)
             os.rename(unfinished, path)

@@ -16,12 +16,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rollout_engine.errors import ConfigError
 from rollout_engine.model.loading.checkpoint import as_config_errors
-from rollout_engine.model.ranks.part import Part
+from rollout_engine.model.ranks.part import Part, Region
 from rollout_engine.model.ranks.share import Share
 from sync.checkpoint import StoredTensor
 from sync.digests import tensor_bytes
 from sync.manifest import counted
 
+_BAND_BYTES = 8 << 20
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -60,7 +61,7 @@ class WeightTable(NamedTuple):
         """Fill every view from a checkpoint, converting between floating dtypes (to nearest, ties to even).
 
         The checkpoint may have further names that match a regular expression of `ignored`. `parts`: fill these instead,
-        which hold some rows of every view. Raises `ConfigError` before
+        which hold something of every view. Raises `ConfigError` before
         anything is written when a name is missing or unexpected, or a shape or dtype differs.
         """
         skip = re.compile("|".join(f"({pattern})" for pattern in ignored) or r"(?!)")
@@ -72,10 +73,10 @@ class WeightTable(NamedTuple):
             for entry in wanted:
                 view = self.views[entry.name]
                 before = written.setdefault(_place(view), entry.name)
-                part = Part(view, Share.all(len(view) if view.dim() else 1)) if parts is None else parts[entry.name]
+                part = Part(view, Region(0, view.numel())) if parts is None else parts[entry.name]
                 if before == entry.name:
                     _fill(part, entry)
-                elif not torch.equal(part.view, _rows_of(part, entry)):
+                elif not torch.equal(part.view, _part_of(part, entry)):
                     raise ConfigError(
                         f"{entry.path}: '{entry.name}' and '{before}' differ, but the configuration ties them. If they "
                         "are meant to differ, set tie_word_embeddings to false in config.json."
@@ -145,21 +146,35 @@ def _convertible(entry: StoredTensor, view: Tensor) -> bool:
 
 
 def _fill(part: Part, entry: StoredTensor) -> None:
-    """Read the part's rows of a tensor of a checkpoint, without a copy where both have the same layout."""
-    view = part.view
-    if view.device.type == "cpu" and view.is_contiguous() and view.dtype == entry.dtype:
-        entry.fetch(tensor_bytes(view), part.elements[0] * entry.dtype.itemsize)
+    """Read a part of a tensor of a checkpoint, without a copy where both have the same layout."""
+    view, region = part
+    is_plain = view.device.type == "cpu" and view.is_contiguous() and view.dtype == entry.dtype
+    if is_plain and region.columns is None:
+        entry.fetch(tensor_bytes(view), region.first * entry.dtype.itemsize)
     else:
-        view.copy_(_rows_of(part, entry))
+        view.copy_(_part_of(part, entry))
 
 
-def _rows_of(part: Part, entry: StoredTensor) -> Tensor:
-    """The part's rows of a tensor of a checkpoint, in the model's dtype."""
-    if part.rows.is_whole:
-        return entry.materialize().to(part.view.dtype)
-    rows = torch.empty(part.view.shape, dtype=entry.dtype)
-    entry.fetch(tensor_bytes(rows), part.elements[0] * entry.dtype.itemsize)
-    return rows.to(part.view.dtype)
+def _part_of(part: Part, entry: StoredTensor) -> Tensor:
+    """A part of a tensor of a checkpoint, in the model's dtype."""
+    view, region = part
+    if tuple(view.shape) == entry.shape:
+        return entry.materialize().to(view.dtype)
+    values = torch.empty(view.shape, dtype=entry.dtype)
+    if region.columns is None:
+        entry.fetch(tensor_bytes(values), region.first * entry.dtype.itemsize)
+    else:
+        _fetch_columns(values, region.columns, entry)
+    return values.to(view.dtype)
+
+
+def _fetch_columns(out: Tensor, columns: Share, entry: StoredTensor) -> None:
+    """Read columns of a matrix, some rows at a time."""
+    row = columns.whole * entry.dtype.itemsize
+    for rows in out.split(max(1, _BAND_BYTES // row)):
+        band = torch.empty(len(rows), columns.whole, dtype=entry.dtype)
+        entry.fetch(tensor_bytes(band), rows.storage_offset() // columns.size * row)
+        rows.copy_(band[:, columns.rows])
 
 
 def _refuse(what: str, offenders: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Cuts a module over ranks by the model's own tensor-parallel plan: weights by output rows, never by input columns.
+"""Cuts a module over ranks by the model's own tensor-parallel plan: weights by output rows, not by input columns.
 
 Every element of every product is then computed whole on one rank, so that no bit depends on the number of ranks. The
 plan says which products may follow one another without their whole outputs:
@@ -6,6 +6,9 @@ plan says which products may follow one another without their whole outputs:
     colwise     q, k, v: by heads; gate, up         the rank's own columns go on
     rowwise     o, down                             reads whole rows, which are gathered; so is its result
     *_gather_output  *_rep  *_split_input           whole rows in and out
+
+Where bits may depend on the number of ranks, sums are split: a rowwise product without a bias is cut by its inputs,
+reads the rank's own, and the ranks' results are added up. That is two exchanges a layer instead of four.
 
 Where the structure is not what the plan was written for, products take whole rows in and give whole rows out, which is
 always right. Experts are divided as wholes. What the plan leaves out (norms, routers) every rank has whole.
@@ -33,26 +36,32 @@ _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
 class LinearCut(NamedTuple):
-    """A linear cut by its outputs."""
+    """A linear cut by its outputs, or by its inputs."""
 
     module: nn.Module
     share: Share
     """Of its output features."""
     input_share: Share | None
-    """Of its input features, where it is given the rank's own and they have to be gathered."""
+    """Of its input features, where it is given the rank's own."""
     gathers: bool
     """Whether its result is gathered."""
+    is_split: bool = False
+    """Whether it reads `input_share` alone, and its result is added up. Else these are gathered first."""
 
 
 class ModelCut(NamedTuple):
     """Which rows of a module's weights a rank holds."""
 
     seat: Seat
+    splits_sums: bool
+    """Whether bits may depend on the number of ranks."""
     linears: list[LinearCut]
     experts: list[tuple[nn.Module, Share]]
     embedding: tuple[nn.Embedding, Share] | None
     shares: dict[str, Share]
-    """The rows of each parameter that is cut, by the module's name of it."""
+    """The rows of each parameter that is cut by rows, by the module's name of it."""
+    columns: dict[str, Share]
+    """The columns of each that is cut by columns."""
     geometry: list[LayerGeometry]
     """Of the rank's own heads."""
     whole: dict[str, Tensor]
@@ -62,14 +71,19 @@ class ModelCut(NamedTuple):
 
 
 def cut_module(
-    module: PreTrainedModel, geometry: list[LayerGeometry], seat: Seat, *, keep_values: bool = False
+    module: PreTrainedModel,
+    geometry: list[LayerGeometry],
+    seat: Seat,
+    *,
+    keep_values: bool = False,
+    splits_sums: bool = False,
 ) -> ModelCut:
-    """Replace the parameters of `module` by the rank's rows, uninitialised unless `keep_values`.
+    """Replace the parameters of `module` by the rank's parts, uninitialised unless `keep_values`.
 
-    Raises `ConfigError` where it cannot be cut for so many ranks.
+    `splits_sums`: bits may depend on the number of ranks. Raises `ConfigError` where it cannot be cut for so many.
     """
     plan = _plan_of(module)
-    cut = ModelCut(seat, [], [], None, {}, list(geometry), {}, {})
+    cut = ModelCut(seat, splits_sums, [], [], None, {}, {}, list(geometry), {}, {})
     for parent in module.modules():
         children = {name: child for name, child in parent.named_children() if id(child) in plan}
         if children and hasattr(parent, "layer_idx"):
@@ -90,6 +104,18 @@ def outputs_of(linear: nn.Linear) -> Share:
     """The output features of a linear that this rank computes: all, if it is not cut."""
     found: Share = getattr(linear, "_own_outputs", Share.all(linear.out_features))
     return found
+
+
+def inputs_of(linear: nn.Linear) -> Share:
+    """The input features of a linear that this rank multiplies: all, unless its sums are split."""
+    found: Share = getattr(linear, "_own_inputs", Share.all(linear.in_features))
+    return found
+
+
+def place_in_whole(linear: nn.Linear) -> tuple[slice, slice, tuple[int, int]]:
+    """The input and output features of a linear that this rank has, and the shape of the whole weight."""
+    inputs, outputs = inputs_of(linear), outputs_of(linear)
+    return inputs.rows, outputs.rows, (outputs.whole, inputs.whole)
 
 
 def _plan_of(module: PreTrainedModel) -> dict[int, str]:
@@ -134,9 +160,7 @@ def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Modu
     dims = (layer.head_dim_k, layer.head_dim_k, layer.head_dim_v)
     for name, share, dim in zip(_QKV, (heads, kv_heads, kv_heads), dims, strict=True):
         cut.linears.append(LinearCut(parts[name], share.times(dim), None, False))
-    out = parts["o_proj"]
-    share = _share(out.out_features, cut.seat, "its hidden size")
-    cut.linears.append(LinearCut(out, share, heads.times(layer.head_dim_v), True))
+    cut.linears.append(_last(cut, parts["o_proj"], heads.times(layer.head_dim_v), "its hidden size"))
     fields = {"num_heads": heads.size, "num_kv_heads": kv_heads.size}
     cut.geometry[parent.layer_idx] = layer.__class__(**{**_fields(layer), **fields})
 
@@ -168,10 +192,18 @@ def _cut_block(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Module],
         if plan[id(child)] == "experts":
             cut.experts.append((child, _share(child.down_proj.shape[0], cut.seat, "its experts")))
             continue
-        share = _share(child.out_features, cut.seat, "a product")
-        is_last = not is_local or child is parent.down_proj
-        inner = _share(child.in_features, cut.seat, "a product") if is_local and is_last else None
-        cut.linears.append(LinearCut(child, share, inner, is_last))
+        if is_local and child is parent.down_proj:
+            cut.linears.append(_last(cut, child, _share(child.in_features, cut.seat, "a product"), "a product"))
+        else:
+            share = _share(child.out_features, cut.seat, "a product")
+            cut.linears.append(LinearCut(child, share, None, not is_local))
+
+
+def _last(cut: ModelCut, linear: nn.Linear, inputs: Share, what: str) -> LinearCut:
+    """The cut of a product that reads what each rank has computed of its `inputs`."""
+    if cut.splits_sums and linear.bias is None:
+        return LinearCut(linear, Share.all(linear.out_features), inputs, gathers=False, is_split=True)
+    return LinearCut(linear, _share(linear.out_features, cut.seat, what), inputs, gathers=True)
 
 
 def _share(whole: int, seat: Seat, what: str) -> Share:
@@ -181,9 +213,9 @@ def _share(whole: int, seat: Seat, what: str) -> Share:
         raise ConfigError(f"tensor_parallel_size={seat.num_ranks} is too many: {what}: {problem}.") from None
 
 
-def _cut_parameters(cut: ModelCut) -> Iterator[tuple[nn.Module, str, Share]]:
-    """Module, attribute and rows of every parameter that is cut; a tied one comes twice."""
-    owners = [(each.module, each.share) for each in cut.linears] + cut.experts
+def _row_parameters(cut: ModelCut) -> Iterator[tuple[nn.Module, str, Share]]:
+    """Module, attribute and rows of every parameter that is cut by rows; a tied one comes twice."""
+    owners = [(each.module, each.share) for each in cut.linears if not each.is_split] + cut.experts
     owners += [cut.embedding] if cut.embedding is not None else []
     for child, share in owners:
         for name, _ in list(child.named_parameters(recurse=False)):
@@ -193,16 +225,24 @@ def _cut_parameters(cut: ModelCut) -> Iterator[tuple[nn.Module, str, Share]]:
 def _replace_parameters(module: PreTrainedModel, cut: ModelCut, *, keep_values: bool) -> None:
     names = {id(tensor): name for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
     replaced: dict[int, nn.Parameter] = {}
-    for child, attribute, share in _cut_parameters(cut):
+    for child, attribute, share in _row_parameters(cut):
         before = child.get_parameter(attribute)
         if id(before) not in replaced:
             cut.shares[names[id(before)]] = share
-            rows = before.data[share.rows]
-            data = rows.clone() if keep_values else torch.empty_like(rows)
-            replaced[id(before)] = nn.Parameter(data, requires_grad=False)
+            replaced[id(before)] = _own(before.data[share.rows], keep_values=keep_values)
         child.register_parameter(attribute, replaced[id(before)])
     for each in cut.linears:
-        each.module.out_features, each.module._own_outputs = each.share.size, each.share
+        linear, inputs = each.module, each.input_share
+        linear.out_features, linear._own_outputs = each.share.size, each.share
+        if each.is_split:
+            cut.columns[names[id(linear.weight)]] = inputs
+            linear.weight = _own(linear.weight.data[:, inputs.rows], keep_values=keep_values)
+            linear.in_features, linear._own_inputs = inputs.size, inputs
     if cut.embedding is not None:
         embedding, share = cut.embedding
         embedding.num_embeddings, embedding.padding_idx = share.size, None
+
+
+def _own(part: Tensor, *, keep_values: bool) -> nn.Parameter:
+    make = torch.clone if keep_values else torch.empty_like
+    return nn.Parameter(make(part, memory_format=torch.contiguous_format), requires_grad=False)

@@ -62,4 +62,4 @@ class Exchange(Meeting):
 
     @abstractmethod
     def add_up(self, part: Tensor) -> Tensor:
-        """The sum of the tensors of one shape that all ranks give, in the ranks' order."""
+        """The sum of the tensors of one shape that all ranks give, the same on all. `part` may be overwritten."""

@@ -2,7 +2,7 @@
 
 On devices the group is NCCL's. An exchange is launched like a kernel there: the host does not wait for it, and later
 work on the device finds what it brings. Between CPUs the group is gloo's, and the host waits. Values travel as bytes,
-so none is rounded. Numbers and barriers of the hosts are a `Meeting`'s.
+so none is rounded, but where they are added up. Numbers and barriers of the hosts are a `Meeting`'s.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,10 +78,10 @@ class GroupExchange(Exchange):
         return self._add_zeros(torch.where(own[:, None], rows, torch.zeros_like(rows)))
 
     def add_up(self, part: Tensor) -> Tensor:
-        parts = part.new_empty(self.num_ranks, *part.shape)
+        part = part.contiguous()
         if part.numel():
-            self.gather(parts, part)
-        return parts.sum(0)
+            self._run(lambda group: group.allreduce([part]))
+        return part
 
     def gather(self, out: Tensor, part: Tensor) -> None:
         """Write every rank's `part` [...] to `out` [num_ranks, ...], both contiguous."""

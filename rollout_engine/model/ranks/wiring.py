@@ -1,4 +1,4 @@
-"""Connects the parts of a module that is cut over ranks: gathers what a product needs, and what it gives."""
+"""Connects the parts of a module that is cut over ranks: joins what ranks have of what a product reads and gives."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ def connect(module: nn.Module, cut: ModelCut, *, replaced_experts: bool = True) 
             each.module.register_forward_pre_hook(_Announced(cut.seat))
         _connect_linear(each, cut.seat)
     for child, share in cut.experts:
-        child._own_experts = own = OwnExperts(cut.seat, share)
+        child._own_experts = own = OwnExperts(cut.seat, share, splits_sums=cut.splits_sums)
         if not replaced_experts:
             child.num_experts, child._is_expert_parallel = share.size, True
             child.register_forward_pre_hook(own.before)
@@ -36,36 +36,37 @@ def connect(module: nn.Module, cut: ModelCut, *, replaced_experts: bool = True) 
         embedding.register_forward_hook(own.after)
 
 
-class Gathers(NamedTuple):
+class Joins(NamedTuple):
     """How the parts of ranks become whole rows around a product."""
 
     input: Callable[[Tensor], Tensor] | None
-    """Of what the product reads; None where that is whole."""
+    """Gathers what the product reads; None where it reads what the rank has."""
     output: Callable[[Tensor], Tensor] | None
-    """Of what it gives; None where each rank keeps its own."""
+    """Gathers what it gives, or adds it up; None where each rank keeps its own."""
 
 
-def gathers_of(linear: nn.Module) -> Gathers:
-    """The gathers around a linear, which may not be cut."""
-    found: Gathers = getattr(linear, "_gathers", Gathers(None, None))
+def joins_of(linear: nn.Module) -> Joins:
+    """The joins around a linear, which may not be cut."""
+    found: Joins = getattr(linear, "_joins", Joins(None, None))
     return found
 
 
 def _connect_linear(cut: LinearCut, seat: Seat) -> None:
-    gather_input = None if cut.input_share is None else seat.exchange.gathering(cut.input_share)
-    gather_output = seat.exchange.gathering(cut.share) if cut.gathers else None
-    if gather_input is not None:
-        cut.module.register_forward_pre_hook(lambda _, given: (gather_input(given[0]),))
-    if gather_output is not None:
-        cut.module.register_forward_hook(lambda _, given, out: gather_output(out))
-    cut.module._gathers = Gathers(gather_input, gather_output)
+    exchange = seat.exchange
+    join_input = None if cut.input_share is None or cut.is_split else exchange.gathering(cut.input_share)
+    join_output = exchange.add_up if cut.is_split else exchange.gathering(cut.share) if cut.gathers else None
+    if join_input is not None:
+        cut.module.register_forward_pre_hook(lambda _, given: (join_input(given[0]),))
+    if join_output is not None:
+        cut.module.register_forward_hook(lambda _, given, out: join_output(out))
+    cut.module._joins = Joins(join_input, join_output)
 
 
 class OwnExperts:
-    """The experts of a mixture that this rank computes."""
+    """The experts of a mixture that this rank computes. `splits_sums`: see `ModelCut`."""
 
-    def __init__(self, seat: Seat, share: Share) -> None:
-        self._exchange, self.share = seat.exchange, share
+    def __init__(self, seat: Seat, share: Share, *, splits_sums: bool) -> None:
+        self._exchange, self.share, self.splits_sums = seat.exchange, share, splits_sums
 
     def is_own(self, experts: Tensor) -> Tensor:
         """Whether each expert, by its number, is computed on this rank: integers -> bool, of the same shape."""
@@ -86,6 +87,10 @@ class OwnExperts:
     def merge(self, outputs: Tensor, experts: Tensor) -> Tensor:
         """Outputs [T * k, H] of experts [T, k] on all ranks; of `outputs`, only rows of this rank's own are read."""
         return self._exchange.merge_rows(outputs, self.is_own(experts).flatten())
+
+    def add_up(self, sums: Tensor) -> Tensor:
+        """Weighted sums [T, H] over all experts, from those over the own ones, which may be overwritten."""
+        return self._exchange.add_up(sums)
 
     def gather(self, outputs: list[Tensor], like: Tensor, counts: list[int]) -> Tensor:
         """All rows [T * k, H], sorted by expert, of which `outputs` are those of the own experts; `counts` [E]."""

@@ -13,7 +13,7 @@ from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.geometry import probe_geometry
 from rollout_engine.model.ranks.cut import cut_module
-from rollout_engine.model.ranks.part import part_of
+from rollout_engine.model.ranks.part import Region, part_of
 from rollout_engine.model.ranks.share import Share, share_of
 from rollout_engine.model.ranks.shared_exchange import TOTAL_BYTES, SharedExchange
 from rollout_engine.testing import tiny_checkpoint, tiny_model
@@ -91,23 +91,44 @@ def test_models_that_cannot_be_cut_are_refused_with_the_reason(architecture, ove
         cut_module(module, probe_geometry(module), SimpleNamespace(rank=0, num_ranks=num_ranks))
 
 
+@pytest.mark.parametrize("splits_sums", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_all_ranks_together_hold_every_named_value_once(num_ranks):
+def test_all_ranks_together_hold_every_named_value_once(num_ranks, splits_sums):
     module = tiny_model("qwen3_moe", num_key_value_heads=4)
     table = WeightTable.of(module)
     geometry, seen = probe_geometry(module), {name: [] for name in table.views}
     for rank in range(num_ranks):
         module = tiny_model("qwen3_moe", num_key_value_heads=4)
         whole = WeightTable.of(module)
-        cut = cut_module(module, geometry, SimpleNamespace(rank=rank, num_ranks=num_ranks), keep_values=True)
+        seat = SimpleNamespace(rank=rank, num_ranks=num_ranks)
+        cut = cut_module(module, geometry, seat, keep_values=True, splits_sums=splits_sums)
+        assert len(cut.columns) == (len(geometry) if splits_sums else 0)
         live = module.state_dict()
         for name, view in whole.views.items():
             owner = whole.owners[name]
-            part = part_of(name, view, whole.views[owner], live[owner], cut.shares.get(owner))
-            start, stop = part.elements
-            assert torch.equal(part.view.reshape(-1), view.reshape(-1)[start:stop]), name
-            if owner in cut.shares:
-                seen[name].append((part.rows.first, part.rows.stop))
-    for name, rows in seen.items():
-        held = [rows[i] for i in range(len(rows)) if rows[i][0] < rows[i][1]]
-        assert sum(stop - first for first, stop in held) == (len(table.views[name]) if rows else 0), name
+            rows, columns = cut.shares.get(owner), cut.columns.get(owner)
+            part = part_of(name, view, whole.views[owner], live[owner], rows, columns)
+            assert torch.equal(part.view.reshape(-1), part.region.of(view.reshape(-1), 0).reshape(-1)), name
+            if rows or columns:
+                seen[name].append(part.view.numel())
+    assert all(sum(sizes) == table.views[name].numel() for name, sizes in seen.items() if sizes)
+
+
+@pytest.mark.parametrize("columns", [None, Share(3, 8, 11)])
+def test_pieces_of_a_region_are_found_wherever_they_are_cut(columns):
+    whole = torch.arange(7 * 11)
+    region = Region(0, 77, columns) if columns else Region(13, 64)
+    held = region.of(whole, 0).clone()
+    for start, stop in ((0, 77), (11, 33), (22, 22), (66, 77), (0, 11)):
+        window, seen = whole[start:stop], 0
+        for view, inside in region.pieces(held, start, stop):
+            assert torch.equal(view, inside.of(window, start).view(view.shape))
+            seen += view.numel()
+        assert seen == region.within(start, stop).of(window, start).numel()
+
+
+def test_a_product_with_a_bias_is_cut_by_its_outputs_where_sums_are_split():
+    module = tiny_model("llama", attention_bias=True)
+    seat = SimpleNamespace(rank=1, num_ranks=2)
+    cut = cut_module(module, probe_geometry(module), seat, splits_sums=True)
+    assert all("down_proj" in name for name in cut.columns) and any("o_proj.bias" in name for name in cut.shares)

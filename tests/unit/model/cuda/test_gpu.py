@@ -7,6 +7,7 @@ import sys
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -301,3 +302,18 @@ def test_two_devices_have_the_bits_of_one(checkpoint, mixture, engine):
         source.model.norm.weight *= 0.5
     assert two.update_weights(source).digest == one.update_weights(source).digest
     assert run(two) == run(one)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_devices_that_split_sums_score_as_one_but_for_rounding(checkpoint, mixture, engine):
+    for path in (checkpoint, mixture):
+        one, two = (engine(path, deterministic="auto", tensor_parallel_size=n) for n in (1, 2))
+        assert_fused_and_captured(two.frontend.client.info.choices)
+        source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        with torch.no_grad():
+            source.model.layers[0].self_attn.o_proj.weight *= 0.5
+        assert two.update_weights(source).digest == one.update_weights(source).digest
+        found, expected = (np.concatenate(llm.score([[5, 9, 2]], [[4, 5, 6, 7]])) for llm in (two, one))
+        np.testing.assert_allclose(found, expected, atol=0.05)
+        assert len(run(two)) == len(PROMPTS)
