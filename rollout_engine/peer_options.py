@@ -11,6 +11,7 @@ _GREEDY = "temperature=0 is greedy, any other temperature samples"
 _NO_BEAMS = "there is no beam search; n=k gives k samples, and cumulative_logprob ranks them"
 _GRAMMAR = 'give structured_outputs: {"json": schema}, {"regex": ...}, {"grammar": Lark}, {"choice": [...]}'
 _NO_PARALLEL = "a model is cut by tensor_parallel_size alone; leave it out"
+_SEVERAL_ENGINES = "RolloutService.from_pretrained(model, num_replicas=...) runs several engines; leave it out"
 _NO_REMOTE_CODE = "code of checkpoints is never run; the architecture must be one of transformers' own"
 _NO_REVISION = "download the revision first (huggingface_hub.snapshot_download) and give its directory as model"
 _ADD_LORA = "leave it out: add_lora(LoRARequest(...)) works at any time"
@@ -22,7 +23,7 @@ ENGINE_PEERS: Peers = {
         "chat_template": "give it to generate, chat or rollout",
         "compilation_config": "see compile=... and cuda_graphs=...",
         "cpu_offload_gb": "weights stay where the model runs; leave it out",
-        "data_parallel_size": _NO_PARALLEL,
+        "data_parallel_size": _SEVERAL_ENGINES,
         "disable_cascade_attn": "there is no cascade attention; leave it out",
         "disable_custom_all_reduce": _NO_PARALLEL,
         "disable_log_requests": "requests are not logged; leave it out",

@@ -32,7 +32,7 @@ class Device(NamedTuple):
         return self.backend is CpuBackend
 
     def splits_sums(self, config: EngineConfig) -> bool:
-        """Whether ranks compute parts of sums, which they add up: faster, but not the bits of one rank."""
+        """Whether ranks compute parts of sums, which they add up: fewer exchanges, but not the bits of one rank."""
         return not self.is_host and config.deterministic is not True
 
 

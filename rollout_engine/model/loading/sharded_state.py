@@ -99,11 +99,11 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
     def check_cut(self, directory: Path, *, splits_sums: bool) -> None:
         """Raise `ConfigError` unless weights were cut as they are cut now."""
         if splits_sums != self.splits_sums:
-            exact, fast = "deterministic=True, or on CPUs", "deterministic=False, on devices"
-            saved, asked = (fast, exact) if self.splits_sums else (exact, fast)
+            saved = "on devices without deterministic=True" if self.splits_sums else "where ranks are exact"
+            advice = "Leave it out, with device='cuda'" if self.splits_sums else "Give deterministic=True"
             raise ConfigError(
-                f"{directory} was saved by ranks with {saved}. Ranks with {asked}, cut some weights otherwise. Give "
-                f"{saved}, or load the checkpoint that it was made from."
+                f"{directory} was saved {saved}. On devices without deterministic=True ranks cut some weights "
+                f"otherwise than elsewhere. {advice}, or load the checkpoint that it was made from."
             )
 
     def load(self, directory: Path, rank: int, targets: Mapping[str, Tensor]) -> None:
