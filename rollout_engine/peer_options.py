@@ -91,7 +91,7 @@ ENGINE_PEERS: Peers = {
         "context_length": "give max_model_len",
         "disable_cuda_graph": "give cuda_graphs=False",
         "disable_radix_cache": "give enable_prefix_caching=False",
-        "dp_size": _NO_PARALLEL,
+        "dp_size": _SEVERAL_ENGINES,
         "enable_deterministic_inference": "give deterministic=True",
         "max_running_requests": "give max_num_seqs",
         "mem_fraction_static": "give gpu_memory_utilization",
