@@ -71,6 +71,13 @@ def small_benchmark(name: str, *, share: bool = True, logprobs: bool = True, **o
     return found
 
 
+def two_devices(name: str, **options: Any) -> dict[str, Any]:
+    """`small_benchmark` of a model that is cut over two devices."""
+    if torch.cuda.device_count() < 2:
+        raise SystemExit("it needs two devices, and here is one")
+    return small_benchmark(name, share=False, tensor_parallel_size=2, **options)
+
+
 def groups() -> dict[str, Any]:
     """32 prompts of 2,048 tokens x 16 samples: with and without reading shared prefixes once."""
     found = {}
@@ -128,6 +135,8 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "Hugging Face": hugging_face,
     "Qwen3-1.7B": partial(small_benchmark, "Qwen3-1.7B"),
     "Qwen3-8B": partial(small_benchmark, "Qwen3-8B"),
+    "Qwen3-8B, two devices": partial(two_devices, "Qwen3-8B"),
+    "Qwen3-8B, two devices, deterministic": partial(two_devices, "Qwen3-8B", deterministic=True),
     "Llama-3.2-1B": partial(small_benchmark, "Llama-3.2-1B"),
     "Gemma-2-2B": partial(small_benchmark, "Gemma-2-2B", share=False),
     "Gemma-2-2B, compile=True": partial(small_benchmark, "Gemma-2-2B", share=False, compile=True),
