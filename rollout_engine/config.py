@@ -172,8 +172,8 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     `ray.init()` finds it. "auto": "inline" for one, "process" for more."""
     load_format: Literal["auto", "dummy", "sharded"] = "auto"
     """"auto": `model` is a checkpoint. "sharded": it is a directory of `save_sharded_state`, from which each rank reads
-    its own file; the same `tensor_parallel_size` and dtype are needed (docs/ranks.md). "dummy": random weights from the
-    configuration alone, for tests and measurements."""
+    its own file; the same `tensor_parallel_size`, dtype and, on devices, `deterministic` are needed (docs/ranks.md).
+    "dummy": random weights from the configuration alone, for tests and measurements."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, outputs have no text."""
     admission: Literal["queue", "reject"] = "queue"

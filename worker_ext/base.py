@@ -82,6 +82,7 @@ class WorkerLike(Protocol):
     def live_weights(self) -> Mapping[str, Tensor]:
         """Every weight under the module's name, tied ones once; not to be written. Each is read when it is asked for.
 
+        Of a model that is cut over ranks, each has its own part of every weight (docs/ranks.md).
         Raises where they have no values: while an update is open, and after one that failed half-way or a sleep that
         dropped them.
         """

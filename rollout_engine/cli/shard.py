@@ -14,7 +14,7 @@ from pathlib import Path
 from rollout_engine import LLM
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.errors import ConfigError
-from rollout_engine.model.loading.sharded_state import require_new
+from rollout_engine.model.loading.sharded_state import ShardedState, require_new
 
 _SMALL = {"skip_tokenizer_init": True, "log_stats": False}
 
@@ -37,4 +37,8 @@ def run(arguments: argparse.Namespace) -> None:
     with LLM(arguments.model, **(_SMALL | overrides.engine)) as engine:
         engine.save_sharded_state(str(directory))
     num_ranks = len(list(directory.glob("rank-*.safetensors")))
-    print(f"{arguments.directory}: load it with load_format=sharded tensor_parallel_size={num_ranks}")
+    hint = f"{arguments.directory}: load it with load_format=sharded tensor_parallel_size={num_ranks}"
+    if num_ranks > 1:
+        has_columns = ShardedState.read(directory, num_ranks).has_columns
+        hint += f", on devices with{'out' * has_columns} deterministic=True"
+    print(hint)

@@ -48,7 +48,7 @@ class LeadingWorker(Worker):
         self._team.seat.serve()
 
     def live_weights(self) -> Mapping[str, Tensor]:
-        """The own rows of every weight."""
+        """The own part of every weight."""
         if self.updater.is_open:
             raise LifecycleError("live_weights: an update is open; commit or abort it first.")
         if self.updater.dirty:

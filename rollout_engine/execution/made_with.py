@@ -21,7 +21,7 @@ def made_with(device: torch.device) -> dict[str, str]:
 
 
 def arithmetic_of(device: torch.device) -> dict[str, str]:
-    """Facts that must be the same on every rank: each computes columns of what one machine would."""
+    """Facts that must be the same on every rank: each computes a part of what one machine would."""
     facts = {"rollout_engine": VERSION} | made_with(device)
     if device.type == "cpu":
         sets = ((name, has) for name, has in torch.cpu.get_capabilities().items() if name.startswith(_COMPUTING))

@@ -56,7 +56,8 @@ class ProcessExecutor(InlineExecutor):
             launcher.close()
             raise
         kind = RankTeam if device.is_host else DeviceRankTeam
-        team = kind(config, launcher, exchange, Joined.of(device.torch_device))
+        own, splits_sums = Joined.of(device.torch_device), device.splits_sums(config)
+        team = kind(config, launcher, exchange, own, splits_sums=splits_sums)
         try:
             with _named(team):
                 worker = LeadingWorker(config, team)

@@ -56,8 +56,9 @@ def serve(memory: int | None, life: Channel, steps: Channel, calls: Channel, num
     else:
         sys.path[:] = settings.import_path
     try:
-        life.send(Joined.of(device_of(settings.config).torch_device))
-        seat = Seat(_exchange(settings, memory, num_ranks))
+        device = device_of(settings.config)
+        life.send(Joined.of(device.torch_device))
+        seat = Seat(_exchange(settings, memory, num_ranks), splits_sums=device.splits_sums(settings.config))
     except BaseException as error:
         life.send(Failed.of(error))
         return 1

@@ -21,12 +21,12 @@ class Piece:
         """A view of those that are in a region."""
         return region.within(self.start, self.stop).of(self._values, self.start)
 
-    def sent(self, region: Region) -> bytes:
+    def bytes_of(self, region: Region) -> bytes:
         """The bytes of those that are in a region."""
         return self.of(region).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
-    def receive(self, region: Region, content: bytes) -> None:
-        """Write the bytes of those that are in a region, which a process with another window has `sent`."""
+    def write(self, region: Region, content: bytes) -> None:
+        """Write those that are in a region: `bytes_of` a process that has another window."""
         place = self.of(region)
         if content:
             place.copy_(torch.frombuffer(bytearray(content), dtype=place.dtype).view(place.shape))
@@ -63,7 +63,7 @@ class RankParts:
     def stage_sent(self, name: str, start: int, stop: int, content: bytes, *, inplace: bool) -> None:
         """Do so where the window is the rank's own: `content` has the bytes of what is this rank's."""
         if self._overlaps(name, start, stop):
-            self._piece(name, start, stop).receive(self.regions[name], content)
+            self._piece(name, start, stop).write(self.regions[name], content)
             self.stage(name, start, stop, inplace=inplace)
 
     def read(self, name: str, start: int, stop: int) -> None:
@@ -82,7 +82,7 @@ class RankParts:
         if not self._overlaps(name, start, stop):
             return b""
         self.read(name, start, stop)
-        return self._piece(name, start, stop).sent(self.regions[name])
+        return self._piece(name, start, stop).bytes_of(self.regions[name])
 
     def _overlaps(self, name: str, start: int, stop: int) -> bool:
         found = self.regions[name].within(start, stop)

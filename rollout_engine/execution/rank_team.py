@@ -48,13 +48,22 @@ class RankTeam:
     When one ends, whoever waits for it anywhere fails with `EngineDeadError`, which names it.
     """
 
-    def __init__(self, config: EngineConfig, launcher: RankLauncher, exchange: Exchange, own: Joined) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        launcher: RankLauncher,
+        exchange: Exchange,
+        own: Joined,
+        *,
+        splits_sums: bool = False,
+    ) -> None:
         """Start the processes; each begins to load. Raises `ConfigError` where that is not possible.
 
         Args:
             launcher: the team's from now on, also where this fails.
             exchange: rank 0's end.
             own: arithmetic and device of rank 0. Others have the same arithmetic, on other devices, or none goes on.
+            splits_sums: as of `Seat`.
         """
         self._launcher, self.exchange = launcher, exchange
         self._joined = {"rank 0": own}
@@ -69,7 +78,7 @@ class RankTeam:
         self._on_death: Callable[[str], object] | None = None
         self._changing, self._is_closing = threading.Lock(), False
         self._calling = threading.Lock()
-        self.seat = Seat(exchange, self)
+        self.seat = Seat(exchange, self, splits_sums=splits_sums)
         self._ranks: list[Rank] = []
         try:
             common = _named_elsewhere(config), self.num_threads, logger.getEffectiveLevel(), import_path()

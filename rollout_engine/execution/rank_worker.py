@@ -59,7 +59,7 @@ from sync.manifest import torch_dtype
 
 
 class RankWorker:
-    """Satisfies `worker_ext.base.WorkerLike` as far as one rank's part can: weights are its own rows."""
+    """Satisfies `worker_ext.base.WorkerLike` as far as one rank's part can: weights are its own parts."""
 
     def __init__(self, settings: RankSettings, seat: Seat) -> None:
         torch.set_num_threads(settings.num_threads)
@@ -67,7 +67,7 @@ class RankWorker:
         self._exchange = seat.exchange
         table = ExtensionTable.load(config.worker_extensions)
         device = device_of(config)
-        loaded = load_model(config, device.torch_device, seat, splits_sums=device.splits_sums(config))
+        loaded = load_model(config, device.torch_device, seat)
         self._backend = backend = device.backend(config, loaded, ())
         self._weights = ResidentWeights(loaded, backend, device.torch_device)
         self._held = self._weights.updater.weights

@@ -1,6 +1,6 @@
 """Adapters of a model that is cut over ranks: read and checked by rank 0, which sends the others their matrices.
 
-rank 0    prepare ── PrepareAdapter ──>   lays out its rows, beside steps
+rank 0    prepare ── PrepareAdapter ──>   lays out its part, beside steps
           install ── InstallAdapter ──>   has them in the slot, between the same two steps
 """
 

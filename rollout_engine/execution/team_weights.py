@@ -1,6 +1,6 @@
 """The weights of all ranks, as rank 0 stages, packs and commits them: no rank ever holds a whole weight for long.
 
-tensor that arrives ── 8 MiB at a time ──> window ──> every rank stages its own rows; elsewhere they are sent to it
+tensor that arrives ── 8 MiB at a time ──> window ──> every rank stages its own part; elsewhere they are sent to it
 pack: on all ranks, each beside its live copies; where one fails nothing is live yet
 commit: on all ranks, between two steps
 """
@@ -94,7 +94,7 @@ class TeamWeights:
         if not self._window_is_shared:
             piece = Piece(self._window, start, stop, self._dtypes[name])
             for regions, content in zip(self._team.regions, found, strict=True):
-                piece.receive(regions[name], content)
+                piece.write(regions[name], content)
 
     def is_packed(self, name: str) -> bool:
         return name not in self._own.metadata or self._own.is_packed(name)
@@ -174,12 +174,12 @@ class TeamWeights:
             self._team.ask(StageWeights(name, start, stop, self._inplace), own)
             return
         piece = Piece(self._window, start, stop, self._dtypes[name])
-        contents = (piece.sent(regions[name]) for regions in self._team.regions)
+        contents = (piece.bytes_of(regions[name]) for regions in self._team.regions)
         self._team.ask([StageWeights(name, start, stop, self._inplace, content) for content in contents], own)
 
 
 def _pieces(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-    """Ranges of elements that fit the window: whole rows of the last dimension, where the window holds one."""
+    """Ranges of elements that fit the window: rows of the last dimension, of which ranks may have some columns."""
     count, most = math.prod(shape), WINDOW_BYTES // itemsize
     row = shape[-1] if shape and count else 1
     step = most // row * row or most

@@ -50,14 +50,14 @@ class Worker:
         table = ExtensionTable.load(config.worker_extensions)
         device = device_of(config)
         draft = load_draft(config, device)
-        self._splits_sums = seat is not None and device.splits_sums(config)
-        loaded = load_model(config, device.torch_device, seat, splits_sums=self._splits_sums)
+        loaded = load_model(config, device.torch_device, seat)
         processors = load_processors(config.logits_processors, loaded.vocab_size)
         self.grammars = GrammarCompiler(partial(_vocabulary, config, loaded.vocab_size, tuple(loaded.eos_token_ids)))
         backend = device.backend(config, loaded, processors, self.grammars)
         self.backend, self.runner = backend, backend.runner
         self._weights = self._resident_weights(loaded, backend, device.torch_device)
         self.updater = self._weights.updater
+        self._has_columns = loaded.cut is not None and bool(loaded.cut.columns)
         loaded = loaded._replace(targets={}, cut=None)
         trim_allocator()  # packed weights have given up their plain values
         self._begin_to_serve()
@@ -138,8 +138,14 @@ class Worker:
 
     def save_sharded_state(self, path: Path) -> None:
         """Write the live weights to a directory, as `load_format="sharded"` reads them. Raises as `save_state`."""
-        state = self._files, self.info.dtype, self.updater.version
-        save_state(path, *state, self._write_shards, splits_sums=self._splits_sums)
+        save_state(
+            path,
+            self._files,
+            self.info.dtype,
+            self.updater.version,
+            self._write_shards,
+            has_columns=self._has_columns,
+        )
 
     def _write_shards(self, directory: Path) -> list[list[TensorSpec]]:
         """Have every rank write its weights to a file in `directory`; what each has written, in order."""

@@ -179,9 +179,9 @@ def _prepare_save(path: str | os.PathLike[str], timeout: float | None) -> Argume
 def save_sharded_state(driver: EngineDriver, path: str, *, timeout: float | None = None) -> None:
     """Write the live weights to a new directory, for engines with `load_format="sharded"`; steps wait meanwhile.
 
-    Each rank writes the rows that it holds to a file of its own, with their digests, so a model that is cut over ranks
-    is nowhere whole. The model's configuration and tokenizer are copied beside them: the directory is a `model` for an
-    engine of the same `tensor_parallel_size` and dtype, whose weights, tokens and log-probs are these to the bit. It is
+    Each rank writes what it holds to a file of its own, with digests, so a model that is cut over ranks is nowhere
+    whole. The model's configuration and tokenizer are copied beside them: the directory is a `model` for an engine of
+    the same `tensor_parallel_size`, dtype and, on devices, `deterministic`, whose weights are these to the bit. It is
     on the machine where the model runs; of a fleet one replica writes it. Adapters and a draft model are not saved.
 
     The directory is there with all of it when this returns, and nothing is there after an error. Raises `RequestError`

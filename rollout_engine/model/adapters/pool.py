@@ -44,6 +44,19 @@ class Table(Protocol):
         """Give an adapter its pairs, one for each linear; None where it leaves one alone."""
 
 
+class Features(Protocol):
+    """Some features of a linear layer, or all, as `model.ranks.share.Share`."""
+
+    whole: int
+    """How many there are."""
+
+    @property
+    def rows(self) -> slice: ...
+
+    @property
+    def is_whole(self) -> bool: ...
+
+
 class Target(NamedTuple):
     """A linear layer that may have adapters."""
 
@@ -52,21 +65,14 @@ class Target(NamedTuple):
     place: int
     """Its place among them."""
     linear: nn.Linear
-    inputs: slice
-    """Its input features, as the whole model numbers them: all, unless the model is cut over ranks."""
-    outputs: slice
-    """Its output features."""
-    shape: tuple[int, int]
-    """Output and input features of the layer on all ranks together."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank has all of the layer."""
-        return self.shape == (self.linear.out_features, self.linear.in_features)
+    inputs: Features
+    """Those of its input features that this rank multiplies: all, unless the model is cut over ranks."""
+    outputs: Features
+    """Those of its output features that this rank computes."""
 
     def own(self, adapter: LinearAdapter) -> LinearAdapter:
         """What this rank has of the matrices of an adapter."""
-        return adapter._replace(a=adapter.a[:, self.inputs], b=adapter.b[self.outputs])
+        return adapter._replace(a=adapter.a[:, self.inputs.rows], b=adapter.b[self.outputs.rows])
 
 
 Pairs = dict[int, list[Any]]
@@ -151,7 +157,8 @@ class AdapterPool(ABC):
         found: Pairs = {}
         for name, linear in linears.items():
             target = self._target(name)
-            pair = packed[name] if packed and target.is_whole else self._packed(target.own(linear))
+            is_whole = target.inputs.is_whole and target.outputs.is_whole
+            pair = packed[name] if packed and is_whole else self._packed(target.own(linear))
             found.setdefault(target.group, [None] * len(self._groups[target.group]))[target.place] = pair
         return self._placed(found)
 
@@ -220,7 +227,7 @@ class AdapterPool(ABC):
             bound = f"at most {self._max_rank} (max_lora_rank)"
             hint = f"It is the rank of '{name}'. Make the engine with max_lora_rank={len(linear.a)}."
             raise RequestError.for_field("rank", len(linear.a), bound, hint)
-        came, wanted = [linear.a.shape[1], linear.b.shape[0]], [*reversed(target.shape)]
+        came, wanted = [linear.a.shape[1], linear.b.shape[0]], [target.inputs.whole, target.outputs.whole]
         if came != wanted:
             hint = f"They are the inputs and outputs of '{name}': the adapter is of another base model."
             raise RequestError.for_field(f"shape of '{name}'", came, str(wanted), hint)

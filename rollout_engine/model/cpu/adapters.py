@@ -12,7 +12,7 @@ from rollout_engine.kernels.cpu.adapters import BLOCK_ROWS
 from rollout_engine.model.adapters.peft_format import LinearAdapter
 from rollout_engine.model.adapters.pool import AdapterPool, Target
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
-from rollout_engine.model.ranks.cut import place_in_whole
+from rollout_engine.model.ranks.cut import inputs_of, outputs_of
 
 
 class CpuAdapterPool(AdapterPool):
@@ -44,7 +44,7 @@ class CpuAdapterPool(AdapterPool):
         found = {}
         for name, child in self._module.named_modules():
             if isinstance(child, RowInvariantLinear) and child is not head:
-                found[name] = Target(id(child._group), child._slot, child, *place_in_whole(child))
+                found[name] = Target(id(child._group), child._slot, child, inputs_of(child), outputs_of(child))
                 self._of_number[id(child._group)] = child._group
         return found
 

@@ -46,7 +46,7 @@ def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
 def _input(linears: dict[int, LinearCut], local: list[nn.Module], last: nn.Module) -> Share:
     """The rank's share of what `last` reads, where the products `local` before it are kept by each rank."""
     cuts, last_cut = [linears.get(id(child)) for child in local], linears.get(id(last))
-    are_local = all(each is not None and not each.gathers for each in cuts)
+    are_local = all(each is not None and each.result == "kept" for each in cuts)
     if not are_local or last_cut is None or last_cut.input_share is None:
         raise UnsupportedStructure("its products are not cut by heads and columns")
     return last_cut.input_share

@@ -14,7 +14,7 @@ from rollout_engine.model.adapters.peft_format import LinearAdapter
 from rollout_engine.model.adapters.pool import AdapterPool, Pairs, Target
 from rollout_engine.model.cuda.copy_stream import CopyStream
 from rollout_engine.model.packing.linear_groups import linears_by_input
-from rollout_engine.model.ranks.cut import place_in_whole
+from rollout_engine.model.ranks.cut import inputs_of, outputs_of
 
 
 class CudaAdapterPool(AdapterPool):
@@ -52,7 +52,7 @@ class CudaAdapterPool(AdapterPool):
         head = self._module.get_output_embeddings()  # type: ignore[operator]
         names = {id(child): name for name, child in self._module.named_modules()}
         return {
-            names[id(child)]: Target(id(group[0]), place, child, *place_in_whole(child))
+            names[id(child)]: Target(id(group[0]), place, child, inputs_of(child), outputs_of(child))
             for group in linears_by_input(self._module, (nn.Linear,))
             for place, child in enumerate(group)
             if child is not head

@@ -66,7 +66,8 @@ class CudaBackend:
         processors: Sequence[LogitsProcessor],
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        self._config, self._loaded = config, loaded
+        self._config = config
+        self._loaded = loaded._replace(cut=loaded.cut and loaded.cut._replace(whole={}))
         deterministic = self.is_deterministic = config.deterministic is True
         device = next(loaded.module.parameters()).device
         self._seat: Seat | None = None if loaded.cut is None else loaded.cut.seat

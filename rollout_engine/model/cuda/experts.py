@@ -47,13 +47,14 @@ class Experts(NamedTuple):
             groups = groups.part(self.own.share.rows)
         projected = x.new_empty(experts.numel(), self.gate_up.shape[1])
         gate, up = multiply(x, self.gate_up, groups, projected, top_k=self.top_k).chunk(2, dim=1)
-        adds_up = self.own is not None and self.own.splits_sums
-        outputs = (x.new_zeros if adds_up else x.new_empty)((experts.numel(), x.shape[1]))
+        outputs = x.new_empty(experts.numel(), x.shape[1])
+        if self.own is not None and self.own.splits_sums:
+            multiply(gated(gate, up, gate), self.down, groups, outputs.zero_(), by_entry=True)
+            return self.own.add_up(add_weighted(outputs.view(*shape, -1), weights, torch.empty_like(x)))
         multiply(gated(gate, up, gate), self.down, groups, outputs, by_entry=True)
-        if self.own is not None and not adds_up:
+        if self.own is not None:
             outputs = self.own.merge(outputs, experts)
-        sums = add_weighted(outputs.view(*shape, -1), weights, torch.empty_like(x))
-        return self.own.add_up(sums) if self.own is not None and adds_up else sums
+        return add_weighted(outputs.view(*shape, -1), weights, torch.empty_like(x))
 
 
 class TrainedRouter(nn.Module):

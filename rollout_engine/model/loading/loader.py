@@ -39,18 +39,15 @@ _DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_FLOATS = (*_DEVICE_DTYPES, torch.float64)
 
 
-def load_model(
-    config: EngineConfig, device: torch.device = _CPU, seat: Seat | None = None, *, splits_sums: bool = False
-) -> LoadedModel:
+def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | None = None) -> LoadedModel:
     """Load `config.model` on `device`. Raises `ConfigError` for whatever cannot be served exactly.
 
-    `seat`: load this rank's part alone; with load_format="dummy" the process has the whole for a moment. `splits_sums`:
-    see `ModelCut`.
+    `seat`: load this rank's part alone; with load_format="dummy" the process has the whole for a moment.
     """
     is_dummy = config.load_format == "dummy"
     directory = find_directory(config.model, weights=not is_dummy)
     hf_config, config_file = _read_config(directory)
-    state = _read_state(config, directory, config_file, seat, splits_sums=splits_sums)
+    state = _read_state(config, directory, config_file, seat)
     entries = read_entries(directory) if config.load_format == "auto" else []
     dtype = _resolve_dtype(config.dtype if state is None else state.dtype, hf_config, entries, device)
     head_kind = head_kind_of(hf_config)
@@ -70,10 +67,11 @@ def load_model(
     if is_dummy:
         initialize(module)
     if seat is not None:
-        cut = cut_module(module, geometry, seat, keep_values=is_dummy, splits_sums=splits_sums)
+        cut = cut_module(module, geometry, seat, keep_values=is_dummy)
         cut = _with_parts(cut, module, table, device, keep_values=is_dummy)
         geometry, targets = cut.geometry, {name: part.view for name, part in cut.parts.items() if part.view.numel()}
     if state is not None:
+        state.check_cut(directory, has_columns=cut is not None and bool(cut.columns))
         state.load(directory, 0 if seat is None else seat.rank, _each_once(table, targets))
     elif not is_dummy:
         ignored = _NEVER_EXPECTED + list(module._keys_to_ignore_on_load_unexpected or ())
@@ -99,7 +97,7 @@ def load_model(
 
 
 def _read_state(
-    config: EngineConfig, directory: Path, config_file: SnapshotFile, seat: Seat | None, *, splits_sums: bool
+    config: EngineConfig, directory: Path, config_file: SnapshotFile, seat: Seat | None
 ) -> ShardedState | None:
     """The state that a sharded directory describes; None for another kind of directory."""
     if config.load_format != "sharded":
@@ -108,7 +106,6 @@ def _read_state(
     with as_config_errors():
         state.check_description(directory, config_file.content())
     state.check_dtype(config.dtype)
-    state.check_cut(directory, splits_sums=splits_sums)
     return state
 
 

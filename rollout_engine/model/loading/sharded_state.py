@@ -1,7 +1,7 @@
 """The weights of an engine in a directory, one file for each rank: written and read without a whole weight anywhere.
 
     config.json, tokenizer.json, ...     copies of the model's
-    rank-0-of-2.safetensors              the rows of rank 0, by the module's own names
+    rank-0-of-2.safetensors              the parts of rank 0, by the module's own names
     rank-1-of-2.safetensors
     sharded.json                         `ShardedState`: the dtype, and digests of config.json and of every tensor
 
@@ -50,8 +50,8 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """Dtype of the engine that was saved."""
     config_digest: str
-    splits_sums: bool = False
-    """Whether the ranks have columns of some weights, as `ModelCut.splits_sums` says."""
+    has_columns: bool = False
+    """Whether the ranks have columns of some weights, as they do where sums are split."""
     shards: list[WeightManifest]
     """The tensors of each rank's file; the version is the policy's when it was saved."""
 
@@ -96,14 +96,15 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
                 f"Leave dtype out, or load the checkpoint that it was made from."
             )
 
-    def check_cut(self, directory: Path, *, splits_sums: bool) -> None:
-        """Raise `ConfigError` unless weights were cut as they are cut now."""
-        if splits_sums != self.splits_sums:
-            saved = "on devices without deterministic=True" if self.splits_sums else "where ranks are exact"
-            advice = "Leave it out, with device='cuda'" if self.splits_sums else "Give deterministic=True"
+    def check_cut(self, directory: Path, *, has_columns: bool) -> None:
+        """Raise `ConfigError` unless weights were cut as they are cut now: some by columns, or all by rows."""
+        if has_columns != self.has_columns:
+            saved, advice = "without deterministic=True, on devices", "Load it so"
+            if has_columns:
+                saved, advice = "by ranks that are exact", "Give deterministic=True"
             raise ConfigError(
-                f"{directory} was saved {saved}. On devices without deterministic=True ranks cut some weights "
-                f"otherwise than elsewhere. {advice}, or load the checkpoint that it was made from."
+                f"{directory} was saved {saved}. On devices, ranks without deterministic=True cut some weights "
+                f"otherwise than exact ones do. {advice}, or load the checkpoint that it was made from."
             )
 
     def load(self, directory: Path, rank: int, targets: Mapping[str, Tensor]) -> None:
@@ -157,7 +158,7 @@ def write_shard(
 
 
 def save_state(
-    path: Path, files: ModelFiles, dtype: str, version: int, write_shards: WriteShards, *, splits_sums: bool = False
+    path: Path, files: ModelFiles, dtype: str, version: int, write_shards: WriteShards, *, has_columns: bool = False
 ) -> None:
     """Write a sharded state to `path`, which may be an empty directory but not another one.
 
@@ -172,8 +173,13 @@ def save_state(
         try:
             _copy_files(files, unfinished)
             shards = [WeightManifest.of(version, specs) for specs in write_shards(unfinished)]
-            cut = {"splits_sums": splits_sums, "shards": shards}
-            state = ShardedState(form=_FORM, dtype=dtype, config_digest=files.config_digest, **cut)
+            state = ShardedState(
+                form=_FORM,
+                dtype=dtype,
+                config_digest=files.config_digest,
+                has_columns=has_columns,
+                shards=shards,
+            )
             _write(unfinished / STATE_FILE, msgspec.json.encode(state))
             _sync_directory(unfinished)
             os.rename(unfinished, path)

@@ -76,7 +76,7 @@ class WeightTable(NamedTuple):
                 part = Part(view, Region(0, view.numel())) if parts is None else parts[entry.name]
                 if before == entry.name:
                     _fill(part, entry)
-                elif not torch.equal(part.view, _part_of(part, entry)):
+                elif not torch.equal(part.view.cpu(), _part_of(part, entry)):
                     raise ConfigError(
                         f"{entry.path}: '{entry.name}' and '{before}' differ, but the configuration ties them. If they "
                         "are meant to differ, set tie_word_embeddings to false in config.json."

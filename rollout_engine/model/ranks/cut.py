@@ -1,14 +1,14 @@
-"""Cuts a module over ranks by the model's own tensor-parallel plan: weights by output rows, not by input columns.
+"""Cuts a module over ranks by the model's own tensor-parallel plan.
 
-Every element of every product is then computed whole on one rank, so that no bit depends on the number of ranks. The
-plan says which products may follow one another without their whole outputs:
+Weights are cut by their output rows: every element of every product is then computed whole on one rank, so that no bit
+depends on the number of ranks. The plan says which products may follow one another without their whole outputs:
 
     colwise     q, k, v: by heads; gate, up         the rank's own columns go on
     rowwise     o, down                             reads whole rows, which are gathered; so is its result
     *_gather_output  *_rep  *_split_input           whole rows in and out
 
-Where bits may depend on the number of ranks, sums are split: a rowwise product without a bias is cut by its inputs,
-reads the rank's own, and the ranks' results are added up. That is two exchanges a layer instead of four.
+Where a `Seat` splits sums, o and down, unless they have a bias, are cut by their input columns instead: they read the
+rank's own, and the ranks' results are added up. That is two exchanges a layer instead of four.
 
 Where the structure is not what the plan was written for, products take whole rows in and give whole rows out, which is
 always right. Experts are divided as wholes. What the plan leaves out (norms, routers) every rank has whole.
@@ -16,7 +16,7 @@ always right. Experts are divided as wholes. What the plan leaves out (norms, ro
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,18 +43,14 @@ class LinearCut(NamedTuple):
     """Of its output features."""
     input_share: Share | None
     """Of its input features, where it is given the rank's own."""
-    gathers: bool
-    """Whether its result is gathered."""
-    is_split: bool = False
-    """Whether it reads `input_share` alone, and its result is added up. Else these are gathered first."""
+    result: Literal["kept", "gathered", "added"]
+    """What becomes of it. "added": it is of `input_share` alone, which are gathered before other products."""
 
 
 class ModelCut(NamedTuple):
-    """Which rows of a module's weights a rank holds."""
+    """A rank's part of a module."""
 
     seat: Seat
-    splits_sums: bool
-    """Whether bits may depend on the number of ranks."""
     linears: list[LinearCut]
     experts: list[tuple[nn.Module, Share]]
     embedding: tuple[nn.Embedding, Share] | None
@@ -76,14 +72,13 @@ def cut_module(
     seat: Seat,
     *,
     keep_values: bool = False,
-    splits_sums: bool = False,
 ) -> ModelCut:
     """Replace the parameters of `module` by the rank's parts, uninitialised unless `keep_values`.
 
-    `splits_sums`: bits may depend on the number of ranks. Raises `ConfigError` where it cannot be cut for so many.
+    Raises `ConfigError` where it cannot be cut for so many ranks.
     """
     plan = _plan_of(module)
-    cut = ModelCut(seat, splits_sums, [], [], None, {}, {}, list(geometry), {}, {})
+    cut = ModelCut(seat, [], [], None, {}, {}, list(geometry), {}, {})
     for parent in module.modules():
         children = {name: child for name, child in parent.named_children() if id(child) in plan}
         if children and hasattr(parent, "layer_idx"):
@@ -92,7 +87,7 @@ def cut_module(
             _cut_block(cut, parent, children, plan)
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if isinstance(head, nn.Linear):
-        cut.linears.append(LinearCut(head, _share(head.out_features, seat, "its vocabulary"), None, True))
+        cut.linears.append(LinearCut(head, _share(head.out_features, seat, "its vocabulary"), None, "gathered"))
     if isinstance(embedding, nn.Embedding):
         share = _share(embedding.num_embeddings, seat, "its vocabulary")
         cut = cut._replace(embedding=(embedding, share))
@@ -110,12 +105,6 @@ def inputs_of(linear: nn.Linear) -> Share:
     """The input features of a linear that this rank multiplies: all, unless its sums are split."""
     found: Share = getattr(linear, "_own_inputs", Share.all(linear.in_features))
     return found
-
-
-def place_in_whole(linear: nn.Linear) -> tuple[slice, slice, tuple[int, int]]:
-    """The input and output features of a linear that this rank has, and the shape of the whole weight."""
-    inputs, outputs = inputs_of(linear), outputs_of(linear)
-    return inputs.rows, outputs.rows, (outputs.whole, inputs.whole)
 
 
 def _plan_of(module: PreTrainedModel) -> dict[int, str]:
@@ -159,7 +148,7 @@ def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Modu
     heads, kv_heads = _share_heads(layer, cut.seat)
     dims = (layer.head_dim_k, layer.head_dim_k, layer.head_dim_v)
     for name, share, dim in zip(_QKV, (heads, kv_heads, kv_heads), dims, strict=True):
-        cut.linears.append(LinearCut(parts[name], share.times(dim), None, False))
+        cut.linears.append(LinearCut(parts[name], share.times(dim), None, "kept"))
     cut.linears.append(_last(cut, parts["o_proj"], heads.times(layer.head_dim_v), "its hidden size"))
     fields = {"num_heads": heads.size, "num_kv_heads": kv_heads.size}
     cut.geometry[parent.layer_idx] = layer.__class__(**{**_fields(layer), **fields})
@@ -196,14 +185,14 @@ def _cut_block(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Module],
             cut.linears.append(_last(cut, child, _share(child.in_features, cut.seat, "a product"), "a product"))
         else:
             share = _share(child.out_features, cut.seat, "a product")
-            cut.linears.append(LinearCut(child, share, None, not is_local))
+            cut.linears.append(LinearCut(child, share, None, "kept" if is_local else "gathered"))
 
 
 def _last(cut: ModelCut, linear: nn.Linear, inputs: Share, what: str) -> LinearCut:
     """The cut of a product that reads what each rank has computed of its `inputs`."""
-    if cut.splits_sums and linear.bias is None:
-        return LinearCut(linear, Share.all(linear.out_features), inputs, gathers=False, is_split=True)
-    return LinearCut(linear, _share(linear.out_features, cut.seat, what), inputs, gathers=True)
+    if cut.seat.splits_sums and linear.bias is None:
+        return LinearCut(linear, Share.all(linear.out_features), inputs, "added")
+    return LinearCut(linear, _share(linear.out_features, cut.seat, what), inputs, "gathered")
 
 
 def _share(whole: int, seat: Seat, what: str) -> Share:
@@ -215,7 +204,7 @@ def _share(whole: int, seat: Seat, what: str) -> Share:
 
 def _row_parameters(cut: ModelCut) -> Iterator[tuple[nn.Module, str, Share]]:
     """Module, attribute and rows of every parameter that is cut by rows; a tied one comes twice."""
-    owners = [(each.module, each.share) for each in cut.linears if not each.is_split] + cut.experts
+    owners = [(each.module, each.share) for each in cut.linears if each.result != "added"] + cut.experts
     owners += [cut.embedding] if cut.embedding is not None else []
     for child, share in owners:
         for name, _ in list(child.named_parameters(recurse=False)):
@@ -234,7 +223,7 @@ def _replace_parameters(module: PreTrainedModel, cut: ModelCut, *, keep_values: 
     for each in cut.linears:
         linear, inputs = each.module, each.input_share
         linear.out_features, linear._own_outputs = each.share.size, each.share
-        if each.is_split:
+        if each.result == "added":
             cut.columns[names[id(linear.weight)]] = inputs
             linear.weight = _own(linear.weight.data[:, inputs.rows], keep_values=keep_values)
             linear.in_features, linear._own_inputs = inputs.size, inputs

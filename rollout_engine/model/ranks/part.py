@@ -21,7 +21,8 @@ class Region(NamedTuple):
     """Of the last dimension, of which the elements have whole rows; None: all."""
 
     def within(self, start: int, stop: int) -> "Region":
-        """Those that are in elements [start, stop) of the whole, maybe none. Where columns are cut, these are rows."""
+        """Those that are in elements [start, stop) of the whole, maybe none; whole rows where columns are cut."""
+        assert self.columns is None or start % self.columns.whole == stop % self.columns.whole == 0
         first, last = max(self.first, start), min(self.stop, stop)
         return self._replace(first=first, stop=last) if first < last else self._replace(first=start, stop=start)
 
@@ -60,7 +61,7 @@ def part_of(
     offset = whole.storage_offset() - owner.storage_offset()
     if columns is not None:
         if whole.shape != owner.shape or whole.stride() != owner.stride():
-            raise _not_cut(name, "column by column")
+            raise _not_cut(name, "column by column", "Give deterministic=True, or leave")
         return Part(live, Region(0, whole.numel(), columns))
     if share is None or share.is_whole:
         view = torch.as_strided(live, whole.shape, whole.stride(), live.storage_offset() + offset)
@@ -74,7 +75,7 @@ def part_of(
         shape = whole.shape if held else (0, *whole.shape[1:])
         return Part(torch.as_strided(live, shape, whole.stride(), start), Region(0, whole.numel() if held else 0))
     if step != row or inner >= row:
-        raise _not_cut(name, "row by row")
+        raise _not_cut(name, "row by row", "Leave")
     before = offset // row
     first, stop = (min(max(edge - before, 0), count) for edge in (share.first, share.stop))
     start = live.storage_offset() + (before + first - share.first) * row + offset % row
@@ -83,8 +84,8 @@ def part_of(
     return Part(view, Region(first * size, stop * size))
 
 
-def _not_cut(name: str, order: str) -> ConfigError:
+def _not_cut(name: str, order: str, advice: str) -> ConfigError:
     return ConfigError(
-        f"tensor_parallel_size: '{name}' cannot be cut, because its values are not stored {order}. Leave "
+        f"tensor_parallel_size: '{name}' cannot be cut, because its values are not stored {order}. {advice} "
         "tensor_parallel_size out."
     )

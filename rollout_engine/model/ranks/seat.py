@@ -44,12 +44,13 @@ class Followers(Protocol):
 class Seat:
     """A rank, and its end of what the ranks exchange. `followers`: those of rank 0; None of others.
 
+    `splits_sums`: products may be cut by their inputs, so that bits depend on the number of ranks.
     While an engine loads, all ranks run the same code and meet in it. Then rank 0 serves: what it computes `together`
     the others are told of first.
     """
 
-    def __init__(self, exchange: Exchange, followers: Followers | None = None) -> None:
-        self.exchange, self.followers = exchange, followers
+    def __init__(self, exchange: Exchange, followers: Followers | None = None, *, splits_sums: bool = False) -> None:
+        self.exchange, self.followers, self.splits_sums = exchange, followers, splits_sums
         self.rank, self.num_ranks = exchange.rank, exchange.num_ranks
         self._serves = self._is_together = False
 

@@ -24,7 +24,7 @@ def connect(module: nn.Module, cut: ModelCut, *, replaced_experts: bool = True) 
             each.module.register_forward_pre_hook(_Announced(cut.seat))
         _connect_linear(each, cut.seat)
     for child, share in cut.experts:
-        child._own_experts = own = OwnExperts(cut.seat, share, splits_sums=cut.splits_sums)
+        child._own_experts = own = OwnExperts(cut.seat, share)
         if not replaced_experts:
             child.num_experts, child._is_expert_parallel = share.size, True
             child.register_forward_pre_hook(own.before)
@@ -53,8 +53,12 @@ def joins_of(linear: nn.Module) -> Joins:
 
 def _connect_linear(cut: LinearCut, seat: Seat) -> None:
     exchange = seat.exchange
-    join_input = None if cut.input_share is None or cut.is_split else exchange.gathering(cut.input_share)
-    join_output = exchange.add_up if cut.is_split else exchange.gathering(cut.share) if cut.gathers else None
+    join_input: Callable[[Tensor], Tensor] | None = None
+    join_output: Callable[[Tensor], Tensor] | None = None
+    if cut.input_share is not None and cut.result != "added":
+        join_input = exchange.gathering(cut.input_share)
+    if cut.result != "kept":
+        join_output = exchange.add_up if cut.result == "added" else exchange.gathering(cut.share)
     if join_input is not None:
         cut.module.register_forward_pre_hook(lambda _, given: (join_input(given[0]),))
     if join_output is not None:
@@ -63,10 +67,10 @@ def _connect_linear(cut: LinearCut, seat: Seat) -> None:
 
 
 class OwnExperts:
-    """The experts of a mixture that this rank computes. `splits_sums`: see `ModelCut`."""
+    """The experts of a mixture that this rank computes."""
 
-    def __init__(self, seat: Seat, share: Share, *, splits_sums: bool) -> None:
-        self._exchange, self.share, self.splits_sums = seat.exchange, share, splits_sums
+    def __init__(self, seat: Seat, share: Share) -> None:
+        self._exchange, self.share, self.splits_sums = seat.exchange, share, seat.splits_sums
 
     def is_own(self, experts: Tensor) -> Tensor:
         """Whether each expert, by its number, is computed on this rank: integers -> bool, of the same shape."""
@@ -82,7 +86,7 @@ class OwnExperts:
 
     def after(self, module: nn.Module, given: tuple[Any, ...], out: Tensor) -> Tensor:
         """Hook after the forward of transformers' experts: add up the outputs of all ranks."""
-        return self._exchange.add_up(out) if module._is_expert_parallel else out
+        return self.add_up(out) if module._is_expert_parallel else out
 
     def merge(self, outputs: Tensor, experts: Tensor) -> Tensor:
         """Outputs [T * k, H] of experts [T, k] on all ranks; of `outputs`, only rows of this rank's own are read."""

@@ -174,12 +174,20 @@ class NameBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 async def get_weights_by_name(served: Served, asked: Asked) -> Reply:
-    """The first rows of one weight, by the module's name for it."""
+    """The first rows of one weight, by the module's name for it.
+
+    Of a model that is cut over ranks, those that rank 0 has.
+    """
     body: NameBody = asked.body
     try:
         [rows, *_] = await served.engine.collective_rpc("get_weight_rows", args=(body.name, body.truncate_size))
     except RPCError as problem:
         raise HttpProblem(400, str(problem), field="name") from problem
+    metadata = await served.engine.get_model_metadata()
+    _, shape = metadata[body.name]
+    if len(shape) == 2 and rows and len(rows[0]) != shape[1]:
+        what = f"no rank has a whole row of '{body.name}', because ranks split sums without deterministic=True"
+        raise HttpProblem(400, f"get_weights_by_name: {what}. Give that to the engine.", field="name")
     return Reply(rows)
 
 

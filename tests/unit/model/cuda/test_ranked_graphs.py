@@ -30,6 +30,10 @@ pytestmark = [
 ]
 
 
+SPLIT = {"deterministic": "auto"}
+"""Ranks that split sums."""
+
+
 @pytest.fixture
 def captured(monkeypatch, engine):  # noqa: F811
     """A function as `engine`, whose engines capture graphs."""
@@ -141,3 +145,11 @@ def _with_room(pool, compute):
     if not pool._all_agree(True):
         raise NoRoomForGraph("another rank has no room")
     return Rerun(compute)
+
+
+def test_sums_that_are_split_are_part_of_graphs(captured, engine):  # noqa: F811
+    """The interpreter's products do not depend on the size of a batch: graphs have the bits of launches."""
+    graphs, launches = captured(2, fields=SMALL, **SPLIT), engine(2, fields=SMALL, **SPLIT)
+    before = Rerun.num_replays
+    assert said(graphs) == said(launches)
+    assert Rerun.num_replays > before

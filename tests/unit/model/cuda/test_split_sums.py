@@ -155,5 +155,5 @@ def test_ranks_sleep_wake_and_are_saved(engine, tmp_path):  # noqa: F811
         assert said(again) == before
     finally:
         again.shutdown()
-    with pytest.raises(ConfigError, match="saved on devices without deterministic=True"):
+    with pytest.raises(ConfigError, match="saved without deterministic=True, on devices"):
         LLM(str(tmp_path / "sharded"), **options, deterministic=True)
