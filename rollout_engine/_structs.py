@@ -14,6 +14,7 @@ import msgspec
 
 from rollout_engine.errors import ConfigError, RequestError, refused, unknown_name
 from rollout_engine.peer_options import peer_option
+from sync.described_types import describe_types
 
 _PROBLEM = re.compile(r"Expected `(?P<kind>[^`]*)`(?P<bound>[^,]*?)(?:, got `(?P<got>[^`]*)`)? - at ")
 _PLACE = re.compile(r"`\$\.([A-Za-z_0-9]+)((?:\[\d+\])*)")
@@ -30,6 +31,10 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
     Values are converted first: scalars and arrays of numpy and torch to plain numbers and lists, then by the `readings`
     of their field.
     """
+
+    def __init__(cls, *args: Any, **options: Any) -> None:
+        super().__init__(*args)
+        describe_types(cls)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if args:

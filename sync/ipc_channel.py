@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from sync.described_types import describe_types
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
 from sync.groups import check_timeout
 from sync.shared_files import check_private, make_private, open_sole
@@ -89,6 +90,7 @@ class GaveUp(Message, frozen=True, forbid_unknown_fields=True):
 
 ToTrainer = Request | Taken | Done | GaveUp
 ToEngine = Shared | Refused | Filled
+describe_types(ToTrainer, ToEngine)
 _Expected = TypeVar("_Expected", bound=Message)
 
 

@@ -15,6 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from sync.described_types import describe_types
 from sync.digests import DIGEST_FORM, PIECE_BYTES, digest_of, piece_digests
 from sync.errors import ManifestMismatch
 from sync.tensor_check import TensorCheck, supports
@@ -250,3 +251,6 @@ def first_names(names: Iterable[str], limit: int = 10) -> str:
     listed = list(names)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return ", ".join(listed[:limit]) + more
+
+
+describe_types(WeightManifest)

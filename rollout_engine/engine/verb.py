@@ -17,6 +17,7 @@ import msgspec
 from rollout_engine._structs import arguments_struct
 from rollout_engine.errors import CallTimeoutError, RequestError, RolloutEngineError, refused
 from rollout_engine.metrics import CoreStats
+from sync.described_types import describe_types
 
 When = Literal["between steps", "any time", "at once"]
 """When a verb may run. "any time": it only reads a value or two, and in process does not wait for the step in progress.
@@ -136,11 +137,14 @@ def verb_of(function: Callable[..., Any], **options: Any) -> Verb:
     options.setdefault("timeout", "timeout" if "timeout" in hints else "")
     _, *parameters = inspect.signature(function).parameters.values()
     sent = {name: _on_the_wire(hint) for name, hint in hints.items()}
+    arguments = arguments_struct(function.__name__, parameters, sent)
+    if options.get("crosses", True):
+        describe_types(arguments)
     return Verb(
         name=function.__name__,
         function=function,
         signature=inspect.Signature(parameters),
-        arguments=arguments_struct(function.__name__, parameters, sent),
+        arguments=arguments,
         result=_awaited(hints["return"]),
         **options,
     )

@@ -23,6 +23,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.execution.made_with import arithmetic_of, device_id
 from rollout_engine.execution.rank_values import RowsBytes
 from rollout_engine.model.ranks.part import Region
+from sync.described_types import describe_types
 
 
 class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -323,6 +324,9 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     """A call's result, as `pack_value` writes it."""
 
     value: bytes = b"\xc0"
+
+
+describe_types(RankSettings, Joined | Failed, Started | Failed, StepMessage, CallMessage, Done | Failed)
 
 
 class Channel:

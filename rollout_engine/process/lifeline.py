@@ -15,6 +15,7 @@ import msgspec
 from rollout_engine.config import EngineConfig
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.wire import Failure, Ready
+from sync.described_types import describe_types
 
 _MAX_MESSAGE_BYTES = 1 << 20
 
@@ -32,6 +33,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     listen: str = ""
     """TCP address at which the core takes clients that have the keys; "": none."""
     keys: Keys | None = None
+
+
+describe_types(CoreSettings)
 
 
 class Lifeline:

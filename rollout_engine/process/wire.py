@@ -21,6 +21,7 @@ from rollout_engine import errors
 from rollout_engine.engine.client import EngineInfo
 from rollout_engine.errors import RequestError, RolloutEngineError, RPCError
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from sync.described_types import describe_types
 
 PROTOCOL = 15
 """Version of the messages; both ends must have the same."""
@@ -231,6 +232,7 @@ class Farewell(msgspec.Struct, frozen=True, tag="farewell", forbid_unknown_field
 
 ToCore = Hello | AddRequest | Abort | Call | Cancel | Part | Goodbye
 ToClient = Welcome | Outputs | Refused | Reply | Part | Rejected | LiveVersion | Heartbeat | Draining | Farewell
+describe_types(ToCore, ToClient, Ready | Failure)
 Message = TypeVar("Message")
 
 _ERRORS = {

@@ -16,6 +16,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encodi
 OUTSIDE = ("sync", "worker_ext", "envs_adapters")
 EVERYTHING = ("rollout_engine", *OUTSIDE)
 UNDER_THE_LEAVES = ("sync", "worker_ext", "rollout_engine.kernels")
+LEAVES_IMPORT = ("sync.errors", "sync.described_types")
 
 
 def _names(cell: str) -> list[str]:
@@ -29,7 +30,7 @@ def _within(name: str, owners: tuple[str, ...]) -> bool:
 
 def _read_page() -> dict[str, tuple[str, ...]]:
     """Room -> what of ours it may import, besides itself. The longest matching name on either side counts."""
-    rules: dict[str, tuple[str, ...]] = {leaf: (*LEAVES, "sync.errors") for leaf in LEAVES}
+    rules: dict[str, tuple[str, ...]] = {leaf: (*LEAVES, *LEAVES_IMPORT) for leaf in LEAVES}
     for row in re.findall(r"^\| `.*$", PAGE, re.MULTILINE):
         _, rooms, _, allowed, _ = row.split("|")
         for room in _names(rooms):
@@ -45,7 +46,7 @@ TOP = ("rollout_engine.__main__", "rollout_engine.cli")
 # They import what is asked for by name, so that nothing heavy is loaded before.
 LAZY_DOORS = ("rollout_engine", "rollout_engine.cli.main", "sync")
 
-TORCH_FREE = (*LEAVES, "rollout_engine.core", "sync.errors")
+TORCH_FREE = (*LEAVES, "rollout_engine.core", *LEAVES_IMPORT)
 HEAVY = {"torch", "tensordict", "transformers", "tokenizers", "safetensors", "socket", "zmq", "time"}
 
 
