@@ -234,8 +234,9 @@ def test_layers_that_run_as_modules_are_gathered_too(engine, architecture):
 
 
 @pytest.mark.slow
-def test_ranks_sleep_wake_and_are_saved(engine, tmp_path):
-    two = engine(2)
+@pytest.mark.parametrize("deterministic", [True, "auto"])
+def test_ranks_sleep_wake_and_are_saved(engine, tmp_path, deterministic):
+    two = engine(2, deterministic=deterministic)
     before = said(two)
     two.save_sharded_state(str(tmp_path / "sharded"))
     two.sleep(level=1)
@@ -246,11 +247,17 @@ def test_ranks_sleep_wake_and_are_saved(engine, tmp_path):
     two.update_weights(tiny_model("qwen3"))
     assert said(two) == before
     assert len(two.collective_rpc("get_weight_digest")) == 2
-    again = LLM(str(tmp_path / "sharded"), **OPTIONS, tensor_parallel_size=2, deterministic=True, load_format="sharded")
+    options = OPTIONS | {"tensor_parallel_size": 2, "load_format": "sharded"}
+    again = LLM(str(tmp_path / "sharded"), **options, deterministic=deterministic)
     try:
         assert said(again) == before
     finally:
         again.shutdown()
+    other, saved = (
+        ("auto", "by ranks that are exact") if deterministic is True else (True, "without deterministic=True")
+    )
+    with pytest.raises(ConfigError, match=f"was saved {saved}"):
+        LLM(str(tmp_path / "sharded"), **options, deterministic=other)
 
 
 @pytest.mark.slow

@@ -7,12 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout_engine import LLM, ConfigError
 from rollout_engine.execution import process_executor
 from rollout_engine.model.ranks.group_exchange import GroupExchange
 from rollout_engine.testing import random_adapter, tiny_model
 from tests.integration.test_remote_ranks import Elsewhere
-from tests.unit.model.cuda.conftest import OPTIONS
 from tests.unit.model.cuda.test_ranks import (  # noqa: F401
     DRAWN,
     EXPERTS,
@@ -21,7 +19,6 @@ from tests.unit.model.cuda.test_ranks import (  # noqa: F401
     engine,
     executor_of,
     pytestmark,
-    said,
 )
 
 FAST = {"deterministic": "auto"}
@@ -135,25 +132,3 @@ def test_weights_pass_between_hosts_that_share_no_memory(engine, monkeypatch):  
     source = tiny_model("qwen3", seed=5, **SMALL)
     assert two.update_weights(source, staging="inplace").digest == one.update_weights(source).digest
     require_close(two, one)
-
-
-@pytest.mark.slow
-def test_ranks_sleep_wake_and_are_saved(engine, tmp_path):  # noqa: F811
-    two = engine(2, **FAST)
-    before = said(two)
-    two.save_sharded_state(str(tmp_path / "sharded"))
-    two.sleep(level=1)
-    two.wake_up()
-    assert said(two) == before
-    two.sleep(level=2)
-    two.wake_up()
-    two.update_weights(tiny_model("qwen3"))
-    assert said(two) == before
-    options = OPTIONS | {"tensor_parallel_size": 2, "load_format": "sharded"}
-    again = LLM(str(tmp_path / "sharded"), **options, **FAST)
-    try:
-        assert said(again) == before
-    finally:
-        again.shutdown()
-    with pytest.raises(ConfigError, match="saved without deterministic=True, on devices"):
-        LLM(str(tmp_path / "sharded"), **options, deterministic=True)
