@@ -18,15 +18,15 @@ class Piece:
         self._values = window[: (stop - start) * dtype.itemsize].view(dtype)
 
     def of(self, region: Region) -> Tensor:
-        """A view of those that are in a region."""
+        """A view of its elements that are in a region."""
         return region.within(self.start, self.stop).of(self._values, self.start)
 
     def bytes_of(self, region: Region) -> bytes:
-        """The bytes of those that are in a region."""
+        """The bytes of its elements that are in a region."""
         return self.of(region).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
     def write(self, region: Region, content: bytes) -> None:
-        """Write those that are in a region: `bytes_of` a process that has another window."""
+        """Write its elements that are in a region, from the `bytes_of` a process that has another window."""
         place = self.of(region)
         if content:
             place.copy_(torch.frombuffer(bytearray(content), dtype=place.dtype).view(place.shape))
@@ -61,7 +61,7 @@ class RankParts:
                 view.copy_(given.view(view.shape))
 
     def stage_sent(self, name: str, start: int, stop: int, content: bytes, *, inplace: bool) -> None:
-        """Do so where the window is the rank's own: `content` has the bytes of what is this rank's."""
+        """Stage them where the window is the rank's own: `content` has the bytes of those that are this rank's."""
         if self._overlaps(name, start, stop):
             self._piece(name, start, stop).write(self.regions[name], content)
             self.stage(name, start, stop, inplace=inplace)
@@ -78,7 +78,7 @@ class RankParts:
             self._read = None
 
     def read_and_send(self, name: str, start: int, stop: int) -> bytes:
-        """Do so where the window is the rank's own; returns the bytes of what is this rank's."""
+        """The bytes of this rank's elements in [start, stop) of a live weight, by a window that is the rank's own."""
         if not self._overlaps(name, start, stop):
             return b""
         self.read(name, start, stop)

@@ -95,7 +95,7 @@ class DecoderRanks(NamedTuple):
     intermediate: Columns
     """The rank's columns of gate and up, in layers without a mixture."""
     attended: Sequence[Columns]
-    """Of the heads' outputs, by layer."""
+    """The rank's columns of the heads' outputs, by layer."""
 
 
 class DecoderEnds(NamedTuple):

@@ -48,7 +48,7 @@ class Features(Protocol):
     """Some features of a linear layer, or all, as `model.ranks.share.Share`."""
 
     whole: int
-    """How many there are."""
+    """Number of all features of the layer."""
 
     @property
     def rows(self) -> slice: ...
@@ -66,12 +66,12 @@ class Target(NamedTuple):
     """Its place among them."""
     linear: nn.Linear
     inputs: Features
-    """Those of its input features that this rank multiplies: all, unless the model is cut over ranks."""
+    """The input features that this rank multiplies: all, unless the model is cut over ranks."""
     outputs: Features
-    """Those of its output features that this rank computes."""
+    """The output features that this rank computes."""
 
     def own(self, adapter: LinearAdapter) -> LinearAdapter:
-        """What this rank has of the matrices of an adapter."""
+        """An adapter with this rank's columns of A, and rows of B."""
         return adapter._replace(a=adapter.a[:, self.inputs.rows], b=adapter.b[self.outputs.rows])
 
 

@@ -40,11 +40,12 @@ class LinearCut(NamedTuple):
 
     module: nn.Module
     share: Share
-    """Of its output features."""
+    """The output features that the rank computes."""
     input_share: Share | None
-    """Of its input features, where it is given the rank's own."""
+    """The input features that the rank has, where the products before have left each rank its own; None: it has all."""
     result: Literal["kept", "gathered", "added"]
-    """What becomes of it. "added": it is of `input_share` alone, which are gathered before other products."""
+    """Whether each rank keeps its result, or all gather them, or add them up. Only where results are added does the
+    product read `input_share` alone; else all of its inputs are gathered first."""
 
 
 class ModelCut(NamedTuple):

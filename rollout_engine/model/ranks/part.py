@@ -18,10 +18,10 @@ class Region(NamedTuple):
     first: int
     stop: int
     columns: Share | None = None
-    """Of the last dimension, of which the elements have whole rows; None: all."""
+    """Columns of the last dimension that it has, in each of its rows; None: all."""
 
     def within(self, start: int, stop: int) -> "Region":
-        """Those that are in elements [start, stop) of the whole, maybe none; whole rows where columns are cut."""
+        """The region's elements in [start, stop) of the whole, maybe none; these are rows where columns are cut."""
         assert self.columns is None or start % self.columns.whole == stop % self.columns.whole == 0
         first, last = max(self.first, start), min(self.stop, stop)
         return self._replace(first=first, stop=last) if first < last else self._replace(first=start, stop=start)
@@ -42,7 +42,7 @@ class Region(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank holds of one named weight."""
+    """A rank's part of one named weight."""
 
     view: Tensor
     """Its live storage: some rows, or of all rows some columns. Of an expert's own weight all or none."""
