@@ -1,7 +1,9 @@
 """Weight updates in SGLang's dialect, as slime's and AReaL's trainers make them: whole or not at all."""
 
+import asyncio
 import base64
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import save, save_file
@@ -9,6 +11,8 @@ from safetensors.torch import save, save_file
 import sync
 from rollout_engine import RolloutPolicy
 from rollout_engine.serve.app import App
+from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.sglang.weights import NameBody, get_weights_by_name
 
 from .conftest import Client
 from .torch_trainer import GROUP, torch_trainer
@@ -123,6 +127,21 @@ def test_a_part_is_committed_alone_only_where_that_is_asked_for(client, other_we
     assert client.post("/update_weights_from_tensor", {**body, "partial": True})["weight_version"] == "1"
     rows = client.post("/get_weights_by_name", {"name": name, "truncate_size": 2})
     assert rows == other_weights[name][:2].tolist()
+
+
+def test_a_weight_of_which_no_rank_has_a_whole_row_is_not_shown_as_one():
+    class Split:
+        """Two ranks, each with two of the four columns."""
+
+        async def collective_rpc(self, method, args):
+            return [[[1.0, 2.0]], [[3.0, 4.0]]]
+
+        async def get_model_metadata(self):
+            return {"down": ("float32", (1, 4))}
+
+    asked = SimpleNamespace(body=NameBody(name="down"))
+    with pytest.raises(HttpProblem, match="no rank has a whole row of 'down'.*deterministic=True"):
+        asyncio.run(get_weights_by_name(SimpleNamespace(engine=Split()), asked))
 
 
 def test_parts_of_two_updates_are_never_mixed(client, other_weights):

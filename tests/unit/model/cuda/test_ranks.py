@@ -222,7 +222,7 @@ def test_weights_are_written_in_place_only_once_all_ranks_have_launched_their_st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gemma2", "olmoe"])
-def test_layers_that_run_as_modules_are_gathered_too(engine, architecture):
+def test_layers_that_run_as_modules_are_joined_too(engine, architecture):
     fields = EXPERTS if architecture == "olmoe" else None
     two, one = (engine(n, architecture, fields, deterministic="auto") for n in (2, 1))
     assert executor_of(two).worker.runner.model.decoder is None
