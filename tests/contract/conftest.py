@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -53,7 +54,12 @@ class Source(NamedTuple):
 def sources() -> list[Source]:
     """Every Python file of the packages, the examples and the tests."""
     folders = (*PACKAGES, "examples", "tests")
-    return [_source(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    gc.disable()  # it would walk the millions of nodes again and again, for longer than they take to parse
+    try:
+        return [_source(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -209,11 +209,13 @@ def test_a_missing_checkpoint_and_a_misspelt_option_are_refused(tmp_path):
         LLM(tmp_path, max_num_seq=4)
 
 
-def test_start_up_is_frozen_out_of_garbage_collection_until_shutdown(checkpoint):
+def test_start_up_is_frozen_out_of_garbage_collection_until_shutdown(checkpoint, monkeypatch):
+    monkeypatch.setattr("rollout_engine.engine.local_client.gc", gc)
     gc.unfreeze()
     llm = LLM(checkpoint, num_kv_blocks=8)
     assert gc.get_freeze_count() > 10_000
     llm.shutdown()
     assert gc.get_freeze_count() == 0
+    gc.freeze()  # as the tests began
     with pytest.raises(LifecycleError, match="shut down"):
         generate(llm, "x")
