@@ -16,6 +16,11 @@ from rollout_engine.text.text_stream import ByteStream, TextStream, TokenBytes, 
 
 logger = logging.getLogger("rollout_engine")
 
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""A token of one byte, of tokenizers that spell characters without a token of their own by bytes."""
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""A space in the tokens of SentencePiece."""
+
 
 class TextCodec:
     """Turns text into ids and ids into text with a Hugging Face tokenizer (`hf`)."""
@@ -168,6 +173,16 @@ class TextCodec:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Bytes that a token adds to a text in UTF-8, which need not be whole characters; none for unknown ids."""
+        if (table := self._tables.get(frozenset())) is not None:
+            return table[token_id]
+        token = str(self.hf.convert_ids_to_tokens(token_id))
+        if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes.fromhex(byte[1])
+        text = token.replace(_SPACE, " ") if _SPACE in token else self.decode([token_id])  # decoded alone it lacks some
+        return text.encode()
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of ids, special tokens included."""

@@ -54,9 +54,18 @@ def text_logprobs(
 
 
 def chat_logprobs(served: Served, sample: CompletionOutput, *, as_ids: bool) -> dict[str, Any]:
-    """The shape of /v1/chat/completions: a list of tokens, each with the most likely ones."""
+    """The shape of /v1/chat/completions: a list of tokens, each with the most likely ones.
+
+    The bytes of tokens, end to end, are the text's, also where a character is divided among them.
+    """
     assert sample.logprobs is not None
     texts = _texts(served, as_ids)
+    bytes_of = _name_bytes if texts is _TOKEN_IDS else served.codec.bytes_of
+
+    def entry(token_id: int, value: float) -> dict[str, Any]:
+        token = texts[token_id]
+        return {"token": token, "token_id": token_id, "logprob": value, "bytes": [*bytes_of(token_id)]}
+
     rows: list[list[tuple[int, float]]] = [[] for _ in sample.token_ids]
     if sample.top_logprobs is not None:
         ids, values = sample.top_logprobs
@@ -65,7 +74,7 @@ def chat_logprobs(served: Served, sample: CompletionOutput, *, as_ids: bool) -> 
             for row, logprobs in zip(ids.tolist(), values_of(values), strict=True)
         ]
     content = [
-        {**_entry(texts, token_id, value), "top_logprobs": [_entry(texts, *each) for each in row]}
+        {**entry(token_id, value), "top_logprobs": [entry(*each) for each in row]}
         for token_id, value, row in zip(sample.token_ids, values_of(sample.logprobs), rows, strict=True)
     ]
     return {"content": content}
@@ -98,11 +107,6 @@ def token_logprobs(sample: CompletionOutput, asked_ids: Sequence[int] = ()) -> d
         )
     ]
     return {"content": content}
-
-
-def _entry(texts: Texts, token_id: int, value: float) -> dict[str, Any]:
-    token = texts[token_id]
-    return {"token": token, "token_id": token_id, "logprob": value, "bytes": list(token.encode())}
 
 
 def _ranked(token_id: int, value: float, rank: int | None) -> dict[str, Any]:
@@ -141,6 +145,10 @@ class _TokenIds(dict[int, str]):
 
 
 _TOKEN_IDS = _TokenIds()
+
+
+def _name_bytes(token_id: int) -> bytes:
+    return _TOKEN_IDS[token_id].encode()
 
 
 def _texts(served: Served, as_ids: bool) -> Texts:

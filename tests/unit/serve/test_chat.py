@@ -41,6 +41,8 @@ def test_an_answer_has_ids_and_log_probs_in_every_shape_that_clients_read(client
     assert [row["token_id"] for row in rows] == choice["token_ids"]
     assert answer["prompt_token_ids"] == choice["prompt_token_ids"]
     assert all(len(row["top_logprobs"]) == 2 for row in rows)
+    content = b"".join(bytes(row["bytes"]) for row in rows)
+    assert content.decode(errors="replace") == choice["message"]["content"]
     assert answer["weight_version"] == choice["version_spans"][-1][2] == 0
     by_ids = client.post("/v1/chat/completions", {**body, "return_tokens_as_token_ids": True, "seed": choice["seed"]})
     rows = by_ids["choices"][0]["logprobs"]["content"]

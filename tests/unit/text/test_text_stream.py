@@ -54,6 +54,19 @@ def test_byte_level_tokenizers_get_the_byte_stream_and_others_the_window():
     assert isinstance(SENTENCEPIECE.new_stream(skip_special_tokens=True), WindowStream)
 
 
+@pytest.mark.parametrize("codec", [BYTE_LEVEL["bytes"], SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
+def test_bytes_of_tokens_end_to_end_are_the_texts(codec):
+    text = "é漢 é the 漢"
+    ids = codec.encode(text, add_special_tokens=False)
+    assert b"".join(map(codec.bytes_of, ids)).decode() == text
+    assert codec.bytes_of(len(codec.hf) + 7) == b""
+
+
+def test_bytes_of_tokens_that_are_bytes_are_these():
+    ids = [FIRST_WORD + 2, *(FIRST_BYTE + byte for byte in "字".encode()), FIRST_WORD + 1]
+    assert b"".join(map(SENTENCEPIECE.bytes_of, ids)).decode() == "llo字 he"
+
+
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
 @given(data=st.data(), skip=st.booleans())
 @settings(max_examples=200, deadline=None)
