@@ -150,6 +150,9 @@ class _UnpackedRows:
 
 def _by_group(rewards: Tensor, group_ids: Tensor, relative: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `relative` to the rewards of all groups of one size, [number of groups, size], for every size."""
+    for name, given in (("rewards", rewards), ("group_ids", group_ids)):
+        if not isinstance(given, Tensor):
+            raise RequestError.for_field(name, type(given).__name__, "a tensor", "Give torch.tensor(...).")
     if group_ids.dim() != 1:
         raise RequestError.for_field("group_ids.shape", list(group_ids.shape), "[B]")
     rewards = rewards if rewards.is_floating_point() else rewards.float()

@@ -92,7 +92,9 @@ def _cause(found: _Differences, logprobs: Tensor, temperature: float) -> str:
         return text
     if num := int(found.ours[found.compared].isnan().sum()):
         return f"{num} of the trainer's log-probs are NaN: check its weights and gradients."
-    return _shifted(found) or _packed_as_one(found) or _other_version(found) or _by_size(found)
+    return (
+        _shifted(found) or _packed_as_one(found) or _of_no_temperature(found) or _other_version(found) or _by_size(found)
+    )
 
 
 def _from_notes(found: _Differences, logprobs: Tensor, temperature: float) -> str:
@@ -131,6 +133,18 @@ def _packed_as_one(found: _Differences) -> str:
     )
 
 
+def _of_no_temperature(found: _Differences) -> str:
+    """Log-probs that are not of whole rows at one temperature."""
+    note = rollout_note(found.batch["tokens", "full"])
+    if note is None or note.temperature is not None:
+        return ""
+    return (
+        "The rollout's log-probs are of edited or truncated logits (logprobs_mode='processed'), or of several "
+        "temperatures, and exact.token_logprobs computes those of whole rows at one: sample with logprobs_mode="
+        "'tempered', the default, and one temperature."
+    )
+
+
 def _other_version(found: _Differences) -> str:
     """Versions whose tokens are equal, beside others whose tokens are not."""
     versions = found.batch["policy_version"][:, 1:]
@@ -149,12 +163,16 @@ def _by_size(found: _Differences) -> str:
     largest, same_size = float(found.gaps.max()), float(found.gaps.median())
     pushed = (
         f"weights that are not those of {_versions(versions)} (the trainer stepped, or was loaded anew, and "
-        "update_weights was not called before the rollout; or update_weights was given other weights)"
+        "update_weights was not called before the rollout; or it was called behind it, and this is an older rollout; or "
+        "it was given other weights)"
     )
     rounding = "a model that was not given to exact.enable, another dtype than the engine's, or deterministic=False"
     if largest < 1e-3 or (same_size < 1e-2 and largest < 0.3):
         return f"Differences of this size come from rounding ({rounding}), or from {pushed}."
-    return f"Differences of this size come from {pushed}, from another temperature, or from other tokens or masks."
+    return (
+        f"Differences of this size come from {pushed}, from another temperature, or from other tokens or masks "
+        "(exact.token_logprobs takes batch['masks', 'all_attention_mask'])."
+    )
 
 
 def _versions(versions: set[int]) -> str:

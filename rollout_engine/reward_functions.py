@@ -132,7 +132,8 @@ def checked_rewards(answer: object, num: int, where: str, label: str) -> list[fl
         raise RewardError(f"{where}: {label} {what}.")
     values = list(answer)
     if len(values) != num:
-        raise RewardError(f"{where}: {label} returned {len(values)} rewards, not {num}.")
+        why = "it is called for each prompt, with the completions of that one"
+        raise RewardError(f"{where}: {label} returned {len(values)} rewards, not {num}: {why}.")
     return [None if value is None else _number(value, where, i) for i, value in enumerate(values)]
 
 

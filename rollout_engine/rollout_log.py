@@ -103,7 +103,8 @@ class RolloutLog:
             with open(self._path, "a+b") as file:
                 end_last_line(file)
         except OSError as problem:
-            raise RequestError.for_field("log_to", str(path), "a file that can be written", f"{problem}.") from problem
+            hint = f"{problem}." if self._path.parent.is_dir() else "Make its folder first."
+            raise RequestError.for_field("log_to", str(path), "a file that can be written", hint) from problem
         self._samples = LoggedSamples(policy, lora)
 
     def write(self, samples: Iterable[dict[str, Any]], params: SamplingParams) -> None:

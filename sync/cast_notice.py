@@ -1,4 +1,4 @@
-"""Warns, once per engine, that the trainer computes in another dtype than the engine."""
+"""Warns that the trainer computes in another dtype than the engine, once for each dtype."""
 
 import logging
 import math
@@ -11,29 +11,29 @@ from sync.source import SourcePair
 
 logger = logging.getLogger("rollout_engine")
 
-_SERVED = ("float32", "bfloat16", "float16")
-"""Dtypes that an engine can be made with."""
+_SERVED = ("float32", "bfloat16")
+"""Dtypes that every engine can be made with, and a trainer can be exact in."""
 
 
 class CastNotice:
-    """Logs one warning when weights are cast on their way to an engine."""
+    """Logs a warning when weights are cast on their way to an engine, the same once."""
 
     def __init__(self) -> None:
-        self._was_logged = False
+        self._logged: set[tuple[str, str]] = set()
 
     def warn_if_cast(self, pairs: Iterable[SourcePair], metadata: Metadata) -> None:
         """Warn if floating weights differ from the dtypes of `metadata`, naming the pair of dtypes of most values."""
-        if self._was_logged:
-            return
         cast: Counter[tuple[str, str]] = Counter()
         for name, tensor in pairs:
             wanted = metadata[name][0] if name in metadata else dtype_name(tensor.dtype)
             differs = dtype_name(tensor.dtype) != wanted
             if differs and tensor.dtype.is_floating_point and torch_dtype(wanted).is_floating_point:
                 cast[dtype_name(tensor.dtype), wanted] += math.prod(tensor.shape)
-        if cast:
-            self._was_logged = True
-            ((came, wanted), _), *_ = cast.most_common()
+        if not cast:
+            return
+        ((came, wanted), _), *_ = cast.most_common()
+        if (came, wanted) not in self._logged:
+            self._logged.add((came, wanted))
             other = f", or make the engine with dtype='{came}'" if came in _SERVED else ""
             logger.warning(
                 "The trainer is %s, the engine %s: weights are cast on the way, and ratios are exact only against a %s "

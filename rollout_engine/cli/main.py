@@ -2,9 +2,11 @@
 
 import argparse
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from rollout_engine import __version__
 from rollout_engine.errors import RolloutEngineError, unknown_name
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, or print the help without any.
 
     Returns the exit status: 0 or what the command returns, 2 for an error that the user can correct, 130 when
-    interrupted.
+    interrupted, 141 when nobody reads the rest of what it prints (`... | head`).
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     chosen, rest = _choose(given or ["--help"])
@@ -49,6 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_arguments(parser)
     try:
         status: int | None = command.run(parser.parse_intermixed_args(rest))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if _is_read(sys.stdout):
+            raise
+        return 141
     except RolloutEngineError as problem:
         print(f"{PROGRAM} {chosen}: {problem}", file=sys.stderr)
         return 2
@@ -56,6 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM} {chosen}: interrupted", file=sys.stderr)
         return 130
     return status or 0
+
+
+def _is_read(output: TextIO) -> bool:
+    """Whether the other end of a pipe is still there. Where not, what is left to print goes nowhere."""
+    poll = select.poll()
+    poll.register(output.fileno(), 0)  # errors alone
+    if not poll.poll(0):
+        return True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+    return False
 
 
 def _choose(arguments: list[str]) -> tuple[str, list[str]]:

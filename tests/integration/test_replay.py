@@ -282,7 +282,7 @@ def test_a_newer_schema_and_a_line_without_what_made_it_are_refused(policy, log)
 
 
 def test_a_log_that_cannot_be_written_is_refused_before_anything_is_sampled(policy, tmp_path):
-    with pytest.raises(RequestError, match="log_to"):
+    with pytest.raises(RequestError, match=r"log_to=.*Make its folder first\.$"):
         logged(policy, tmp_path / "missing" / "rollouts.jsonl")
 
 

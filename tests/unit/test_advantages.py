@@ -75,6 +75,8 @@ def test_equal_rewards_teach_nothing_and_integers_will_do(function):
             torch.zeros(2),
             r"rewards\[1\]=nan is not allowed: must be a finite number",
         ),
+        ([1.0, 2.0], torch.zeros(2), "rewards='list' is not allowed: must be a tensor"),
+        (torch.ones(2), [0, 0], "group_ids='list' is not allowed: must be a tensor"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(function, rewards, group_ids, message):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -316,6 +317,15 @@ def test_dimensions_of_a_mixture_count_the_experts_that_a_step_reads():
     assert dims.experts.products == ((96, 64), (64, 48))
     assert dims.experts.num_active(1) == pytest.approx(2) and dims.experts.num_active(1000) == pytest.approx(8)
     assert Dimensions.of(tiny_config("qwen3"), torch.bfloat16).experts is None
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "rollout_engine", "watch", str(tmp_path), "--once"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_an_interrupted_command_prints_one_line(monkeypatch, capsys):

@@ -91,6 +91,13 @@ def test_greedy_rollouts_are_of_temperature_1(policy, trainer, caplog):
     assert exact.check(greedy, logprobs(trainer, greedy, temperature=0)).is_exact and not caplog.records
 
 
+def test_log_probs_of_edited_logits_are_named(policy, trainer):
+    params = SamplingParams(max_tokens=4, top_k=5, logprobs_mode="processed")
+    batch = policy.rollout(PROMPTS, params, use_tqdm=False)
+    cause = exact.check(batch, logprobs(trainer, batch)).cause
+    assert "logprobs_mode='processed'" in cause and "weights" not in cause
+
+
 def test_packed_rows_read_as_one_sequence_are_refused_and_recognised(trainer, rollouts):
     packed = rollouts["packed"]
     with pytest.raises(ValueError, match=r"packed \(layout='packed'\).*cu_seqlens=batch\['cu_seqlens'\]"):

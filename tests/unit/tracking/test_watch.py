@@ -58,6 +58,11 @@ def test_long_files_come_in_pieces_and_a_line_beyond_the_limit_is_skipped(tmp_pa
     assert lines == [b"a" * 25, b"short"] and file.num_skipped == 1
 
 
+def test_an_evaluation_is_told_from_a_run(tmp_path):
+    (tmp_path / "samples.jsonl").touch()
+    assert "samples.jsonl is of an evaluation" in lines_of(RunWatch(tmp_path), 100)[-1]
+
+
 def test_steps_and_rollouts_are_followed_as_they_grow(tmp_path):
     watch = RunWatch(tmp_path)
     assert not watch.read() and "No statistics yet" in lines_of(watch, 100)[-1]

@@ -52,13 +52,16 @@ def test_float32_masters_feed_a_bfloat16_engine(weights, make_engine):
     assert torch.equal(engine.live["q"], masters["q"].to(torch.bfloat16))
 
 
-def test_a_trainer_of_another_dtype_is_remarked_upon_once_for_each_engine(weights, make_engine, caplog):
+def test_a_trainer_of_another_dtype_is_remarked_upon_once_for_each_engine_and_dtype(weights, make_engine, caplog):
     engines = make_engine(torch.bfloat16), make_engine(torch.bfloat16)
     for engine in (*engines, *engines):
         engine.update(weights())
     said = "The trainer is float32, the engine bfloat16: weights are cast on the way, and ratios are exact only against"
     assert [record.name for record in caplog.records] == ["rollout_engine"] * 2
     assert all(record.getMessage().startswith(said) for record in caplog.records)
+    for _ in range(2):
+        engines[0].update(weights(dtype=torch.float64))
+    assert len(caplog.records) == 3 and "The trainer is float64" in caplog.text
 
 
 def test_a_trainer_of_the_engines_dtype_is_not_remarked_upon(weights, make_engine, caplog):
@@ -68,7 +71,12 @@ def test_a_trainer_of_the_engines_dtype_is_not_remarked_upon(weights, make_engin
 
 
 @pytest.mark.parametrize(
-    "dtype,advice", [("bfloat16", r"or make the engine with dtype='bfloat16'\.$"), ("float64", r"32\.$")]
+    "dtype,advice",
+    [
+        ("bfloat16", r"or make the engine with dtype='bfloat16'\.$"),
+        ("float64", r"Train in float32\.$"),
+        ("float16", r"Train in float32\.$"),
+    ],
 )
 def test_only_a_dtype_that_engines_have_is_advised(weights, make_engine, caplog, dtype, advice):
     make_engine().update(weights(dtype=getattr(torch, dtype)))
