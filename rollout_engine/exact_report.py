@@ -92,9 +92,8 @@ def _cause(found: _Differences, logprobs: Tensor, temperature: float) -> str:
         return text
     if num := int(found.ours[found.compared].isnan().sum()):
         return f"{num} of the trainer's log-probs are NaN: check its weights and gradients."
-    return (
-        _shifted(found) or _packed_as_one(found) or _of_no_temperature(found) or _other_version(found) or _by_size(found)
-    )
+    causes = _shifted, _packed_as_one, _of_no_temperature, _other_version, _by_size
+    return next(text for cause in causes if (text := cause(found)))
 
 
 def _from_notes(found: _Differences, logprobs: Tensor, temperature: float) -> str:
@@ -163,8 +162,8 @@ def _by_size(found: _Differences) -> str:
     largest, same_size = float(found.gaps.max()), float(found.gaps.median())
     pushed = (
         f"weights that are not those of {_versions(versions)} (the trainer stepped, or was loaded anew, and "
-        "update_weights was not called before the rollout; or it was called behind it, and this is an older rollout; or "
-        "it was given other weights)"
+        "update_weights was not called before the rollout; or this rollout is older than the last update; or "
+        "update_weights was given other weights)"
     )
     rounding = "a model that was not given to exact.enable, another dtype than the engine's, or deterministic=False"
     if largest < 1e-3 or (same_size < 1e-2 and largest < 0.3):
