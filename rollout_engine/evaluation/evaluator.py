@@ -82,7 +82,7 @@ class Evaluator:
         for checkpoint, cells in missing:
             if cells and checkpoint.path is not None and not os.path.exists(checkpoint.path):
                 where = f"checkpoints[{checkpoint.name!r}]"
-                hint = "Its samples are not all in the ledger: bring it back, or leave it out of the sweep."
+                hint = "Not all of its samples have been made: bring it back, or leave it out of the sweep."
                 raise RequestError.for_field(where, checkpoint.path, "a path that exists", hint)
         num_groups = len(self._checkpoints) * len(self._settings) * sum(task.num_prompts for task in self._tasks)
         num_missing = sum(len(prompts) for _, cells in missing for *_, prompts in cells)
