@@ -26,6 +26,7 @@ from tests.benchmarks.results import save
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "sanitize"
 UNIT_TESTS = ["tests/unit/kernels", "--ignore=tests/unit/kernels/triton"]
+UNIT_TESTS += ["tests/unit/grammars/test_masks.py", "tests/unit/model/sampling/test_restricted_rows.py"]
 FUZZ = "tests/fuzz/wrong_tensors.py"
 FLAGS = "-fsanitize=address,undefined -fno-omit-frame-pointer -g -O1"
 _FINDING = re.compile(r"^(?:SUMMARY: (AddressSanitizer.+)|(\S+: runtime error: .+))$", re.MULTILINE)

@@ -13,7 +13,6 @@ from rollout_engine.testing import byte_tokenizer
 GOOD = {"json": {"type": "object", "properties": {"a": {"type": "string"}}}}
 ENDLESS = {"json": {"type": "integer", "multipleOf": 99999989}}
 HOSTILE = [
-    {"regex": "((a{1000}){1000}){1000}"},
     {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(8000)}}},
     {"json": {"allOf": [{"anyOf": [{"properties": {f"{i} {j}": True}} for j in range(6)]} for i in range(6)]}},
     {"grammar": "start: T\nT: /(.*a.{30})/ & /(.*b.{29})/ & /.*c.{28}/ & ~/.*d.{27}/"},
@@ -47,12 +46,12 @@ def test_a_grammar_that_takes_hours_is_refused_and_the_next_one_is_not(trials):
     [process] = trials._processes
     assert "takes" in refusal(trials, ENDLESS)
     assert process._process.returncode is not None
-    trials.require({"regex": "a+"})
+    trials.require({"regex": "((a{1000}){1000}){1000}"})  # long, yet no place in it is hard to find
     assert "takes" in refusal(trials, ENDLESS)  # at once: it is known
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", HOSTILE, ids=["repeats", "properties", "products", "intersections"])
+@pytest.mark.parametrize("given", HOSTILE, ids=["properties", "products", "intersections"])
 def test_other_hostile_grammars_are_refused(trials, given):
     assert "must be a grammar that can be compiled" in refusal(trials, given)
 
