@@ -269,18 +269,20 @@ def _calls_of_a_layer(*, has_mixture: bool) -> Iterator[Call]:
         )
         return decoder.Decoder([layer], [attention.KVLayer(2, 1, 8, 8, block_size=16, dtype=dtype)])
 
-    def run(hidden: Tensor, cos: Tensor, sin: Tensor, **given: Tensor) -> Any:
+    def run(hidden: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, **given: Tensor) -> Any:
         hidden = hidden.clone() if hidden.is_contiguous() else hidden
-        made(**given).run(hidden, cos, sin, plan)
+        made(**given).run(hidden, cos, sin, rows, plan)
         return hidden
 
-    def run_between(norm: Tensor, **given: Tensor) -> Any:
+    def run_between(norm: Tensor, rows: Tensor, **given: Tensor) -> Any:
         own = {name: given.pop(name) for name in decoder.DecoderEnds._fields if name != "norm"}
-        return made(**given).run_between(decoder.DecoderEnds(norm=decoder.Norm(norm, 1e-6), **own), plan)
+        return made(**given).run_between(decoder.DecoderEnds(norm=decoder.Norm(norm, 1e-6), **own), rows, plan)
 
     panels = {name: weight.panels for name, weight in packed.items()}
-    yield Call(f"decoder{kind}", run, dict(hidden=floats(6, 24), cos=floats(6, 8), sin=floats(6, 8)) | vectors | panels)
-    ids = dict(token_ids=torch.tensor([4, 0, 3, 3, 1, 2]), positions=torch.arange(6), rows=torch.tensor([5, 0]))
+    rows = dict(rows=torch.tensor([5, 0]))
+    activations = dict(hidden=floats(6, 24), cos=floats(6, 8), sin=floats(6, 8))
+    yield Call(f"decoder{kind}", run, activations | rows | vectors | panels)
+    ids = dict(token_ids=torch.tensor([4, 0, 3, 3, 1, 2]), positions=torch.arange(6)) | rows
     tables = dict(embedding=floats(5, 24), cos=floats(9, 8), sin=floats(9, 8), norm=floats(24))
     yield Call(f"decoder between{kind}", run_between, ids | tables | vectors | panels)
 

@@ -5,9 +5,10 @@
 //
 // or, of a mixture of experts, norm -> router -> the same for each expert and the rows that are sent to it -> weighted sum.
 //
-// Before them it may look up embeddings and rotary rows, and behind them it may norm the rows that are wanted. Each product
-// gets the adapters of those rows that have one. Every value is rounded where the Hugging Face modules round it. There is a
-// barrier after every step of a layer; bits do not depend on the number of threads.
+// Before them it may look up embeddings and rotary rows, and behind them it may norm the rows that are wanted. Behind the
+// attention of the last layer only those are computed: of a prompt, one. Each product gets the adapters of those rows that
+// have one. Every value is rounded where the Hugging Face modules round it. There is a barrier after every step of a layer;
+// bits do not depend on the number of threads.
 //
 // A model may be cut over ranks, processes that share memory. Each computes its heads and its columns of every product into
 // the memory that all share, and meets the others four times a layer before it reads what they wrote:
@@ -80,9 +81,8 @@ struct DecoderEnds {
     const int64_t *token_ids, *positions;  // [T], rows of the tables
     const void* embedding;                 // [vocab_size, hidden_size]
     const void *cos, *sin;                 // [num_positions, dk]
-    const int64_t* rows;                   // [num_rows], those of T that are wanted
-    void* states;                          // [num_rows, hidden_size], out: behind the norm
-    int64_t vocab_size, num_positions, num_rows;
+    void* states;                          // [num_rows, hidden_size], out: the rows that are wanted, behind the norm
+    int64_t vocab_size, num_positions;
     Norm norm;
 };
 
@@ -98,9 +98,13 @@ struct DecoderCall {
     char* exchanged;          // decoder_exchanged_bytes(), aligned to a cache line; the same for all ranks
     Turns* turns;             // of the ranks, or null: there is one
     int32_t* routed;          // [T, num_mixtures, top_k], out: experts, the most probable first; or null
-    int64_t num_tokens, num_mixtures;
+    const int64_t* rows;      // [num_rows], those of T whose outputs are wanted: in `hidden` others may be left as they are
+    int64_t num_tokens, num_rows, num_mixtures;
     Columns hidden_columns, intermediate;
     int32_t num_layers, num_threads, is_bf16, num_ranks;
+
+    // Whether rows that are not wanted end with the last layer's attention. Adapters and routes are of rows of the batch.
+    bool drops_rows() const { return num_rows < num_tokens && !adapters && !routed; }
 };
 }
 
@@ -109,6 +113,14 @@ namespace {
 // Rows of a batch that a mixture computes at once.
 int64_t rows_at_once(const Mixture& m, int64_t num_tokens) {
     return std::min(num_tokens, std::max<int64_t>(1, ENTRIES / m.routing.top_k));
+}
+
+// Elements from one row of a product's inputs to the next: an odd number of cache lines. Rows an even number apart, as in
+// most models, would map to few sets of the L1 cache.
+template <typename T>
+int64_t row_stride(int64_t size) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    return ((size + LINE - 1) / LINE | 1) * LINE;
 }
 
 // The largest sizes of all mixtures.
@@ -130,16 +142,16 @@ struct MixtureSizes {
 // Activations of one layer that all ranks read, used again by the next.
 template <typename T>
 struct Exchanged : Carved {
-    T *attended;   // [T, H dv]
+    T *attended;   // [T, H dv], with row_stride()
     T *delta;      // [T, hidden_size], to be added to the residual stream
-    T *activated;  // [MLP_ROWS, intermediate_size]
+    T *activated;  // [MLP_ROWS, intermediate_size], with row_stride()
     T *outputs;    // [entries of mixtures at once, hidden_size]
 
     explicit Exchanged(const DecoderCall& c) : Carved(c.exchanged) {
         int64_t attended_size = 0;
         for (int i = 0; i < c.num_layers; i++) attended_size = std::max(attended_size, c.layers[i].attended.whole);
-        take(attended, c.num_tokens * attended_size), take(delta, c.num_tokens * c.hidden_columns.whole);
-        take(activated, std::min(c.num_tokens, MLP_ROWS) * c.intermediate.whole);
+        take(attended, c.num_tokens * row_stride<T>(attended_size)), take(delta, c.num_tokens * c.hidden_columns.whole);
+        take(activated, std::min(c.num_tokens, MLP_ROWS) * row_stride<T>(c.intermediate.whole));
         take(outputs, MixtureSizes(c).entries * c.hidden_columns.whole);
     }
 };
@@ -147,14 +159,15 @@ struct Exchanged : Carved {
 // Activations of one layer that this rank alone reads, used again by the next.
 template <typename T>
 struct Buffers : Carved {
-    T *hidden, *cos, *sin;  // as in the call, of a step with ends
-    T *normed;              // [T, hidden_size]
-    T *qkv;                 // [T, (H + Hk) dk + Hk dv]
-    T *gate_up;             // [MLP_ROWS, 2 intermediate_size]
+    T *hidden, *cos, *sin;    // as in the call, of a step with ends
+    T *normed;                // [T, hidden_size], with row_stride()
+    T *qkv;                   // [T, (H + Hk) dk + Hk dv]
+    T *gate_up;               // [MLP_ROWS, 2 intermediate_size]
+    T *kept, *kept_attended;  // `hidden` and `attended` of the rows that are wanted, where others are dropped
     char *staging, *scratch;
     float* low;  // x A of one product's adapters
     // Of mixtures, N entries at once:
-    T *logits, *sent, *projected, *inner;  // [rows, E], [N, hidden_size], [N, 2 I], [N, I]
+    T *logits, *sent, *projected, *inner;  // [rows, E], [N, hidden_size], [N, 2 I], [N, I]; two with row_stride()
     float *probabilities, *weights;        // [threads, E], [N]
     int32_t *left, *chosen, *experts, *places, *starts;  // [threads, E], [threads, k], [N], [N], [E + 1]
 
@@ -172,8 +185,10 @@ struct Buffers : Carved {
         const int64_t hidden_size = c.hidden_columns.whole;
         const int64_t looked_up = c.ends ? c.num_tokens : 0, dk = c.layers[0].attention.dk;
         take(hidden, looked_up * hidden_size), take(cos, looked_up * dk), take(sin, looked_up * dk);
-        take(normed, c.num_tokens * hidden_size), take(qkv, c.num_tokens * qkv_size);
+        take(normed, c.num_tokens * row_stride<T>(hidden_size)), take(qkv, c.num_tokens * qkv_size);
         take(gate_up, mlp_rows * 2 * c.intermediate.size);
+        const int64_t num_kept = c.drops_rows() ? c.num_rows : 0;
+        take(kept, num_kept * hidden_size), take(kept_attended, num_kept * row_stride<T>(attended_size));
         auto staged = [&](int64_t rows, int64_t size) {
             return gemm_staging_bytes(rows, size, c.is_bf16, is_int8, c.num_threads);
         };
@@ -184,8 +199,9 @@ struct Buffers : Carved {
         take(scratch, scratch_bytes * c.num_threads);
         take(low, low_size(c));
         const int64_t threads = sizes.entries ? c.num_threads : 0;
-        take(logits, sizes.rows * sizes.experts), take(sent, sizes.entries * hidden_size);
-        take(projected, sizes.entries * 2 * sizes.intermediate), take(inner, sizes.entries * sizes.intermediate);
+        take(logits, sizes.rows * sizes.experts), take(sent, sizes.entries * row_stride<T>(hidden_size));
+        take(projected, sizes.entries * 2 * sizes.intermediate);
+        take(inner, sizes.entries * row_stride<T>(sizes.intermediate));
         take(probabilities, threads * sizes.experts), take(weights, sizes.entries);
         take(left, threads * sizes.experts), take(chosen, threads * sizes.top_k);
         take(experts, sizes.entries), take(places, sizes.entries), take(starts, sizes.experts + 1);
@@ -213,28 +229,69 @@ struct Worker {
 
     void run() const {
         if (c.ends) look_up(*c.ends);
-        const T* delta = nullptr;
-        for (int i = 0; i < c.num_layers; i++) {
-            const LayerAdapters adapters = c.adapters ? c.adapters[i] : LayerAdapters{};
-            add_and_norm(delta, &c.layers[i].attention_norm);
-            attention(c.layers[i], adapters);
-            add_and_norm(e.delta, &c.layers[i].mlp_norm);
-            if (const Mixture* m = c.layers[i].mixture) {
-                const int64_t rows = rows_at_once(*m, c.num_tokens);
-                for (int64_t first = 0; first < c.num_tokens; first += rows)
-                    mixture(*m, first, std::min(rows, c.num_tokens - first));
-            } else {
-                for (int64_t first = 0; first < c.num_tokens; first += MLP_ROWS)
-                    mlp(c.layers[i], adapters, first, std::min(MLP_ROWS, c.num_tokens - first));
-            }
-            delta = e.delta;
-        }
-        add_and_norm(delta, nullptr);
-        if (c.ends) leave(*c.ends);
+        const int last = c.num_layers - 1;
+        for (int i = 0; i < last; i++) finish(i, attend(i));
+        const Rows left = c.drops_rows() ? kept(attend(last)) : attend(last);
+        finish(last, left);
+        add_and_norm(left, e.delta, nullptr);
+        if (c.ends)
+            leave(*c.ends, left);
+        else if (c.drops_rows())
+            put_back(left);
     }
 
   private:
-    T* hidden() const { return c.ends ? b.hidden : (T*)c.hidden; }
+    // The rows that are computed: their residual stream, and what attention gave them in this layer.
+    struct Rows {
+        T *hidden, *attended;
+        int64_t count;
+    };
+
+    // A layer up to its attention, of all rows of the batch.
+    Rows attend(int i) const {
+        const Rows all = {c.ends ? b.hidden : (T*)c.hidden, e.attended, c.num_tokens};
+        add_and_norm(all, i ? e.delta : nullptr, &c.layers[i].attention_norm);
+        attention(c.layers[i], adapters_of(i));
+        return all;
+    }
+
+    // The rest of the layer; its output waits in `delta`.
+    void finish(int i, Rows r) const {
+        const DecoderLayer& layer = c.layers[i];
+        const LayerAdapters adapters = adapters_of(i);
+        multiply(layer.out, adapters.out, r.attended, row_stride<T>(layer.attended.whole), e.delta, 0, r.count,
+                 layer.attended.whole, c.hidden_columns);
+        meet_ranks();
+        add_and_norm(r, e.delta, &layer.mlp_norm);
+        if (const Mixture* m = layer.mixture) {
+            const int64_t rows = rows_at_once(*m, c.num_tokens);
+            for (int64_t first = 0; first < r.count; first += rows) mixture(*m, first, std::min(rows, r.count - first));
+        } else {
+            for (int64_t first = 0; first < r.count; first += MLP_ROWS)
+                mlp(layer, adapters, first, std::min(MLP_ROWS, r.count - first));
+        }
+    }
+
+    LayerAdapters adapters_of(int i) const { return c.adapters ? c.adapters[i] : LayerAdapters{}; }
+
+    // Copies of the rows that are wanted.
+    Rows kept(Rows all) const {
+        const int64_t size = c.hidden_columns.whole, whole = c.layers[c.num_layers - 1].attended.whole;
+        const int64_t stride = row_stride<T>(whole);
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < c.num_rows; i++) {
+            memcpy(b.kept + i * size, all.hidden + c.rows[i] * size, size * sizeof(T));
+            memcpy(b.kept_attended + i * stride, all.attended + c.rows[i] * stride, whole * sizeof(T));
+        }
+        team.meet();
+        return {b.kept, b.kept_attended, c.num_rows};
+    }
+
+    void put_back(Rows r) const {
+        const int64_t size = c.hidden_columns.whole;
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < r.count; i++) memcpy((T*)c.hidden + c.rows[i] * size, r.hidden + i * size, size * sizeof(T));
+    }
 
     // Threads have the same rows as in `add_and_norm`, behind which they meet.
     void look_up(const DecoderEnds& ends) const {
@@ -248,12 +305,14 @@ struct Worker {
         }
     }
 
-    void leave(const DecoderEnds& ends) const {
+    void leave(const DecoderEnds& ends, Rows r) const {
         const int64_t size = c.hidden_columns.whole;
 #pragma omp for schedule(static) nowait
-        for (int64_t i = 0; i < ends.num_rows; i++)
-            rows::norm_row(b.hidden + ends.rows[i] * size, (const T*)ends.norm.weight, (T*)ends.states + i * size, size,
+        for (int64_t i = 0; i < c.num_rows; i++) {
+            const int64_t row = c.drops_rows() ? i : c.rows[i];
+            rows::norm_row(r.hidden + row * size, (const T*)ends.norm.weight, (T*)ends.states + i * size, size,
                            ends.norm.epsilon);
+        }
     }
 
     // Returns once all ranks have written what is exchanged; the threads of each have met before.
@@ -264,13 +323,13 @@ struct Worker {
     }
 
     // hidden += delta; normed = norm(hidden).
-    void add_and_norm(const T* delta, const Norm* norm) const {
-        const int64_t size = c.hidden_columns.whole;
+    void add_and_norm(Rows r, const T* delta, const Norm* norm) const {
+        const int64_t size = c.hidden_columns.whole, stride = row_stride<T>(size);
 #pragma omp for schedule(static) nowait
-        for (int64_t row = 0; row < c.num_tokens; row++) {
-            T* x = hidden() + row * size;
+        for (int64_t row = 0; row < r.count; row++) {
+            T* x = r.hidden + row * size;
             if (delta) rows::add_row(x, delta + row * size, size);
-            if (norm) rows::norm_row(x, (const T*)norm->weight, b.normed + row * size, size, norm->epsilon);
+            if (norm) rows::norm_row(x, (const T*)norm->weight, b.normed + row * stride, size, norm->epsilon);
         }
         team.meet();
     }
@@ -279,33 +338,34 @@ struct Worker {
         AttentionCall a = layer.attention;
         const int64_t q_size = a.num_heads * a.dk, k_size = a.num_kv_heads * a.dk;
         const int64_t size = q_size + k_size + a.num_kv_heads * a.dv;
-        multiply(layer.qkv, adapters.qkv, b.normed, b.qkv, 0, c.num_tokens, c.hidden_columns.whole, {0, size, size});
+        const int64_t hidden_size = c.hidden_columns.whole;
+        multiply(layer.qkv, adapters.qkv, b.normed, row_stride<T>(hidden_size), b.qkv, 0, c.num_tokens, hidden_size,
+                 {0, size, size});
         a.plan = c.plan;
         a.q = b.qkv, a.k = b.qkv + q_size, a.v = b.qkv + q_size + k_size, a.out = e.attended + layer.attended.first;
         a.q_token = a.k_token = a.v_token = size, a.q_head = a.k_head = a.dk, a.v_head = a.dv;
-        a.out_token = layer.attended.whole;
+        a.out_token = row_stride<T>(layer.attended.whole);
         a.cos = c.ends ? b.cos : c.cos, a.sin = c.ends ? b.sin : c.sin, a.scratch = b.scratch;
         a.num_tokens = c.num_tokens, a.num_threads = c.num_threads;
         attention_in_team(a, team);
-        meet_ranks();
-        multiply(layer.out, adapters.out, e.attended, e.delta, 0, c.num_tokens, layer.attended.whole, c.hidden_columns);
         meet_ranks();
     }
 
     // Rows [first, first + count).
     void mlp(const DecoderLayer& layer, const LayerAdapters& adapters, int64_t first, int64_t count) const {
-        const int64_t size = c.intermediate.size, start = first * c.hidden_columns.whole;
-        multiply(layer.gate_up, adapters.gate_up, b.normed + start, b.gate_up, first, count, c.hidden_columns.whole,
-                 {0, 2 * size, 2 * size});
+        const int64_t size = c.intermediate.size, hidden_size = c.hidden_columns.whole;
+        const int64_t x_stride = row_stride<T>(hidden_size), inner_stride = row_stride<T>(c.intermediate.whole);
+        multiply(layer.gate_up, adapters.gate_up, b.normed + first * x_stride, x_stride, b.gate_up, first, count,
+                 hidden_size, {0, 2 * size, 2 * size});
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < count; row++) {
             const T* gate = b.gate_up + row * 2 * size;
-            rows::activate_row(gate, gate + size, e.activated + row * c.intermediate.whole + c.intermediate.first, size);
+            rows::activate_row(gate, gate + size, e.activated + row * inner_stride + c.intermediate.first, size);
         }
         team.meet();
         meet_ranks();
-        multiply(layer.down, adapters.down, e.activated, e.delta + start, first, count, c.intermediate.whole,
-                 c.hidden_columns);
+        multiply(layer.down, adapters.down, e.activated, inner_stride, e.delta + first * hidden_size, first, count,
+                 c.intermediate.whole, c.hidden_columns);
         meet_ranks();
     }
 
@@ -313,8 +373,9 @@ struct Worker {
     void mixture(const Mixture& m, int64_t first, int64_t count) const {
         const int64_t size = c.hidden_columns.whole, inner_size = m.intermediate_size;
         const int64_t k = m.routing.top_k, num_experts = m.routing.num_experts, num_entries = count * k;
+        const int64_t x_stride = row_stride<T>(size), inner_stride = row_stride<T>(inner_size);
         const Columns own = c.hidden_columns;
-        const T* x = b.normed + first * size;
+        const T* x = b.normed + first * x_stride;
         T* out = e.delta + first * size + own.first;
         product(m.router, x, b.logits, count, size, num_experts);
         choose(m, first, count);
@@ -325,14 +386,14 @@ struct Worker {
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < num_entries; i++) {
             const int32_t place = b.places[i];
-            if (start <= place && place < stop) memcpy(b.sent + place * size, x + i / k * size, size * sizeof(T));
+            if (start <= place && place < stop) memcpy(b.sent + place * x_stride, x + i / k * x_stride, size * sizeof(T));
         }
         team.meet();
         products(m, m.gate_up, b.sent, b.projected, size, 2 * inner_size);
 #pragma omp for schedule(static) nowait
         for (int64_t i = start; i < stop; i++) {
             const T* gate = b.projected + i * 2 * inner_size;
-            rows::activate_row(gate, gate + inner_size, b.inner + i * inner_size, inner_size);
+            rows::activate_row(gate, gate + inner_size, b.inner + i * inner_stride, inner_size);
         }
         team.meet();
         products(m, m.down, b.inner, e.outputs, inner_size, size);
@@ -363,24 +424,25 @@ struct Worker {
                   int64_t out_features) const {
         for (int64_t i = 0; i < m.num_own; i++) {
             const int64_t start = b.starts[m.first_expert + i], count = b.starts[m.first_expert + i + 1] - start;
-            if (count) product(of[i], x + start * in_features, out + start * out_features, count, in_features, out_features);
+            const T* sent = x + start * row_stride<T>(in_features);
+            if (count) product(of[i], sent, out + start * out_features, count, in_features, out_features);
         }
     }
 
-    // x [count, in_features] -> out [count, out_features], without adapters.
+    // x [count, in_features], with row_stride(), -> out [count, out_features], without adapters.
     void product(const Product& p, const T* x, T* out, int64_t count, int64_t in_features, int64_t out_features) const {
-        multiply(p, {}, x, out, 0, count, in_features, {0, out_features, out_features});
+        multiply(p, {}, x, row_stride<T>(in_features), out, 0, count, in_features, {0, out_features, out_features});
     }
 
     // x [count, in_features] -> these columns of out [count, whole]; these are rows [first, first + count) of the batch.
-    void multiply(const Product& p, const AdapterTable& table, const T* x, T* out, int64_t first, int64_t count,
-                  int64_t in_features, Columns columns) const {
+    void multiply(const Product& p, const AdapterTable& table, const T* x, int64_t x_stride, T* out, int64_t first,
+                  int64_t count, int64_t in_features, Columns columns) const {
         char* own = (char*)(out + columns.first);
-        const AdapterCall adapted = {(const char*)x, own, &table, &c.adapter_rows, b.low, in_features,
+        const AdapterCall adapted = {(const char*)x, own, &table, &c.adapter_rows, b.low, x_stride,
                                      columns.whole, first, first + count, c.is_bf16, c.num_threads};
         if (table.parts) adapters_down_in_team(adapted);
         gemm_in_team({(const char*)x, p.packed, p.bias, own, b.staging, count, in_features, columns.size, c.is_bf16,
-                      c.num_threads, 0, table.parts ? &adapted : nullptr, columns.whole, p.scales},
+                      c.num_threads, 0, table.parts ? &adapted : nullptr, x_stride, columns.whole, p.scales},
                      team);
     }
 };
@@ -412,9 +474,9 @@ int64_t decoder_run(const DecoderCall* c) {
     if (const DecoderEnds* e = c->ends) {
         for (int64_t i = 0; i < c->num_tokens; i++)
             if (!is_in(e->token_ids[i], e->vocab_size) || !is_in(e->positions[i], e->num_positions)) return i;
-        for (int64_t i = 0; i < e->num_rows; i++)
-            if (!is_in(e->rows[i], c->num_tokens)) return i;
     }
+    for (int64_t i = 0; i < c->num_rows; i++)
+        if (!is_in(c->rows[i], c->num_tokens)) return i;
     if (c->num_tokens) c->is_bf16 ? run<bf16>(*c) : run<float>(*c);
     return -1;
 }

@@ -113,8 +113,6 @@ class DecoderEnds(NamedTuple):
     """[P, head_dim]."""
     norm: Norm
     """The model's last norm."""
-    rows: Tensor
-    """int64 [n], rows of the last layer's output that the norm is applied to, and that are returned."""
 
 
 class DecoderAdapters:
@@ -181,58 +179,59 @@ class Decoder:
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
+        rows: Tensor,
         plan: attention.AttentionPlan,
         adapters: tuple[DecoderAdapters, AdapterRows] | None = None,
         routed: Tensor | None = None,
     ) -> None:
         """Turn embeddings `hidden` [T, hidden_size] into the last layer's output, in place; cos, sin [T, head_dim].
 
-        `adapters`: those of rows that have one. `routed`: int32 [T, layers with mixtures, top_k], is filled with the
-        experts that were chosen, the most probable first. Raises `ValueError` for tensors and adapters that do not fit,
-        `BrokenTurnsError` where another rank has ended or failed.
+        `rows`: int64 [n], those whose output is wanted; the others of `hidden` hold no output. `adapters`: those of rows
+        that have one. `routed`: int32 [T, layers with mixtures, top_k], is filled with the experts that were chosen,
+        the most probable first. Raises `ValueError` for tensors, adapters and rows that do not fit, `BrokenTurnsError`
+        where another rank has ended or failed.
         """
         num_tokens, dtype = plan.num_tokens, self._dtype
         self._call.hidden = address("hidden", hidden, dtype, (num_tokens, self._hidden_size))
         self._call.cos = address("cos", cos, dtype, (num_tokens, self._head_dim))
         self._call.sin = address("sin", sin, dtype, (num_tokens, self._head_dim))
         self._call.ends = None
-        self._launch(plan, adapters, routed)
+        self._launch(rows, plan, adapters, routed)
 
     def run_between(
         self,
         ends: DecoderEnds,
+        rows: Tensor,
         plan: attention.AttentionPlan,
         adapters: tuple[DecoderAdapters, AdapterRows] | None = None,
         routed: Tensor | None = None,
     ) -> Tensor:
-        """Look up the tokens, run the layers, and return the rows that are wanted behind the norm: [n, hidden_size].
+        """Look up the tokens, run the layers, and return the last one's output behind the norm: `rows` of it, int64 [n].
 
         Raises as `run`, and `ValueError` for tokens, positions and rows that are not there.
         """
         count, dtype, dim = (plan.num_tokens,), self._dtype, self._head_dim
         vocab_size, num_positions = ends.embedding.numel() // self._hidden_size, ends.cos.numel() // dim
-        num_rows = ends.rows.numel()
-        states = torch.empty(num_rows, self._hidden_size, dtype=dtype)
+        states = torch.empty(rows.numel(), self._hidden_size, dtype=dtype)
         call = _Ends(
             address("token_ids", ends.token_ids, torch.int64, count),
             address("positions", ends.positions, torch.int64, count),
             address("embedding", ends.embedding, dtype, (vocab_size, self._hidden_size)),
             address("cos", ends.cos, dtype, (num_positions, dim)),
             address("sin", ends.sin, dtype, (num_positions, dim)),
-            address("rows", ends.rows, torch.int64, (num_rows,)),
             states.data_ptr(),
             vocab_size,
             num_positions,
-            num_rows,
             _Norm(address("norm", ends.norm.weight, dtype, (self._hidden_size,)), ends.norm.epsilon),
         )
         self._call.hidden = self._call.cos = self._call.sin = None
         self._call.ends = ctypes.addressof(call)
-        self._launch(plan, adapters, routed)
+        self._launch(rows, plan, adapters, routed)
         return states
 
     def _launch(
         self,
+        rows: Tensor,
         plan: attention.AttentionPlan,
         adapters: tuple[DecoderAdapters, AdapterRows] | None,
         routed: Tensor | None,
@@ -247,6 +246,7 @@ class Decoder:
         for pool in self._pools:
             plan.check_pool(*pool)
         call.plan, call.num_tokens, call.num_threads = plan.address, num_tokens, plan.num_threads
+        call.rows, call.num_rows = address("rows", rows, torch.int64, (rows.numel(),)), rows.numel()
         call.adapters, call.adapter_rows = self._adapter_arguments(adapters, num_tokens)
         place = ctypes.addressof(call)
         self._memory = _at_least(self._memory, _library().decoder_bytes(place))
@@ -400,8 +400,8 @@ class _Layer(ctypes.Structure):
 
 class _Ends(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("token_ids", "positions", "embedding", "cos", "sin", "rows", "states")),
-        *((name, c_int64) for name in ("vocab_size", "num_positions", "num_rows")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "embedding", "cos", "sin", "states")),
+        *((name, c_int64) for name in ("vocab_size", "num_positions")),
         ("norm", _Norm),
     ]
 
@@ -410,8 +410,11 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("layers", "plan", "adapters")),
         ("adapter_rows", RowsCall),
-        *((name, c_void_p) for name in ("hidden", "cos", "sin", "ends", "memory", "exchanged", "turns", "routed")),
-        *((name, c_int64) for name in ("num_tokens", "num_mixtures")),
+        *(
+            (name, c_void_p)
+            for name in ("hidden", "cos", "sin", "ends", "memory", "exchanged", "turns", "routed", "rows")
+        ),
+        *((name, c_int64) for name in ("num_tokens", "num_rows", "num_mixtures")),
         *((name, _Columns) for name in ("hidden_columns", "intermediate")),
         *((name, c_int32) for name in ("num_layers", "num_threads", "is_bf16", "num_ranks")),
     ]

@@ -160,7 +160,7 @@ Rows staged(const Call& call, Team& team) {
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < call.rows; ++row) {
         char* out = call.staging + row * apart;
-        std::memcpy(out, call.x + row * row_bytes, row_bytes);
+        std::memcpy(out, call.x + row * 2 * call.x_stride, row_bytes);
         if (call.in_features % 2) std::memset(out + row_bytes, 0, 2);
     }
     team.meet();
@@ -181,11 +181,11 @@ void vector_panel(const Call& call, Rows x, int64_t panel, int64_t begin, int64_
 }
 
 Rows rows_of(const Call& call, Team& team) {
-    const int64_t row_bytes = 4 * whole_units(call.in_features, call.is_bf16);
-    const bool is_better = call.rows > MAX_ROWS && row_bytes % (8 * LINE) == 0;
+    const int64_t stride = call.x_stride * (call.is_bf16 ? 2 : 4);
+    const bool is_better = call.rows > MAX_ROWS && stride % (8 * LINE) == 0;
     if (call.is_bf16 && (call.in_features % 2 || is_better)) return staged(call, team);
     if (call.adapters) team.meet();
-    return {call.x, row_bytes};
+    return {call.x, stride};
 }
 
 #else
@@ -196,12 +196,12 @@ using Rows = registers::Operand;
 Rows rows_of(const Call& call, Team& team) {
     if (!call.is_bf16) {
         if (call.adapters) team.meet();
-        return {reinterpret_cast<const float*>(call.x), call.in_features};
+        return {reinterpret_cast<const float*>(call.x), call.x_stride};
     }
     const int64_t stride = registers::staged_stride(call.in_features);
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < call.rows; ++row) {
-        const bf16* x = reinterpret_cast<const bf16*>(call.x) + row * call.in_features;
+        const bf16* x = reinterpret_cast<const bf16*>(call.x) + row * call.x_stride;
         float* out = reinterpret_cast<float*>(call.staging) + row * stride;
         int64_t k = 0;
         for (; k + vec::LANES <= call.in_features; k += vec::LANES) vec::store(out + k, vec::load(x + k));
@@ -309,7 +309,7 @@ void stage_tile(const Call& call, int64_t tile) {
     char* out = call.staging + tile * units * TILE_ROWS * 4;
     for (int64_t r = 0; r < TILE_ROWS; ++r, out += 64) {
         const int64_t row = tile * TILE_ROWS + r, available = row < call.rows ? row_bytes : 0;
-        const char* x = call.x + row * row_bytes;
+        const char* x = call.x + row * 2 * call.x_stride;
         int64_t byte = 0;
         for (; byte + 64 <= available; byte += 64) std::memcpy(out + byte * TILE_ROWS, x + byte, 64);
         for (; byte < units * 4; byte += 64) {

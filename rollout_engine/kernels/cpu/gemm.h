@@ -9,16 +9,16 @@
 
 // One product; `Call` of gemm.py.
 struct GemmCall {
-    const char* x;          // [rows, in_features]
+    const char* x;          // [rows, in_features]; columns are dense, here and in `out`
     const void* packed;     // [panels, units, 32], or int8 codes of their elements
     const void* bias;       // [out_features] or null
-    char* out;              // [rows, out_features]; columns are dense
+    char* out;              // [rows, out_features]
     char* staging;          // gemm_staging_bytes(), aligned to a cache line
     int64_t rows, in_features, out_features;
     int32_t is_bf16, num_threads;
     int32_t float32_out;    // sums of bfloat16 products are written as they are, not rounded to bfloat16
     const AdapterCall* adapters;  // added to `out` as it is written; or null
-    int64_t out_stride;     // elements from one row of `out` to the next
+    int64_t x_stride, out_stride;  // elements from one row to the next
     const float* scales;    // [panels * 32] of the codes; null: `packed` holds weights (`int8.h`)
 };
 

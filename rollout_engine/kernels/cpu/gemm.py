@@ -48,6 +48,7 @@ class _Call(ctypes.Structure):
         ("num_threads", c_int32),
         ("float32_out", c_int32),
         ("adapters", c_void_p),
+        ("x_stride", c_int64),
         ("out_stride", c_int64),
         ("scales", c_void_p),
     ]
@@ -196,6 +197,7 @@ def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, float32_out:
         torch.get_num_threads(),
         float32_out,
         None,
+        in_features,
         weight.out_features,
         scales,
     )

@@ -92,18 +92,19 @@ class CpuDecoder:
         """
         decoder, parts = self._current(), self._structure
         adapters = None if adapter_rows is None else (self._current_adapters(), adapter_rows)
-        if parts.head is not None and (ends := self._ends(token_ids, positions, rows, state_rows)) is not None:
-            states = decoder.run_between(ends, plan, adapters, routed)
+        wanted = torch.cat([rows, state_rows]) if len(state_rows) else rows
+        if parts.head is not None and (ends := self._ends(token_ids, positions)) is not None:
+            states = decoder.run_between(ends, wanted, plan, adapters, routed)
             return LogitRows(states[: len(rows)], parts.head, self._vocab_size), states[len(rows) :]
         hidden = parts.embedding(token_ids)
         cos, sin = self._rotary.rows(positions, hidden)
-        decoder.run(hidden, cos, sin, plan, adapters, routed)
+        decoder.run(hidden, cos, sin, wanted, plan, adapters, routed)
         states = parts.norm(hidden.index_select(0, state_rows)) if len(state_rows) else hidden[:0]
         if parts.head is None:
             return LogitRows.of(states[:0]), states
         return LogitRows(parts.norm(hidden.index_select(0, rows)), parts.head, self._vocab_size), states
 
-    def _ends(self, token_ids: Tensor, positions: Tensor, rows: Tensor, state_rows: Tensor) -> DecoderEnds | None:
+    def _ends(self, token_ids: Tensor, positions: Tensor) -> DecoderEnds | None:
         """Arguments of `Decoder.run_between`; None where modules have to compute embeddings, rotations or the norm."""
         embedding, norm = self._structure.embedding, self._structure.norm
         has_hooks = any((*_hooks(embedding), *_hooks(norm)))  # C++ would not call them
@@ -113,8 +114,7 @@ class CpuDecoder:
         table = self._rotary.table(int(positions.numpy().max()) + 1, weight)
         if table is None:
             return None
-        wanted = torch.cat([rows, state_rows]) if len(state_rows) else rows
-        return DecoderEnds(token_ids, positions, weight, *table, _norm(norm), wanted)
+        return DecoderEnds(token_ids, positions, weight, *table, _norm(norm))
 
     def release(self) -> None:
         """Let go of packed weights and of the memory of activations until the next step."""

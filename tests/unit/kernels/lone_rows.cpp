@@ -56,7 +56,7 @@ bool holds(bool is_bf16, bool is_int8) {
     auto product = [&](int64_t first, int64_t count) {
         std::vector<char> out(count * OUT * size);
         GemmCall call = {rows.data() + first * IN * size, packed.data(), nullptr, out.data(), staging, count, IN, OUT, is_bf16, 1};
-        call.out_stride = OUT;
+        call.x_stride = IN, call.out_stride = OUT;
         call.scales = is_int8 ? scales.data() : nullptr;
         gemm_run(&call);
         return out;

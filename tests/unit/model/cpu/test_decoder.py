@@ -9,7 +9,7 @@ import torch
 from rollout_engine.kernels.cpu.build import load_kernels
 from rollout_engine.model.cpu import decoder_trial
 from rollout_engine.model.cpu.deterministic import make_deterministic
-from rollout_engine.model.cpu.flat_batch import SequenceChunk
+from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
@@ -86,7 +86,8 @@ def random_steps(rng, block_size):
 def assert_same_bits(module, geometry, rng, block_size):
     ours, theirs = paged(module, geometry, block_size, compiled=True), paged(module, geometry, block_size)
     for step in random_steps(rng, block_size):
-        rows = list(range(sum(len(chunk.token_ids) for chunk in step)))
+        count = sum(len(chunk.token_ids) for chunk in step)
+        rows = rng.sample(range(count), rng.choice([count, rng.randrange(1, count + 1), 0]))
         torch.set_num_threads(rng.choice([1, 2]))
         mine = ours.forward(step, rows)
         torch.set_num_threads(rng.choice([1, 2]))
@@ -101,6 +102,23 @@ def test_every_bit_is_that_of_the_modules(name, dtype):
     assert decoder_trial.unsupported_reason(module, geometry) is None
     rng = random.Random(f"{name} {dtype}")
     assert_same_bits(module, geometry, rng, rng.choice([16, 64]))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe of odd sizes"])
+def test_only_wanted_rows_go_through_the_end_of_the_last_layer(name):
+    module, geometry = prepared(name.split()[0], **MODELS[name])
+    step = [SequenceChunk([5, 6, 7], 0, [0]), SequenceChunk([8, 9], 0, [1])]
+    inputs = torch.randn(5, module.config.hidden_size)
+    cos, sin = torch.randn(2, 5, geometry[0].head_dim_k).unbind()
+
+    def output(rows):
+        model, hidden = paged(module, geometry, compiled=True), inputs.clone()
+        model.decoder._current().run(hidden, cos, sin, torch.tensor(rows), model.kv.plan(FlatBatch.of(step)))
+        return hidden, model.kv.tensors()
+
+    (whole, whole_kv), (some, some_kv) = output([0, 1, 2, 3, 4]), output([4, 2])
+    assert torch.equal(some[[2, 4]], whole[[2, 4]]) and not (some[[0, 1, 3]] == whole[[0, 1, 3]]).all(1).any()
+    assert all(map(torch.equal, whole_kv, some_kv))
 
 
 def test_more_rows_than_the_mlp_takes_at_once():

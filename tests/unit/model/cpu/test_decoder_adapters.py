@@ -147,7 +147,8 @@ def test_adapters_and_rows_that_do_not_fit_are_refused():
         model.forward_rows(step, [2], AdapterRows.of([0], [4]))
     decoder = model.decoder._current()
     table = AdapterTable(1, 57, [64], torch.float32)
-    arguments = torch.zeros(3, 64), torch.zeros(3, 16), torch.zeros(3, 16), model.kv.plan(FlatBatch.of(step))
+    activations = torch.zeros(3, 64), torch.zeros(3, 16), torch.zeros(3, 16)
+    arguments = *activations, torch.tensor([2]), model.kv.plan(FlatBatch.of(step))
     for tables, match in (([table] * 8, "in_features.* are of .57, 64"), ([None] * 3, "8 tables, .*, and have 3")):
         with pytest.raises(ValueError, match=match):
             decoder.run(*arguments, (DecoderAdapters(tables), AdapterRows.of([0], [3])))
