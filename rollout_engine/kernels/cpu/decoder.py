@@ -186,10 +186,10 @@ class Decoder:
     ) -> None:
         """Turn embeddings `hidden` [T, hidden_size] into the last layer's output, in place; cos, sin [T, head_dim].
 
-        `rows`: int64 [n], those whose output is wanted; the others of `hidden` hold no output. `adapters`: those of rows
-        that have one. `routed`: int32 [T, layers with mixtures, top_k], is filled with the experts that were chosen,
-        the most probable first. Raises `ValueError` for tensors, adapters and rows that do not fit, `BrokenTurnsError`
-        where another rank has ended or failed.
+        `rows`: int64 [n], those whose output is wanted; the others of `hidden` hold no output afterwards. `adapters`:
+        those of rows that have one. `routed`: int32 [T, layers with mixtures, top_k], is filled with the experts that
+        were chosen, the most probable first. Raises `ValueError` for tensors, adapters and rows that do not fit,
+        `BrokenTurnsError` where another rank has ended or failed.
         """
         num_tokens, dtype = plan.num_tokens, self._dtype
         self._call.hidden = address("hidden", hidden, dtype, (num_tokens, self._hidden_size))
@@ -206,9 +206,10 @@ class Decoder:
         adapters: tuple[DecoderAdapters, AdapterRows] | None = None,
         routed: Tensor | None = None,
     ) -> Tensor:
-        """Look up the tokens, run the layers, and return the last one's output behind the norm: `rows` of it, int64 [n].
+        """Look up the tokens, run the layers, and return rows of the last one's output, behind the norm.
 
-        Raises as `run`, and `ValueError` for tokens, positions and rows that are not there.
+        `rows`: int64 [n]; the result is [n, hidden_size]. Raises as `run`, and `ValueError` for tokens, positions and
+        rows that are not there.
         """
         count, dtype, dim = (plan.num_tokens,), self._dtype, self._head_dim
         vocab_size, num_positions = ends.embedding.numel() // self._hidden_size, ends.cos.numel() // dim
@@ -410,10 +411,8 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("layers", "plan", "adapters")),
         ("adapter_rows", RowsCall),
-        *(
-            (name, c_void_p)
-            for name in ("hidden", "cos", "sin", "ends", "memory", "exchanged", "turns", "routed", "rows")
-        ),
+        *((name, c_void_p) for name in ("hidden", "cos", "sin", "ends", "memory", "exchanged", "turns")),
+        *((name, c_void_p) for name in ("routed", "rows")),
         *((name, c_int64) for name in ("num_tokens", "num_rows", "num_mixtures")),
         *((name, _Columns) for name in ("hidden_columns", "intermediate")),
         *((name, c_int32) for name in ("num_layers", "num_threads", "is_bf16", "num_ranks")),
