@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -83,8 +84,8 @@ class _Answer:
     """One request and its response."""
 
     __slots__ = (
-        *("_app", "_dialect", "_exchange", "_has_begun", "_headers", "_is_gone", "_receive", "_request_id", "_scope"),
-        *("_send", "_served"),
+        *("_app", "_dialect", "_exchange", "_headers", "_is_gone", "_receive", "_request_id", "_scope", "_send"),
+        *("_served", "_status"),
     )
 
     def __init__(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,23 +98,32 @@ class _Answer:
         given = self._headers.get("x-request-id", "")
         is_usable = given.isascii() and given.isprintable() and 0 < len(given) <= _MAX_ID_CHARS
         self._request_id = given if is_usable else f"{_ID_ROOT}{next(_IDS):x}"
-        self._has_begun = self._is_gone = False
-        """Whether the response has begun; whether the client has left."""
+        self._status: int | None = None
+        """The response's status; None before it has begun."""
+        self._is_gone = False
+        """Whether the client has left."""
 
     async def answer(self) -> None:
-        token = REQUEST_ID.set(self._request_id)
+        token, start = REQUEST_ID.set(self._request_id), time.perf_counter()
+        try:
+            await self._answer()
+        finally:
+            end = "the client left" if self._is_gone else self._status
+            seconds = time.perf_counter() - start
+            logger.info("%s %s: %s, %.3f s", self._scope["method"], self._scope["path"], end, seconds)
+            REQUEST_ID.reset(token)
+
+    async def _answer(self) -> None:
         try:
             reply = await self._reply()
         except asyncio.CancelledError:
             if not self._is_gone and not self._served.is_ending:
                 raise
-            reply = None if self._is_gone or self._has_begun else self._problem(HttpProblem(503, _STOPPED))
+            reply = None if self._is_gone or self._status else self._problem(HttpProblem(503, _STOPPED))
         except RecursionError:  # a body may be decoded, and yet be too deep for what is done with it
             reply = self._problem(HttpProblem(400, _DEEP))
         except Exception as problem:
             reply = self._problem(problem)
-        finally:
-            REQUEST_ID.reset(token)
         if isinstance(reply, Reply):
             await self._write(reply)
 
@@ -218,12 +228,12 @@ class _Answer:
         """Write events as they come. The response begins with the first, so that a refusal has its own status."""
         try:
             async for event in reply.events:
-                if not self._has_begun:
+                if self._status is None:
                     await self._begin(200, _EVENTS_TYPE, {**reply.headers, "cache-control": "no-cache"})
                 await self._send_event(_encode(event))
         except (Exception, asyncio.CancelledError) as caught:
             is_cancelled = isinstance(caught, asyncio.CancelledError)
-            if not self._has_begun or (is_cancelled and (self._is_gone or not self._served.is_ending)):
+            if self._status is None or (is_cancelled and (self._is_gone or not self._served.is_ending)):
                 raise
             problem = HttpProblem(503, _STOPPED) if is_cancelled else caught
             self._problem(problem)
@@ -235,7 +245,7 @@ class _Answer:
 
     async def _begin(self, status: int, content_type: str, headers: dict[str, str], length: int | None = None) -> None:
         """Begin the response, whose body has `length` bytes; None: nobody knows yet."""
-        self._has_begun = True
+        self._status = status
         raw = [
             (b"content-type", content_type.encode()),
             (b"x-request-id", self._request_id.encode()),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,12 @@ def test_log_lines_name_the_request_that_they_are_about(client, caplog, monkeypa
     with caplog.at_level(logging.INFO, "rollout_engine.serve"):
         request_log.logger.info("%d replicas", 2)
     assert caplog.messages == ["2 replicas"]
+
+
+def test_each_answer_is_a_line_of_the_log(client, caplog):
+    with caplog.at_level(logging.INFO, "rollout_engine.serve"):
+        client.send("POST", "/v1/completions", COMPLETION, headers={"x-request-id": "one"})
+        client.send("GET", "/nowhere", headers={"x-request-id": "two"})
+    first, second = caplog.messages
+    assert re.fullmatch(r"POST /v1/completions: 200, \d+\.\d{3} s \[request one\]", first)
+    assert re.fullmatch(r"GET /nowhere: 404, \d+\.\d{3} s \[request two\]", second)
