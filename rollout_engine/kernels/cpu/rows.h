@@ -38,7 +38,9 @@ VEC_INLINE float sum_over(int64_t size, Function f) {
     int64_t i = 0;
     for (; i + 4 * LANES <= size; i += 4 * LANES)
         for (int k = 0; k < 4; k++) sums[k] = f(sums[k], i + k * LANES, LANES);
-    for (int k = 0; i < size; i += LANES, k++) sums[k] = f(sums[k], i, size - i < LANES ? (int)(size - i) : LANES);
+#pragma GCC unroll 4  // else `sums` would be memory
+    for (int k = 0; k < 4; k++, i += LANES)
+        if (i < size) sums[k] = f(sums[k], i, size - i < LANES ? (int)(size - i) : LANES);
     return vec::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 

@@ -175,25 +175,38 @@ VEC_INLINE float to_float(bf16 x) {
     return result;
 }
 
-// --- across lanes: a fixed tree, halves first ------------------------------------------------------------------------
+// --- across lanes ----------------------------------------------------------------------------------------------------
 
-VEC_INLINE float sum(F x) {
+// All lanes combined by f, by a fixed tree: halves first.
+template <typename Function>
+VEC_INLINE float folded(F x, Function f) {
+#ifdef __AVX__  // compilers would go through memory
+#ifdef __AVX512F__
+    const __m256 eight = f(_mm512_castps512_ps256(x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+#else
+    const __m256 eight = f(x.low, x.high);
+#endif
+    const __m128 four = f(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = f(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(f(two, _mm_movehdup_ps(two)));
+#else
     float lane[LANES];
     store(lane, x);
     for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+        for (int i = 0; i < width; i++) lane[i] = f(lane[i], lane[i + width]);
     return lane[0];
+#endif
+}
+
+VEC_INLINE float sum(F x) {
+    return folded(x, [](auto a, auto b) { return a + b; });
 }
 
 VEC_INLINE float max(F x) {
 #ifdef __AVX512F__
     return _mm512_reduce_max_ps(x);
 #else
-    float lane[LANES];
-    store(lane, x);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-    return lane[0];
+    return folded(x, [](auto a, auto b) { return a > b ? a : b; });
 #endif
 }
 
