@@ -46,7 +46,7 @@ Cut cut_of(const Call& call, int64_t row_multiple) {
 }
 
 // Shares of each thread's work: while a thread is preempted, the others take its shares.
-constexpr int64_t SHARES = 8;
+constexpr int64_t SHARES = 32;
 constexpr int64_t PRODUCTS_TO_SHARE = 1 << 26;  // fewer take less time than it takes to agree on who does what
 
 // Adds adapters to what the calling thread has written: rows [begin, end) of a panel.
