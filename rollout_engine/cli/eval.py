@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluate, write the files, and print the estimates."""
+    """Evaluate, write the files, and print the estimates and differences."""
     file = read_sweep_file(arguments.file, arguments.overrides)
     sys.path.insert(0, str(arguments.file.parent.resolve()))  # functions that the file names
     file.check()

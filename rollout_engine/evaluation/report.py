@@ -77,14 +77,11 @@ class EvalReport:
         _written(path, lambda: write_report(self, path, self._token_text))
 
     def __str__(self) -> str:
-        """The estimates as text, a line for each checkpoint, task and setting."""
-        metrics = list(dict.fromkeys(row["metric"] for row in self.table))
-        lines = [["checkpoint", "task", "setting", *metrics]]
-        for cell in self._values:
-            rows = {row["metric"]: row for row in self.table if Cell(*(row[name] for name in Cell._fields)) == cell}
-            lines.append([*cell, *(_told(rows.get(metric)) for metric in metrics)])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        """The estimates as text, a line for each checkpoint, task and setting; then the differences, likewise."""
+        text = _as_text(self.table, Cell._fields, "")
+        if not self.differences:
+            return text
+        return f"{text}\n\n{_as_text(self.differences, ('checkpoint', 'baseline', *Cell._fields[1:]), '+')}"
 
     def _estimates(self, cell: Cell, prompts: _Prompts) -> Iterable[Row]:
         samples = [sample for group in prompts.values() for sample in group]
@@ -149,10 +146,17 @@ def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
 
 
-def _told(row: Row | None) -> str:
-    if row is None:
-        return ""
-    return f"{row['value']:.4g}" + ("" if row["low"] is None else f" [{row['low']:.4g}, {row['high']:.4g}]")
+def _as_text(rows: Iterable[Row], names: Sequence[str], sign: str) -> str:
+    """A table with a line for each combination of the fields `names`, and a column for each metric."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        interval = "" if row["low"] is None else f" [{row['low']:{sign}.4g}, {row['high']:{sign}.4g}]"
+        found.setdefault(tuple(row[name] for name in names), {})[row["metric"]] = f"{row['value']:{sign}.4g}{interval}"
+    metrics = list(dict.fromkeys(metric for told in found.values() for metric in told))
+    lines = [[*names, *metrics]]
+    lines += [[*key, *(told.get(metric, "") for metric in metrics)] for key, told in found.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def _written(path: str | os.PathLike[str], write: Any) -> None:

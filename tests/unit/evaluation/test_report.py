@@ -63,21 +63,18 @@ def test_prompts_with_too_few_samples_have_no_pass_at_k():
     assert {("pass@1", 3), ("pass@4", 2), ("maj@4", 2), ("mean", 3)} <= counts
 
 
-def test_a_line_for_each_cell_is_printed():
-    lines = str(EvalReport(PLAN, evaluated(3))).splitlines()
-    assert lines[0].split() == [
-        "checkpoint",
-        "task",
-        "setting",
-        "mean",
-        "pass@1",
-        "pass@4",
-        "maj@1",
-        "maj@4",
-        "length",
-        "truncated",
-    ]
-    assert len(lines) == 1 + 12 and re.search(r"0\.\d+ \[\d", lines[1])
+def test_a_line_for_each_cell_and_each_difference_is_printed():
+    report = EvalReport(PLAN, evaluated(3))
+    cells, differences = (part.splitlines() for part in str(report).split("\n\n"))
+    metrics = ["mean", "pass@1", "pass@4", "maj@1", "maj@4", "length", "truncated"]
+    assert cells[0].split() == ["checkpoint", "task", "setting", *metrics]
+    assert len(cells) == 1 + 12 and re.search(r"0\.\d+ \[\d", cells[1])
+    assert differences[0].split() == ["checkpoint", "baseline", "task", "setting", *metrics]
+    assert len(differences) == 1 + 12 and differences[1].split()[:4] == ["steps/200", "steps/100", "spell", "cool"]
+    row = report.differences[0]
+    assert f"  {row['value']:+.4g} [{row['low']:+.4g}, {row['high']:+.4g}]" in differences[1]
+    one = [sample for sample in evaluated(3) if sample["evaluation"]["checkpoint"] == "steps/100"]
+    assert "baseline" not in str(EvalReport(PLAN, one))
 
 
 def test_a_page_of_rollouts_alone_has_no_report(tmp_path):
