@@ -14,6 +14,7 @@ from typing import Any
 from rollout_engine.batches.rollout_files import read_jsonl
 from rollout_engine.cli.terminal import require_terminal
 from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.evaluation.ledger import SAMPLES
 from rollout_engine.locations import describe_missing
 from rollout_engine.outputs import TokenTexts
 from rollout_engine.text.tokenizer import TextCodec
@@ -25,7 +26,7 @@ try:
 except ModuleNotFoundError:  # the extra is not installed
     RolloutViewer = None  # type: ignore[assignment,misc]
 
-_NAMES = ("rollouts*.jsonl", "samples.jsonl")
+_NAMES = ("rollouts*.jsonl", SAMPLES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

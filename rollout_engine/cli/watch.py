@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rollout_engine.cli.terminal import require_terminal
 from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.evaluation.ledger import SAMPLES
 from rollout_engine.tracking.run_watch import RunWatch
 from rollout_engine.viewing.samples import visible
 from rollout_engine.viewing.sparkline import number, table
@@ -24,8 +25,6 @@ except ModuleNotFoundError:  # the extra is not installed
 
 _COLUMNS = 120
 _NUM_SAMPLES = 5
-_EVALUATED = "samples.jsonl"
-"""Name of the samples of an evaluation, which is no run to follow."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,8 +73,8 @@ def lines_of(watch: RunWatch, columns: int) -> list[str]:
         lines += table(series, columns)
     else:
         lines += ["", "No statistics yet: waiting for steps (steps.jsonl), or for 32 rollouts (rollouts*.jsonl)."]
-        if (watch.directory / _EVALUATED).is_file():
-            lines += [f"{_EVALUATED} is of an evaluation, which view shows, and its report.html."]
+        if (watch.directory / SAMPLES).is_file():  # no run to follow
+            lines += [f"{SAMPLES} is of an evaluation, which view shows, and its report.html."]
     if watch.samples:
         lines += ["", "newest samples:"]
         for sample in list(watch.samples)[-_NUM_SAMPLES:]:

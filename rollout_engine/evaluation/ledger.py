@@ -27,7 +27,9 @@ logger = logging.getLogger("rollout_engine")
 
 SCHEMA = 1
 """Number of the tables above; a directory with a higher one is not read."""
-_PLAN, _SAMPLES = "sweep.json", "samples.jsonl"
+SAMPLES = "samples.jsonl"
+"""Name of the file of samples in the directory of an evaluation."""
+_PLAN = "sweep.json"
 _ENGINE_BITS = ("dtype", "fp32_head", "quantization", "deterministic", "logits_processors")
 """Settings of an engine that decide what is drawn."""
 
@@ -62,7 +64,7 @@ class Ledger:
             return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._directory / _SAMPLES, "a+b")
+            self._file = open(self._directory / SAMPLES, "a+b")
         except OSError as problem:
             raise _unusable(out, problem) from problem
         try:
@@ -125,10 +127,10 @@ class Ledger:
 
     def _resume(self) -> None:
         assert self._directory is not None and self._file is not None
-        _cut_last_line(self._file, self._directory / _SAMPLES)
+        _cut_last_line(self._file, self._directory / SAMPLES)
         if not (self._directory / _PLAN).exists():
             if self._file.seek(0, os.SEEK_END):
-                hint = f"It has {_SAMPLES} and no {_PLAN}: is it another program's?"
+                hint = f"It has {SAMPLES} and no {_PLAN}: is it another program's?"
                 hint = f"{hint} resume=False (--no-resume) begins anew there."
                 raise RequestError.for_field("out", str(self._directory), "an evaluation, or a new directory", hint)
             return
@@ -161,11 +163,11 @@ def read_ledger(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], list
     if type(schema) is not int or not 1 <= schema <= SCHEMA:
         hint = "A newer rollout-engine wrote it: read it with that one."
         raise RequestError.for_field(f"{path}: schema", schema, f"at most {SCHEMA}", hint)
-    lines = read_jsonl(Path(directory) / _SAMPLES) if (Path(directory) / _SAMPLES).exists() else []
+    lines = read_jsonl(Path(directory) / SAMPLES) if (Path(directory) / SAMPLES).exists() else []
     samples, known = [], set()
     for sample in lines:
         if "evaluation" not in sample:
-            raise RequestError(f"{directory}/{_SAMPLES} has a rollout of no evaluation: group {sample['group_id']}.")
+            raise RequestError(f"{directory}/{SAMPLES} has a rollout of no evaluation: group {sample['group_id']}.")
         if (which := (Cell.of(sample), sample["group_id"], sample["sample_index"])) not in known:
             known.add(which)
             samples.append(sample)
