@@ -59,7 +59,9 @@ class AdapterRows(NamedTuple):
     """int32 [B, 3]: (first, count, slot) of consecutive entries of `rows` with one adapter."""
 
     @classmethod
-    def of(cls, slots: Sequence[int], sizes: Sequence[int], block_rows: int = BLOCK_ROWS) -> "AdapterRows | None":
+    def of(
+        cls, slots: Sequence[int] | np.ndarray, sizes: Sequence[int] | np.ndarray, block_rows: int = BLOCK_ROWS
+    ) -> "AdapterRows | None":
         """Sort the rows of a batch made of runs of `sizes[i]` rows under adapter `slots[i]`, from 0; -1: none.
 
         `block_rows`: most rows of a block. None where no row has an adapter.
@@ -77,6 +79,12 @@ class AdapterRows(NamedTuple):
             for first in range(begin, end, block_rows)
         ]
         return cls(rows, sorted_slots, np.array(blocks, np.int32))
+
+    def among(self, wanted: np.ndarray, num_rows: int) -> "AdapterRows | None":
+        """Those of the rows `wanted` of the batch, which has `num_rows`, under their places in `wanted`."""
+        slots = np.full(num_rows, -1, np.int32)
+        slots[self.rows] = self.slots
+        return AdapterRows.of(slots.take(wanted, mode="clip"), np.ones(len(wanted), np.int64))
 
     @property
     def call(self) -> "RowsCall":

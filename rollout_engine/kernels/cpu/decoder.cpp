@@ -90,7 +90,7 @@ struct DecoderCall {
     const DecoderLayer* layers;
     const AttentionPlan* plan;
     const LayerAdapters* adapters;  // of each layer, or null
-    AdapterRows adapter_rows;
+    AdapterRows adapter_rows, kept_adapter_rows;  // of the batch, and of `rows`
     void* hidden;             // [T, hidden_size]: embeddings, then the last layer's output; null, as the next two, with ends
     const void *cos, *sin;    // [T, dk]
     const DecoderEnds* ends;  // or null: the caller has looked up, and norms
@@ -103,8 +103,8 @@ struct DecoderCall {
     Columns hidden_columns, intermediate;
     int32_t num_layers, num_threads, is_bf16, num_ranks;
 
-    // Whether rows that are not wanted end with the last layer's attention. Adapters and routes are of rows of the batch.
-    bool drops_rows() const { return num_rows < num_tokens && !adapters && !routed; }
+    // Whether rows that are not wanted end with the last layer's attention. Routes are of all rows.
+    bool drops_rows() const { return num_rows < num_tokens && !routed; }
 };
 }
 
@@ -215,7 +215,7 @@ struct Buffers : Carved {
             for (const AdapterTable* table : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
                 size = std::max(size, table->num_parts * table->max_rank);
         }
-        return size * c.adapter_rows.num_rows;
+        return size * std::max(c.adapter_rows.num_rows, c.kept_adapter_rows.num_rows);
     }
 };
 
@@ -245,22 +245,28 @@ struct Worker {
     struct Rows {
         T *hidden, *attended;
         int64_t count;
+        const AdapterRows* adapted;  // those of them that have an adapter
+    };
+
+    // Adapters of a product of some rows.
+    struct Adapters {
+        const AdapterTable* table;  // or null: none
+        const AdapterRows* rows;
     };
 
     // A layer up to its attention, of all rows of the batch.
     Rows attend(int i) const {
-        const Rows all = {c.ends ? b.hidden : (T*)c.hidden, e.attended, c.num_tokens};
+        const Rows all = {c.ends ? b.hidden : (T*)c.hidden, e.attended, c.num_tokens, &c.adapter_rows};
         add_and_norm(all, i ? e.delta : nullptr, &c.layers[i].attention_norm);
-        attention(c.layers[i], adapters_of(i));
+        attention(c.layers[i], adapters_of(i, &LayerAdapters::qkv, all));
         return all;
     }
 
     // The rest of the layer; its output waits in `delta`.
     void finish(int i, Rows r) const {
         const DecoderLayer& layer = c.layers[i];
-        const LayerAdapters adapters = adapters_of(i);
-        multiply(layer.out, adapters.out, r.attended, row_stride<T>(layer.attended.whole), e.delta, 0, r.count,
-                 layer.attended.whole, c.hidden_columns);
+        multiply(layer.out, adapters_of(i, &LayerAdapters::out, r), r.attended, row_stride<T>(layer.attended.whole),
+                 e.delta, 0, r.count, layer.attended.whole, c.hidden_columns);
         meet_ranks();
         add_and_norm(r, e.delta, &layer.mlp_norm);
         if (const Mixture* m = layer.mixture) {
@@ -268,11 +274,14 @@ struct Worker {
             for (int64_t first = 0; first < r.count; first += rows) mixture(*m, first, std::min(rows, r.count - first));
         } else {
             for (int64_t first = 0; first < r.count; first += MLP_ROWS)
-                mlp(layer, adapters, first, std::min(MLP_ROWS, r.count - first));
+                mlp(i, r, first, std::min(MLP_ROWS, r.count - first));
         }
     }
 
-    LayerAdapters adapters_of(int i) const { return c.adapters ? c.adapters[i] : LayerAdapters{}; }
+    Adapters adapters_of(int layer, AdapterTable LayerAdapters::*product, Rows r) const {
+        if (!c.adapters || !(c.adapters[layer].*product).parts) return {};
+        return {&(c.adapters[layer].*product), r.adapted};
+    }
 
     // Copies of the rows that are wanted.
     Rows kept(Rows all) const {
@@ -284,7 +293,7 @@ struct Worker {
             memcpy(b.kept_attended + i * stride, all.attended + c.rows[i] * stride, whole * sizeof(T));
         }
         team.meet();
-        return {b.kept, b.kept_attended, c.num_rows};
+        return {b.kept, b.kept_attended, c.num_rows, &c.kept_adapter_rows};
     }
 
     void put_back(Rows r) const {
@@ -334,12 +343,12 @@ struct Worker {
         team.meet();
     }
 
-    void attention(const DecoderLayer& layer, const LayerAdapters& adapters) const {
+    void attention(const DecoderLayer& layer, Adapters adapters) const {
         AttentionCall a = layer.attention;
         const int64_t q_size = a.num_heads * a.dk, k_size = a.num_kv_heads * a.dk;
         const int64_t size = q_size + k_size + a.num_kv_heads * a.dv;
         const int64_t hidden_size = c.hidden_columns.whole;
-        multiply(layer.qkv, adapters.qkv, b.normed, row_stride<T>(hidden_size), b.qkv, 0, c.num_tokens, hidden_size,
+        multiply(layer.qkv, adapters, b.normed, row_stride<T>(hidden_size), b.qkv, 0, c.num_tokens, hidden_size,
                  {0, size, size});
         a.plan = c.plan;
         a.q = b.qkv, a.k = b.qkv + q_size, a.v = b.qkv + q_size + k_size, a.out = e.attended + layer.attended.first;
@@ -352,11 +361,12 @@ struct Worker {
     }
 
     // Rows [first, first + count).
-    void mlp(const DecoderLayer& layer, const LayerAdapters& adapters, int64_t first, int64_t count) const {
+    void mlp(int i, Rows r, int64_t first, int64_t count) const {
+        const DecoderLayer& layer = c.layers[i];
         const int64_t size = c.intermediate.size, hidden_size = c.hidden_columns.whole;
         const int64_t x_stride = row_stride<T>(hidden_size), inner_stride = row_stride<T>(c.intermediate.whole);
-        multiply(layer.gate_up, adapters.gate_up, b.normed + first * x_stride, x_stride, b.gate_up, first, count,
-                 hidden_size, {0, 2 * size, 2 * size});
+        multiply(layer.gate_up, adapters_of(i, &LayerAdapters::gate_up, r), b.normed + first * x_stride, x_stride,
+                 b.gate_up, first, count, hidden_size, {0, 2 * size, 2 * size});
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < count; row++) {
             const T* gate = b.gate_up + row * 2 * size;
@@ -364,8 +374,8 @@ struct Worker {
         }
         team.meet();
         meet_ranks();
-        multiply(layer.down, adapters.down, e.activated, inner_stride, e.delta + first * hidden_size, first, count,
-                 c.intermediate.whole, c.hidden_columns);
+        multiply(layer.down, adapters_of(i, &LayerAdapters::down, r), e.activated, inner_stride,
+                 e.delta + first * hidden_size, first, count, c.intermediate.whole, c.hidden_columns);
         meet_ranks();
     }
 
@@ -434,15 +444,16 @@ struct Worker {
         multiply(p, {}, x, row_stride<T>(in_features), out, 0, count, in_features, {0, out_features, out_features});
     }
 
-    // x [count, in_features] -> these columns of out [count, whole]; these are rows [first, first + count) of the batch.
-    void multiply(const Product& p, const AdapterTable& table, const T* x, int64_t x_stride, T* out, int64_t first,
+    // x [count, in_features] -> these columns of out [count, whole]; these are rows [first, first + count) of those that
+    // are computed.
+    void multiply(const Product& p, Adapters adapters, const T* x, int64_t x_stride, T* out, int64_t first,
                   int64_t count, int64_t in_features, Columns columns) const {
         char* own = (char*)(out + columns.first);
-        const AdapterCall adapted = {(const char*)x, own, &table, &c.adapter_rows, b.low, x_stride,
+        const AdapterCall adapted = {(const char*)x, own, adapters.table, adapters.rows, b.low, x_stride,
                                      columns.whole, first, first + count, c.is_bf16, c.num_threads};
-        if (table.parts) adapters_down_in_team(adapted);
+        if (adapters.table) adapters_down_in_team(adapted);
         gemm_in_team({(const char*)x, p.packed, p.bias, own, b.staging, count, in_features, columns.size, c.is_bf16,
-                      c.num_threads, 0, table.parts ? &adapted : nullptr, x_stride, columns.whole, p.scales},
+                      c.num_threads, 0, adapters.table ? &adapted : nullptr, x_stride, columns.whole, p.scales},
                      team);
     }
 };

@@ -249,6 +249,8 @@ class Decoder:
         call.plan, call.num_tokens, call.num_threads = plan.address, num_tokens, plan.num_threads
         call.rows, call.num_rows = address("rows", rows, torch.int64, (rows.numel(),)), rows.numel()
         call.adapters, call.adapter_rows = self._adapter_arguments(adapters, num_tokens)
+        kept = adapters[1].among(rows.numpy(), num_tokens) if adapters and len(rows) < num_tokens else None
+        call.kept_adapter_rows = RowsCall() if kept is None else kept.call
         place = ctypes.addressof(call)
         self._memory = _at_least(self._memory, _library().decoder_bytes(place))
         call.memory = _aligned(self._memory)
@@ -411,6 +413,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("layers", "plan", "adapters")),
         ("adapter_rows", RowsCall),
+        ("kept_adapter_rows", RowsCall),
         *((name, c_void_p) for name in ("hidden", "cos", "sin", "ends", "memory", "exchanged", "turns")),
         *((name, c_void_p) for name in ("routed", "rows")),
         *((name, c_int64) for name in ("num_tokens", "num_rows", "num_mixtures")),
