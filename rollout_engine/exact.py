@@ -34,7 +34,12 @@ from rollout_engine.model.modules.next_token_logprobs import (
 from rollout_engine.model.modules.packed_rows import positions_from, starts_of
 from rollout_engine.model.modules.rotary import refuse_long_batches
 from rollout_engine.model.packing.output_head import has_float32_head, set_float32_head
-from rollout_engine.model.training.adapted_layers import make_adapters_exact, plain_model, without_adapters
+from rollout_engine.model.training.adapted_layers import (
+    active_adapters,
+    make_adapters_exact,
+    plain_model,
+    without_adapters,
+)
 from rollout_engine.model.training.call_checks import install_checks, refuse_moved, warn_of_adapted_head, warn_once
 from rollout_engine.model.training.prefix_trial import shares_prefixes
 from rollout_engine.model.training.token_batch import token_batch
@@ -168,7 +173,7 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) 
 def _note(model: nn.Module, temperature: float) -> LogprobsNote:
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     fp32_head = dtype != "float32" and has_float32_head(model)
-    return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head)
+    return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head, active_adapters(model))
 
 
 class _LeftRows(NamedTuple):

@@ -65,7 +65,7 @@ def check(batch: Any, logprobs: Tensor, temperature: float = 1.0) -> ExactReport
     different = compared & (ours != theirs)
     places = different.nonzero()
     gaps = (ours - theirs)[different].abs().nan_to_num(torch.inf)
-    found = _Differences(batch, ours, theirs, compared, different, gaps)
+    found = _Differences(batch, ours, theirs, compared, different, gaps, _adapters(logprobs))
     return ExactReport(
         num_tokens=int(compared.sum()),
         num_different=len(places),
@@ -85,6 +85,13 @@ class _Differences(NamedTuple):
     compared: Tensor
     different: Tensor
     gaps: Tensor
+    adapters: frozenset[str | None]
+    """Names of the adapters that the compared log-probs are under, None for the base alone; empty: not known."""
+
+
+def _adapters(logprobs: Tensor) -> frozenset[str | None]:
+    note = logprobs_note(logprobs) or rollout_note(logprobs)
+    return frozenset() if note is None else note.adapters
 
 
 def _cause(found: _Differences, logprobs: Tensor, temperature: float) -> str:
@@ -166,12 +173,29 @@ def _by_size(found: _Differences) -> str:
         "update_weights was given other weights)"
     )
     rounding = "a model that was not given to exact.enable, another dtype than the engine's, or deterministic=False"
+    adapters = _other_adapters(found)
     if largest < 1e-3 or (same_size < 1e-2 and largest < 0.3):
-        return f"Differences of this size come from rounding ({rounding}), or from {pushed}."
+        return " ".join([f"Differences of this size come from rounding ({rounding}), or from {pushed}.", *adapters])
+    if adapters:
+        advice = "pass lora_request=NAME to rollout, lora=NAME to score, or activate the adapter in the trainer"
+        return f"{' '.join(adapters)} If these are not the same weights, {advice}. Else they come from {pushed}."
     return (
         f"Differences of this size come from {pushed}, from another temperature, or from other tokens or masks "
         "(exact.token_logprobs takes batch['masks', 'all_attention_mask'])."
     )
+
+
+def _other_adapters(found: _Differences) -> list[str]:
+    """A sentence where the rollout was not sampled under the adapter that the log-probs are under."""
+    note = rollout_note(found.batch["tokens", "full"])
+    if note is None or not note.adapters or not found.adapters or note.adapters == found.adapters:
+        return []
+    return [f"The rollout was sampled {_under(note.adapters)}, the log-probs are {_under(found.adapters)}."]
+
+
+def _under(adapters: frozenset[str | None]) -> str:
+    names = [f"under the adapter '{name}'" for name in sorted(adapters - {None}, key=str)]
+    return " and ".join([*names, *(["without an adapter"] if None in adapters else [])])
 
 
 def _versions(versions: set[int]) -> str:

@@ -27,7 +27,7 @@ from rollout_engine.faces.llm import LLM
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
-from rollout_engine.lora_request import LoRALike
+from rollout_engine.lora_request import LoRALike, as_lora_request
 from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import TokenTexts
 from rollout_engine.provenance import attach
@@ -369,7 +369,9 @@ class RolloutPolicy(BlockingVerbs):
         for (place, first), result in zip(scored, results, strict=True):
             logprobs[place][first:] = torch.from_numpy(np.asarray(result))
         logprobs.masked_fill_(~assistant, 0.0)
-        attach(logprobs, self._batcher.note(temperature or 1.0, is_packed="cu_seqlens" in batch.keys()))
+        adapter = None if lora is None else as_lora_request(lora).name
+        note = self._batcher.note(temperature or 1.0, [adapter], is_packed="cu_seqlens" in batch.keys())
+        attach(logprobs, note)
         return logprobs
 
     def _listeners(

@@ -1,10 +1,11 @@
 """Notes on tensor objects: how the tokens of a rollout, or the log-probs of a trainer, were computed.
 
-A note belongs to one tensor object; results computed from it (slices, copies, moved tensors) have none. So notes only
-serve to report mistakes early, never to decide what is computed.
+A note belongs to one tensor object; what torch computes from it (slices, copies, moved tensors) has none. Parts, clones
+and concatenations of a `RolloutBatch` get those of the whole. Notes only serve to report mistakes early, never to
+decide what is computed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from rollout_engine.outputs import Quantization
@@ -23,6 +24,8 @@ class RolloutNote(NamedTuple):
     """Whether an engine of another dtype computed float32 logits."""
     quantization: Quantization | None = None
     """How the engine rounded the weights of layers; None: not at all."""
+    adapters: frozenset[str | None] = frozenset()
+    """Names of the adapters that sampled, None for the base alone; empty: not known."""
 
 
 class LogprobsNote(NamedTuple):
@@ -34,6 +37,8 @@ class LogprobsNote(NamedTuple):
     """Whether the model was given to `exact.enable`."""
     fp32_head: bool = False
     """Whether a model of another dtype computed float32 logits."""
+    adapters: frozenset[str | None] = frozenset()
+    """Names of the adapters that were active, None for the base alone."""
 
 
 _NAME = "_rollout_engine_note"
@@ -48,6 +53,22 @@ def rollout_note(tensor: object) -> RolloutNote | None:
     """The note on tokens, if there is one."""
     note = getattr(tensor, _NAME, None)
     return note if isinstance(note, RolloutNote) else None
+
+
+def joined(notes: Iterable[RolloutNote | None]) -> RolloutNote | None:
+    """The note on tokens that come from several tensors with these notes; None where one has none.
+
+    Of engines that differ, the note is that of one which rounded weights, if any did.
+    """
+    found = list(notes)
+    known = sorted((note for note in found if note is not None), key=lambda note: note.quantization is None)
+    if not known or len(known) < len(found):
+        return None
+    same_temperature = len({note.temperature for note in known}) == 1
+    return known[0]._replace(
+        temperature=known[0].temperature if same_temperature else None,
+        adapters=frozenset().union(*(note.adapters for note in known)),
+    )
 
 
 def logprobs_note(tensor: object) -> LogprobsNote | None:

@@ -58,12 +58,14 @@ class GroupBatcher:
             episodes = [each for group in groups if isinstance(group, EpisodeGroup) for each in group.episodes]
             batch = episode_batch(episodes, self._frontend.inputs.codec, pad_token_id=self._pad_token_id, layout=layout)
         temperature = _logprob_temperature([group.params for group in groups])
-        attach(batch["tokens", "full"], self.note(temperature, is_packed=layout == "packed"))
+        adapters = [group.lora for group in groups]
+        attach(batch["tokens", "full"], self.note(temperature, adapters, is_packed=layout == "packed"))
         return batch
 
-    def note(self, temperature: float | None, *, is_packed: bool) -> RolloutNote:
-        """The note on what the engine computed."""
-        return RolloutNote(self._dtype, temperature, is_packed, self._fp32_head, self._quantization)
+    def note(self, temperature: float | None, adapters: Iterable[str | None], *, is_packed: bool) -> RolloutNote:
+        """The note on what the engine computed under these adapters (None: the base alone)."""
+        known = self._dtype, temperature, is_packed, self._fp32_head, self._quantization
+        return RolloutNote(*known, frozenset(adapters))
 
     def _batch_of_prompts(self, groups: Sequence[Group], layout: Layout) -> RolloutBatch:
         rewards = [group.rewards for group in groups if group.rewards is not None]

@@ -17,6 +17,7 @@ from rollout_engine.rewards import RewardCaller, Rewards
 from rollout_engine.rollout_plan import GroupTask
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.text.input_processor import at_index
+from rollout_engine.text.prompts import adapter_name
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -34,6 +35,11 @@ class Group(msgspec.Struct, frozen=True):
     @property
     def params(self) -> SamplingParams:
         return self.task.params
+
+    @property
+    def lora(self) -> str | None:
+        """Name of the adapter that sampled; None: the base alone."""
+        return adapter_name(self.task.input)
 
     @property
     def samples(self) -> list[CompletionOutput]:

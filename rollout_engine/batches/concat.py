@@ -20,7 +20,7 @@ from rollout_engine.batches.layout import (
     padding_token,
     width_of,
 )
-from rollout_engine.batches.summary import RolloutBatch
+from rollout_engine.batches.summary import RolloutBatch, with_note
 from rollout_engine.errors import RequestError
 
 GroupIds = Literal["renumber", "keep"]
@@ -60,6 +60,7 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
     batch = RolloutBatch({}, batch_size=size, device=listed[0].device)
     for key, value in joined.items():
         batch[key] = value
+    with_note(batch, listed)
     return batch
 
 

@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rollout_engine.batches.layout import check_batch, is_packed, leaves, num_sequences, packed_span, places
-from rollout_engine.batches.summary import RolloutBatch
+from rollout_engine.batches.summary import RolloutBatch, with_note
 from rollout_engine.errors import RequestError
 
 
@@ -80,4 +80,4 @@ def _sequences(batch: TensorDictBase, rows: Tensor) -> Any:
             part[key] = value[rows] if span is None else value[:, columns[span]]
     ends = torch.tensor([0, *(where.full[row][1].stop - where.full[row][1].start for row in chosen)]).cumsum(0)
     part["cu_seqlens"] = ends.to(batch["cu_seqlens"])
-    return part
+    return with_note(part, [batch])

@@ -11,7 +11,7 @@ RolloutBatch, padded: 8 sequences, 2 groups, 97 sampled tokens (1 to 16 each), p
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any
 
@@ -22,8 +22,11 @@ from torch.utils._pytree import register_pytree_node
 
 from rollout_engine.batches.layout import is_packed, leaves, num_sequences
 from rollout_engine.batches.notebook import LISTED_KEYS, html
+from rollout_engine.provenance import attach, joined, rollout_note
 
 WIDTH, MAX_KEYS, MAX_TEXT = 110, 24, 40
+_TOKENS = ("tokens", "full")
+"""Key of the tensor that the note is on."""
 
 
 class RolloutBatch(TensorDict):  # type: ignore[misc]
@@ -46,12 +49,30 @@ class RolloutBatch(TensorDict):  # type: ignore[misc]
         """HTML for notebooks, as of `show(batch)`; the `repr` where the batch is no list of samples any more."""
         return html(self) if _is_listed(self) else f"<pre>{escape(repr(self))}</pre>"
 
+    def __getitem__(self, index: Any) -> Any:
+        part = super().__getitem__(index)
+        return with_note(part, [self]) if isinstance(part, RolloutBatch) else part
+
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
+        """A copy, as of `TensorDict.clone`."""
+        return with_note(super().clone(*args, **kwargs), [self])
+
     def memmap(self, *args: Any, **kwargs: Any) -> Any:
         """A plain TensorDict of memory-mapped tensors; arguments as for `TensorDict.memmap`."""
         return _plain(self).memmap(*args, **kwargs)
 
     def memmap_like(self, *args: Any, **kwargs: Any) -> Any:
         return _plain(self).memmap_like(*args, **kwargs)
+
+
+def with_note(batch: Any, sources: Iterable[TensorDictBase]) -> Any:
+    """`batch`, with the note that tokens of these batches have, where its own are copies of them."""
+    tokens = batch.get(_TOKENS, None)
+    if tokens is not None and rollout_note(tokens) is None:
+        note = joined(rollout_note(source.get(_TOKENS, None)) for source in sources)
+        if note is not None:
+            attach(tokens, note)
+    return batch
 
 
 def _plain(batch: TensorDictBase) -> TensorDict:

@@ -36,6 +36,8 @@ class EpisodeGroup(msgspec.Struct, frozen=True):
     index: int
     episodes: list[Episode]
     params: SamplingParams
+    lora: str | None = None
+    """Name of the adapter that sampled; None: the base alone."""
 
     @property
     def num_tokens(self) -> int:
@@ -218,7 +220,7 @@ class EpisodeRun:
             del self._ended[episode.group]
             self._first_prompts.pop(episode.group, None)
             ended.sort(key=lambda each: each.member)
-            self._complete.append(EpisodeGroup(episode.group, ended, self._plan.params))
+            self._complete.append(EpisodeGroup(episode.group, ended, self._plan.params, self._plan.lora))
 
     def _end_late(self) -> None:
         """End the episodes whose time is up."""

@@ -142,6 +142,12 @@ def with_lora(prompts: Any, lora: LoRALike | Sequence[LoRALike | None] | None) -
     return [p if one is None else _with({"lora_request": as_lora_request(one)}, p) for one, p in pairs]
 
 
+def adapter_name(prompt: Any) -> str | None:
+    """The name of the adapter that a prompt asks for; None: the base alone."""
+    lora = prompt.get("lora_request") if isinstance(prompt, Mapping) else None
+    return None if lora is None else as_lora_request(lora).name
+
+
 def as_token_ids(value: Any, field: str, vocab_size: int) -> list[int]:
     """Return a new list of ids in [0, vocab_size). Raises `RequestError` naming the first bad position."""
     if _is_array(value) and value.ndim == 1:

@@ -131,3 +131,29 @@ def test_dropout_of_an_adapter_is_refused():
 def test_a_copy_computes_the_same():
     trainer = exact.enable(PeftModel(tiny_model()))
     assert torch.equal(exact.token_logprobs(copy.deepcopy(trainer), IDS), exact.token_logprobs(trainer, IDS))
+
+
+def test_another_adapter_is_named_as_the_cause(tmp_path):
+    trainer = exact.enable(PeftModel(tiny_model()))
+    with RolloutPolicy.from_pretrained(tiny_checkpoint(tmp_path), num_kv_blocks=256, max_model_len=256) as policy:
+        policy.add_lora(trainer.request())
+        forgotten, adapted = _rollout(policy, None), _rollout(policy, "x")
+        scored = policy.score(adapted)[:, 1:]
+        same = policy.score(adapted, lora="x")
+
+    def cause(batch, logprobs):
+        return exact.check(batch, logprobs).cause
+
+    def computed(batch):
+        return exact.token_logprobs(trainer, batch["tokens", "full"], batch["masks", "all_attention_mask"])
+
+    under = "was sampled without an adapter, the log-probs are under the adapter 'default'"
+    assert under in cause(forgotten, computed(forgotten)) and "lora_request=NAME" in cause(
+        forgotten, computed(forgotten)
+    )
+    assert exact.check(adapted, computed(adapted)).is_exact and torch.equal(same, adapted["log_probs", "full"])
+    for layer in trainer.adapters():
+        layer.disable_adapters = True
+    assert "under the adapter 'x', the log-probs are without an adapter" in cause(adapted, computed(adapted))
+    assert exact.check(forgotten, computed(forgotten)).is_exact
+    assert "adapter" not in cause(adapted, scored)  # a slice: nothing is known of it

@@ -50,7 +50,7 @@ def logprobs(model, batch, **arguments):
 
 def forgotten(batch):
     """The same values without the notes on the tensors."""
-    return batch.clone()
+    return batch.to_tensordict()
 
 
 def test_equal_log_probs_are_exact_in_both_layouts(trainer, rollouts):

@@ -36,6 +36,15 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             parent._modules[name] = child
 
 
+def active_adapters(model: nn.Module) -> frozenset[str | None]:
+    """Names of the adapters that are added to linears now; None among them alone: there is none."""
+    layers: list[Any] = [child for child in model.modules() if _is_lora(child)]
+    on = [layer for layer in layers if not layer.disable_adapters and not layer.merged]
+    return frozenset(name for layer in on for name in layer.active_adapters if name in layer.lora_A) or frozenset(
+        [None]
+    )
+
+
 def make_adapters_exact(model: nn.Module, kernel: Added) -> None:
     """Have every LoRA layer of a linear compute its adapter by the engine's own product, `kernel`, in place."""
     for child in model.modules():

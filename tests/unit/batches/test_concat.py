@@ -6,6 +6,7 @@ import torch
 from rollout_engine import RequestError, concat, minibatches
 from rollout_engine.batches.layout import leaves, places
 from rollout_engine.batches.summary import RolloutBatch
+from rollout_engine.provenance import RolloutNote, attach, rollout_note
 
 LAYOUTS = ["padded", "packed"]
 TENSORS = ["seed", "sample_index", "num_prompt_tokens", "truncated", ("next", "reward"), ("next", "done")]
@@ -188,3 +189,25 @@ def test_a_size_that_cannot_be_is_refused_at_the_call(make_batch, size, options,
 def test_slices_of_a_rollout_still_know_their_prompts(make_batch):
     batch = make_batch(8, num_groups=4)
     assert sequences(batch[2:5]) == sequences(batch)[2:5]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_and_wholes_keep_the_note_on_their_tokens(make_batch, layout):
+    one, other, unknown = (make_batch(layout=layout) for _ in range(3))
+    note = RolloutNote("float32", 1.0, layout == "packed", adapters=frozenset(["a"]))
+    rounded = note._replace(temperature=0.5, quantization="int8", adapters=frozenset([None]))
+    attach(one["tokens", "full"], note)
+    attach(other["tokens", "full"], rounded)
+
+    def noted(batch):
+        return rollout_note(batch["tokens", "full"])
+
+    parts = [
+        one.clone(),
+        *minibatches(one, 2),
+        concat([one, one]),
+        *([one[1:], one[[0]]] if layout == "padded" else []),
+    ]
+    assert all(noted(part) == note for part in parts)
+    assert noted(concat([one, other])) == rounded._replace(temperature=None, adapters=frozenset(["a", None]))
+    assert noted(concat([one, unknown])) is None and noted(unknown.clone()) is None
