@@ -30,11 +30,11 @@ class RewardModel:
         `truncate_prompt_tokens`: keep only the last so many tokens of prompt and completion; -1: as many as fit
         `max_model_len`; None: longer ones raise `RequestError`.
         """
-        self.__name__ = Path(model).name
-        """The name of its rewards in a batch, when it is one of several reward functions."""
         self._params = PoolingParams(kind="reward", truncate_prompt_tokens=truncate_prompt_tokens)
         self.llm = LLM(model, **({"device": "cpu"} | engine_kwargs))
         """The engine: for `update_weights`, `sleep`, `encode` and so on."""
+        self.__name__ = Path(model).name
+        """The name of its rewards in a batch, when it is one of several reward functions."""
         try:
             self._check_head()
         except RequestError as problem:

@@ -103,6 +103,11 @@ def test_a_checkpoint_that_gives_no_single_reward_is_refused_at_the_start(tmp_pa
         RewardModel(tiny_checkpoint(tmp_path, **options))
 
 
+def test_a_module_is_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match="save_pretrained"):
+        RewardModel(tiny_model())
+
+
 def test_process_rewards_come_from_a_head_for_tokens(tmp_path):
     path = tiny_checkpoint(tmp_path, head="token", num_labels=1)
     with LLM(path, log_stats=False) as llm:

@@ -1,6 +1,6 @@
 """Layers that multiply by weights rounded to int8 codes (`kernels.cpu.int8`).
 
-The weights that the engine was given stay beside the codes: digests, updates and `save_weights` are those of the given
+The weights that the engine was given stay beside the codes: digests and updates are those of the given
 ones. Embeddings, heads, norms and biases are not rounded.
 """
 
