@@ -21,6 +21,8 @@ class _NamedFields(type(msgspec.Struct)):  # type: ignore[misc]
             if name not in cls.__struct_fields__:
                 known = unknown_name(f"{cls.__name__} option", name, cls.__struct_fields__)
                 raise RequestError(peer_option(LORA_PEERS, name) or known, field=name, value=kwargs[name])
+        if not args and "name" not in kwargs:
+            raise RequestError(f"{cls.__name__}: give name=..., it has no default.", field="name")
         made: Any = super().__call__(*args, **kwargs)
         made.check()
         return made

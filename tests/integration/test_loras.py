@@ -240,6 +240,8 @@ def test_requests_of_wrong_adapters_are_refused_before_any_is_queued(llm):
         LoRARequest("a", revision=3)
     with pytest.raises(RequestError, match=r"'lora_path' is an option of vLLM's that does not exist here: give path"):
         LoRARequest("a", lora_path="adapters/a")
+    with pytest.raises(RequestError, match="give name=..., it has no default"):
+        LoRARequest(path="some/where")
     with pytest.raises(RequestError, match=r"path=1 .* names here and no numbers: LoRARequest\(name, path=...\)"):
         LoRARequest("a", 1, "adapters/a")
 

@@ -39,8 +39,8 @@ def _prepare_score(
     timeout: float | None,
 ) -> Arguments:
     return {
-        "prompt_token_ids": plain(list(prompt_token_ids)),
-        "completion_token_ids": plain(list(completion_token_ids)),
+        "prompt_token_ids": _token_ids("prompt_token_ids", prompt_token_ids),
+        "completion_token_ids": _token_ids("completion_token_ids", completion_token_ids),
         "temperature": plain(temperature),
         "lora": None if lora is None else as_lora_request(lora, "lora").name,
         "routed_experts": None
@@ -48,6 +48,16 @@ def _prepare_score(
         else [as_array(f"routed_experts[{index}]", each) for index, each in enumerate(routed_experts)],
         "timeout": plain(timeout),
     }
+
+
+def _token_ids(name: str, given: Sequence[Sequence[int]]) -> Any:
+    """Lists of token ids as plain numbers. Raises `RequestError` for texts."""
+    listed = plain(list(given))
+    for index, each in enumerate(listed):
+        if isinstance(each, str):
+            hint = "llm.get_tokenizer().encode(text) makes them of a text."
+            raise RequestError.for_field(f"{name}[{index}]", each, "a list of token ids", hint)
+    return listed
 
 
 def _late_score(arguments: Arguments, begun: bool) -> RolloutEngineError:

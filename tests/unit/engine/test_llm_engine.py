@@ -186,6 +186,8 @@ def test_scores_skip_empty_completions_and_read_greedy_as_temperature_one(engine
     assert [list(score) for score in scores] == [[-1.0, -2.0], [], [-2.0]]
     assert engine.executor.scored_at == 1.0
     assert engine.score([], []) == []
+    with pytest.raises(RequestError, match=r"completion_token_ids\[1\]='b' .* must be a list of token ids"):
+        engine.score([[5], [6]], [[1], "b"])
 
 
 def test_the_tokenizer_and_the_weights_names_can_be_read(make_engine, codec):
