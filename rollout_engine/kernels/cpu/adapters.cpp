@@ -47,6 +47,7 @@ struct Worker {
             if (!part.a || lane >= part.rank) continue;
             int row = 0;
             for (; row + ROWS <= block.count; row += ROWS) down_rows<ROWS>(block, row, part, index, lane);
+            for (; row + 2 <= block.count; row += 2) down_rows<2>(block, row, part, index, lane);
             for (; row < block.count; row++) down_rows<1>(block, row, part, index, lane);
         }
     }
