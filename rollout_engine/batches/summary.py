@@ -66,7 +66,7 @@ class RolloutBatch(TensorDict):  # type: ignore[misc]
 
 
 def with_note(batch: Any, sources: Iterable[TensorDictBase]) -> Any:
-    """`batch`, with the note that tokens of these batches have, where its own are copies of them."""
+    """Give the tokens of `batch`, if they have no note, the one that those of `sources` have; return the batch."""
     tokens = batch.get(_TOKENS, None)
     if tokens is not None and rollout_note(tokens) is None:
         note = joined(rollout_note(source.get(_TOKENS, None)) for source in sources)

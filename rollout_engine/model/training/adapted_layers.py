@@ -40,9 +40,8 @@ def active_adapters(model: nn.Module) -> frozenset[str | None]:
     """Names of the adapters that are added to linears now; None among them alone: there is none."""
     layers: list[Any] = [child for child in model.modules() if _is_lora(child)]
     on = [layer for layer in layers if not layer.disable_adapters and not layer.merged]
-    return frozenset(name for layer in on for name in layer.active_adapters if name in layer.lora_A) or frozenset(
-        [None]
-    )
+    names: set[str | None] = {name for layer in on for name in layer.active_adapters if name in layer.lora_A}
+    return frozenset(names or {None})
 
 
 def make_adapters_exact(model: nn.Module, kernel: Added) -> None:
