@@ -28,6 +28,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _EVENTS_TYPE = "text/event-stream; charset=utf-8"
 _MAX_ID_CHARS = 200
+"""Of a request's id, and of a path that is told."""
 _FULL = "The server has max_connections=%d open: send the request again later, or elsewhere."
 _DEEP = "The body is nested too deeply: send it with fewer lists and objects within each other."
 _STOPPED = "The server has stopped before this request had ended: send it elsewhere."
@@ -109,8 +110,9 @@ class _Answer:
             await self._answer()
         finally:
             end = "the client left" if self._is_gone else self._status
-            seconds = time.perf_counter() - start
-            logger.info("%s %s: %s, %.3f s", self._scope["method"], self._scope["path"], end, seconds)
+            seconds, path = time.perf_counter() - start, self._scope["path"][:_MAX_ID_CHARS]
+            shown = path if path.isprintable() else ascii(path)  # a line of the log stays one line
+            logger.info("%s %s: %s, %.3f s", self._scope["method"], shown, end, seconds)
             REQUEST_ID.reset(token)
 
     async def _answer(self) -> None:

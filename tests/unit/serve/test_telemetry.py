@@ -123,6 +123,8 @@ def test_each_answer_is_a_line_of_the_log(client, caplog):
     with caplog.at_level(logging.INFO, "rollout_engine.serve"):
         client.send("POST", "/v1/completions", COMPLETION, headers={"x-request-id": "one"})
         client.send("GET", "/nowhere", headers={"x-request-id": "two"})
-    first, second = caplog.messages
+        client.send("GET", "/a%0aGET%20/b:%20200", headers={"x-request-id": "three"})
+    first, second, third = caplog.messages
     assert re.fullmatch(r"POST /v1/completions: 200, \d+\.\d{3} s \[request one\]", first)
     assert re.fullmatch(r"GET /nowhere: 404, \d+\.\d{3} s \[request two\]", second)
+    assert third.startswith(r"GET '/a\nGET /b: 200': 404, ") and "\n" not in third
