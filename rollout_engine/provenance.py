@@ -1,8 +1,8 @@
 """Notes on tensor objects: how the tokens of a rollout, or the log-probs of a trainer, were computed.
 
-A note belongs to one tensor object; what torch computes from it (slices, copies, moved tensors) has none. Parts, clones
-and concatenations of a `RolloutBatch` get those of the whole. Notes only serve to report mistakes early, never to
-decide what is computed.
+A note belongs to one tensor object; what torch computes from it (slices, copies, moved tensors) has none. Parts,
+clones, moved copies and concatenations of a `RolloutBatch` get those of the whole. Notes only serve to report mistakes
+early, never to decide what is computed.
 """
 
 from collections.abc import Iterable, Iterator

@@ -50,16 +50,26 @@ class RolloutBatch(TensorDict):  # type: ignore[misc]
         return html(self) if _is_listed(self) else f"<pre>{escape(repr(self))}</pre>"
 
     def __getitem__(self, index: Any) -> Any:
-        part = super().__getitem__(index)
-        return with_note(part, [self]) if isinstance(part, RolloutBatch) else part
+        return self._noted(super().__getitem__(index))
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         """A copy, as of `TensorDict.clone`."""
-        return with_note(super().clone(*args, **kwargs), [self])
+        return self._noted(super().clone(*args, **kwargs))
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """The batch on another device or in another dtype, as of `TensorDict.to`."""
+        return self._noted(super().to(*args, **kwargs))
+
+    def split(self, *args: Any, **kwargs: Any) -> Any:
+        """Parts of the batch, as of `TensorDict.split`."""
+        return tuple(map(self._noted, super().split(*args, **kwargs)))
 
     def memmap(self, *args: Any, **kwargs: Any) -> Any:
         """A plain TensorDict of memory-mapped tensors; arguments as for `TensorDict.memmap`."""
         return _plain(self).memmap(*args, **kwargs)
+
+    def _noted(self, part: Any) -> Any:
+        return with_note(part, [self]) if isinstance(part, RolloutBatch) else part
 
     def memmap_like(self, *args: Any, **kwargs: Any) -> Any:
         return _plain(self).memmap_like(*args, **kwargs)

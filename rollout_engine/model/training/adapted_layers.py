@@ -95,4 +95,4 @@ def _exact_class(kind: type, kernel: Added) -> type:
 def _is_lora(child: nn.Module) -> bool:
     """Whether it is a linear layer with LoRA matrices beside it."""
     parts = ("lora_A", "lora_B", "lora_dropout", "scaling", "active_adapters", "disable_adapters", "merged")
-    return isinstance(getattr(child, "base_layer", None), nn.Linear) and all(hasattr(child, part) for part in parts)
+    return isinstance(child._modules.get("base_layer"), nn.Linear) and all(hasattr(child, part) for part in parts)

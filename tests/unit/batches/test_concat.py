@@ -204,9 +204,10 @@ def test_parts_and_wholes_keep_the_note_on_their_tokens(make_batch, layout):
 
     parts = [
         one.clone(),
+        one.to("meta"),
         *minibatches(one, 2),
         concat([one, one]),
-        *([one[1:], one[[0]]] if layout == "padded" else []),
+        *([one[1:], one[[0]], *one.split(2)] if layout == "padded" else []),
     ]
     assert all(noted(part) == note for part in parts)
     assert noted(concat([one, other])) == rounded._replace(temperature=None, adapters=frozenset(["a", None]))
