@@ -258,7 +258,7 @@ def test_extra_args_are_taken_where_processors_may_read_them(codec):
     assert inputs.check("x", SamplingParams(extra_args={"a": 1})).params.extra_args == {"a": 1}
 
 
-def test_seeds_come_from_the_request_or_from_the_engine_and_the_ordinal(inputs):
+def test_seeds_come_from_the_request_or_from_the_engine_and_the_ordinal(inputs, usual_draws):
     given = [None, 5, None]
     admitted = [inputs.admit(inputs.check("x", SamplingParams(seed=seed))) for seed in given]
     assert [request.seed for request in admitted] == [mix(7, 0), 5, mix(7, 2)]
@@ -269,7 +269,7 @@ def test_a_negative_seed_is_the_unsigned_one_of_the_same_bits(inputs):
     assert [request.seed for request in admitted] == [2**64 - 1, 2**63]
 
 
-def test_refused_requests_do_not_move_the_seeds(inputs):
+def test_refused_requests_do_not_move_the_seeds(inputs, usual_draws):
     with pytest.raises(RequestError):
         inputs.check("", None)
     assert inputs.admit(inputs.check("x", None)).seed == mix(7, 0)
