@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.locations import find_directory
-from rollout_engine.model.admission.gate import admit, build_module, position_limit
+from rollout_engine.model.admission.gate import admit, build_module
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
@@ -22,6 +22,7 @@ from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import initialize, place_on
 from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_of, with_labels
 from rollout_engine.model.modules.loaded_model import LoadedModel, ModelFiles
+from rollout_engine.model.modules.positions import position_limit
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.model.ranks.cut import ModelCut, cut_module
 from rollout_engine.model.ranks.part import part_of

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from rollout_engine.model.modules import layer_patterns
 from rollout_engine.model.modules.geometry import LayerGeometry
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -64,12 +65,16 @@ def decoder_structure(module: nn.Module, geometry: Sequence[LayerGeometry]) -> D
     require(children.keys() == {"embed_tokens", "layers", "norm", "rotary_emb"}, f"{_kind(base)} has other parts")
     layers = list(children["layers"])
     require(len(layers) == len(geometry), f"{len(geometry)} of its {len(layers)} layers have attention")
+    head = module.get_output_embeddings()
+    _require_pattern(layer_patterns.base_reason(base))
+    if head is not None:
+        _require_pattern(layer_patterns.head_reason(module))
     return DecoderStructure(
         embedding=children["embed_tokens"],
         rotary=children["rotary_emb"],
         layers=[_layer(layer, one) for layer, one in zip(layers, geometry, strict=True)],
         norm=children["norm"],
-        head=module.get_output_embeddings(),
+        head=head,
     )
 
 
@@ -77,6 +82,12 @@ def require(condition: bool, otherwise: str) -> None:
     """Raise `UnsupportedStructure` with the reason `otherwise`, unless `condition` holds."""
     if not condition:
         raise UnsupportedStructure(otherwise)
+
+
+def _require_pattern(reason: str | None) -> None:
+    """Raise `UnsupportedStructure` with `reason`, the result of a trial in `layer_patterns`, unless it is None."""
+    if reason is not None:
+        raise UnsupportedStructure(reason)
 
 
 def _layer(layer: nn.Module, geometry: LayerGeometry) -> DecoderLayer:
@@ -87,9 +98,12 @@ def _layer(layer: nn.Module, geometry: LayerGeometry) -> DecoderLayer:
     head_norms = [inner.pop(name) for name in ("q_norm", "k_norm") if name in inner]
     require(inner.keys() == {*_QKV, "o_proj"} and len(head_norms) != 1, f"{_kind(attention)} has other parts")
     require(not geometry.has_sinks, "its attention has sinks")
-    owners = [child for child in (layer, attention, mlp) if list(child.parameters(recurse=False))]
-    require(not owners, "its layers have parameters of their own")
+    for child in (layer, attention, mlp):
+        require(not list(child.parameters(recurse=False)), "its layers have parameters of their own")
+        require(not list(child.buffers(recurse=False)), "its layers have buffers of their own")
     _check_linears(inner.values())
+    _require_pattern(layer_patterns.attention_reason(attention, geometry))
+    _require_pattern(layer_patterns.layer_reason(layer))
     return DecoderLayer(
         attention_norm=children["input_layernorm"],
         qkv=[inner[name] for name in _QKV],

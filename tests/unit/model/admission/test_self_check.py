@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 import torch
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from rollout_engine.kernels.attention_params import AttentionParams
@@ -9,17 +10,17 @@ from rollout_engine.model.admission.self_check import check_numerics
 from rollout_engine.model.modules import attention_interface
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import construct
-from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.modules.geometry import Refusal, probe_geometry
 from rollout_engine.testing import tiny_config
 
 
-def layers_of(architecture: str, **overrides) -> list[LayerGeometry]:
-    config = tiny_config(architecture, **overrides)
-    return probe_geometry(construct(config, dtype=torch.float32, attention=ATTENTION_NAME))
+def build(architecture: str, **overrides) -> PreTrainedModel:
+    return construct(tiny_config(architecture, **overrides), dtype=torch.float32, attention=ATTENTION_NAME)
 
 
 def check(architecture: str, **overrides) -> None:
-    check_numerics(tiny_config(architecture, **overrides), layers_of(architecture, **overrides))
+    module = build(architecture, **overrides)
+    check_numerics(module, probe_geometry(module))
 
 
 ADMITTED = [
@@ -68,10 +69,10 @@ def test_a_nan_is_a_difference(monkeypatch):
 
 
 def test_a_buffer_that_nobody_computes_is_a_difference(monkeypatch):
-    layers = layers_of("llama")
+    module = build("llama")
     monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", lambda self, module: None)
     with pytest.raises(Refusal, match="differ from transformers' own by nan"):
-        check_numerics(tiny_config("llama"), layers)
+        check_numerics(module, probe_geometry(module))
 
 
 def test_a_forward_that_fails_is_a_refusal(monkeypatch):
@@ -92,18 +93,11 @@ def test_a_large_model_is_checked_on_a_small_copy(monkeypatch):
         return compare(engine, reference, geometry)
 
     monkeypatch.setattr(self_check, "_relative_error", watch)
-    config = tiny_config(
-        "qwen3",
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-    )
-    geometry = layers_of("qwen3", num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
-    check_numerics(config, geometry)
+    sizes_of_heads = dict(num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    module = build("qwen3", **sizes_of_heads)
+    geometry = probe_geometry(module)
+    module.config.update(dict(hidden_size=4096, intermediate_size=12288, vocab_size=151936))
+    check_numerics(module, geometry)
     assert sizes[0] < 8_000_000
 
 
@@ -115,19 +109,21 @@ def test_every_kind_of_layer_is_in_the_copy(monkeypatch):
 
 
 def test_a_copy_that_changes_its_kind_is_not_trusted(monkeypatch):
-    small = layers_of("qwen3")
+    module = build("qwen3")
+    geometry = [msgspec.structs.replace(layer, scale=1.0) for layer in probe_geometry(module)]
     with pytest.raises(Refusal, match="no small copy .*changed with its size"):
-        check_numerics(tiny_config("qwen3"), [msgspec.structs.replace(layer, scale=1.0) for layer in small])
+        check_numerics(module, geometry)
 
 
 def test_an_architecture_that_cannot_be_built_small_is_refused(monkeypatch):
     def picky(*args, **kwargs):
         raise ValueError("too small for me")
 
-    geometry = layers_of("qwen3")
+    module = build("qwen3")
+    geometry = probe_geometry(module)
     monkeypatch.setattr(self_check, "construct", picky)
     with pytest.raises(Refusal, match="no small copy .*too small for me"):
-        check_numerics(tiny_config("qwen3"), geometry)
+        check_numerics(module, geometry)
 
 
 def test_steps_compute_every_token_once_and_end_in_single_tokens():
