@@ -89,6 +89,7 @@ def _layer(layer: nn.Module, geometry: LayerGeometry) -> DecoderLayer:
     require(not geometry.has_sinks, "its attention has sinks")
     owners = [child for child in (layer, attention, mlp) if list(child.parameters(recurse=False))]
     require(not owners, "its layers have parameters of their own")
+    require(len({parameter.dtype for parameter in layer.parameters()}) == 1, "its weights have several dtypes")
     _check_linears(inner.values())
     return DecoderLayer(
         attention_norm=children["input_layernorm"],
