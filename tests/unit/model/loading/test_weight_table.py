@@ -13,6 +13,7 @@ from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.testing import tiny_checkpoint, tiny_config, tiny_model
 
 MOE = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+from sync.checkpoint_names import CheckpointNames
 
 
 def changed(entry, **changes):
@@ -125,6 +126,6 @@ def test_names_to_ignore_may_be_there(tmp_path):
     entries = read_entries(tmp_path)
     stray = changed(entries[0], name="model.layers.0.self_attn.rotary_emb.inv_freq")
     module, table = empty_table("qwen3")
-    table.load([*entries, stray], ignored=[r"rotary_emb\.inv_freq$"])
+    table.load([*entries, stray], CheckpointNames(unused=[r"rotary_emb\.inv_freq$"]))
     expected = tiny_model("qwen3").state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in module.state_dict().items())
