@@ -11,9 +11,9 @@ from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.construct import construct
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.testing import tiny_checkpoint, tiny_config, tiny_model
+from sync.checkpoint_names import CheckpointNames
 
 MOE = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-from sync.checkpoint_names import CheckpointNames
 
 
 def changed(entry, **changes):
