@@ -34,6 +34,7 @@ from rollout_engine.weights.staged_update import StagedUpdate
 from sync import errors
 from sync.base import WeightReceiver
 from sync.cast_notice import CastNotice
+from sync.checkpoint_names import CheckpointNames
 from sync.manifest import WeightManifest, total_digest
 from sync.pieces import Lacking, described, num_bytes_lacking
 from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
@@ -78,17 +79,30 @@ class WeightUpdater:
         aliases: Iterable[Iterable[str]],
         packed: PackedWeights,
         shadow_memory: ShadowMemory,
+        names: CheckpointNames = CheckpointNames(),  # noqa: B008 (it is frozen)
         *,
         prepare: Callable[[], object] = lambda: None,
         writer: TensorWriter = HOST_WRITER,
     ) -> "WeightUpdater":
-        """The updater of weights in this process, which `HeldWeights` holds; `targets` and `aliases` name them all."""
-        checks = ManifestChecks(targets, aliases)
+        """The updater of weights in this process, which `HeldWeights` holds; `targets` and `aliases` name them all.
+
+        `names`: as of `ManifestChecks`.
+        """
+        checks = ManifestChecks(targets, aliases, names)
         return cls(HeldWeights(targets, packed, shadow_memory, prepare), checks, writer)
 
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every accepted name, both namings."""
         return dict(self.weights.metadata)
+
+    @property
+    def names(self) -> CheckpointNames:
+        """The further names that a source may have."""
+        return self._checks.names
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Names that, with these of a source, are every weight; none once a whole update may be made of them."""
+        return self._checks.missing(names, self.weights.metadata)
 
     @property
     def num_live_bytes(self) -> int:

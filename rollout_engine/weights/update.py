@@ -72,14 +72,14 @@ def update_from_source(
         with as_weight_errors():
             published = checked_manifest(lease_current(source))
         version = published.version if version is None else version
-        needs_cast = any(spec.dtype != metadata[spec.name][0] for spec in published.tensors if spec.name in metadata)
-        if version == published.version and not needs_cast:
+        is_as_held = all(metadata.get(spec.name, ("",))[0] == spec.dtype for spec in published.tensors)
+        if version == published.version and is_as_held:
             receiver = make_receiver("store", directory=source)
             return apply_update(updater, published, receiver, steps, options, check, hold=hold)
     sender = make_sender("inproc")
     try:
         with as_weight_errors():
-            pairs = read_source(source)
+            pairs = updater.names.used(read_source(source), metadata)
             check_source(pairs, metadata)
             updater.cast_notice.warn_if_cast(pairs, metadata)
             manifest = sender.offer(pairs, updater.version + 1 if version is None else version, metadata)

@@ -101,6 +101,7 @@ def _layer(layer: nn.Module, geometry: LayerGeometry) -> DecoderLayer:
     for child in (layer, attention, mlp):
         require(not list(child.parameters(recurse=False)), "its layers have parameters of their own")
         require(not list(child.buffers(recurse=False)), "its layers have buffers of their own")
+    require(len({parameter.dtype for parameter in layer.parameters()}) == 1, "its weights have several dtypes")
     _check_linears(inner.values())
     _require_pattern(layer_patterns.attention_reason(attention, geometry))
     _require_pattern(layer_patterns.layer_reason(layer))

@@ -5,7 +5,7 @@ A module is run with known weights, so a norm that multiplies by (1 + weight), o
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,18 @@ from rollout_engine.kernels.norm import rms_norm
 
 SILU_CLASSES = (nn.SiLU, SiLUActivation)
 _EPSILON_NAMES = ("variance_epsilon", "eps")
+
+
+def children_of_one_dtype(module: nn.Module) -> Iterator[nn.Module]:
+    """Every module below `module` but those with parameters in another dtype than its first parameter.
+
+    Such a part, which a checkpoint keeps in float32, converts its input and output as it likes, and the patterns below
+    try a module in the dtype of its own weights only.
+    """
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    for child in list(module.modules()):
+        if all(p.dtype == dtype or not p.is_floating_point() for p in child.parameters(recurse=False)):
+            yield child
 
 
 def is_gated_mlp(child: nn.Module) -> bool:

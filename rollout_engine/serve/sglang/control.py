@@ -60,7 +60,7 @@ class ContinueBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 async def continue_generation(served: Served, asked: Asked) -> Reply:
     """Go on after a pause. Refused while an update is incomplete: the old weights would go on serving unnoticed."""
-    if served.updates.is_begun:
+    if served.updates.is_begun or served.updates.waits_for_end:
         missing = await served.updates.missing()
         what = f"{first_names(missing)} of the model's weights have not come" if missing else "an update was not ended"
         hint = "Send them, or give the update up by /destroy_weights_update_group; the old weights are live still."

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import LifecycleError, RequestError, RPCError
+from rollout_engine.errors import RequestError, RPCError
+from rollout_engine.outputs import UpdateReport
 from rollout_engine.serve.pending_update import as_version, report_fields
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
@@ -142,12 +143,8 @@ async def begin_weight_update(served: Served, asked: Asked) -> Reply:
 
 
 async def end_weight_update(served: Served, asked: Asked) -> Reply:
-    """Commit the update that was begun, whole or not at all. Asked again, it reports the same."""
-    if served.updates.is_begun:
-        return Reply(report_fields(await served.updates.commit(asked.body.weight_version)))
-    if served.updates.last is not None:
-        return Reply(report_fields(served.updates.last))
-    raise LifecycleError("end_weight_update: no tensors have come: send them first.")
+    """Commit the update that was begun, whole or not at all. Asked again with its version, it reports the same."""
+    return Reply(report_fields(await served.updates.end("end_weight_update", asked.body.weight_version)))
 
 
 class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -208,6 +205,8 @@ async def _abort(served: Served, body: CommonBody) -> None:
 
 
 async def _commit_if_complete(served: Served, body: CommonBody) -> Reply:
+    if not served.updates.waits_for_end and await served.updates.has_come_late():
+        return _committed(await served.updates.commit_late())
     missing = [] if body.partial else await served.updates.missing()
     if missing or served.updates.waits_for_end:
         message = (
@@ -215,7 +214,10 @@ async def _commit_if_complete(served: Served, body: CommonBody) -> Reply:
         )
         live = str(served.weight_version)
         return Reply({"success": True, "message": message, "num_missing": len(missing), "weight_version": live})
-    report = await served.updates.commit(body.weight_version, partial=body.partial)
+    return _committed(await served.updates.commit(body.weight_version, partial=body.partial))
+
+
+def _committed(report: UpdateReport) -> Reply:
     return Reply({**report_fields(report), "weight_version": str(report.version)})
 
 
