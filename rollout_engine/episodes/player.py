@@ -6,7 +6,13 @@ from typing import Any
 from rollout_engine.episodes.conversation import Conversation, Turns, rewritten
 from rollout_engine.episodes.episode import Ask
 from rollout_engine.episodes.plan import EpisodePlan
-from rollout_engine.episodes.tool_calls import ToolCalls, ToolFormat, format_of_template, parse_typed_calls
+from rollout_engine.episodes.tool_calls import (
+    ToolCalls,
+    ToolFormat,
+    format_of_template,
+    opens_thinking,
+    parse_typed_calls,
+)
 from rollout_engine.errors import LifecycleError, RequestError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.reader import Reader
@@ -50,11 +56,13 @@ class Player:
         """Begin the conversation of a seat. Raises `RequestError`."""
         return Conversation(self._turns_with(tools), branches=self._plan.on_rewrite == "branch")
 
-    def find_calls(self, sample: CompletionOutput, tools: list[dict[str, Any]]) -> ToolCalls:
-        """Find the calls in an answer."""
+    def find_calls(self, sample: CompletionOutput, tools: list[dict[str, Any]], prompt_end: list[int]) -> ToolCalls:
+        """Find the calls in an answer to a prompt that ends with the ids `prompt_end`."""
         if self._form is None or not (tools or self._plan.tools):
             return ToolCalls()
-        return parse_typed_calls(self._codec.decode(sample.token_ids), self._form, self._all_tools(tools))
+        is_thinking = opens_thinking(self._codec.decode(prompt_end))
+        text, schemas = self._codec.decode(sample.token_ids), self._all_tools(tools)
+        return parse_typed_calls(text, self._form, schemas, is_thinking=is_thinking)
 
     def ask(self, key: int, ask: Ask) -> None:
         """Have the next `queue` ask for an episode's turn."""

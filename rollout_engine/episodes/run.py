@@ -176,11 +176,11 @@ class EpisodeRun:
             self._causes[episode.key] = result.exception
             return episode.fail(result.reason)
         if isinstance(result, Began):
-            return episode.began(result.observation, result.tools, result.num_seats)
+            return episode.began(result.observation, result.tools, result.functions, result.num_seats)
         if isinstance(result, Observation):
             return episode.observed(result)
         if isinstance(result, list):
-            return episode.observed(Observation(result))
+            return episode.called(result)
         if isinstance(result, str):
             return episode.consulted(result)
         return episode.fail(f"The function of seat {episode.seat} returned {type(result).__name__}, not a text.")
@@ -249,8 +249,10 @@ class EpisodeRun:
     def _new_conversation(self, seat: int, tools: list[dict[str, Any]]) -> Conversation:
         return Conversation(None) if seat in self._functions else self._player(seat).conversation(tools)
 
-    def _find_calls(self, seat: int, sample: CompletionOutput, tools: list[dict[str, Any]]) -> ToolCalls:
-        return self._player(seat).find_calls(sample, tools)
+    def _find_calls(
+        self, seat: int, sample: CompletionOutput, tools: list[dict[str, Any]], prompt_end: list[int]
+    ) -> ToolCalls:
+        return self._player(seat).find_calls(sample, tools, prompt_end)
 
     def _wake(self) -> None:
         self._has_news.set()

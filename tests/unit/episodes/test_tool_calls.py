@@ -54,11 +54,11 @@ def test_calls_are_found(form, text, calls):
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "arguments are a list"),
         ("hermes", '<tool_call>{"name": "f", "arguments": "a"}</tool_call>', "arguments are a text"),
         ("hermes", "<tool_call>" + "[" * 60_000, "not JSON"),
-        ("hermes", "<tool_call>" + "x" * 70_000, "70000 characters, more than 65536"),
+        ("hermes", "<tool_call>{" + "x" * 69_999, "70000 characters, more than 65536"),
         ("llama3", '{"name": "f", "parameters": {', "not JSON"),
         ("llama3", "<|python_tag|>print(1)", "not JSON"),
         ("xml", "<tool_call>add(1)</tool_call>", "not <function=NAME>"),
-        ("xml", "<tool_call><function=f>1</function></tool_call>", "something beside <parameter=NAME>"),
+        ("xml", "<tool_call><function=f>1</function></tool_call>", "something other than <parameter=NAME>"),
     ],
 )
 def test_broken_calls_stay_text_and_are_told(form, text, problem):
