@@ -83,6 +83,8 @@ class Episode:
         self.key, self.group, self.member, self.seed = key, group, member, seed
         self.seats: dict[int, Conversation] = {}
         self.ended_by: EndedBy | None = None
+        self.is_truncated = False
+        """Whether its environment, a limit or a fault cut it off. An environment may say so of one that terminated."""
         self.error: str | None = None
         self.info: Mapping[str, Any] = {}
         """Of the last observation."""
@@ -138,7 +140,7 @@ class Episode:
 
     def observed(self, observation: Observation) -> Next:
         """The environment has taken a step, or its tools or the rollout's have answered."""
-        self.info = observation.info
+        self.info, self.is_truncated = observation.info, observation.truncated
         rewards = observation.reward
         for seat, reward in (rewards if isinstance(rewards, Mapping) else {self.seat: rewards}).items():
             if seat not in self.seats:
@@ -183,6 +185,7 @@ class Episode:
     def end(self, ended_by: EndedBy) -> Next:
         """End it: nothing is needed any more."""
         self.ended_by = ended_by
+        self.is_truncated |= ended_by != "terminated"
         for conversation in self.seats.values():
             conversation.end()
         return None
