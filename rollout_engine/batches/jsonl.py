@@ -8,7 +8,8 @@
     prompt_token_ids, response_token_ids          response: end token included
     log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 where it was not sampled
     kept_logprob_mass                             the same, with top-k, top-p or min-p
-    reward, done                                  with a reward function
+    reward, done                                  with a reward function; of episodes also `terminated`: the
+                                                  environment ended it, and no limit or fault
     rewards                                       {name: number} with a list of them; null where one does not apply
     turns, turn_rewards, num_turns, episode_id, seat, ended_by, error, messages, info
                                                   of episodes (`rollout_engine.episodes.rows`); turns: per token of the
@@ -82,7 +83,8 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
         if "kept_logprob_mass" in batch.keys():
             sample["kept_logprob_mass"] = batch["kept_logprob_mass"][response].tolist()
         if "next" in batch.keys():
-            sample |= {"reward": own["next", "reward"][row][0], "done": own["next", "done"][row][0]}
+            ends = [key for key in ("done", "terminated") if ("next", key) in own]
+            sample |= {key: own["next", key][row][0] for key in ("reward", *ends)}
         if "episode_id" in own:
             sample["turns"] = batch["masks", "turn"][after].tolist()
             sample["turn_rewards"] = own[PER_TURN][row][: own["num_turns"][row]]

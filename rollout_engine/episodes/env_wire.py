@@ -1,5 +1,10 @@
-"""Messages between this process and a worker that plays environments: msgpack, each after its length."""
+"""Messages between this process and a worker that plays environments: msgpack, each after its length.
 
+A reply has the number of the order that it answers, and the process that wrote it: what an environment forks holds the
+same end of the connection.
+"""
+
+import os
 import socket
 import struct
 from collections.abc import Callable
@@ -54,24 +59,35 @@ class End(msgspec.Struct, tag=True):
 Order = Load | Reset | Step | Close | Reuse | End
 
 
+class NumberedOrder(msgspec.Struct):
+    """An order as it is sent."""
+
+    number: int
+    order: Order
+
+
 class Reply(msgspec.Struct):
-    """What an order has brought; empty where it brings nothing."""
+    """The result of an order; empty if it has none."""
 
     began: Began | None = None
     observation: Observation | None = None
     failure: str = ""
     """Why there is neither, on one line."""
+    number: int = 0
+    """Of the order that it answers."""
+    pid: int = 0
+    """Of the process that answers."""
 
 
 _encoder = msgspec.msgpack.Encoder()
-_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_orders = msgspec.msgpack.Decoder(NumberedOrder)
 _replies = msgspec.msgpack.Decoder(Reply)
 
 
-def encode_order(order: Order) -> bytes:
+def encode_order(number: int, order: Order) -> bytes:
     """Encode an order. Arguments that a policy has written and msgpack cannot carry become plain data."""
     try:
-        return _encoder.encode(order)
+        return _encoder.encode(NumberedOrder(number, order))
     except (OverflowError, ValueError, RecursionError):
         if not isinstance(order, Step):
             raise
@@ -79,11 +95,16 @@ def encode_order(order: Order) -> bytes:
         msgspec.structs.replace(call, name=plain_data(call.name), arguments=plain_data(call.arguments))
         for call in order.action.tool_calls
     ]
-    return _encoder.encode(Step(order.key, msgspec.structs.replace(order.action, tool_calls=calls)))
+    plain = Step(order.key, msgspec.structs.replace(order.action, tool_calls=calls))
+    return _encoder.encode(NumberedOrder(number, plain))
 
 
-def encode_reply(reply: Reply) -> bytes:
-    """Encode a reply; `info` and messages become plain data. Raises `ValueError` for one that is too long."""
+def encode_reply(reply: Reply, number: int) -> bytes:
+    """Encode this process's reply to order `number`; `info` and messages become plain data.
+
+    Raises `ValueError` for one that is too long.
+    """
+    reply.number, reply.pid = number, os.getpid()
     observation = reply.observation if reply.began is None else reply.began.observation
     if observation is not None:
         observation.info, observation.messages = plain_data(observation.info), plain_data(observation.messages)
@@ -106,7 +127,7 @@ def look_every(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(rest * 1e6)))
 
 
-def receive_order(connection: socket.socket, is_wanted: Callable[[], bool]) -> Order:
+def receive_order(connection: socket.socket, is_wanted: Callable[[], bool]) -> NumberedOrder:
     """Wait for an order, as long as `is_wanted` whenever the connection times out.
 
     Raises `EOFError` or `OSError` where the other end is gone.

@@ -23,6 +23,7 @@ from rollout_engine.episodes.env_wire import (
     Close,
     End,
     Load,
+    NumberedOrder,
     Order,
     Reply,
     Reset,
@@ -36,6 +37,7 @@ from rollout_engine.episodes.env_wire import (
 from rollout_engine.episodes.factory_reference import changed_source, find
 from rollout_engine.episodes.random_state import RandomState
 from rollout_engine.process.parent_watch import ParentWatch
+from rollout_engine.user_code import UserCode
 
 _EXIT_SECONDS = 5.0
 
@@ -55,31 +57,35 @@ class Worker:
     def has_episodes(self) -> bool:
         return bool(self._hosts)
 
-    def answer(self, order: Order) -> bytes:
-        """Carry out an order; the encoded reply. Whatever an environment raises is in it."""
+    def answer(self, asked: NumberedOrder) -> bytes:
+        """Carry out an order and encode the reply, which includes any exception that an environment raises."""
+        order = asked.order
         what = "environment" if self._spec is None else name_of_env(self._spec)
+        what = f"{order.reference.name or order.reference.factory}: import" if isinstance(order, Load) else what
+        what += f": {type(order).__name__.lower()}" if isinstance(order, Reset | Step | Close) else ""
         try:
-            match order:
-                case Load():
-                    what = f"{order.reference.name or order.reference.factory}: import"
-                    self._load_time = time.time()
-                    self._spec = find(order.reference)
-                    import_package(self._spec.factory)
-                    return encode_reply(Reply())
-                case Reset():
-                    what += ": reset"
-                    return encode_reply(Reply(began=self._reset(order)))
-                case Step():
-                    what += ": step"
-                    host, state = self._hosts[order.key]
-                    return encode_reply(Reply(observation=self._call(state, lambda: host.step(order.action))))
-                case Reuse():
-                    return encode_reply(Reply(failure=self._unfit_reason()))
-                case _:
-                    what += ": close"
-                    return encode_reply(self._close(order))
-        except BaseException as problem:  # also an exit: it ends an episode, not those beside it
-            return encode_reply(Reply(failure=_text(failure_of(what, problem).reason)))
+            with UserCode(lambda: what):
+                reply = self._carry_out(order)
+            return encode_reply(reply, asked.number)
+        except BaseException as problem:  # also an exit: it ends an episode, not the other ones of this process
+            return encode_reply(Reply(failure=_text(failure_of(what, problem).reason)), asked.number)
+
+    def _carry_out(self, order: Order) -> Reply:
+        match order:
+            case Load():
+                self._load_time = time.time()
+                self._spec = find(order.reference)
+                import_package(self._spec.factory)
+                return Reply()
+            case Reset():
+                return Reply(began=self._reset(order))
+            case Step():
+                host, state = self._hosts[order.key]
+                return Reply(observation=self._call(state, lambda: host.step(order.action)))
+            case Reuse():
+                return Reply(failure=self._unfit_reason())
+            case _:
+                return self._close(order)
 
     def _reset(self, order: Reset) -> Any:
         assert self._spec is not None
@@ -120,8 +126,8 @@ def main() -> None:
         worker = Worker(runner)
         look_every(connection, idle_seconds)
         with suppress(EOFError):  # nobody needs it
-            while not isinstance(order := receive_order(connection, lambda: worker.has_episodes), End):
-                send(connection, worker.answer(order))
+            while not isinstance((asked := receive_order(connection, lambda: worker.has_episodes)).order, End):
+                send(connection, worker.answer(asked))
         watch.end()
     _exit_soon()
 

@@ -86,6 +86,8 @@ class Episode:
         self.key, self.group, self.member, self.seed = key, group, member, seed
         self.seats: dict[int, Conversation] = {}
         self.ended_by: EndedBy | None = None
+        self.is_truncated = False
+        """Whether its environment, a limit or a fault cut it off. An environment may say so of one that terminated."""
         self.error: str | None = None
         self.info: Mapping[str, Any] = {}
         """Of the last observation."""
@@ -164,7 +166,7 @@ class Episode:
         said = [*messages] if not isinstance(messages, str) else [{"role": "user", "content": messages}]
         if self._results.maker == "functions":
             return self.called(said)
-        self.info = observation.info
+        self.info, self.is_truncated = observation.info, observation.truncated
         rewards = observation.reward
         for seat, reward in (rewards if isinstance(rewards, Mapping) else {self.seat: rewards}).items():
             if seat not in self.seats:
@@ -227,6 +229,7 @@ class Episode:
     def end(self, ended_by: EndedBy) -> Next:
         """End it: nothing is needed any more."""
         self.ended_by = ended_by
+        self.is_truncated |= ended_by != "terminated"
         for conversation in self.seats.values():
             conversation.end()
         return None

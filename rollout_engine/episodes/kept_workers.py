@@ -11,7 +11,6 @@ import msgspec
 
 from rollout_engine.episodes.factory_reference import FactoryReference
 from rollout_engine.episodes.worker_process import WorkerProcess
-from sync.owner_process import OwnerProcess
 
 _MAX_KEPT = 32
 
@@ -34,10 +33,10 @@ class KeptWorkers:
         self._lock = threading.Lock()
         self._idle: list[_Kept] = []
         """The one that has waited longest first."""
-        self._end_idle = weakref.finalize(self, _end_idle, self._idle, OwnerProcess())
+        self._end_idle = weakref.finalize(self, _end_idle, self._idle)
 
     def take(self, start: bytes) -> WorkerProcess | None:
-        """Take out the process of this `start_of` that has waited least; None where there is none."""
+        """Take out the process of this `start_of` that has waited least; None if there is none."""
         with self._lock:
             kept = next((kept for kept in reversed(self._idle) if kept.start == start), None)
             if kept is not None:
@@ -67,10 +66,9 @@ def start_of(reference: FactoryReference) -> bytes:
     return hashlib.blake2b(msgspec.msgpack.encode(start), digest_size=16).digest()
 
 
-def _end_idle(idle: list[_Kept], owner: OwnerProcess) -> None:
-    if owner.is_current:  # to a forked child they do not belong
-        _end(idle)
-        idle.clear()
+def _end_idle(idle: list[_Kept]) -> None:
+    _end(idle)
+    idle.clear()
 
 
 def _end(leaving: Sequence[_Kept]) -> None:

@@ -17,6 +17,7 @@ from rollout_engine.errors import LifecycleError, RequestError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.reader import Reader
 from rollout_engine.outputs import CompletionOutput
+from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.text.chat_turns import ChatTurns
 from rollout_engine.text.prompts import with_lora
 from rollout_engine.text.text_turns import TextTurns
@@ -73,10 +74,9 @@ class Player:
         if not self._asked:
             return
         asked, self._asked = self._asked, []
-        params = self._plan.params
         request_ids = self.reader.add_all(
             with_lora([{"prompt_token_ids": ask.token_ids} for _, ask in asked], self._plan.lora),
-            [params if (params.max_tokens or 0) <= ask.room else self._shortened(ask.room) for _, ask in asked],
+            [self._params_within(ask.room) for _, ask in asked],
             session_id=[f"{self._session}-{key}-{ask.seat}" for key, ask in asked],
             seeds=[ask.seed for _, ask in asked],
         )
@@ -113,8 +113,11 @@ class Player:
         if unfinished:
             self.reader.abort(unfinished)
 
-    def _shortened(self, room: int) -> Any:
-        return self._plan.params.clone(max_tokens=room)
+    def _params_within(self, room: int) -> SamplingParams:
+        """Parameters of an answer of at most `room` tokens."""
+        params = self._plan.params
+        is_within = params.max_tokens is not None and params.max_tokens <= room
+        return params if is_within else params.clone(max_tokens=room)
 
     def _turns_with(self, tools: list[dict[str, Any]]) -> Turns:
         key = json.dumps(tools, sort_keys=True)

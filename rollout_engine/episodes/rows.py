@@ -12,8 +12,11 @@ follows the first prompt; B rows, T longest full, in the packed layout [1, N] as
     "group_id"              [B]                 int64; number of the start times seats, plus the seat
     "seed"                  [B]                 int64; of the seat's first turn
     ("next", "reward")      [B, 1]              float32; the seat's return: the sum over its turns
-    ("next", "done")        [B, 1]              bool; the episode ended by itself, and its last answer was not cut off
-    "finish_reason"         [B]                 "stop" where done, "length" where cut off, "error" where it failed
+    ("next", "terminated")  [B, 1]              bool; the environment ended the episode
+    ("next", "truncated")   [B, 1]              bool; the environment, a limit of the rollout or a fault cut it off
+    ("next", "done")        [B, 1]              bool; either: true of every row
+    "truncated"             [B, 1]              bool; the seat's last answer was cut off, however the episode ended
+    "finish_reason"         [B]                 of the seat's last answer, "stop" or "length"; "error" if it failed
     "ended_by"              [B]                 what ended it: `rollout_engine.episodes.episode.EndedBy`
     "error"                 [B]                 why it failed, else None
     "messages"              [B]                 the seat's conversation
@@ -67,6 +70,11 @@ def episode_batch(
     for index, row in enumerate(rows):
         rewards[index, : row.conversation.num_turns] = torch.tensor(row.conversation.rewards, dtype=torch.float32)
     batch["rewards", "turn"] = rewards
+    terminated = _column([row.episode.ended_by == "terminated" for row in rows])
+    truncated = _column([row.episode.is_truncated for row in rows])
+    batch["next", "terminated"], batch["next", "truncated"] = terminated, truncated
+    batch["next", "done"] = terminated | truncated
+    batch["truncated"] = _column([_is_cut(row) for row in rows])
     for name, values in (
         ("num_turns", [row.conversation.num_turns for row in rows]),
         ("episode_id", [row.episode.key for row in rows]),
@@ -120,9 +128,16 @@ def _text(token_ids: list[int], codec: TextCodec) -> str:
 def _finish_reason(row: EpisodeRow) -> FinishReason:
     if row.episode.ended_by == "error":
         return "error"
+    return "length" if _is_cut(row) else "stop"
+
+
+def _is_cut(row: EpisodeRow) -> bool:
     last = row.conversation.last_answer
-    is_cut = last is not None and last.finish_reason == "length"
-    return "stop" if row.episode.ended_by == "terminated" and not is_cut else "length"
+    return last is not None and last.finish_reason == "length"
+
+
+def _column(values: list[bool]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.bool).unsqueeze(-1)
 
 
 def _placed(samples: list[tuple[int, CompletionOutput]], length: int, name: str) -> np.ndarray | None:

@@ -23,6 +23,7 @@ from rollout_engine.episodes.env_wire import (
 )
 from rollout_engine.episodes.factory_reference import WORKER_MODULE, FactoryReference
 from rollout_engine.errors import RetryableError
+from sync.owner_process import OwnerProcess
 
 _LOOK_SECONDS = 0.5
 """How often to look whether it lives. What it forks may hold its end of the connection."""
@@ -64,8 +65,8 @@ class WorkerProcess:
         finally:
             there.close()
         look_every(here, _LOOK_SECONDS)
-        self._connection = here
-        self._is_killed, self._num_unanswered = False, 0
+        self._connection, self._owner = here, OwnerProcess()
+        self._is_killed, self._num_orders, self._num_unanswered = False, 0, 0
 
     @property
     def pid(self) -> int:
@@ -78,8 +79,9 @@ class WorkerProcess:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it runs, has answered every order, and nobody has killed it."""
-        return self.is_alive and not self._num_unanswered and not self._is_killed
+        """Whether it runs, has answered every order, was not killed, and belongs to this process."""
+        is_ours = self._owner.is_current
+        return is_ours and self.is_alive and not self._num_unanswered and not self._is_killed
 
     def load(self, reference: FactoryReference) -> str:
         """Let it import the factory. Returns "", or the reason why it cannot. Raises `WorkerLostError`."""
@@ -91,11 +93,16 @@ class WorkerProcess:
 
     def ask(self, order: Order) -> Reply:
         """Give an order and wait for its reply, as long as the process lives. Raises `WorkerLostError`."""
-        frame = encode_order(order)
+        if not self._owner.is_current:
+            raise WorkerLostError(self._owner.error_message("it"), has_begun=False)
+        number = self._num_orders = self._num_orders + 1
+        frame = encode_order(number, order)
         self._num_unanswered += 1
         try:
             send(self._connection, frame)
             reply = receive_reply(self._connection, lambda: self.is_alive)
+            if (reply.number, reply.pid) != (number, self.pid):
+                raise WorkerLostError(self._broken())
             self._num_unanswered -= 1
             return reply
         except (ConnectionResetError, BrokenPipeError):  # it has left bytes of ours unread
@@ -111,12 +118,16 @@ class WorkerProcess:
         self._process.kill()
 
     def ask_to_end(self) -> None:
-        """Let it end soon; no-op where it has ended."""
-        with suppress(OSError):
-            send(self._connection, encode_order(End()))
+        """Let it end soon; no-op if it has ended, and in a forked child, to which it does not belong."""
+        if self._owner.is_current:
+            with suppress(OSError):
+                send(self._connection, encode_order(0, End()))
 
     def end(self) -> None:
-        """Let it end, or kill it where it does not; no-op where it has ended."""
+        """Let it end, or kill it if it does not; no-op if it has ended, and in a forked child."""
+        if not self._owner.is_current:
+            self._connection.close()
+            return
         self.ask_to_end()
         try:
             self._process.wait(_END_SECONDS)

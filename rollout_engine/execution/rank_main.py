@@ -18,7 +18,8 @@ from typing import NoReturn
 
 from rollout_engine.execution.rank_values import pack_value
 from rollout_engine.execution.rank_wire import (
-    CallMessage,
+    Answer,
+    Call,
     Channel,
     Done,
     Failed,
@@ -90,12 +91,12 @@ def _exchange(settings: RankSettings, memory: int | None, num_ranks: int) -> Exc
 
 
 def _answer(worker: RankWorker, calls: Channel) -> None:
-    message = calls.receive(CallMessage)
+    call: Call = calls.receive(Call)
     try:
-        answer: Done | Failed = Done(pack_value(worker.carry_out(message)))
+        result: Done | Failed = Done(pack_value(worker.carry_out(call.message)))
     except Exception as error:
-        answer = Failed.of(error)
-    calls.send(answer)
+        result = Failed.of(error)
+    calls.send(Answer(call.number, result))
 
 
 def _take_part(worker: RankWorker, seat: Seat, life: Channel, steps: Channel) -> None:

@@ -17,6 +17,8 @@ from rollout_engine.execution.made_with import difference
 from rollout_engine.execution.rank_launcher import Rank, RankLauncher
 from rollout_engine.execution.rank_values import rows_bytes, unpack_value
 from rollout_engine.execution.rank_wire import (
+    Answer,
+    Call,
     CallMessage,
     CopyBlocks,
     Done,
@@ -77,7 +79,7 @@ class RankTeam:
         self._has_failed = threading.Event()
         self._on_death: Callable[[str], object] | None = None
         self._changing, self._is_closing = threading.Lock(), False
-        self._calling = threading.Lock()
+        self._calling, self._num_calls = threading.Lock(), 0
         self.seat = Seat(exchange, self, splits_sums=splits_sums)
         self._ranks: list[Rank] = []
         try:
@@ -149,10 +151,11 @@ class RankTeam:
         """
         messages = list(asked) if isinstance(asked, Sequence) else [asked] * len(self._ranks)
         with self._calling:
+            self._num_calls += 1
             try:
                 self._settle(messages[0])
                 for rank, message in zip(self._ranks, messages, strict=True):
-                    rank.calls.send(message)
+                    rank.calls.send(Call(self._num_calls, message))
                 failure: BaseException | None = None
                 results: list[Any] = [None]
                 try:
@@ -160,7 +163,7 @@ class RankTeam:
                 except BaseException as error:  # the answers are to be read, whatever happens here
                     failure = error
                 for rank in self._ranks:
-                    answer = rank.calls.receive(Done | Failed)
+                    answer = self._answer(rank)
                     if isinstance(answer, Failed):
                         failure = failure or answer.as_error(rank.rank, type(messages[0]).__name__)
                     else:
@@ -170,6 +173,16 @@ class RankTeam:
         if failure is not None:
             raise failure
         return results
+
+    def _answer(self, rank: Rank) -> Done | Failed:
+        """Receive a rank's answer to the current call. One to another call ends the team: results would be mixed up."""
+        answer: Answer = rank.calls.receive(Answer)
+        if answer.number != self._num_calls:
+            what = f"rank {rank.rank} answered call {answer.number} when call {self._num_calls} was made"
+            error = EngineDeadError(f"{what}, as after a call that was interrupted: make a new engine.")
+            self.fail(error)
+            raise error
+        return answer.result
 
     def fail(self, error: Exception) -> None:
         """Let no rank compute any more, because of `error`."""

@@ -4,8 +4,8 @@ life    RankSettings  ──>        once
         <── Joined               once
         <── Started | Failed     once it is loaded, or where it fails; the system closes the socket when either ends
 steps   Forward | ...  ──>       no answer: the ranks meet in what they compute
-calls   StartWeights | ... ──>   one at a time
-        <── Done | Failed        each
+calls   Call(StartWeights | ...) ──>   one at a time
+        <── Answer(Done | Failed)      each, with the number of its call
 """
 
 import os
@@ -326,7 +326,21 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     value: bytes = b"\xc0"
 
 
-describe_types(RankSettings, Joined | Failed, Started | Failed, StepMessage, CallMessage, Done | Failed)
+class Call(msgspec.Struct, frozen=True):
+    """A call as it is sent."""
+
+    number: int
+    message: CallMessage
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The answer to call `number`."""
+
+    number: int
+    result: Done | Failed
+
+
+describe_types(RankSettings, Joined | Failed, Started | Failed, StepMessage, Call, Answer)
 
 
 class Channel:

@@ -47,7 +47,7 @@ class GrammarTrials:
         self._lock = threading.Lock()
         self._processes: list[_TrialProcess] = []
         """One, or none."""
-        self.close = weakref.finalize(self, _end_all, self._processes, OwnerProcess())
+        self.close = weakref.finalize(self, _end_all, self._processes)
         """End the process."""
 
     def knows(self, given: Mapping[str, Any]) -> bool:
@@ -126,17 +126,21 @@ class _TrialProcess:
         finally:
             there.close()
         here.settimeout(_PATIENCE)
-        self._connection = here
+        self._connection, self._owner = here, OwnerProcess()
 
     def ask(self, order: Setup | Trial) -> str:
         """The problem that it answers with; empty for none. Raises `OSError` and `EOFError` where it does not."""
+        if not self._owner.is_current:
+            raise EOFError(self._owner.error_message("the process that compiles grammars"))
         send(self._connection, order)
         answer: Answer = receive(self._connection, Answer)
         return answer.problem
 
     def end(self) -> int:
-        """End it. Returns its exit status, or minus the signal that ended it."""
+        """End it. Returns its exit status, or minus the signal that ended it; 0 in a forked child, not its owner."""
         self._connection.close()
+        if not self._owner.is_current:
+            return 0
         try:
             return self._process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -144,6 +148,6 @@ class _TrialProcess:
             return self._process.wait()
 
 
-def _end_all(processes: list[_TrialProcess], owner: OwnerProcess) -> None:
-    while processes and owner.is_current:  # to a forked child they do not belong
+def _end_all(processes: list[_TrialProcess]) -> None:
+    while processes:
         processes.pop().end()

@@ -258,7 +258,7 @@ def test_a_policy_plays_and_groups_share_their_starts(tmp_path, as_before):
         )
     assert batch["num_turns"].tolist() == [4] * 6
     assert list(batch["ended_by"]) == ["truncated"] * 6
-    assert batch["truncated"].all() and not batch["next", "done"].any()
+    assert batch["next", "truncated"].all() and not batch["next", "terminated"].any()
     starts = [messages[0]["content"] for messages in batch["messages"]]
     assert starts[::2] == starts[1::2] and len(set(starts)) == 3
     by_hand = gymnasium.make("Taxi-v4")

@@ -1,5 +1,6 @@
 """Interrupts reach the user's code inside its block, and nothing outside it."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -82,6 +83,21 @@ def test_interrupts_at_any_instant_are_raised_inside_the_block_or_not_at_all():
         thread.join()
     assert num_interrupted == 200 and num_outside == 0
     assert running_on([here]) is None
+
+
+@pytest.mark.parametrize("end, status", [("return", 1), ("raise", 1), ("exit", 7), ("exit quietly", 0)])
+def test_a_child_forked_inside_ends_with_the_block(end, status, capfd):
+    ours = os.getpid()
+    with UserCode(lambda: "m:P"):
+        child = os.fork()
+        if child == 0 and end == "raise":
+            raise ValueError("in the child")
+        if child == 0 and end.startswith("exit"):
+            sys.exit(7 if end == "exit" else None)
+    if os.getpid() != ours:
+        os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+    assert ("m:P: a child process that it forked" in capfd.readouterr().err) == (status == 1)
 
 
 TRACED = """

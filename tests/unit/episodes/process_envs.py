@@ -4,15 +4,18 @@ import asyncio
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from envs_adapters.base import EnvSpec, Observation
+from rollout_engine.episodes.env_wire import Reply, encode_reply
 
 
 class Draws:
@@ -123,6 +126,27 @@ class Obeys:
             time.sleep(3)
             os._exit(0)
         os._exit(5)
+
+    def do_twice(self, how):
+        """Fork; both processes leave `step`, the child as `how` says."""
+        child = os.fork()
+        if child == 0:
+            if how == "exit":
+                sys.exit(3)
+            if how == "raise":
+                raise ValueError("in the child")
+            return Observation("from the child", reward=100.0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return Observation(f"{self.seed}: {self.count}", info={"status": status})
+
+    def do_forge(self, number):
+        """Write a reply to order `number` into the connection, in front of the worker's own."""
+        forged = encode_reply(Reply(observation=Observation("forged", {0: 100.0})), int(number))
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, len(forged).to_bytes(4, "little") + forged)
+        return Observation("genuine")
 
     def do_write(self, _):
         """Write to every descriptor, that of the connection among them."""

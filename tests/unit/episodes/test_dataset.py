@@ -109,7 +109,8 @@ def test_a_rollout_of_as_many_episodes_as_rows_plays_each_once(policy):
     assert batch["error"] == [None] * 10
     lengths = batch["masks", "all_assistant_mask"].sum(-1)
     assert batch["next", "reward"][:, 0].tolist() == lengths.tolist()
-    assert batch["next", "done"][:, 0].tolist() == [reason == "stop" for reason in batch["finish_reason"]]
+    assert batch["next", "terminated"].all() and not batch["next", "truncated"].any()
+    assert batch["truncated"][:, 0].tolist() == [reason == "length" for reason in batch["finish_reason"]]
 
 
 def only_ids(completion_ids):

@@ -106,6 +106,31 @@ def test_a_worker_that_dies_costs_only_the_episode_whose_call_it_was(run_process
     assert isinstance(env.reset(1), Began)
 
 
+@pytest.mark.parametrize("how, status", [("return", 1), ("raise", 1), ("exit", 3)])
+def test_a_forked_child_that_leaves_step_ends_and_answers_for_no_episode(run_processes, how, status, capfd):
+    env = run_processes(process_envs.Obeys, num_workers=2)
+    for key in range(6):
+        env.reset(key, seed=key)
+    for turn in range(1, 4):
+        for key in range(6):
+            env.calls.step(key, Action(f"twice {how}" if (key + turn) % 2 else "a"))
+        for key, observation in env.results(6):
+            assert (observation.messages, observation.reward) == (f"{key}: {turn}", {0: 0.0})
+            assert observation.info.get("status", status) == status
+    said = "returned from it" if how == "return" else "left it by ValueError"
+    printed = capfd.readouterr().err
+    assert printed.count(f"Obeys: step: a child process that it forked {said}") == (0 if how == "exit" else 9)
+
+
+def test_a_reply_to_another_call_costs_the_episode_and_its_worker(run_processes):
+    env = run_processes(process_envs.Obeys)
+    for key in range(2):
+        env.reset(key, seed=key)  # orders 2 and 3: the first one loads the factory
+    failure = env.step(Action("forge 2"), 0)
+    assert isinstance(failure, EnvFailure) and "its worker process broke its connection" in failure.reason
+    assert env.step(Action("a"), 1).messages == "1: 1"
+
+
 def test_a_worker_killed_between_calls_is_noticed_by_nobody(run_processes):
     env = run_processes(process_envs.DrawsUnseeded)
     env.reset(0, 7)

@@ -1,6 +1,7 @@
 """Environments on threads and on the event loop: results, deadlines, order, ends."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -79,6 +80,30 @@ def test_what_an_environment_raises_is_its_failure(run_env, problem):
     assert failure.exception is problem
     assert failure.reason == " ".join(f"Raises: step raised {type(problem).__name__}: {problem}".split())
     assert isinstance(env.step(Action("")), EnvFailure)
+
+
+class Forks(Counter):
+    """Forks in `step`, out of which both processes come."""
+
+    def step(self, action):
+        if (child := os.fork()) == 0:
+            return Observation("from the child")
+        return Observation(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+
+
+class ForksAndAwaits(Forks):
+    async def step(self, action):
+        return super().step(action)
+
+
+@pytest.mark.parametrize("factory", [Forks, ForksAndAwaits])
+def test_a_forked_child_that_leaves_step_ends_and_takes_no_other_call(run_env, factory):
+    env = run_env(factory)
+    for key in range(3):
+        env.reset(key)
+    for key in range(3):
+        env.calls.step(key, Action(""))
+    assert [observation.messages for _, observation in env.results(3)] == ["1"] * 3
 
 
 @pytest.mark.parametrize("factory, reason", [(dict, "no method 'reset'"), (lambda: 1 / 0, "ZeroDivisionError")])

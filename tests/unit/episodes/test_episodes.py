@@ -68,7 +68,6 @@ def test_one_turn_is_what_a_rollout_of_the_prompt_samples(policy):
         "policy_version",
         "seed",
         "truncated",
-        ("next", "done"),
         ("next", "reward"),
     ]:
         assert torch.equal(batch[key], plain[key]), key

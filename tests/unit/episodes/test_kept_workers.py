@@ -12,10 +12,11 @@ import pytest
 from envs_adapters.base import Action
 from rollout_engine.episodes import worker_process
 from rollout_engine.episodes.env_calls import EnvFailure
-from rollout_engine.episodes.env_wire import Reset
+from rollout_engine.episodes.env_wire import Reset, Reuse
 from rollout_engine.episodes.factory_reference import refer_to
 from rollout_engine.episodes.kept_workers import KeptWorkers
-from rollout_engine.episodes.worker_process import WorkerProcess
+from rollout_engine.episodes.worker_process import WorkerLostError, WorkerProcess
+from tests.forking import in_fork
 from tests.unit.episodes import process_envs
 from tests.unit.episodes.playing import play
 
@@ -204,6 +205,23 @@ def test_workers_end_with_the_object_that_keeps_them():
     assert process.is_alive
     del kept
     gc.collect()
+    assert not process.is_alive
+
+
+def test_a_forked_child_leaves_its_parents_workers_alone():
+    kept, process = KeptWorkers(), WorkerProcess()
+    process.load(refer_to(process_envs.SPEC))
+    kept.give(b"", process)
+
+    def check():
+        assert not process.is_sound
+        with pytest.raises(WorkerLostError, match="belongs to process"):
+            process.ask(Reuse())
+        kept.close()
+
+    in_fork(check)
+    assert process.is_sound and not process.reuse()
+    kept.close()
     assert not process.is_alive
 
 

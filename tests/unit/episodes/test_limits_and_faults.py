@@ -6,15 +6,33 @@ import threading
 import pytest
 
 from envs_adapters import Observation
+from rollout_engine.batches.jsonl import samples
 from rollout_engine.errors import EpisodeError
+from rollout_engine.sampling_params import SamplingParams
 from tests.unit.episodes.playing import Counting, Endless, play, row_ids, sampled_turns
+
+
+def ends(batch):
+    """(terminated, truncated, done) of a batch of one row."""
+    return tuple(batch["next", key].item() for key in ("terminated", "truncated", "done"))
 
 
 def test_an_episode_is_cut_off_after_max_turns(policy):
     batch = play(policy, Endless, max_turns=2)
     assert list(batch["ended_by"]) == ["max_turns"]
-    assert (batch["num_turns"].item(), batch["truncated"].item(), batch["next", "done"].item()) == (2, True, False)
+    assert (batch["num_turns"].item(), *ends(batch)) == (2, False, True, True)
     assert sum(map(len, sampled_turns(batch, 0))) == int((batch["masks", "turn"] >= 0).sum())
+
+
+@pytest.mark.parametrize("max_tokens", [None, 30])
+@pytest.mark.parametrize("limit", [40, None])
+def test_a_row_is_no_longer_than_its_limit_whatever_answers_may_be(policy, limit, max_tokens):
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    batch = play(policy, Endless, params, max_turns=1000, max_episode_tokens=limit)
+    assert list(batch["ended_by"]) == ["max_episode_tokens"]
+    length = len(row_ids(batch, 0))
+    assert length == (limit or 256) or max_tokens == 30 and length + 30 > 256, "unless an observation filled it"
+    assert (*ends(batch), batch["truncated"].item()) == (False, True, True, True)
 
 
 @pytest.mark.parametrize("limit", [40, 57, None])
@@ -32,11 +50,21 @@ def test_a_limit_of_the_environments_own_truncates(policy):
 
     batch = play(policy, Limited)
     assert "ended by: truncated 1" in str(batch)
-    assert (list(batch["ended_by"]), batch["truncated"].item(), batch["next", "done"].item()) == (
-        ["truncated"],
-        True,
-        False,
-    )
+    assert (list(batch["ended_by"]), *ends(batch)) == (["truncated"], False, True, True)
+
+
+@pytest.mark.parametrize("max_tokens, is_cut", [(6, True), (200, False)])
+@pytest.mark.parametrize("says", [(True, False), (False, True), (True, True)])
+def test_how_an_episode_ended_is_apart_from_how_its_last_answer_ended(policy, says, max_tokens, is_cut):
+    class Once(Counting):
+        def step(self, action):
+            return Observation("", 2.0, *says)
+
+    batch = play(policy, Once, SamplingParams(max_tokens=max_tokens, ignore_eos=is_cut))
+    assert ends(batch) == (*says, True)
+    assert (batch["truncated"].item(), batch["finish_reason"][0]) == (is_cut, "length" if is_cut else "stop")
+    [sample] = samples(batch)
+    assert (sample["done"], sample["terminated"], sample["truncated"]) == (True, says[0], is_cut)
 
 
 class WithoutSeed(Counting):
@@ -93,7 +121,9 @@ def test_a_fault_ends_its_own_episode_with_the_reason(policy, caplog):
         assert ("the die is lost" in (errors[row] or "the die is lost")) and (
             batch["finish_reason"][row] == "error"
         ) == (row in failed)
-        assert bool(batch["next", "done"][row]) == (row not in failed and batch["finish_reason"][row] == "stop")
+        assert bool(batch["next", "terminated"][row]) == (row not in failed)
+        assert bool(batch["next", "truncated"][row]) == (row in failed)
+    assert batch["next", "done"].all()
     assert f"{len(failed)} of 12 episodes failed" in caplog.text
     assert Counting.actions
 

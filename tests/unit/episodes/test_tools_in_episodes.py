@@ -141,4 +141,4 @@ def test_a_broken_call_stays_text_and_is_flagged(played):
 def test_calls_count_as_turns(played):
     batch, actions = played(Asks, [call("add", '{"a": 1, "b": 2}')] * 3, tools=[add], max_turns=3)
     assert batch["ended_by"][0] == "max_turns" and batch["num_turns"].item() == 3 and not actions
-    assert batch["truncated"].item() and not batch["next", "done"].item()
+    assert batch["next", "truncated"].item() and not batch["next", "terminated"].item()

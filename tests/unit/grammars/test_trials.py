@@ -9,6 +9,7 @@ from rollout_engine import RequestError
 from rollout_engine.grammars.tokenizer_file import serialized
 from rollout_engine.grammars.trials import GrammarTrials
 from rollout_engine.testing import byte_tokenizer
+from tests.forking import in_fork
 
 GOOD = {"json": {"type": "object", "properties": {"a": {"type": "string"}}}}
 ENDLESS = {"json": {"type": "integer", "multipleOf": 99999989}}
@@ -48,6 +49,20 @@ def test_a_grammar_that_takes_hours_is_refused_and_the_next_one_is_not(trials):
     assert process._process.returncode is not None
     trials.require({"regex": "((a{1000}){1000}){1000}"})  # long, yet no place in it is hard to find
     assert "takes" in refusal(trials, ENDLESS)  # at once: it is known
+
+
+def test_a_forked_child_tries_in_a_process_of_its_own(trials):
+    trials.require(GOOD)
+    [process] = trials._processes
+
+    def check():
+        trials.require({"regex": "b+"})
+        assert trials._processes != [process]
+        trials.close()
+
+    in_fork(check)
+    trials.require({"regex": "c+"})
+    assert trials._processes == [process]
 
 
 @pytest.mark.slow
