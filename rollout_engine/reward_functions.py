@@ -1,7 +1,7 @@
 """Reward functions of users: how they are called, for any library's signature, and how their rewards are summed.
 
 As in TRL, a function gets those of `prompts`, `completions` and `completion_ids` that it names, or all with `**kwargs`,
-and columns likewise. Parameters without a name for callers (`/`, `*args`) get the three lists in that order. A parameter
+and columns likewise. Parameters that callers cannot name (`/`, `*args`) get the three lists in that order. A parameter
 of any other name is a column: if the rollout does not have it, `check_columns` raises.
 """
 
@@ -91,7 +91,7 @@ def reward_calls(reward_fn: RewardFunctions, weights: Sequence[float] | None) ->
 
 
 def check_columns(calls: Sequence[RewardCall], columns: Collection[str]) -> None:
-    """Raise `RewardError` for a column that no function accepts, and for a parameter that is no column: misspelt, say."""
+    """Raise `RewardError` for a column that no function accepts, and for a parameter that is no column."""
     for name in columns:
         if not any(call.takes(name) for call in calls):
             takers = ", ".join(call.name for call in calls)
@@ -170,7 +170,7 @@ def _number(value: Any, where: str, index: int) -> float:
 
 
 def _places(parameters: Sequence[inspect.Parameter]) -> Sequence[str]:
-    """Which of `ARGUMENTS` are passed by position: to parameters that have no name, and to `*args` behind the others."""
+    """Which of `ARGUMENTS` are passed by position: to `/` parameters, and to `*args` behind the others."""
     kinds = [p.kind for p in parameters]
     num_unnamed = kinds.count(inspect.Parameter.POSITIONAL_ONLY)
     if inspect.Parameter.VAR_POSITIONAL in kinds:
