@@ -1,8 +1,8 @@
 """Notes on tensor objects: how the tokens of a rollout, or the log-probs of a trainer, were computed.
 
 A note belongs to one tensor object; what torch computes from it (slices, copies, moved tensors) has none. Parts,
-clones, moved copies and concatenations of a `RolloutBatch` get those of the whole. Notes only serve to report mistakes
-early, never to decide what is computed.
+clones, moved copies and concatenations of a `RolloutBatch` get those of the whole. Notes serve to report mistakes
+early, and do not decide what is computed, but for `EpisodesNote`: it gives arguments of `advantages` their defaults.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,11 +41,20 @@ class LogprobsNote(NamedTuple):
     """Names of the adapters that were active, None for the base alone."""
 
 
+class EpisodesNote(NamedTuple):
+    """Note on the "group_id" of a batch whose rows are not one episode each, or some of whose episodes failed."""
+
+    episode_ids: tuple[int, ...]
+    """Episode of each row."""
+    is_counted: tuple[bool, ...]
+    """Whether the row's episode counts in the statistics of its group: it has not failed."""
+
+
 _NAME = "_rollout_engine_note"
 
 
-def attach(tensor: object, note: RolloutNote | LogprobsNote) -> None:
-    """Attach a note to `tensor`, replacing any other."""
+def attach(tensor: object, note: RolloutNote | LogprobsNote | EpisodesNote | None) -> None:
+    """Attach a note to `tensor`, replacing any other; None removes it."""
     setattr(tensor, _NAME, note)
 
 
@@ -75,6 +84,12 @@ def logprobs_note(tensor: object) -> LogprobsNote | None:
     """The note on log-probs, if there is one."""
     note = getattr(tensor, _NAME, None)
     return note if isinstance(note, LogprobsNote) else None
+
+
+def episodes_note(tensor: object) -> EpisodesNote | None:
+    """The note on group ids, if there is one."""
+    note = getattr(tensor, _NAME, None)
+    return note if isinstance(note, EpisodesNote) else None
 
 
 def mismatches(trainer: LogprobsNote, rollout: RolloutNote) -> Iterator[str]:

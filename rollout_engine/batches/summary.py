@@ -22,15 +22,18 @@ from torch.utils._pytree import register_pytree_node
 
 from rollout_engine.batches.layout import is_packed, leaves, num_sequences
 from rollout_engine.batches.notebook import LISTED_KEYS, html
-from rollout_engine.provenance import attach, joined, rollout_note
+from rollout_engine.provenance import EpisodesNote, attach, joined, rollout_note
 
 WIDTH, MAX_KEYS, MAX_TEXT = 110, 24, 40
 _TOKENS = ("tokens", "full")
 """Key of the tensor that the note is on."""
+_GROUPS, _EPISODES = "group_id", {"episode_id", "error"}
 
 
 class RolloutBatch(TensorDict):  # type: ignore[misc]
     """A TensorDict whose `repr` shows, on one screen, what the rollout contains besides its shapes.
+
+    `batch["group_id"]` brings to `advantages` which rows are of one episode, and which failed.
 
     Indexing, `to`, `reshape`, `stack` and the like return a `RolloutBatch`; `to_tensordict()` returns a plain one.
     `memmap` and `save` write a plain TensorDict, which loads where this library is not installed.
@@ -50,7 +53,10 @@ class RolloutBatch(TensorDict):  # type: ignore[misc]
         return html(self) if _is_listed(self) else f"<pre>{escape(repr(self))}</pre>"
 
     def __getitem__(self, index: Any) -> Any:
-        return self._noted(super().__getitem__(index))
+        found = super().__getitem__(index)
+        if isinstance(index, str) and index == _GROUPS:
+            attach(found, _episodes(self))
+        return self._noted(found)
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         """A copy, as of `TensorDict.clone`."""
@@ -83,6 +89,19 @@ def with_note(batch: Any, sources: Iterable[TensorDictBase]) -> Any:
         if note is not None:
             attach(tokens, note)
     return batch
+
+
+def _episodes(batch: TensorDictBase) -> EpisodesNote | None:
+    """The note on its group ids; None if each row is an episode of its own and none failed."""
+    if not _EPISODES <= set(batch.keys()) or batch.get(_GROUPS).dim() != 1:
+        return None
+    try:
+        groups, episodes = batch.get(_GROUPS).tolist(), batch.get("episode_id").tolist()
+    except RuntimeError:  # tensors without values: on the meta device, or inside vmap
+        return None
+    note = EpisodesNote(tuple(episodes), tuple(error is None for error in batch["error"]))
+    is_plain = len(set(zip(groups, episodes, strict=True))) == len(groups) and all(note.is_counted)
+    return None if is_plain else note
 
 
 def _plain(batch: TensorDictBase) -> TensorDict:

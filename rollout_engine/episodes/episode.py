@@ -12,6 +12,7 @@ from rollout_engine.episodes.tool_calls import ToolCalls
 from rollout_engine.episodes.tool_functions import tool_name
 from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput
+from rollout_engine.reward_functions import is_reward
 from rollout_engine.seeds import mix
 
 EndedBy: TypeAlias = Literal["terminated", "truncated", "max_turns", "max_episode_tokens", "episode_timeout", "error"]
@@ -171,6 +172,8 @@ class Episode:
         for seat, reward in (rewards if isinstance(rewards, Mapping) else {self.seat: rewards}).items():
             if seat not in self.seats:
                 return self.fail(f"The environment rewards seat {seat}, but has {len(self.seats)} seats.")
+            if not is_reward(total := self.seats[seat].total_reward + reward):
+                return self.fail(f"The rewards of seat {seat} add up to {total:g}, which is not finite in float32.")
             self.seats[seat].reward(reward)
         if observation.seat not in self.seats:
             return self.fail(f"Seat {observation.seat} is to act, but the environment has {len(self.seats)} seats.")
