@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", help="name that clients give (the model's path or id)")
     parser.add_argument("--return-tokens-as-token-ids", action="store_true", help='log-probs name tokens "token_id:7"')
     parser.add_argument("--logprobs-mode", default="tempered", help="tempered, processed or raw (tempered)")
+    parser.add_argument(
+        "--trust-request-chat-template", action="store_true", help="requests may bring a chat_template, a program"
+    )
     parser.add_argument("--allowed-origins", nargs="*", default=[], help="web pages whose scripts may call")
     add_overrides(parser)
 
@@ -47,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
         host=arguments.host,
         port=arguments.port,
         served_model_name=arguments.served_model_name,
+        trust_request_chat_template=arguments.trust_request_chat_template,
         allowed_origins=arguments.allowed_origins,
         logprobs_mode=arguments.logprobs_mode,
         return_tokens_as_token_ids=arguments.return_tokens_as_token_ids,

@@ -50,7 +50,7 @@ class App:
 
     def __init__(self, engine: Face, options: ServeOptions | None = None) -> None:
         self.served = Served(AsyncLLM.from_engine(engine), options or ServeOptions())
-        self._guard = Guard(self.served.options)
+        self.guard = Guard(self.served.options)
         self._routes: dict[str, dict[str, Route]] = {}
         for route in ROUTES:
             self._routes.setdefault(route.path, {}).update(dict.fromkeys(route.methods, route))
@@ -73,12 +73,9 @@ class App:
         route = rows.get("GET" if method == "HEAD" else method)
         if route is None:
             allowed = ", ".join(sorted(rows))
-            raise HttpProblem(405, f"{path} takes {allowed}, not {method:.20}.", headers={"allow": allowed})
+            hint = " A GET changes nothing here: send a POST." if method in ("GET", "HEAD") else ""
+            raise HttpProblem(405, f"{path} takes {allowed}, not {method:.20}.{hint}", headers={"allow": allowed})
         return route
-
-    def check(self, route: Route, headers: dict[str, str]) -> None:
-        """Raise `HttpProblem` for who may not call."""
-        self._guard.check(route.access, headers)
 
 
 class _Answer:
@@ -131,11 +128,13 @@ class _Answer:
 
     async def _reply(self) -> Reply | None:
         """Have the handler answer; events are written here. None: the response is out, or nobody reads it."""
+        if self._scope["method"] == "OPTIONS" and "access-control-request-method" in self._headers:
+            return self._app.guard.answer_preflight(self._headers)
         route = self._app.route(self._scope["path"], self._scope["method"])
         self._dialect = route.dialect
         if self._exchange is not None and self._exchange.is_surplus:
             raise HttpProblem(503, _FULL % self._served.options.max_connections)
-        self._app.check(route, self._headers)
+        self._app.guard.check(route.access, self._headers)
         data = await self._read(route)
         if data is None:
             return None
@@ -255,6 +254,7 @@ class _Answer:
         ]
         if length is not None:
             raw.append((b"content-length", b"%d" % length))
+        headers = self._app.guard.headers_for_pages(self._headers) | headers
         raw += [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 

@@ -11,10 +11,12 @@ from rollout_engine.pooling_params import PoolingParams
 from rollout_engine.results.open_streams import Stream
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.prompt_bounds import check_prompt_logprobs
+from rollout_engine.serve.request_templates import with_rendered_text
 from rollout_engine.serve.route import Asked
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
 from rollout_engine.text.input_processor import CheckedPrompt, Params
+from rollout_engine.text.pooled_prompt import closed_conversation
 from rollout_engine.text.prompts import with_lora
 from rollout_engine.threads import run_in_thread
 
@@ -81,9 +83,8 @@ class Generation:
         lora: str | None = None,
     ) -> None:
         """Queue prompts that are pooled, as `start` does others."""
-        await self._queue(
-            with_lora(list(prompts), lora), [params] * len(prompts), [None] * len(prompts), priority, session_id
-        )
+        closed = [closed_conversation(each) if isinstance(each, dict) else each for each in prompts]
+        await self._queue(with_lora(closed, lora), [params] * len(closed), [None] * len(closed), priority, session_id)
 
     async def _queue(
         self,
@@ -98,6 +99,7 @@ class Generation:
         session = session_id or self._asked.session_id
         options = {"priority": priority, "session_id": session, "trace_headers": self._asked.trace_headers}
         inputs = self._served.engine.frontend.inputs
+        prompts = [await with_rendered_text(self._served, each) for each in prompts]
         for each in params:
             if inputs.has_new_grammar(each):
                 await run_in_thread(inputs.try_grammar, each)

@@ -50,6 +50,9 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Connections beyond these are answered 503."""
     drain_seconds: Seconds = 30.0
     """How long open requests may take to end once the server is told to stop."""
+    trust_request_chat_template: bool = False
+    """Whether requests may bring a `chat_template` of their own. A template is a program: it is rendered in a process
+    apart, for at most a second of computing and 512 MiB. Names of the tokenizer's own templates are always taken."""
     allowed_origins: list[str] = []
     """Web pages whose scripts may call ("https://example.org"). Browsers' requests from any other are refused."""
 

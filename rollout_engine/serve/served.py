@@ -10,6 +10,7 @@ from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.pending_update import PendingUpdate
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.sampling import SettingsReader
+from rollout_engine.text.request_templates import RequestTemplates
 from rollout_engine.text.tokenizer import TextCodec
 
 
@@ -27,6 +28,7 @@ class Served:
         self.is_ending = False
         """Whether the server has been told to stop."""
         self.settings = SettingsReader(options.logprobs_mode)
+        self.templates = RequestTemplates()
         self.updates = PendingUpdate(engine)
         self.known_digests: dict[str, str] | None = None
         """Of the weights, when a client last asked to remember them."""

@@ -22,6 +22,7 @@ _TEMPLATE_ARGUMENTS = {
     "continue_final_message",
     "tokenize",
     "tokenizer_kwargs",
+    "sanitize_control_tokens",
     "return_dict",
     "return_tensors",
     "return_assistant_tokens_mask",

@@ -21,6 +21,9 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space in the tokens of SentencePiece."""
 
+_MAX_WARNINGS = 256
+"""Different warnings that one tokenizer logs: requests of strangers bring names without end."""
+
 
 class TextCodec:
     """Turns text into ids and ids into text with a Hugging Face tokenizer (`hf`)."""
@@ -103,21 +106,14 @@ class TextCodec:
         continue_final_message: bool | None = False,
     ) -> str:
         """Render a conversation as text; options as in `ChatOptions`. Raises `RequestError`."""
-        variables = chat_template_kwargs or {}
-        self._warn_of_unread(self._template(chat_template, tools), [*variables, *(["tools"] if tools else [])])
-        opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        self._warn_of_unread(
+            self._template(chat_template, tools), [*(chat_template_kwargs or ()), *(["tools"] if tools else [])]
+        )
+        arguments = template_arguments(
+            messages, tools, chat_template_kwargs, add_generation_prompt, continue_final_message
+        )
         try:
-            return str(
-                self.hf.apply_chat_template(
-                    messages,
-                    tools=tools,
-                    chat_template=chat_template,
-                    add_generation_prompt=opens,
-                    continue_final_message=bool(continue_final_message),
-                    tokenize=False,
-                    **variables,
-                )
-            )
+            return str(self.hf.apply_chat_template(chat_template=chat_template, tokenize=False, **arguments))
         except Exception as problem:  # a template is a program: it may raise anything
             raise RequestError(
                 f"The chat template cannot render these messages: {type(problem).__name__}: {problem}",
@@ -152,7 +148,7 @@ class TextCodec:
     def _template(self, named: str | None, tools: list[Any] | None) -> str:
         """Return the text of the chat template that will be used. Raises `RequestError` where there is none."""
         own = self.hf.chat_template
-        if named is not None and "{" not in named and not (isinstance(own, dict) and named in own):
+        if named is not None and "{" not in named and not self.has_template(named):
             names = f", or one of the tokenizer's: {', '.join(own)}" if isinstance(own, dict) else ""
             raise RequestError.for_field("chat_template", named, f"a Jinja template{names}", "A path is not read.")
         if named is None and own is None:
@@ -163,14 +159,18 @@ class TextCodec:
         except ValueError as problem:  # several templates, and no default among them
             raise RequestError.for_field("chat_template", named, f"one of {', '.join(own)}", str(problem)) from None
 
+    def has_template(self, name: str) -> bool:
+        """Whether the tokenizer has a chat template of this name."""
+        return isinstance(self.hf.chat_template, dict) and name in self.hf.chat_template
+
     def _warn_of_unread(self, template: str, names: list[str]) -> None:
         """Warn of each variable in `names` that a template never reads."""
         for name in names:
             if not re.search(rf"\b{re.escape(name)}\b", template):
-                self._warn_once(f"The chat template never reads '{name}': giving it changes no prompt.")
+                self._warn_once(f"The chat template never reads '{name:.80}': giving it changes no prompt.")
 
     def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
+        if text not in self._warned and len(self._warned) < _MAX_WARNINGS:
             self._warned.add(text)
             logger.warning("%s", text)
 
@@ -189,6 +189,24 @@ class TextCodec:
         if self.hf.is_fast:  # without the clean-up of `decode`, which rewrites earlier text
             return str(self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=False))
         return str(self.hf.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def template_arguments(
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = False,
+) -> dict[str, Any]:
+    """The arguments of Hugging Face's `apply_chat_template` for a conversation and its `ChatOptions`."""
+    opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+    return {
+        **(chat_template_kwargs or {}),
+        "conversation": messages,
+        "tools": tools,
+        "add_generation_prompt": opens,
+        "continue_final_message": bool(continue_final_message),
+    }
 
 
 def tokenizer_directory(config: EngineConfig) -> Path | None:

@@ -12,6 +12,7 @@ from rollout_engine.serve.openai.prefixes import prompt_after
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
 from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage
 from rollout_engine.serve.openai.tools import ToolParser
+from rollout_engine.serve.request_templates import brings_template
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SamplingFields, Settings
 from rollout_engine.serve.served import Served
@@ -60,6 +61,9 @@ class _Call:
         body: ChatBody = asked.body
         self._served, self._asked, self._body, self._lora = served, asked, body, lora
         self._id, self._created = f"chatcmpl-{body.request_id or asked.request_id}", now()
+        if brings_template(served, body.chat_template) and body.required_prefix_token_ids is not None:
+            bound = "absent with required_prefix_token_ids: later turns are rendered by the tokenizer's own template"
+            raise RequestError.for_field("chat_template", body.chat_template, bound)
         self._tools = ToolParser.of(served, body.tools, body.tool_choice, body.chat_template)
         self._settings = _settings(served, body, self._tools)
         self._prompt = _prompt(served, body)

@@ -7,6 +7,7 @@ import msgspec
 from rollout_engine.errors import RequestError
 from rollout_engine.pooling_params import supported_tasks
 from rollout_engine.serve.openai.chat_fields import chat_options
+from rollout_engine.serve.request_templates import with_rendered_text
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
 
@@ -56,6 +57,7 @@ async def tokenize(served: Served, asked: Asked) -> Reply:
         prompt = {"prompt": body.prompt}
         if body.add_special_tokens is not None:
             prompt["add_special_tokens"] = body.add_special_tokens
+    prompt = await with_rendered_text(served, prompt)
     token_ids = served.engine.frontend.inputs.token_ids_of(prompt)
     texts = served.codec.hf.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
     count = {"count": len(token_ids), "max_model_len": served.max_model_len}

@@ -87,6 +87,17 @@ async def flush_cache(served: Served, asked: Asked) -> Reply:
     return Reply({"success": True, "message": "Cache flushed."})
 
 
+async def is_idle(served: Served, asked: Asked) -> Reply:
+    """200 once nothing is computed, as clients that flush by GET wait for it. It flushes nothing: POST does."""
+    core = (await served.engine.get_metrics()).core
+    num_open = core.num_running + core.num_waiting
+    if num_open and not await served.engine.is_paused():
+        hint = "Wait for them or pause them; after an update nothing needs to be flushed."
+        raise HttpProblem(400, f"GET /flush_cache: {num_open} sequences are in flight. {hint}")
+    message = "Nothing is computed. A GET flushes nothing: KV is keyed by the version that made it. POST flushes."
+    return Reply({"success": True, "message": message})
+
+
 class MemoryBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of a request."""
 

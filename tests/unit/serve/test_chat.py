@@ -78,11 +78,12 @@ def test_a_required_prefix_needs_an_answer_and_something_after_it(client):
 
 
 @pytest.fixture
-def says(policy, monkeypatch):
+def says(policy, client, monkeypatch):
     """An application whose every answer is a given text."""
 
     def make(text):
-        app = App(policy, ServeOptions())
+        app = App(policy, ServeOptions(trust_request_chat_template=True))
+        app.served.templates = client.app.served.templates  # one process for all
         token_ids = app.served.codec.encode(text, add_special_tokens=False)
         take = app.served.engine.frontend.take
 

@@ -1,0 +1,57 @@
+"""A process that renders chat templates of requests: ``python -m rollout_engine.text.template_main SOCKET``.
+
+A template is a program: this process is killed when one takes too long or too much memory, and nothing else is. SOCKET
+is the descriptor of its end of the connection to `rollout_engine.text.request_templates`.
+"""
+
+from typing import Any
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from rollout_engine.grammars.bounded_process import answer_orders, bound_memory, bound_seconds
+from rollout_engine.text.template_wire import Rendered, Rendering
+
+SECONDS = 1.0
+"""Computing time that one template may take."""
+MORE_BYTES = 512 << 20
+"""Memory that the process may take beyond what it has when it begins."""
+MAX_CHARS = 32 << 20
+"""Longest text of a conversation."""
+
+
+def main() -> None:
+    """Answer until the other end is gone, or nothing has come for a minute."""
+    bound_memory(MORE_BYTES)
+    answer_orders(Rendering, _answer)
+
+
+class _Tokenizer:
+    """The parts of a tokenizer that `apply_chat_template` reads."""
+
+    def __init__(self, special_tokens_map: dict[str, str]) -> None:
+        self.special_tokens_map = special_tokens_map
+
+    def get_chat_template(self, chat_template: str, tools: object) -> str:
+        return chat_template
+
+
+def _answer(order: Rendering) -> Rendered:
+    bound_seconds(SECONDS)
+    try:
+        render: Any = PreTrainedTokenizerBase.apply_chat_template
+        arguments = msgspec.json.decode(order.arguments)
+        tokenizer = _Tokenizer(order.special_tokens)
+        text = str(render(tokenizer, chat_template=order.template, tokenize=False, **arguments))
+        text.encode()  # a lone surrogate is no text
+    except Exception as problem:  # a template is a program: it may raise anything
+        return Rendered(problem=f"{type(problem).__name__}: {str(problem)[:1000]}")
+    finally:
+        bound_seconds(0.0)
+    if len(text) > MAX_CHARS:
+        return Rendered(problem=f"the text has {len(text)} characters, and at most {MAX_CHARS} are taken")
+    return Rendered(text)
+
+
+if __name__ == "__main__":
+    main()
