@@ -6,6 +6,7 @@ life    RankSettings  ──>        once
 steps   Forward | ...  ──>       no answer: the ranks meet in what they compute
 calls   StartWeights | ... ──>   one at a time
         <── Done | Failed        each
+pulse   <── bytes                signs of life (`rank_pulse`)
 """
 
 import os
