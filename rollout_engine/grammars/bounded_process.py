@@ -21,6 +21,7 @@ import psutil
 
 from rollout_engine.errors import RetryableError
 from rollout_engine.grammars.trial_wire import receive, send
+from rollout_engine.parent_death import module_command, start_process
 from sync.owner_process import OwnerProcess
 
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
@@ -42,8 +43,8 @@ class BoundedProcess:
         here, there = socket.socketpair()
         root = str(Path(__file__).parents[2])
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(there.fileno())],
+            self._process = start_process(
+                module_command(module, [str(there.fileno())]),
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # libraries report there that memory has run out
                 pass_fds=[there.fileno()],
