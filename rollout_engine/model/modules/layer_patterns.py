@@ -72,6 +72,10 @@ class _Trial:
     def __init__(self, target: Any, parts: dict[str, object], prefix: str = "", reads: set[str] | None = None) -> None:
         self.__dict__.update(_target=target, _parts=parts, _prefix=prefix, _reads=set() if reads is None else reads)
 
+    @property
+    def __class__(self) -> Any:  # for `super()`
+        return type(self._target)
+
     def __getattr__(self, name: str) -> Any:
         self._reads.add(self._prefix + name)
         if name in self._parts:
@@ -194,7 +198,7 @@ def _attend(forward: _Forward, geometry: LayerGeometry) -> None:
             inputs.append(x)
             return projected
 
-        parts = {name: (lambda _, value=value: value) for name, value in flat.items()} | {"o_proj": project}
+        parts = {name: (lambda _, value=value: value.clone()) for name, value in flat.items()} | {"o_proj": project}
         if has_norms:
             parts |= {"q_norm": lambda x: _normed(x, dim, 1.5), "k_norm": lambda x: _normed(x, dim, 0.75)}
         calls: list[_Attended] = []
@@ -205,7 +209,9 @@ def _attend(forward: _Forward, geometry: LayerGeometry) -> None:
             _attended.reset(token)
         _require(len(calls) == len(inputs) == 1 and result[0] is projected, "attends or projects otherwise")
         [call] = calls
-        q, k, v = (x.unflatten(2, (-1, size)) for x, size in zip(flat.values(), (dim, dim, call.v.shape[-1]), strict=True))
+        q, k, v = (
+            x.unflatten(2, (-1, size)) for x, size in zip(flat.values(), (dim, dim, call.v.shape[-1]), strict=True)
+        )
         if has_norms:
             q, k = q * 1.5, k * 0.75
         _require_same(call.q, _rotated(q, cos, sin).transpose(1, 2), "computes queries otherwise")
@@ -214,7 +220,9 @@ def _attend(forward: _Forward, geometry: LayerGeometry) -> None:
         _require_same(inputs[0], call.out.flatten(2), "changes what attention returns")
         params = geometry.attention_params
         _require((call.scale, call.sliding_window, call.softcap) == tuple(params), "attends with other parameters")
-        strangers = [name for name, value in call.others.items() if isinstance(value, Tensor) and name != "position_ids"]
+        strangers = [
+            name for name, value in call.others.items() if isinstance(value, Tensor) and name != "position_ids"
+        ]
         _require(not strangers, f"passes {', '.join(strangers)} to attention")
 
 
