@@ -1,10 +1,10 @@
 """The numeric self-check of the gate: our paged forward must compute what Hugging Face's own forward does.
 
-A small copy of the architecture (few layers, narrow, windows and original lengths of a few tokens, float32) gets weights
-so large that a lost softcap, a wrong scale or a window off by one changes the logits; usual initial weights would hide
-that. The logits of several sequences, computed in chunks and single tokens over shuffled blocks, are compared with one
-eager forward each. Others, all in one step, have their tokens at far positions, across every boundary that the
-configuration may name (`modules.positions`): there logits may change with positions, and never with the batch.
+A small copy of the architecture (few layers, narrow, windows and original lengths of a few tokens, float32) gets
+weights so large that a lost softcap, a wrong scale or a window off by one changes the logits; usual initial weights
+would hide that. The logits of several sequences, computed in chunks and single tokens over shuffled blocks, are
+compared with one eager forward each. Others, all in one step, have their tokens at far positions, across every boundary
+that the configuration may name (`modules.positions`): there logits may change with positions, and never with the batch.
 """
 
 import copy

@@ -53,8 +53,9 @@ class Refusal(Exception):
 def probe_geometry(module: PreTrainedModel, first_position: int = 0) -> list[LayerGeometry]:
     """The geometry of every attention layer of a Hugging Face causal LM on the CPU, by one forward of six tokens.
 
-    `first_position`: that of the first token; the others follow. Weights are not changed and their values do not matter. Raises `Refusal` unless each layer calls Hugging Face's
-    attention interface once, with causal or sliding-window attention and no extra inputs.
+    `first_position`: that of the first token; the others follow. Weights are not changed and their values do not
+    matter. Raises `Refusal` unless each layer calls Hugging Face's attention interface once, with causal or
+    sliding-window attention and no extra inputs.
     """
     calls: list[_Call] = []
     token = _calls.set(calls)

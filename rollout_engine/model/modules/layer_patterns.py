@@ -1,16 +1,17 @@
-"""Recognises forwards that compute what Llama's do, by trial like `module_patterns`: of attention, layer, base and head.
+"""Recognises attention, layers, bases and heads whose forwards compute what Llama's do, by trial.
 
-    what a forward may depend on            how the trial sees anything else
-    its parts, in Llama's formula           parts are replaced by known functions, with small and large inputs
-    positions, by rotary embeddings alone   positions are a tensor that records who computes with it
-    attributes and fields of a known name   they are read through a proxy that records names
+    a forward may depend on                 the trial sees anything else, because
+    its parts, in Llama's formula           known functions replace parts, and inputs are small and large
+    positions, by rotary embeddings alone   positions are a tensor that allows no operation
+    attributes and fields of known names    forwards read them through a proxy that records names
 
-So no length, limit or switch that a trial's few tokens do not reach can be missed: what reads one is not recognised.
+A length, limit or switch that a few tokens do not reach is not missed: a forward that reads one is not recognised.
 """
 
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ _ATTENTION_NAME = "rollout_engine_pattern"
 _NUM_TOKENS = 3
 _SCALES = (1e-3, 1.0, 1e4)
 """Sizes of inputs: a clamp, or a cap by tanh, changes the large ones."""
+_NORMS = {"q_norm": 1.5, "k_norm": 0.75}
+"""Factors that replace norms of heads."""
 _ANYWHERE = {"config", "layer_idx", "training", "hidden_size"}
 _KNOWN = {
     "attention": _ANYWHERE
@@ -72,6 +75,10 @@ class _Trial:
     def __init__(self, target: Any, parts: dict[str, object], prefix: str = "", reads: set[str] | None = None) -> None:
         self.__dict__.update(_target=target, _parts=parts, _prefix=prefix, _reads=set() if reads is None else reads)
 
+    @property
+    def __class__(self) -> Any:  # for `super()`
+        return type(self._target)
+
     def __getattr__(self, name: str) -> Any:
         self._reads.add(self._prefix + name)
         if name in self._parts:
@@ -82,7 +89,7 @@ class _Trial:
 
 
 class _Mismatch(Exception):
-    """What a forward does that Llama's does not."""
+    """A forward does something that Llama's does not, as the end of a sentence that begins with its class."""
 
 
 def _reason(kind: str, module: nn.Module, run: Callable[["_Forward"], None]) -> str | None:
@@ -98,7 +105,7 @@ def _reason(kind: str, module: nn.Module, run: Callable[["_Forward"], None]) -> 
     except Exception as problem:  # foreign modules may fail in any way
         return f"{name} does not run as Llama's does ({type(problem).__name__}: {problem})"
     if strangers := sorted(trial.reads - _KNOWN[kind]):
-        return f"{name} reads {', '.join(strangers)}, of which the fused layers know nothing"
+        return f"{name} reads {', '.join(strangers)}, which its pattern does not allow"
     return None
 
 
@@ -136,7 +143,7 @@ def _waves(*shape: int, phase: float) -> Tensor:
 
 
 class _Attended(NamedTuple):
-    """What was passed to attention."""
+    """Arguments of one call of attention, and its result."""
 
     q: Tensor
     k: Tensor
@@ -176,50 +183,58 @@ AttentionInterface.register(_ATTENTION_NAME, _record)
 
 
 def _attend(forward: _Forward, geometry: LayerGeometry) -> None:
-    count, kv_count, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim_k
-    cos, sin = (_waves(1, _NUM_TOKENS, dim, phase=phase) for phase in (0.1, 0.2))
-    has_norms = "q_norm" in forward.children
+    cos, sin = (_waves(1, _NUM_TOKENS, geometry.head_dim_k, phase=phase) for phase in (0.1, 0.2))
     for scale in _SCALES:
-        flat = {
-            name: _waves(1, _NUM_TOKENS, heads * size, phase=phase) * scale
-            for name, heads, size, phase in (
-                *(("q_proj", count, dim, 0.3), ("k_proj", kv_count, dim, 0.6)),
-                ("v_proj", kv_count, geometry.head_dim_v, 0.9),
-            )
-        }
-        given, projected = torch.zeros(1, _NUM_TOKENS, 1), _waves(1, _NUM_TOKENS, 5, phase=0.5)
-        inputs: list[Tensor] = []
+        flat = _projections(geometry, scale)
+        projected, inputs = _waves(1, _NUM_TOKENS, 5, phase=0.5), []
 
         def project(x: Tensor, inputs: list[Tensor] = inputs, projected: Tensor = projected) -> Tensor:
             inputs.append(x)
             return projected
 
-        parts = {name: (lambda _, value=value: value) for name, value in flat.items()} | {"o_proj": project}
-        if has_norms:
-            parts |= {"q_norm": lambda x: _normed(x, dim, 1.5), "k_norm": lambda x: _normed(x, dim, 0.75)}
+        parts = {name: (lambda _, value=value: value.clone()) for name, value in flat.items()} | {"o_proj": project}
+        if "q_norm" in forward.children:
+            parts |= {name: partial(_norm, geometry.head_dim_k, factor) for name, factor in _NORMS.items()}
         calls: list[_Attended] = []
         token = _attended.set(calls)
         try:
-            result = forward(parts, given, **_layer_inputs((cos, sin)))
+            result = forward(parts, torch.zeros(1, _NUM_TOKENS, 1), **_layer_inputs((cos, sin)))
         finally:
             _attended.reset(token)
         _require(len(calls) == len(inputs) == 1 and result[0] is projected, "attends or projects otherwise")
-        [call] = calls
-        q, k, v = (x.unflatten(2, (-1, size)) for x, size in zip(flat.values(), (dim, dim, call.v.shape[-1]), strict=True))
-        if has_norms:
-            q, k = q * 1.5, k * 0.75
-        _require_same(call.q, _rotated(q, cos, sin).transpose(1, 2), "computes queries otherwise")
-        _require_same(call.k, _rotated(k, cos, sin).transpose(1, 2), "computes keys otherwise")
-        _require_same(call.v, v.transpose(1, 2), "computes values otherwise")
-        _require_same(inputs[0], call.out.flatten(2), "changes what attention returns")
-        params = geometry.attention_params
-        _require((call.scale, call.sliding_window, call.softcap) == tuple(params), "attends with other parameters")
-        strangers = [name for name, value in call.others.items() if isinstance(value, Tensor) and name != "position_ids"]
-        _require(not strangers, f"passes {', '.join(strangers)} to attention")
+        _require_same(inputs[0], calls[0].out.flatten(2), "changes the result of attention")
+        q, k, v = (x.unflatten(2, (count, -1)) for x, count in zip(flat.values(), _counts(geometry), strict=True))
+        if "q_norm" in forward.children:
+            q, k = q * _NORMS["q_norm"], k * _NORMS["k_norm"]
+        _check_call(calls[0], geometry, _rotated(q, cos, sin), _rotated(k, cos, sin), v)
 
 
-def _normed(x: Tensor, dim: int, factor: float) -> Tensor:
-    _require(x.shape[-1] == dim, "norms queries or keys over more than one head")
+def _counts(geometry: LayerGeometry) -> tuple[int, int, int]:
+    """Heads of q, k and v."""
+    return geometry.num_heads, geometry.num_kv_heads, geometry.num_kv_heads
+
+
+def _projections(geometry: LayerGeometry, scale: float) -> dict[str, Tensor]:
+    """Results [1, T, heads * size] of q_proj, k_proj and v_proj."""
+    sizes = geometry.head_dim_k, geometry.head_dim_k, geometry.head_dim_v
+    rows = zip(("q_proj", "k_proj", "v_proj"), _counts(geometry), sizes, (0.3, 0.6, 0.9), strict=True)
+    return {name: _waves(1, _NUM_TOKENS, count * size, phase=phase) * scale for name, count, size, phase in rows}
+
+
+def _check_call(call: _Attended, geometry: LayerGeometry, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """`q`, `k`, `v` [1, T, H, D]: those that attention should have been given."""
+    _require_same(call.q, q.transpose(1, 2), "computes queries otherwise")
+    _require_same(call.k, k.transpose(1, 2), "computes keys otherwise")
+    _require_same(call.v, v.transpose(1, 2), "computes values otherwise")
+    params = (call.scale, call.sliding_window, call.softcap)
+    _require(params == tuple(geometry.attention_params), "attends with other parameters")
+    strangers = [name for name, value in call.others.items() if isinstance(value, Tensor) and name != "position_ids"]
+    _require(not strangers, f"passes {', '.join(strangers)} to attention")
+
+
+def _norm(size: int, factor: float, x: Tensor) -> Tensor:
+    """Replaces the norm of each head [..., D] of q or k."""
+    _require(x.shape[-1] == size, "norms queries or keys over more than one head")
     return x * factor
 
 

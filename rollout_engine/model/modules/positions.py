@@ -1,4 +1,4 @@
-"""Positions that matter to a model: how many it has, and those at which its configuration may change what it computes."""
+"""The number of positions of a model, and those at which its configuration may change what it computes."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -2,7 +2,8 @@ import msgspec
 import pytest
 import torch
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaPreTrainedModel
 
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.model.admission import self_check
@@ -135,3 +136,69 @@ def test_steps_compute_every_token_once_and_end_in_single_tokens():
             assert end <= lengths[s] - 3 or end == first + 1
             done[s] = end
     assert tuple(done) == lengths
+
+
+class LateAttention(LlamaAttention):
+    """Inputs count twice from position `floor_scale` on; `by_place`: from that place in a batch's row on."""
+
+    by_place = False
+
+    def forward(self, hidden_states, position_ids, **kwargs):
+        places = torch.arange(hidden_states.shape[1])[None] if self.by_place else position_ids
+        late = (places >= self.config.floor_scale)[..., None]
+        return super().forward(hidden_states * (1 + late), position_ids=position_ids, **kwargs)
+
+
+@pytest.mark.parametrize("length", [12, 1_000])
+def test_what_changes_with_positions_is_admitted(monkeypatch, length):
+    monkeypatch.setattr(modeling_llama, "LlamaAttention", LateAttention)
+    check("llama", floor_scale=length)
+
+
+@pytest.mark.parametrize("length", [12, 100_000])
+def test_what_changes_with_places_in_a_row_is_refused(monkeypatch, length):
+    monkeypatch.setattr(modeling_llama, "LlamaAttention", LateAttention)
+    monkeypatch.setattr(LateAttention, "by_place", True)
+    with pytest.raises(Refusal, match="logits differ"):
+        check("llama", floor_scale=length)
+
+
+def test_frequencies_that_depend_on_the_batch_are_refused(monkeypatch):
+    """Of a kind that `rotary_limit` does not know."""
+    plain = modeling_llama.LlamaRotaryEmbedding.forward
+
+    def forward(self, x, position_ids):
+        return plain(self, x, position_ids * (1 + (position_ids.max() > 1_500)))
+
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", forward)
+    with pytest.raises(Refusal, match="logits at far positions differ"):
+        check("llama")
+
+
+def test_parameters_of_attention_that_change_with_positions_are_refused(monkeypatch):
+    class Scaled(LlamaAttention):
+        def forward(self, hidden_states, position_ids, **kwargs):
+            self.scaling = 0.5 if position_ids.max() > 1_500 else 0.25
+            return super().forward(hidden_states, position_ids=position_ids, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "LlamaAttention", Scaled)
+    with pytest.raises(Refusal, match="other parameters from position"):
+        check("llama")
+
+
+TEMPERATURE = dict(layer_types=["full_attention"] * 2, no_rope_layers=[0, 0], use_qk_norm=False)
+
+
+def test_a_temperature_that_counts_the_tokens_of_a_row_is_refused():
+    """Llama 4's, which has no positions: its floor is 8,192 tokens."""
+    small = dict(num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=64)
+    check("llama4_text", attn_temperature_tuning=False, **small, **TEMPERATURE)
+    with pytest.raises(Refusal, match="logits differ"):
+        check("llama4_text", **small, **TEMPERATURE)
+
+
+def test_a_layer_of_every_setting_is_in_the_copy(monkeypatch):
+    seen = []
+    monkeypatch.setattr(self_check, "_relative_error", lambda engine, reference, geometry: seen.extend(geometry) or 0.0)
+    check("smollm3", num_hidden_layers=12)
+    assert len(seen) == 4  # of which the last does not rotate

@@ -85,3 +85,21 @@ def test_a_trial_draws_nothing_from_torchs_generator():
     assert is_gated_mlp(mlp)
     assert rms_norm_epsilon(norm) is not None
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class _Clamped(LlamaMLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=100.0)) * self.up_proj(x))
+
+
+def test_a_limit_of_large_activations_is_seen():
+    mlp = _mlp()
+    mlp.__class__ = _Clamped
+    assert not is_gated_mlp(mlp)
+
+
+@pytest.mark.parametrize(("module", "recognised"), [(_mlp(), is_gated_mlp), (LlamaRMSNorm(64), rms_norm_epsilon)])
+def test_a_module_with_a_buffer_is_left_alone(module, recognised):
+    assert recognised(module)
+    module.register_buffer("shift", torch.zeros(()))
+    assert not recognised(module)
