@@ -143,8 +143,8 @@ def _check_config(config: Mapping[str, Any]) -> None:
     if start is not None and not isinstance(start, bool) and str(start).lower() not in _STARTS:
         bound = f"a bool, {', '.join(map(repr, _STARTS))}, which leave the base's weights alone"
         hint = (
-            "Others, such as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, change the base as well, which the engine does not "
-            "have. Convert the adapter, after which true stands here: peft_model.save_pretrained(PATH, "
+            "Others, such as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, change the base, and the engine has the unchanged "
+            "one. Convert the adapter, after which true stands here: peft_model.save_pretrained(PATH, "
             "path_initial_model_for_weight_conversion=PATH_OF_THE_START)."
         )
         raise RequestError.for_field("config.init_lora_weights", start, bound, hint)
