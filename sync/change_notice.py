@@ -33,7 +33,7 @@ class ChangeNotice:
         if low > total / 2:
             self._was_logged = True
             logger.warning(
-                "The update changed %.2g %% of the weights, which the trainer holds in 16 bits: steps smaller than half "
-                "the distance to the next number are lost. Keep float32 masters, as docs/trainers.md shows.",
+                "The update changed %.2g %% of the weights, which the trainer holds in 16 bits: a step below half the "
+                "distance to the next number is lost. Keep float32 masters, as docs/trainers.md shows.",
                 100 * share,
             )
