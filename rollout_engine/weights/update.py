@@ -114,7 +114,8 @@ def apply_update(
         with _aborting_at_end(updater, manifest.version):
             if not updater.begin(manifest, options, inplace=inplace):
                 digest = updater.digest() if options.partial else manifest.digest
-                return UpdateReport(manifest.version, digest, 0, 0, time.perf_counter() - start, 0.0, 0)
+                seconds = time.perf_counter() - start
+                return UpdateReport(manifest.version, digest, 0, 0, seconds, 0.0, 0, changed_share=0.0)
             stalled = 0.0
             if inplace:
                 steps.drain(options.mode, deadline)
@@ -147,6 +148,7 @@ def apply_update(
         num_shadow_bytes,
         updater.pack_seconds,
         num_bytes_sent=updater.num_bytes_received,
+        changed_share=updater.changed_share,
     )
 
 
