@@ -220,7 +220,7 @@ POOLING_PEERS: Peers = {
 
 CALL_PEERS: Peers = {
     "vLLM's": {
-        "chat_template_content_format": "text parts become one str, as every template reads it; leave it out",
+        "chat_template_content_format": "parts reach templates that read them, others get one str; leave it out",
         "guided_options_request": _GRAMMAR,
         "mm_processor_kwargs": "prompts are text or token ids only; leave it out",
         "prompt_token_ids": "give the lists of ids as prompts",
