@@ -20,7 +20,6 @@ _QUANTIZATION = "checkpoints are not quantized; quantization='int8' rounds the w
 
 ENGINE_PEERS: Peers = {
     "vLLM's": {
-        "chat_template": "give it to generate, chat or rollout",
         "compilation_config": "see compile=... and cuda_graphs=...",
         "cpu_offload_gb": "weights stay where the model runs; leave it out",
         "data_parallel_size": _SEVERAL_ENGINES,

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rollout_engine.errors import RequestError
+from rollout_engine.errors import ConfigError, RequestError
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
@@ -140,6 +140,16 @@ def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
     if len(known) >= _MAX_KNOWN:
         known.clear()
     known[key] = value
+
+
+def check_template(hf: PreTrainedTokenizerBase) -> None:
+    """Raise `ConfigError` unless the tokenizer's chat template is a Jinja template that transformers can compile."""
+    try:
+        hf.apply_chat_template([{"role": "user", "content": "Hello."}], tokenize=False)
+    except Exception as problem:  # one that compiled may refuse any conversation; jinja2's errors of syntax have a line
+        line = getattr(problem, "lineno", None)
+        if line is not None:
+            raise ConfigError(f"chat_template is not a Jinja template: line {line}: {problem}.") from None
 
 
 def text_of(content: str | Sequence[dict[str, str]]) -> str:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.locations import find_directory
-from rollout_engine.text.chat_rendering import ChatRenderer
+from rollout_engine.text.chat_rendering import ChatRenderer, check_template
 from rollout_engine.text.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
 
 logger = logging.getLogger("rollout_engine")
@@ -47,7 +47,11 @@ class TextCodec:
         """
         if config.skip_tokenizer_init:
             return None
-        return cls.from_pretrained(*_named(config), directory)
+        codec = cls.from_pretrained(*_named(config), directory)
+        if config.chat_template is not None:
+            codec.hf.chat_template = config.chat_template
+            check_template(codec.hf)
+        return codec
 
     @classmethod
     def from_pretrained(cls, name: str, field: str = "tokenizer", directory: Path | None = None) -> "TextCodec":
