@@ -2,6 +2,7 @@
 
     rollout-engine serve Qwen/Qwen3-0.6B
     rollout-engine serve path/of/checkpoint --port 8000 --replicas 2 dtype=bfloat16 max_model_len=4096
+    rollout-engine serve path/of/checkpoint --chat-template template.jinja
     rollout-engine serve path/of/checkpoint --host 0.0.0.0 --api-key KEY --admin-key OTHER_KEY
 
 It listens on this machine alone unless --host says otherwise, which needs both keys. SIGTERM and Ctrl-C let open
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", help=f"key of clients that generate; also from ${_KEYS['api_key']}")
     parser.add_argument("--admin-key", help=f"key for control and weights; also from ${_KEYS['admin_key']}")
     parser.add_argument("--served-model-name", help="name that clients give (the model's path or id)")
+    parser.add_argument("--chat-template", help="a Jinja template, or a file with one, in place of the tokenizer's")
     parser.add_argument("--return-tokens-as-token-ids", action="store_true", help='log-probs name tokens "token_id:7"')
     parser.add_argument("--logprobs-mode", default="tempered", help="tempered, processed or raw (tempered)")
     parser.add_argument(
@@ -45,6 +47,9 @@ def run(arguments: argparse.Namespace) -> None:
     if overrides.sampling:
         names = ", ".join(overrides.sampling)
         raise ConfigError(f"{names}: sampling params come with each request; a server takes fields of EngineConfig.")
+    template = arguments.chat_template
+    if template is not None and overrides.engine.setdefault("chat_template", template) != template:
+        raise ConfigError("--chat-template and chat_template= are both set: give one of them.")
     keys: dict[str, Any] = {name: getattr(arguments, name) or os.environ.get(_KEYS[name]) for name in _KEYS}
     options = ServeOptions(
         host=arguments.host,

@@ -14,13 +14,15 @@ import msgspec
 from envs_adapters.base import Message
 from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput
+from rollout_engine.text.chat_turns import RewrittenTurns
 
 
 class Turns(Protocol):
     """The prompts of conversations: `ChatTurns` or `TextTurns`."""
 
     def prompt(self, messages: list[Message]) -> list[int]: ...
-    def glue(self, messages: list[Message], sampled: Sequence[int]) -> list[int]: ...
+    def message(self, text: str) -> Message: ...
+    def glue(self, messages: list[Message], sampled: Sequence[int], history: list[Message]) -> list[int]: ...
     def rewriting(self, roles: Sequence[str]) -> str | None: ...
 
 
@@ -88,14 +90,14 @@ class Conversation:
                 raise RequestError("The environment gave nothing to answer: reset returned no text.", field="messages")
             self.rows.append(Row(self._turns.prompt(self.messages)))
             return self.rows[0].prompt
-        rewriting = self._turns.rewriting([message["role"] for message in unread])
-        if rewriting is not None:
+        row, history = self.rows[-1], self.messages[: len(self.messages) - len(unread)]
+        try:
+            row.add_glue(self._turns.glue(unread, row.samples[-1][1].token_ids, history))
+        except RewrittenTurns as problem:
             if not self._branches:
-                raise rewritten(rewriting)
+                raise rewritten(problem.how) from problem
             self.rows.append(Row(self._turns.prompt(self.messages)))
             return self.rows[-1].prompt
-        row = self.rows[-1]
-        row.add_glue(self._turns.glue(unread, row.samples[-1][1].token_ids))
         return row.prompt + row.response
 
     def answer(self, sample: CompletionOutput) -> None:
@@ -105,7 +107,7 @@ class Conversation:
 
     def say(self, text: str) -> None:
         """Add the words of an answer, and the reward that came before any."""
-        self.messages.append({"role": "assistant", "content": text})
+        self.messages.append(self._turns.message(text) if self._turns else {"role": "assistant", "content": text})
         self.rewards.append(self._early_reward)
         self._early_reward = 0.0
 

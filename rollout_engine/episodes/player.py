@@ -46,8 +46,9 @@ class Player:
         """Request id -> the episode that it is a turn of."""
         self._requests: dict[int, str] = {}
         """The inverse."""
-        if plan.max_turns > 1 and not plan.spec.is_single_turn and plan.on_rewrite == "refuse":
-            self._require_unchanged_turns()
+        self._refuses = plan.max_turns > 1 and not plan.spec.is_single_turn and plan.on_rewrite == "refuse"
+        if self._refuses:
+            self._require_unchanged_turns(self._turns_with([]), may_call=True)
 
     def __len__(self) -> int:
         """Turns that have been queued and not read."""
@@ -55,7 +56,10 @@ class Player:
 
     def conversation(self, tools: list[dict[str, Any]]) -> Conversation:
         """Begin the conversation of a seat. Raises `RequestError`."""
-        return Conversation(self._turns_with(tools), branches=self._plan.on_rewrite == "branch")
+        turns = self._turns_with(tools)
+        if self._refuses:
+            self._require_unchanged_turns(turns, may_call=bool(tools or self._plan.tools))
+        return Conversation(turns, branches=self._plan.on_rewrite == "branch")
 
     def find_calls(self, sample: CompletionOutput, tools: list[dict[str, Any]], prompt_end: list[int]) -> ToolCalls:
         """Find the calls in an answer to a prompt that ends with the ids `prompt_end`."""
@@ -142,9 +146,16 @@ class Player:
         template = self._plan.chat.get("chat_template") or self._codec.hf.chat_template
         return format_of_template(str(template))
 
-    def _require_unchanged_turns(self) -> None:
-        roles = [("user",), *([("tool",)] if self._plan.tools else [])]
-        turns = self._turns_with([])
-        for how in map(turns.rewriting, roles):
-            if how is not None:
-                raise rewritten(how)
+    def _require_unchanged_turns(self, turns: Turns, *, may_call: bool) -> None:
+        """Raise `RequestError` if the template rewrites turns before a user and, with `may_call`, before a tool too."""
+        found: list[RequestError] = []
+        for role in ("user", "tool") if may_call else ("user",):
+            try:
+                how = turns.rewriting([role])
+            except RequestError as problem:  # a template may refuse a role
+                found.append(problem)
+                continue
+            if how is None:
+                return
+            found.append(rewritten(how))
+        raise found[0]

@@ -4,9 +4,8 @@ from typing import Any
 
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.served import Served
-from rollout_engine.text.conversations import CHAT_KEYS
+from rollout_engine.text.conversations import CHAT_KEYS, as_messages
 from rollout_engine.text.prompts import as_fields
-from rollout_engine.text.tokenizer import template_arguments
 from rollout_engine.threads import run_in_thread
 
 
@@ -41,6 +40,7 @@ async def with_rendered_text(served: Served, prompt: Any) -> Any:
             "chat_template is neither a Jinja template nor the name of one of the tokenizer's. A path is not read."
         )
         raise HttpProblem(400, message, field="chat_template")
-    arguments = template_arguments(fields.pop("messages"), **options)
-    text = await run_in_thread(served.templates.render, template, arguments, served.codec.hf.special_tokens_map)
+    messages = as_messages(fields.pop("messages"))
+    special_tokens = served.codec.hf.special_tokens_map
+    text = await run_in_thread(served.templates.render, template, messages, options, special_tokens)
     return {**fields, "prompt": text, "add_special_tokens": False}

@@ -6,7 +6,7 @@ memory: nested loops of 78 characters compute for hours, and `{{ "a" * 600000000
 
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -34,13 +34,17 @@ class RequestTemplates:
         self.close = end_with(self, self._processes)
         """End the process."""
 
-    def render(self, template: str, arguments: Mapping[str, Any], special_tokens: Mapping[str, str]) -> str:
+    def render(
+        self, template: str, messages: Sequence[Any], options: Mapping[str, Any], special_tokens: Mapping[str, str]
+    ) -> str:
         """The text of a conversation. Blocks; raises `RequestError` for a template that fails, or takes too much.
 
-        `arguments`: those of `template_arguments`, plain data. `special_tokens`: the tokenizer's `special_tokens_map`.
+        `messages`: as `as_messages` returns them. `options`: `ChatOptions` besides the template, plain data.
+        `special_tokens`: the tokenizer's `special_tokens_map`.
         """
         try:
-            order = Rendering(template, msgspec.json.encode(arguments), dict(special_tokens))
+            encoded = [msgspec.json.encode(each) for each in (messages, options)]
+            order = Rendering(template, *encoded, special_tokens=dict(special_tokens))
         except (TypeError, ValueError, OverflowError) as problem:
             raise RequestError.for_field("messages", "a conversation", f"plain JSON ({problem})") from None
         with self._lock:

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
+from rollout_engine.errors import RequestError
 from rollout_engine.grammars.bounded_process import answer_orders, bound_memory, bound_seconds
+from rollout_engine.text.chat_rendering import ChatRenderer
 from rollout_engine.text.template_wire import Rendered, Rendering
 
 SECONDS = 1.0
@@ -27,7 +29,10 @@ def main() -> None:
 
 
 class _Tokenizer:
-    """The parts of a tokenizer that `apply_chat_template` reads."""
+    """The parts of a tokenizer that `ChatRenderer` reads."""
+
+    chat_template = None
+    apply_chat_template = PreTrainedTokenizerBase.apply_chat_template
 
     def __init__(self, special_tokens_map: dict[str, str]) -> None:
         self.special_tokens_map = special_tokens_map
@@ -39,11 +44,12 @@ class _Tokenizer:
 def _answer(order: Rendering) -> Rendered:
     bound_seconds(SECONDS)
     try:
-        render: Any = PreTrainedTokenizerBase.apply_chat_template
-        arguments = msgspec.json.decode(order.arguments)
-        tokenizer = _Tokenizer(order.special_tokens)
-        text = str(render(tokenizer, chat_template=order.template, tokenize=False, **arguments))
+        tokenizer: Any = _Tokenizer(order.special_tokens)
+        messages, options = (msgspec.json.decode(each) for each in (order.messages, order.options))
+        text = ChatRenderer(tokenizer, _ignore).render(messages, chat_template=order.template, **options)
         text.encode()  # a lone surrogate is no text
+    except RequestError as problem:
+        return Rendered(problem=f"{str(problem)[:1000]}")
     except Exception as problem:  # a template is a program: it may raise anything
         return Rendered(problem=f"{type(problem).__name__}: {str(problem)[:1000]}")
     finally:
@@ -51,6 +57,10 @@ def _answer(order: Rendering) -> Rendered:
     if len(text) > MAX_CHARS:
         return Rendered(problem=f"the text has {len(text)} characters, and at most {MAX_CHARS} are taken")
     return Rendered(text)
+
+
+def _ignore(warning: str) -> None:
+    """Log nothing: a stranger's template is the stranger's to know."""
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ class Rendering(msgspec.Struct, frozen=True, tag="rendering"):
     """A conversation to render under a template."""
 
     template: str
-    arguments: bytes
-    """JSON of the keyword arguments of `apply_chat_template`, its conversation included."""
+    messages: bytes
+    """JSON of messages that `as_messages` returned."""
+    options: bytes
+    """JSON of their `ChatOptions`, without the template."""
     special_tokens: dict[str, str]
     """Texts of the tokenizer's special tokens, by the names that templates know them by."""
 

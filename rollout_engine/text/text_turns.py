@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_engine.errors import RequestError
+from rollout_engine.text.chat_rendering import text_of
 from rollout_engine.text.tokenizer import TextCodec
 
 
@@ -17,8 +18,17 @@ class TextTurns:
         """Token ids of the text, with the special tokens that the tokenizer adds. Raises `RequestError`."""
         return self._codec.encode(_text(messages))
 
-    def glue(self, messages: Sequence[dict[str, Any]], sampled: Sequence[int]) -> list[int]:
-        """Token ids of the text between an answer and the next one. Raises `RequestError`."""
+    def message(self, text: str) -> dict[str, Any]:
+        """The message of an answer."""
+        return {"role": "assistant", "content": text}
+
+    def glue(
+        self,
+        messages: Sequence[dict[str, Any]],
+        sampled: Sequence[int],
+        history: Sequence[dict[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of the text between an answer and the next one, whatever they are. Raises `RequestError`."""
         text = _text(messages)
         return self._codec.encode(text, add_special_tokens=False) if text else []
 
@@ -31,4 +41,4 @@ def _text(messages: Sequence[dict[str, Any]]) -> str:
         if message["role"] != "user":
             bound = "'user' for a tokenizer without a chat template, to which everything is plain text"
             raise RequestError.for_field("role", message["role"], bound, "Or give chat_template=...")
-    return "".join(message["content"] for message in messages)
+    return "".join(text_of(message["content"]) for message in messages)

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.locations import find_directory
+from rollout_engine.text.chat_rendering import ChatRenderer, check_template
 from rollout_engine.text.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
 
 logger = logging.getLogger("rollout_engine")
@@ -34,6 +35,7 @@ class TextCodec:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._warned: set[str] = set()
+        self._chats = ChatRenderer(hf, self.warn_once)
         self._backend = _backend(hf)
         self._tables = {}
         if hf.is_fast and type(hf.backend_tokenizer.decoder).__name__ == "ByteLevel":
@@ -48,7 +50,11 @@ class TextCodec:
         """
         if config.skip_tokenizer_init:
             return None
-        return cls.from_pretrained(*_named(config), directory)
+        codec = cls.from_pretrained(*_named(config), directory)
+        if config.chat_template is not None:
+            codec.hf.chat_template = config.chat_template
+            check_template(codec.hf)
+        return codec
 
     @classmethod
     def from_pretrained(cls, name: str, field: str = "tokenizer", directory: Path | None = None) -> "TextCodec":
@@ -71,7 +77,7 @@ class TextCodec:
         token_ids = self._encode(text, add_special_tokens=add_special_tokens)
         first = self.hf.bos_token_id
         if first is not None and token_ids[:2] == [first, first]:
-            self._warn_once(
+            self.warn_once(
                 f"A prompt's text begins with {self.hf.bos_token!r}, which the tokenizer adds by itself: it is there "
                 'twice. Give {"prompt": text, "add_special_tokens": False}, or the conversation itself.'
             )
@@ -81,6 +87,23 @@ class TextCodec:
         """Whether this is a token that is cut out of the text as it is, before the rest is divided into tokens."""
         token = self.hf.added_tokens_decoder.get(token_id)
         return token is not None and not (token.lstrip or token.normalized or token.single_word)
+
+    def without_end(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the ids of an answer without the special tokens that end it."""
+        end = len(token_ids)
+        while end and token_ids[end - 1] in self._special:
+            end -= 1
+        return list(token_ids[:end])
+
+    def has_template(self, name: str) -> bool:
+        """Whether the tokenizer has a chat template of this name."""
+        return isinstance(self.hf.chat_template, dict) and name in self.hf.chat_template
+
+    def warn_once(self, text: str) -> None:
+        """Log a warning, once for each text."""
+        if text not in self._warned and len(self._warned) < _MAX_WARNINGS:
+            self._warned.add(text)
+            logger.warning("%s", text)
 
     def encode_word(self, word: str) -> list[list[int]]:
         """Return the ids of a word alone, and after a space where those differ. Raises `RequestError`."""
@@ -95,31 +118,9 @@ class TextCodec:
         text = self.render_chat(messages, tools, **options)
         return text, self._encode(text, add_special_tokens=False)
 
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None = None,
-        *,
-        chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = False,
-    ) -> str:
-        """Render a conversation as text; options as in `ChatOptions`. Raises `RequestError`."""
-        self._warn_of_unread(
-            self._template(chat_template, tools), [*(chat_template_kwargs or ()), *(["tools"] if tools else [])]
-        )
-        arguments = template_arguments(
-            messages, tools, chat_template_kwargs, add_generation_prompt, continue_final_message
-        )
-        try:
-            return str(self.hf.apply_chat_template(chat_template=chat_template, tokenize=False, **arguments))
-        except Exception as problem:  # a template is a program: it may raise anything
-            raise RequestError(
-                f"The chat template cannot render these messages: {type(problem).__name__}: {problem}",
-                field="messages",
-                value=messages,
-            ) from problem
+    def render_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> str:
+        """Render messages that `as_messages` returned as text; options as in `ChatOptions`. Raises `RequestError`."""
+        return self._chats.render(messages, tools, **options)
 
     def new_stream(
         self,
@@ -145,35 +146,6 @@ class TextCodec:
             bound = f"text the tokenizer can encode ({type(problem).__name__}: {problem})"
             raise RequestError.for_field(field, text, bound) from problem
 
-    def _template(self, named: str | None, tools: list[Any] | None) -> str:
-        """Return the text of the chat template that will be used. Raises `RequestError` where there is none."""
-        own = self.hf.chat_template
-        if named is not None and "{" not in named and not self.has_template(named):
-            names = f", or one of the tokenizer's: {', '.join(own)}" if isinstance(own, dict) else ""
-            raise RequestError.for_field("chat_template", named, f"a Jinja template{names}", "A path is not read.")
-        if named is None and own is None:
-            bound = "text or token ids: this tokenizer has no chat template"
-            raise RequestError.for_field("messages", "a conversation", bound, "Or give chat_template=...")
-        try:
-            return str(self.hf.get_chat_template(named, tools))
-        except ValueError as problem:  # several templates, and no default among them
-            raise RequestError.for_field("chat_template", named, f"one of {', '.join(own)}", str(problem)) from None
-
-    def has_template(self, name: str) -> bool:
-        """Whether the tokenizer has a chat template of this name."""
-        return isinstance(self.hf.chat_template, dict) and name in self.hf.chat_template
-
-    def _warn_of_unread(self, template: str, names: list[str]) -> None:
-        """Warn of each variable in `names` that a template never reads."""
-        for name in names:
-            if not re.search(rf"\b{re.escape(name)}\b", template):
-                self._warn_once(f"The chat template never reads '{name:.80}': giving it changes no prompt.")
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned and len(self._warned) < _MAX_WARNINGS:
-            self._warned.add(text)
-            logger.warning("%s", text)
-
     def bytes_of(self, token_id: int) -> bytes:
         """Bytes that a token adds to a text in UTF-8, which need not be whole characters; none for unknown ids."""
         if (table := self._tables.get(frozenset())) is not None:
@@ -189,24 +161,6 @@ class TextCodec:
         if self.hf.is_fast:  # without the clean-up of `decode`, which rewrites earlier text
             return str(self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=False))
         return str(self.hf.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def template_arguments(
-    messages: list[dict[str, Any]],
-    tools: list[Any] | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool | None = False,
-) -> dict[str, Any]:
-    """The arguments of Hugging Face's `apply_chat_template` for a conversation and its `ChatOptions`."""
-    opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
-    return {
-        **(chat_template_kwargs or {}),
-        "conversation": messages,
-        "tools": tools,
-        "add_generation_prompt": opens,
-        "continue_final_message": bool(continue_final_message),
-    }
 
 
 def tokenizer_directory(config: EngineConfig) -> Path | None:

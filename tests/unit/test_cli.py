@@ -225,6 +225,19 @@ def test_serve_finds_out_before_it_loads_a_model_that_a_port_is_taken(tmp_path, 
     assert f"port={port} cannot be listened on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--chat-template", "missing.jinja"], "chat_template='missing.jinja' is not allowed"),
+        (["--chat-template", "{% if"], "chat_template is not a Jinja template: line 1"),
+        (["--chat-template", "{{ 1 }}", "chat_template={{ 2 }}"], "are both set: give one of them"),
+    ],
+)
+def test_serve_checks_its_chat_template_before_it_listens(checkpoint, options, words, capsys):
+    assert run("serve", checkpoint, "--port", "0", *options) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_rollout_writes_one_line_per_sample_that_replays(checkpoint, tmp_path, capsys):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "ab", "answer": [4, "b"]}\n\n"longer prompt"\n')

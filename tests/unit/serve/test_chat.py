@@ -72,6 +72,40 @@ def test_a_later_turn_keeps_the_ids_that_were_sampled(client):
     assert later["prompt_token_ids"] == so_far + ChatTurns(served.codec).glue([new], so_far)
 
 
+KEEPS_THINKING_FOR_TOOLS = (
+    "{% set ns = namespace(asked=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content.split('</think>')[-1] if loop.index0 < ns.asked else m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_required_prefix_is_kept_if_the_template_writes_what_was_sampled(client):
+    codec = client.app.served.codec
+    said = "<think>hm</think>five"
+    so_far = codec.encode(f"<user>hi<eos><assistant>{said}<eos>", add_special_tokens=False)
+    body = {"chat_template": KEEPS_THINKING_FOR_TOOLS, "required_prefix_token_ids": so_far, "max_tokens": 1}
+    past = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "five"}]  # as a client that parsed it
+
+    called = {**body, "messages": [*past, {"role": "tool", "content": "5"}], "return_token_ids": True}
+    [choice] = client.post("/v1/chat/completions", called)["choices"]
+    assert codec.decode(choice["prompt_token_ids"]) == f"<user>hi<eos><assistant>{said}<eos><tool>5<eos><assistant>"
+    asked = {**body, "messages": [*past, {"role": "user", "content": "and?"}]}
+    assert "rewrites earlier turns" in client.problem("/v1/chat/completions", asked)["message"]
+    plain = codec.encode("<user>hi<eos><assistant>five<eos>", add_special_tokens=False)
+    [choice] = client.post("/v1/chat/completions", {**asked, "required_prefix_token_ids": plain})["choices"]
+    assert choice["finish_reason"] == "length"
+
+
+def test_messages_that_the_template_would_leave_out_are_refused(client):
+    template = "{% for m in messages if m.role != 'developer' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    body = {"messages": [{"role": "developer", "content": "Be brief."}, *HELLO], "chat_template": template}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        problem = client.problem(path, body)
+        assert problem["param"] == "messages[0]['role']" and "as 'system'" in problem["message"]
+
+
 def test_a_required_prefix_needs_an_answer_and_something_after_it(client):
     body = {"messages": HELLO, "required_prefix_token_ids": [5, 6]}
     assert "messages that have an answer" in client.problem("/v1/chat/completions", body)["message"]

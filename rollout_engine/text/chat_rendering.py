@@ -1,0 +1,223 @@
+"""Renders conversations by a chat template, in the form that it takes, and refuses what it would leave out.
+
+Templates differ in what they read: content as text or as parts, arguments of tool calls as objects or as JSON text, and
+which roles they write at all. A template is a program, so each question is answered by rendering: once per template,
+role and question, with the conversation that raised it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rollout_engine.errors import ConfigError, RequestError
+
+Messages = list[dict[str, Any]]
+Render = Callable[[Messages], str]
+
+_MARK = "0f1e2d3c4b5a"
+"""Stands for other words than those of a conversation."""
+_MAX_KNOWN = 4096
+"""Answers that are remembered: requests may bring templates, so all are forgotten beyond this number."""
+_INSTEAD = {
+    "developer": "Give them as 'system', or a chat_template that writes them.",
+    "tool": "Give them as 'user', or a chat_template that writes them.",
+}
+
+
+class ChatRenderer:
+    """Renders conversations by the chat templates of one tokenizer, or given ones."""
+
+    def __init__(self, hf: PreTrainedTokenizerBase, warn_once: Callable[[str], None]) -> None:
+        self._hf, self._warn_once = hf, warn_once
+        self._parts_read: dict[tuple[str, str], bool] = {}
+        """(template, role) -> whether the template reads the parts of such messages."""
+        self._written: dict[tuple[str, str, str], None] = {}
+        """(template, role, key) that are known to reach the text."""
+
+    def render(
+        self,
+        messages: Messages,
+        tools: list[Any] | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = False,
+    ) -> str:
+        """Render messages that `as_messages` returned; options as in `ChatOptions`. Raises `RequestError`."""
+        variables = chat_template_kwargs or {}
+        template = self._template(chat_template, tools)
+        self._warn_of_unread(template, [*variables, *(["tools"] if tools else [])])
+        opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+
+        def render(shown: Messages) -> str:
+            return str(
+                self._hf.apply_chat_template(
+                    shown,
+                    tools=tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=opens,
+                    continue_final_message=bool(continue_final_message),
+                    tokenize=False,
+                    **variables,
+                )
+            )
+
+        shown = self._with_parts_as_read(template, messages, render)
+        try:
+            shown, text = _rendered(shown, render)
+        except Exception as problem:  # a template is a program: it may raise anything
+            raise RequestError(
+                f"The chat template cannot render these messages: {type(problem).__name__}: {problem}",
+                field="messages",
+                value=messages,
+            ) from problem
+        self._require_all_written(template, shown, render, text)
+        return text
+
+    def _template(self, named: str | None, tools: list[Any] | None) -> str:
+        """Return the text of the chat template that will be used. Raises `RequestError` if there is none."""
+        own = self._hf.chat_template
+        if named is not None and "{" not in named and not (isinstance(own, dict) and named in own):
+            names = f", or one of the tokenizer's: {', '.join(own)}" if isinstance(own, dict) else ""
+            raise RequestError.for_field("chat_template", named, f"a Jinja template{names}", "A path is not read.")
+        if named is None and own is None:
+            bound = "text or token ids: this tokenizer has no chat template"
+            raise RequestError.for_field("messages", "a conversation", bound, "Or give chat_template=...")
+        try:
+            return str(self._hf.get_chat_template(named, tools))
+        except ValueError as problem:  # several templates, and no default among them
+            raise RequestError.for_field("chat_template", named, f"one of {', '.join(own)}", str(problem)) from None
+
+    def _warn_of_unread(self, template: str, names: list[str]) -> None:
+        """Warn of each variable in `names` that a template never reads."""
+        for name in names:
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                self._warn_once(f"The chat template never reads '{name:.80}': giving it changes no prompt.")
+
+    def _with_parts_as_read(self, template: str, messages: Messages, render: Render) -> Messages:
+        """Return messages whose lists of parts are joined by newlines, if the template cannot read those of a role."""
+        shown = list(messages)
+        for role in dict.fromkeys(message["role"] for message in messages if not isinstance(message["content"], str)):
+            listed = [
+                i for i, each in enumerate(messages) if each["role"] == role and not isinstance(each["content"], str)
+            ]
+            if (template, role) not in self._parts_read:
+                _remember(self._parts_read, (template, role), _reads_parts(_with_texts(shown), listed, render))
+            if not self._parts_read[template, role]:
+                for i in listed:
+                    shown[i] = {**messages[i], "content": text_of(messages[i]["content"])}
+        return shown
+
+    def _require_all_written(self, template: str, messages: Messages, render: Render, text: str) -> None:
+        """Raise `RequestError` for a role, or for tool calls, that change nothing in the text of a conversation."""
+        for role, key in dict.fromkeys(
+            (m["role"], key) for m in messages for key in ("content", "tool_calls") if key in m
+        ):
+            if (template, role, key) not in self._written:
+                changed = _reworded(messages, role) if key == "content" else _without_calls(messages, role)
+                if text == _try(render, changed):
+                    raise _left_out(messages, role, key)
+                _remember(self._written, (template, role, key), None)
+
+
+def _left_out(messages: Messages, role: str, key: str) -> RequestError:
+    """Make the error of messages that the chat template leaves out of the prompt."""
+    index = next(i for i, message in enumerate(messages) if message["role"] == role and key in message)
+    if key == "content":
+        bound = "a role that the chat template writes: it leaves these messages out"
+        hint = _INSTEAD.get(role, "Give a chat_template that writes them.")
+        return RequestError.for_field(f"messages[{index}]['role']", role, bound, hint)
+    bound = "absent: the chat template leaves tool calls out"
+    hint = "Write them into the content, or give a chat_template that writes them."
+    return RequestError.for_field(f"messages[{index}]['tool_calls']", messages[index][key], bound, hint)
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
+    known[key] = value
+
+
+def check_template(hf: PreTrainedTokenizerBase) -> None:
+    """Raise `ConfigError` unless the tokenizer's chat template is a Jinja template that transformers can compile."""
+    try:
+        hf.apply_chat_template([{"role": "user", "content": "Hello."}], tokenize=False)
+    except Exception as problem:  # one that compiled may refuse any conversation; jinja2's errors of syntax have a line
+        line = getattr(problem, "lineno", None)
+        if line is not None:
+            raise ConfigError(f"chat_template is not a Jinja template: line {line}: {problem}.") from None
+
+
+def text_of(content: str | Sequence[dict[str, str]]) -> str:
+    """Return content as one text, its parts joined by newlines."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _rendered(messages: Messages, render: Render) -> tuple[Messages, str]:
+    """Return the messages and their text; arguments of tool calls are JSON text if the template fails on objects."""
+    try:
+        return messages, render(messages)
+    except Exception:  # a template may raise anything
+        if not any("tool_calls" in message for message in messages):
+            raise
+        as_text = [{**message, **_with_text_arguments(message)} for message in messages]
+        text = _try(render, as_text)
+        if text is None:
+            raise
+        return as_text, text
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the tool calls of a message with their arguments as JSON text."""
+    return {"tool_calls": list(_text_calls(message["tool_calls"]))} if "tool_calls" in message else {}
+
+
+def _text_calls(calls: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for call in calls:
+        function = call.get("function", call)
+        function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        yield {**call, "function": function} if "function" in call else function
+
+
+def _reads_parts(messages: Messages, listed: Sequence[int], render: Render) -> bool:
+    """Whether a template writes two parts of text as texts, and does not write the list that holds them."""
+    words = [f"{_MARK}a", f"{_MARK}b"]
+    parts = [{"type": "text", "text": word} for word in words]
+    shown = [{**each, "content": parts} if i in listed else each for i, each in enumerate(messages)]
+    text = _try(render, shown)
+    return text is not None and all(word in text and not re.search(rf"""["']{word}""", text) for word in words)
+
+
+def _with_texts(messages: Messages) -> Messages:
+    return [{**message, "content": text_of(message["content"])} for message in messages]
+
+
+def _reworded(messages: Messages, role: str) -> Messages:
+    """Return a conversation in which messages of a role say and call something else."""
+    return [_say_otherwise(message) if message["role"] == role else message for message in messages]
+
+
+def _say_otherwise(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    said = content + _MARK if isinstance(content, str) else [*content, {"type": "text", "text": _MARK}]
+    calls = {"tool_calls": [_MARK]} if "tool_calls" in message else {}
+    return {**message, "content": said, **calls}
+
+
+def _without_calls(messages: Messages, role: str) -> Messages:
+    return [
+        {key: value for key, value in message.items() if key != "tool_calls"} if message["role"] == role else message
+        for message in messages
+    ]
+
+
+def _try(render: Render, messages: Messages) -> str | None:
+    """Render messages; None if the template raises, so that it has read them."""
+    try:
+        return render(messages)
+    except Exception:  # a template may raise anything
+        return None
