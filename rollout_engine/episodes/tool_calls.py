@@ -195,8 +195,21 @@ def _piece_after(text: str, start: int, at: int, frame: _Frame, marks: re.Patter
 
 def _bare(text: str, is_thinking: bool) -> list[_Piece]:
     """Find calls without closing tags: behind thinking all is calls, or nothing is, since prose may contain braces."""
+    at = _after_space(text, 0)
+    first = _THINKING.search(text)
+    if is_thinking or (first is not None and first.start() == at):
+        at = _end_of_thinking(text, at)
+    pieces, end = _bare_from(text, at)
+    rest = _THINKING.search(text, end)
+    if rest is not None and rest[1]:  # the prompt has opened this thinking: all calls so far were drafts
+        pieces, _ = _bare_from(text, rest.end())
+    return pieces
+
+
+def _bare_from(text: str, at: int) -> tuple[list[_Piece], int]:
+    """The calls that follow one another from `at` on, and where the text is something else."""
     pieces: list[_Piece] = []
-    at = _start_of_words(text, is_thinking)
+    at = _after_space(text, at)
     is_tagged = text.startswith(_PYTHON_TAG, at)
     at = _after_space(text, at + len(_PYTHON_TAG)) if is_tagged else at
     while at < len(text) and len(pieces) <= _MAX_CALLS and (is_tagged or text[at] == "{"):
@@ -215,17 +228,7 @@ def _bare(text: str, is_thinking: bool) -> list[_Piece]:
         pieces.append(_Piece(at, end, found, text[at:end]))
         at = _after_space(text, end)
         at = _after_space(text, at + 1) if text.startswith(";", at) else at
-    return pieces
-
-
-def _start_of_words(text: str, is_thinking: bool) -> int:
-    """The beginning of an answer behind its thinking; the end of the text if that has not ended."""
-    at = _after_space(text, 0)
-    if not is_thinking and text.startswith(("{", _PYTHON_TAG), at):
-        return at
-    marks = list(_THINKING.finditer(text))
-    is_open = is_thinking or (bool(marks) and marks[0].start() == at)
-    return _after_space(text, _end_of_thinking(text, at)) if is_open or any(mark[1] for mark in marks) else at
+    return pieces, at
 
 
 def _end_of_thinking(text: str, at: int) -> int:
