@@ -8,7 +8,7 @@ import msgspec
 from envs_adapters.base import Action, Message, Observation, ToolCall
 from rollout_engine.episodes.call_results import CallResults, Maker
 from rollout_engine.episodes.conversation import Conversation
-from rollout_engine.episodes.tool_calls import ToolCalls
+from rollout_engine.episodes.tool_calls import PROMPT_END, ToolCalls
 from rollout_engine.episodes.tool_functions import tool_name
 from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput
@@ -20,8 +20,6 @@ rollout, or a fault."""
 
 _SEATS, _TURNS = 1 << 33, 1 << 32
 """Apart from the indexes of samples, so that no two draws of an episode share a seed."""
-_PROMPT_END = 32
-"""Tokens before an answer that decide whether it begins with thinking."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -210,7 +208,7 @@ class Episode:
             return self.fail(f"The first prompt has {len(token_ids)} tokens, which leaves no room of {limit}.")
         if room < self._rules.min_room:
             return self.end("max_episode_tokens")
-        self._prompt_end = token_ids[-_PROMPT_END:]
+        self._prompt_end = token_ids[-PROMPT_END:]
         return Ask(self.seat, token_ids, self.turn_seed(self.seat, conversation.num_turns), room)
 
     def fail(self, reason: str) -> Next:

@@ -136,8 +136,7 @@ class Player:
     def _taught_form(self) -> ToolFormat | None:
         if not self._has_template:
             return None
-        template = self._plan.chat.get("chat_template") or self._codec.hf.chat_template
-        return format_of_template(str(template))
+        return format_of_template(self._codec.find_template(self._plan.chat.get("chat_template"), [{}]))
 
     def _require_unchanged_turns(self) -> None:
         roles = [("user",), *([("tool",)] if self._plan.tools else [])]

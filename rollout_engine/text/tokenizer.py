@@ -30,6 +30,7 @@ class TextCodec:
         added = hf.added_tokens_decoder
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._spelled = re.compile("|".join(re.escape(self._added[token_id]) for token_id in self._special))
         self._warned: set[str] = set()
         self._backend = _backend(hf)
         self._tables = {}
@@ -104,7 +105,7 @@ class TextCodec:
     ) -> str:
         """Render a conversation as text; options as in `ChatOptions`. Raises `RequestError`."""
         variables = chat_template_kwargs or {}
-        self._warn_of_unread(self._template(chat_template, tools), [*variables, *(["tools"] if tools else [])])
+        self._warn_of_unread(self.find_template(chat_template, tools), [*variables, *(["tools"] if tools else [])])
         opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         try:
             return str(
@@ -149,8 +150,8 @@ class TextCodec:
             bound = f"text the tokenizer can encode ({type(problem).__name__}: {problem})"
             raise RequestError.for_field(field, text, bound) from problem
 
-    def _template(self, named: str | None, tools: list[Any] | None) -> str:
-        """Return the text of the chat template that will be used. Raises `RequestError` where there is none."""
+    def find_template(self, named: str | None, tools: Sequence[Any] | None) -> str:
+        """Return the text of the chat template that is used, or will be with these tools. Raises `RequestError`."""
         own = self.hf.chat_template
         if named is not None and "{" not in named and not (isinstance(own, dict) and named in own):
             names = f", or one of the tokenizer's: {', '.join(own)}" if isinstance(own, dict) else ""
@@ -159,7 +160,7 @@ class TextCodec:
             bound = "text or token ids: this tokenizer has no chat template"
             raise RequestError.for_field("messages", "a conversation", bound, "Or give chat_template=...")
         try:
-            return str(self.hf.get_chat_template(named, tools))
+            return str(self.hf.get_chat_template(named, list(tools) if tools else None))
         except ValueError as problem:  # several templates, and no default among them
             raise RequestError.for_field("chat_template", named, f"one of {', '.join(own)}", str(problem)) from None
 
@@ -183,6 +184,10 @@ class TextCodec:
             return bytes.fromhex(byte[1])
         text = token.replace(_SPACE, " ") if _SPACE in token else self.decode([token_id])  # decoded alone it lacks some
         return text.encode()
+
+    def remove_special_tokens(self, text: str) -> str:
+        """Return a text without the special tokens that are spelled in it."""
+        return self._spelled.sub("", text) if self._special else text
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of ids, special tokens included."""

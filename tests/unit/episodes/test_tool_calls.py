@@ -101,11 +101,12 @@ def test_calls_drafted_in_thinking_are_no_calls(form):
     assert not parse_tool_calls(f"<think>\n{draft}\n</think>\n\nNothing to do.", form).found
     assert not parse_tool_calls(draft, form, is_thinking=True).found
     assert parse_tool_calls(f"{draft}</think>{call}", form, is_thinking=True).texts == [call]
+    assert parse_tool_calls(f"{call}</think>", form, is_thinking=False).texts == [call]
 
 
 @pytest.mark.parametrize(
     "prompt_end, is_thinking",
-    [("assistant\n<think>\n", True), ("<think>\n\n</think>\n\n", False), ("say <think>\nassistant: ", False)],
+    [("assistant\n<think>\n", True), ("<think>\n\n</think>\n\n", None), ("say <think>\nassistant: ", None)],
 )
 def test_a_prompt_may_open_the_thinking(prompt_end, is_thinking):
     assert opens_thinking(prompt_end) is is_thinking
