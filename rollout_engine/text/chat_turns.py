@@ -45,7 +45,8 @@ class ChatTurns:
 
     def prompt(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, up to the header of its next answer. Raises `RequestError`."""
-        return self._codec.encode(self._render(as_messages(messages)), add_special_tokens=False)
+        options = {**self._options, "add_generation_prompt": True}
+        return self._codec.encode_chat(as_messages(messages), **options)[1]
 
     def glue(self, messages: Messages, sampled: Sequence[int]) -> list[int]:
         """Token ids between an answer and the next one.

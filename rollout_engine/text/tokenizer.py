@@ -2,7 +2,8 @@
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.locations import find_directory
+from rollout_engine.text.shown_tools import first_unshown, refuse_unshown
 from rollout_engine.text.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
 
 logger = logging.getLogger("rollout_engine")
@@ -89,9 +91,20 @@ class TextCodec:
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any
     ) -> tuple[str, list[int]]:
-        """Render a conversation as (text, ids); options as in `ChatOptions`. Raises `RequestError`."""
+        """Render a conversation as (text, ids); options as in `ChatOptions`.
+
+        Raises `RequestError`, also for tools that the prompt does not show.
+        """
         text = self.render_chat(messages, tools, **options)
+        unshown = self._unshown(text, messages, tools, **options)
+        if tools and unshown is not None:
+            raise refuse_unshown(tools, unshown)
         return text, self._encode(text, add_special_tokens=False)
+
+    def shows_tools(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> bool:
+        """Whether the prompt of a conversation shows its tools. Raises `RequestError`."""
+        text = self.render_chat(messages, tools, **options)
+        return self._unshown(text, messages, tools, **options) is None
 
     def render_chat(
         self,
@@ -105,7 +118,7 @@ class TextCodec:
     ) -> str:
         """Render a conversation as text; options as in `ChatOptions`. Raises `RequestError`."""
         variables = chat_template_kwargs or {}
-        self._warn_of_unread(self.find_template(chat_template, tools), [*variables, *(["tools"] if tools else [])])
+        self._warn_of_unread(self.find_template(chat_template, tools), variables)
         opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         try:
             return str(
@@ -140,6 +153,11 @@ class TextCodec:
         unspaced = {} if skip_special_tokens or spaces_between_special_tokens else self._added
         return WindowStream(self.decode, skipped, prompt_token_ids, unspaced)
 
+    def _unshown(
+        self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any
+    ) -> str | None:
+        return first_unshown(text, tools, partial(self.render_chat, messages, None, **options)) if tools else None
+
     def _encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         backend = self._backend
         try:
@@ -164,7 +182,7 @@ class TextCodec:
         except ValueError as problem:  # several templates, and no default among them
             raise RequestError.for_field("chat_template", named, f"one of {', '.join(own)}", str(problem)) from None
 
-    def _warn_of_unread(self, template: str, names: list[str]) -> None:
+    def _warn_of_unread(self, template: str, names: Iterable[str]) -> None:
         """Warn of each variable in `names` that a template never reads."""
         for name in names:
             if not re.search(rf"\b{re.escape(name)}\b", template):

@@ -15,6 +15,7 @@ from rollout_engine.serve.openai.tools import ToolParser
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SamplingFields, Settings
 from rollout_engine.serve.served import Served
+from rollout_engine.text.conversations import as_messages
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -180,6 +181,9 @@ def _settings(served: Served, body: ChatBody, tools: ToolParser | None) -> Setti
 def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:
     salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
     options = chat_options(body)
+    is_bound = body.tool_choice not in (None, "auto")
+    if is_bound and "tools" in options and not served.codec.shows_tools(as_messages(body.messages), **options):
+        del options["tools"]  # a grammar forces the calls, or the client looks for them: the prompt need not show tools
     if body.required_prefix_token_ids is None:
         return {"messages": body.messages, **options, **salt}
     token_ids = prompt_after(served, body.required_prefix_token_ids, body.messages, options)

@@ -5,7 +5,7 @@ from itertools import combinations, permutations
 import pytest
 
 from envs_adapters import Observation
-from rollout_engine.errors import EpisodeError
+from rollout_engine.errors import EpisodeError, RequestError
 from rollout_engine.policy import RolloutPolicy
 from rollout_engine.sampling_params import SamplingParams
 from tests.unit.episodes.playing import play, row_ids, sampled_turns
@@ -236,6 +236,40 @@ def test_a_call_drafted_in_thinking_that_the_prompt_has_opened_is_not_made(playe
     thinks = TEMPLATE.replace("<|assistant|>{% endif", "<|assistant|><think>\n{% endif")
     batch, [action] = played(Asks, [CALLS["add"][0]], tools=[add], chat_template=thinks, on_rewrite="branch")
     assert not action.tool_calls and not action.broken_calls
+
+
+IGNORES = TEMPLATE[TEMPLATE.index("{% for m") :]
+
+
+class Names(Asks):
+    """Names the rollout's tool and its parameters in the question, but for the words in `leaves_out`."""
+
+    leaves_out = ""
+
+    def reset(self, seed):
+        return f"What is 1 + 2? You may call {'add(a, b)'.replace(self.leaves_out, '')}."
+
+
+def test_a_prompt_may_show_the_tools_that_its_template_ignores(played):
+    batch, _ = played(Names, [CALLS["add"][0], "3"], tools=[add], chat_template=IGNORES)
+    assert ("tool", "3") in roles_and_contents(batch)
+
+
+@pytest.mark.parametrize("word", ["add", "b"])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_tools_that_neither_the_template_nor_the_prompt_shows_are_refused(played, word, is_own):
+    env = type("LeavesOut", (Names,), {"leaves_out": word} | ({} if is_own else {"tools": [add]}))
+    with pytest.raises(EpisodeError, match=rf"tools=\['add'\].*ignores tools.*'{word}' is in none"):
+        played(env, ["3"], chat_template=IGNORES, **({"tools": [add]} if is_own else {}))
+
+
+@pytest.mark.parametrize("on_rewrite", ["refuse", "branch"])
+def test_tools_under_a_template_that_teaches_no_form_of_calls_need_the_form(played, on_rewrite):
+    said = r"tools=\['(add|look)'\].*teaches no form.*Give tool_format='hermes' or"
+    with pytest.raises(RequestError, match=said):
+        played(Asks, ["3"], tools=[add], tool_format=None, on_rewrite=on_rewrite)
+    with pytest.raises(EpisodeError, match=said):
+        played(Looks, ["3"], tool_format=None, on_rewrite=on_rewrite)
 
 
 def test_two_tools_of_one_name_are_refused(played):
