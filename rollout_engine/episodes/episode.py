@@ -8,7 +8,7 @@ import msgspec
 from envs_adapters.base import Action, Message, Observation, ToolCall
 from rollout_engine.episodes.call_results import CallResults, Maker
 from rollout_engine.episodes.conversation import Conversation
-from rollout_engine.episodes.tool_calls import ToolCalls
+from rollout_engine.episodes.tool_calls import PROMPT_END, ToolCalls
 from rollout_engine.episodes.tool_functions import tool_name
 from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput
@@ -21,8 +21,6 @@ rollout, or a fault."""
 
 _SEATS, _TURNS = 1 << 33, 1 << 32
 """Apart from the indexes of samples, so that no two draws of an episode share a seed."""
-_PROMPT_END = 32
-"""Tokens before an answer that decide whether it begins with thinking."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -120,19 +118,15 @@ class Episode:
         """Sequence seed of a turn: `SamplingParams(seed=..., n=1)` replays it."""
         return seed_of_turn(mix(self.seed, _SEATS + seat) if seat else self.seed, turn)
 
-    def began(
-        self, observation: Observation, tools: list[dict[str, Any]], functions: list[str], num_seats: int
-    ) -> Next:
-        """The environment has been reset. `functions`: names of those of its tools that it does not answer by `step`."""
+    def began(self, observation: Observation, tools: list[dict[str, Any]], functions: list[str], seats: int) -> Next:
+        """The environment has been reset. `functions`: names of the tools whose calls its `step` does not answer."""
         self._tools = tools
         for name in map(tool_name, tools):
             if name in self._makers:
-                return self.fail(
-                    f"A tool of the rollout and one of the environment have the name '{name}': rename one."
-                )
+                return self.fail(f"The rollout and the environment both have a tool '{name}': rename one of them.")
             self._makers[name] = "functions" if name in functions else "step"
         try:
-            self.seats = {seat: self._rules.new_conversation(seat, tools) for seat in range(num_seats)}
+            self.seats = {seat: self._rules.new_conversation(seat, tools) for seat in range(seats)}
         except RequestError as error:
             return self.fail(str(error))
         return self.observed(observation)
@@ -143,9 +137,8 @@ class Episode:
             return self.fail(f"The engine failed: {sample.error}")
         self.seats[self.seat].answer(sample)
         parsed = self._rules.find_calls(self.seat, sample, self._tools, self._prompt_end)
-        self._action = Action(
-            sample.text, list(sample.token_ids), seat=self.seat, is_cut=sample.finish_reason == "length"
-        )
+        is_cut = sample.finish_reason == "length"
+        self._action = Action(sample.text, list(sample.token_ids), seat=self.seat, is_cut=is_cut)
         if not parsed.calls:
             return Act(msgspec.structs.replace(self._action, broken_calls=parsed.broken))
         self._results = CallResults(parsed, self._makers)
@@ -164,9 +157,10 @@ class Episode:
     def observed(self, observation: Observation) -> Next:
         """The environment has taken a step, or called its functions."""
         messages = observation.messages
-        said = [*messages] if not isinstance(messages, str) else [{"role": "user", "content": messages}]
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}] if messages else []
         if self._results.maker == "functions":
-            return self.called(said)
+            return self.called([*messages])
         self.info, self.is_truncated = observation.info, observation.truncated
         rewards = observation.reward
         for seat, reward in (rewards if isinstance(rewards, Mapping) else {self.seat: rewards}).items():
@@ -177,9 +171,7 @@ class Episode:
             self.seats[seat].reward(reward)
         if observation.seat not in self.seats:
             return self.fail(f"Seat {observation.seat} is to act, but the environment has {len(self.seats)} seats.")
-        if messages == "":
-            said = []
-        others = self._results.add(said) if observation.seat == self.seat else said
+        others = self._results.add(messages) if observation.seat == self.seat else [*messages]
         self._read_results()
         self.seat = observation.seat
         self.seats[self.seat].read(others)
@@ -188,7 +180,7 @@ class Episode:
         return self._next_turn()
 
     def _make_calls(self) -> Next:
-        """Have the next calls of an answer made. Its seat goes on once all have been."""
+        """Have the next calls of an answer made; once all have been, its seat takes its next turn."""
         calls = self._results.next_calls()
         if calls is None:
             self._read_results()
@@ -221,7 +213,7 @@ class Episode:
             return self.fail(f"The first prompt has {len(token_ids)} tokens, which leaves no room of {limit}.")
         if room < self._rules.min_room:
             return self.end("max_episode_tokens")
-        self._prompt_end = token_ids[-_PROMPT_END:]
+        self._prompt_end = token_ids[-PROMPT_END:]
         return Ask(self.seat, token_ids, self.turn_seed(self.seat, conversation.num_turns), room)
 
     def fail(self, reason: str) -> Next:

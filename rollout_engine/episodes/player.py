@@ -1,7 +1,7 @@
 """A policy that plays: the turns of many episodes at one engine."""
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 from rollout_engine.episodes.conversation import Conversation, Turns, rewritten
 from rollout_engine.episodes.episode import Ask
@@ -13,6 +13,7 @@ from rollout_engine.episodes.tool_calls import (
     opens_thinking,
     parse_typed_calls,
 )
+from rollout_engine.episodes.tool_functions import tool_name
 from rollout_engine.errors import LifecycleError, RequestError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.reader import Reader
@@ -40,6 +41,7 @@ class Player:
         """Tools, as JSON -> the prompts of conversations with these tools."""
         self._has_template = bool(plan.chat.get("chat_template") or self._codec.hf.chat_template)
         self._form = plan.tool_format or self._taught_form()
+        self._require_form(self._all_tools([]))
         self._asked: list[tuple[int, Ask]] = []
         """Episodes whose turns are to be queued."""
         self._open: dict[str, tuple[int, Ask]] = {}
@@ -134,17 +136,24 @@ class Player:
         return [*(tool.schema for tool in self._plan.tools.values()), *tools]
 
     def _new_turns(self, tools: list[dict[str, Any]]) -> Turns:
+        self._require_form(tools)
         if self._has_template:
             return ChatTurns(self._codec, **self._plan.chat, **({"tools": tools} if tools else {}))
         if tools:
             raise RequestError.for_field("tools", tools, "absent: this tokenizer has no chat template to show them")
         return TextTurns(self._codec)
 
+    def _require_form(self, tools: list[dict[str, Any]]) -> None:
+        if tools and self._has_template and self._form is None:
+            forms = " or ".join(map(repr, get_args(ToolFormat)))
+            hint = f"Give tool_format={forms}: the form in which the policy writes calls."
+            bound = "absent: the chat template teaches no form of calls that is read here"
+            raise RequestError.for_field("tools", list(map(tool_name, tools)), bound, hint)
+
     def _taught_form(self) -> ToolFormat | None:
         if not self._has_template:
             return None
-        template = self._plan.chat.get("chat_template") or self._codec.hf.chat_template
-        return format_of_template(str(template))
+        return format_of_template(self._codec.find_template(self._plan.chat.get("chat_template"), [{}]))
 
     def _require_unchanged_turns(self, turns: Turns, *, may_call: bool) -> None:
         """Raise `RequestError` if the template rewrites turns before a user and, with `may_call`, before a tool too."""

@@ -22,6 +22,8 @@ from rollout_engine.errors import RequestError
 
 ToolFormat = Literal["hermes", "llama3", "xml", "seed", "glm"]
 
+PROMPT_END = 32
+"""Tokens at the end of a prompt of which `opens_thinking` wants the text."""
 _MAX_CALLS = 64
 """Calls looked at in one answer."""
 _MAX_CALL_CHARACTERS = 1 << 16
@@ -90,10 +92,11 @@ class _Frame(NamedTuple):
     """Matches text behind the opening tag that is meant as a call even if no closing tag follows."""
 
 
-def parse_tool_calls(text: str, form: ToolFormat, *, is_thinking: bool = False) -> ToolCalls:
+def parse_tool_calls(text: str, form: ToolFormat, *, is_thinking: bool | None = None) -> ToolCalls:
     """Find the calls in an answer's text, special tokens included if the form has some. Never raises.
 
-    `is_thinking`: whether the prompt has opened <think>, so that the answer begins with thinking.
+    `is_thinking`: whether the answer begins with thinking, because the prompt has opened <think>; None: if a </think>
+    without its <think> says so.
     """
     text = _without_end_tokens(text)
     pieces = _bare(text, is_thinking) if form == "llama3" else _framed(text, _FRAMES[form], is_thinking)
@@ -112,7 +115,7 @@ def parse_tool_calls(text: str, form: ToolFormat, *, is_thinking: bool = False) 
 
 
 def parse_typed_calls(
-    text: str, form: ToolFormat, schemas: Iterable[Mapping[str, Any]], *, is_thinking: bool = False
+    text: str, form: ToolFormat, schemas: Iterable[Mapping[str, Any]], *, is_thinking: bool | None = None
 ) -> ToolCalls:
     """`parse_tool_calls`, with the types that the tools' JSON schemas give to values that the form writes as text."""
     parsed = parse_tool_calls(text, form, is_thinking=is_thinking)
@@ -141,10 +144,10 @@ def check_format(form: str) -> None:
         raise RequestError.for_field("tool_format", form, " or ".join(map(repr, get_args(ToolFormat))))
 
 
-def opens_thinking(prompt_end: str) -> bool:
-    """Whether an answer to a prompt that ends with this text begins with thinking: the prompt has opened <think>."""
+def opens_thinking(prompt_end: str) -> bool | None:
+    """`is_thinking` of the answer to a prompt that ends with this text: True, or None if the prompt does not say."""
     marks = list(_THINKING.finditer(prompt_end))
-    return bool(marks) and not marks[-1][1] and not prompt_end[marks[-1].end() :].strip()
+    return True if marks and not marks[-1][1] and not prompt_end[marks[-1].end() :].strip() else None
 
 
 def with_types(call: ToolCall, schema: Mapping[str, Any]) -> ToolCall:
@@ -155,7 +158,7 @@ def with_types(call: ToolCall, schema: Mapping[str, Any]) -> ToolCall:
     return ToolCall(call.name, typed_arguments(call.arguments, schema))
 
 
-def _framed(text: str, frame: _Frame, is_thinking: bool) -> list[_Piece]:
+def _framed(text: str, frame: _Frame, is_thinking: bool | None) -> list[_Piece]:
     """Find the calls between the tags of a form, outside of thinking: one more than may be made at most."""
     marks = re.compile(f"{re.escape(frame.opening)}|{re.escape(frame.closing)}|{_THINKING.pattern}")
     pieces: list[_Piece] = []
@@ -167,7 +170,7 @@ def _framed(text: str, frame: _Frame, is_thinking: bool) -> list[_Piece]:
             if piece is not None:
                 pieces.append(piece)
                 at = piece.end
-        elif mark[1] == "/":
+        elif mark[1] == "/" and is_thinking is not False:
             pieces.clear()  # the prompt has opened this thinking: all calls so far were drafts
         elif mark[1] == "":
             at = _end_of_thinking(text, at)
@@ -193,10 +196,25 @@ def _piece_after(text: str, start: int, at: int, frame: _Frame, marks: re.Patter
     return _Piece(start, stop, problem, text[at:stop]) if frame.begins.match(text, at) else None
 
 
-def _bare(text: str, is_thinking: bool) -> list[_Piece]:
+def _bare(text: str, is_thinking: bool | None) -> list[_Piece]:
     """Find calls without closing tags: behind thinking all is calls, or nothing is, since prose may contain braces."""
+    at = _after_space(text, 0)
+    first = _THINKING.search(text)
+    if is_thinking or (first is not None and first.start() == at):
+        at = _end_of_thinking(text, at)
+    pieces, end = _bare_from(text, at)
+    rest = _THINKING.search(text, end)
+    if (
+        rest is not None and rest[1] and is_thinking is None
+    ):  # the prompt has opened this thinking: all calls so far were drafts
+        pieces, _ = _bare_from(text, rest.end())
+    return pieces
+
+
+def _bare_from(text: str, at: int) -> tuple[list[_Piece], int]:
+    """The calls that follow one another from `at` on, and where the text is something else."""
     pieces: list[_Piece] = []
-    at = _start_of_words(text, is_thinking)
+    at = _after_space(text, at)
     is_tagged = text.startswith(_PYTHON_TAG, at)
     at = _after_space(text, at + len(_PYTHON_TAG)) if is_tagged else at
     while at < len(text) and len(pieces) <= _MAX_CALLS and (is_tagged or text[at] == "{"):
@@ -215,17 +233,7 @@ def _bare(text: str, is_thinking: bool) -> list[_Piece]:
         pieces.append(_Piece(at, end, found, text[at:end]))
         at = _after_space(text, end)
         at = _after_space(text, at + 1) if text.startswith(";", at) else at
-    return pieces
-
-
-def _start_of_words(text: str, is_thinking: bool) -> int:
-    """The beginning of an answer behind its thinking; the end of the text if that has not ended."""
-    at = _after_space(text, 0)
-    if not is_thinking and text.startswith(("{", _PYTHON_TAG), at):
-        return at
-    marks = list(_THINKING.finditer(text))
-    is_open = is_thinking or (bool(marks) and marks[0].start() == at)
-    return _after_space(text, _end_of_thinking(text, at)) if is_open or any(mark[1] for mark in marks) else at
+    return pieces, at
 
 
 def _end_of_thinking(text: str, at: int) -> int:

@@ -6,6 +6,7 @@ from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.served import Served
 from rollout_engine.text.conversations import CHAT_KEYS, as_messages
 from rollout_engine.text.prompts import as_fields
+from rollout_engine.text.shown_tools import first_unshown, refuse_unshown
 from rollout_engine.threads import run_in_thread
 
 
@@ -41,6 +42,18 @@ async def with_rendered_text(served: Served, prompt: Any) -> Any:
         )
         raise HttpProblem(400, message, field="chat_template")
     messages = as_messages(fields.pop("messages"))
-    special_tokens = served.codec.hf.special_tokens_map
-    text = await run_in_thread(served.templates.render, template, messages, options, special_tokens)
+    text = await run_in_thread(_render_with_tools, served, template, messages, options)
     return {**fields, "prompt": text, "add_special_tokens": False}
+
+
+def _render_with_tools(served: Served, template: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """Render a conversation. Raises `RequestError`, also for tools that the template does not show."""
+
+    def render(options: dict[str, Any]) -> str:
+        return served.templates.render(template, messages, options, served.codec.hf.special_tokens_map)
+
+    text, tools = render(options), options.get("tools")
+    unshown = first_unshown(text, tools, lambda: render({**options, "tools": None})) if tools else None
+    if tools and unshown is not None:
+        raise refuse_unshown(tools, unshown)
+    return text

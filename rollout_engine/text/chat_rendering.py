@@ -7,7 +7,7 @@ role and question, with the conversation that raised it.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -49,8 +49,8 @@ class ChatRenderer:
     ) -> str:
         """Render messages that `as_messages` returned; options as in `ChatOptions`. Raises `RequestError`."""
         variables = chat_template_kwargs or {}
-        template = self._template(chat_template, tools)
-        self._warn_of_unread(template, [*variables, *(["tools"] if tools else [])])
+        template = self.find_template(chat_template, tools)
+        self._warn_of_unread(template, variables)
         opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
         def render(shown: Messages) -> str:
@@ -78,8 +78,8 @@ class ChatRenderer:
         self._require_all_written(template, shown, render, text)
         return text
 
-    def _template(self, named: str | None, tools: list[Any] | None) -> str:
-        """Return the text of the chat template that will be used. Raises `RequestError` if there is none."""
+    def find_template(self, named: str | None, tools: Sequence[Any] | None) -> str:
+        """Return the text of the chat template that is used, or will be with these tools. Raises `RequestError`."""
         own = self._hf.chat_template
         if named is not None and "{" not in named and not (isinstance(own, dict) and named in own):
             names = f", or one of the tokenizer's: {', '.join(own)}" if isinstance(own, dict) else ""
@@ -88,11 +88,11 @@ class ChatRenderer:
             bound = "text or token ids: this tokenizer has no chat template"
             raise RequestError.for_field("messages", "a conversation", bound, "Or give chat_template=...")
         try:
-            return str(self._hf.get_chat_template(named, tools))
+            return str(self._hf.get_chat_template(named, list(tools) if tools else None))
         except ValueError as problem:  # several templates, and no default among them
             raise RequestError.for_field("chat_template", named, f"one of {', '.join(own)}", str(problem)) from None
 
-    def _warn_of_unread(self, template: str, names: list[str]) -> None:
+    def _warn_of_unread(self, template: str, names: Iterable[str]) -> None:
         """Warn of each variable in `names` that a template never reads."""
         for name in names:
             if not re.search(rf"\b{re.escape(name)}\b", template):

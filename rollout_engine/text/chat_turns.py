@@ -56,7 +56,8 @@ class ChatTurns:
 
     def prompt(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, up to the header of its next answer. Raises `RequestError`."""
-        return self._codec.encode(self._render(as_messages(messages)), add_special_tokens=False)
+        options = {**self._options, "add_generation_prompt": True}
+        return self._codec.encode_chat(as_messages(messages), **options)[1]
 
     def message(self, text: str) -> dict[str, Any]:
         """The message of an answer. It includes thinking that its header opened, if the template does not add that."""

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.locations import find_directory
 from rollout_engine.text.chat_rendering import ChatRenderer, check_template
+from rollout_engine.text.shown_tools import first_unshown, refuse_unshown
 from rollout_engine.text.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
 
 logger = logging.getLogger("rollout_engine")
@@ -34,6 +36,7 @@ class TextCodec:
         added = hf.added_tokens_decoder
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._spelled = re.compile("|".join(re.escape(self._added[token_id]) for token_id in self._special))
         self._warned: set[str] = set()
         self._chats = ChatRenderer(hf, self.warn_once)
         self._backend = _backend(hf)
@@ -114,13 +117,28 @@ class TextCodec:
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any
     ) -> tuple[str, list[int]]:
-        """Render a conversation as (text, ids); options as in `ChatOptions`. Raises `RequestError`."""
+        """Render a conversation as (text, ids); options as in `ChatOptions`.
+
+        Raises `RequestError`, also for tools that the prompt does not show.
+        """
         text = self.render_chat(messages, tools, **options)
+        unshown = self._unshown(text, messages, tools, **options)
+        if tools and unshown is not None:
+            raise refuse_unshown(tools, unshown)
         return text, self._encode(text, add_special_tokens=False)
 
     def render_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> str:
         """Render messages that `as_messages` returned as text; options as in `ChatOptions`. Raises `RequestError`."""
         return self._chats.render(messages, tools, **options)
+
+    def shows_tools(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> bool:
+        """Whether the prompt of a conversation shows its tools. Raises `RequestError`."""
+        text = self.render_chat(messages, tools, **options)
+        return self._unshown(text, messages, tools, **options) is None
+
+    def find_template(self, named: str | None, tools: Sequence[Any] | None) -> str:
+        """Return the text of the chat template that is used, or will be with these tools. Raises `RequestError`."""
+        return self._chats.find_template(named, tools)
 
     def new_stream(
         self,
@@ -135,6 +153,11 @@ class TextCodec:
             return ByteStream(self._tables[skipped], prompt_token_ids)
         unspaced = {} if skip_special_tokens or spaces_between_special_tokens else self._added
         return WindowStream(self.decode, skipped, prompt_token_ids, unspaced)
+
+    def _unshown(
+        self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any
+    ) -> str | None:
+        return first_unshown(text, tools, partial(self.render_chat, messages, None, **options)) if tools else None
 
     def _encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         backend = self._backend
@@ -155,6 +178,10 @@ class TextCodec:
             return bytes.fromhex(byte[1])
         text = token.replace(_SPACE, " ") if _SPACE in token else self.decode([token_id])  # decoded alone it lacks some
         return text.encode()
+
+    def remove_special_tokens(self, text: str) -> str:
+        """Return a text without the special tokens that are spelled in it."""
+        return self._spelled.sub("", text) if self._special else text
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of ids, special tokens included."""

@@ -16,6 +16,7 @@ from rollout_engine.serve.request_templates import brings_template
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SamplingFields, Settings
 from rollout_engine.serve.served import Served
+from rollout_engine.text.conversations import as_messages
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -120,11 +121,8 @@ class _Call:
         return {**head, "choices": choices, **more}
 
     def _choice(self, result: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        calls = self._tools.find(sample.token_ids) if self._tools else []
-        message: dict[str, Any] = {"role": "assistant", "content": sample.text}
-        if calls:
-            assert self._tools is not None
-            message |= {"content": self._tools.text_before(sample.text) or None, "tool_calls": calls}
+        message, calls = self._message(result, sample.token_ids, sample.text)
+        message["role"] = "assistant"
         choice = self._common(sample, bool(calls))
         choice["message"] = message
         if self._body.return_token_ids:
@@ -137,9 +135,10 @@ class _Call:
         if self._tools is None:
             delta["content"] = sample.text
         elif sample.finish_reason is not None:
-            text = "".join(part.text for part in [*so_far, sample])
-            calls = self._tools.find([each for part in [*so_far, sample] for each in part.token_ids])
-            delta["content"] = (self._tools.text_before(text) or None) if calls else text
+            parts = [*so_far, sample]
+            token_ids = [each for part in parts for each in part.token_ids]
+            message, calls = self._message(output, token_ids, "".join(part.text for part in parts))
+            delta |= message
             if calls:
                 delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         choice = self._common(sample, bool(calls))
@@ -147,6 +146,15 @@ class _Call:
         if self._body.return_token_ids:
             choice |= {"token_ids": sample.token_ids, "prompt_token_ids": None if so_far else output.prompt_token_ids}
         return choice
+
+    def _message(
+        self, output: RequestOutput, token_ids: list[int], text: str
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """(fields of the message, its calls) of a whole answer."""
+        if self._tools is None:
+            return {"content": text}, []
+        calls, words = self._tools.split(output.prompt_token_ids, token_ids, text)
+        return ({"content": words or None, "tool_calls": calls} if calls else {"content": text}), calls
 
     def _common(self, sample: CompletionOutput, has_calls: bool) -> dict[str, Any]:
         as_ids = self._served.names_token_ids(self._body.return_tokens_as_token_ids)
@@ -177,6 +185,9 @@ def _settings(served: Served, body: ChatBody, tools: ToolParser | None) -> Setti
 def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:
     salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
     options = chat_options(body)
+    is_bound = body.tool_choice not in (None, "auto")
+    if is_bound and "tools" in options and not served.codec.shows_tools(as_messages(body.messages), **options):
+        del options["tools"]  # a grammar forces the calls, or the client looks for them: the prompt need not show tools
     if body.required_prefix_token_ids is None:
         return {"messages": body.messages, **options, **salt}
     token_ids = prompt_after(served, body.required_prefix_token_ids, body.messages, options)
