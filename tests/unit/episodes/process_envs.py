@@ -164,6 +164,12 @@ class Obeys:
     def do_info(self, _):
         return Observation("", info={"array": np.arange(3), "object": threading.Lock(), "big": 1 << 80})
 
+    def do_deep(self, _):
+        deep = []
+        for _ in range(100_000):
+            deep = [deep]
+        return Observation("", info={"deep": deep})
+
     def do_nan(self, _):
         return Observation("", reward=float("nan"))
 

@@ -180,6 +180,10 @@ def test_output_of_environments_does_not_disturb_and_info_becomes_plain(run_proc
     assert capfd.readouterr().out == "hello\nraw\n"
     assert env.step(Action("child")).messages == "hi\n"
     info = env.step(Action("info")).info
+    deep = env.step(Action("deep")).info["deep"]
+    while isinstance(deep, list):
+        [deep] = deep
+    assert deep.startswith("<list: maximum recursion depth exceeded")
     assert info["array"] == [0, 1, 2] and info["object"].startswith("<unlocked") and info["big"] == str(1 << 80)
 
 
