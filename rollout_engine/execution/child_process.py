@@ -1,21 +1,31 @@
 """Starts child processes of this package: their environment, and the module that they run."""
 
 import os
+import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from rollout_engine.parent_death import module_command, start_process
 
 _END_SECONDS = 5.0
 """Seconds that a process has to end before it is killed."""
 
 
 def start_module(
-    module: str, arguments: Sequence[str], *, descriptors: Sequence[int], environment: Mapping[str, str]
+    module: str,
+    arguments: Sequence[str],
+    *,
+    descriptors: Sequence[int],
+    environment: Mapping[str, str],
+    death_signal: int = signal.SIGKILL,
 ) -> "subprocess.Popen[bytes]":
-    """Run a module of this package in a new process, which inherits these descriptors."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
+    """Run a module of this package in a new process, which inherits these descriptors.
+
+    Linux sends it `death_signal` when this process ends (`rollout_engine.parent_death`).
+    """
+    return start_process(
+        module_command(module, arguments, death_signal),
         stdin=subprocess.DEVNULL,
         pass_fds=list(descriptors),
         env=environment,

@@ -22,6 +22,7 @@ from rollout_engine.kernels.cpu import turns
 from rollout_engine.model.ranks.exchange import Meeting
 from rollout_engine.model.ranks.part import Region
 from rollout_engine.model.ranks.shared_exchange import TOTAL_BYTES, SharedExchange
+from sync.locked_directories import PREFIX, lock_directory
 
 MODULE = "rollout_engine.execution.rank_main"
 """The module that a rank's process runs."""
@@ -29,13 +30,13 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Rank(ABC):
-    """One other rank: its process and the three sockets to it."""
+    """One other rank: its process and the four sockets to it."""
 
     name: str
     """The rank and its process, for messages."""
 
-    def __init__(self, settings: RankSettings, life: Channel, steps: Channel, calls: Channel) -> None:
-        self.rank, self.life, self.steps, self.calls = settings.rank, life, steps, calls
+    def __init__(self, settings: RankSettings, life: Channel, steps: Channel, calls: Channel, pulse: Channel) -> None:
+        self.rank, self.life, self.steps, self.calls, self.pulse = settings.rank, life, steps, calls, pulse
         self.is_started = threading.Event()
         """Set when it has started, and when it never will."""
         self.regions: Mapping[str, Region] = {}
@@ -51,7 +52,7 @@ class Rank(ABC):
 
     def end(self) -> None:
         """End the process, and wait for it."""
-        for channel in (self.steps, self.calls, self.life):
+        for channel in (self.steps, self.calls, self.pulse, self.life):
             channel.close()
         self._end_process()
 
@@ -87,7 +88,7 @@ class LocalRank(Rank):
 
     def __init__(self, settings: RankSettings, memory: int, num_ranks: int, environment: Mapping[str, str]) -> None:
         """`environment`: variables that it has besides this process's."""
-        pairs = [socket.socketpair() for _ in range(3)]
+        pairs = [socket.socketpair() for _ in range(4)]
         theirs = [pair[1] for pair in pairs]
         numbers = [memory, *(end.fileno() for end in theirs)]
         variables = environment_with_package() | {"OMP_NUM_THREADS": str(settings.num_threads), **environment}
@@ -131,9 +132,12 @@ class LocalLauncher(RankLauncher):
         if self._on_device:
             _check_devices(num_ranks, torch.cuda.device_count())
         self._memory: int | None = os.memfd_create("rollout-engine-ranks")
-        self._directory = tempfile.mkdtemp(prefix="rollout-engine-ranks-") if has_group else None
+        self._directory = tempfile.mkdtemp(prefix=f"{PREFIX}ranks-") if has_group else None
+        self._locked: int | None = None
         self.rendezvous = None if self._directory is None else f"file://{self._directory}/rendezvous"
         try:
+            if self._directory is not None:
+                self._locked = lock_directory(self._directory)
             os.ftruncate(self._memory, TOTAL_BYTES)
             self.meeting = SharedExchange(self._memory, 0, num_ranks)
         except BaseException:
@@ -152,6 +156,9 @@ class LocalLauncher(RankLauncher):
         self._close_memory()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+        locked, self._locked = self._locked, None
+        if locked is not None:
+            os.close(locked)
 
     def _close_memory(self) -> None:
         memory, self._memory = self._memory, None

@@ -1,10 +1,10 @@
 """A rank's process, started by a `RankLauncher`:
 
-    python -m rollout_engine.execution.rank_main MEMORY LIFE STEPS CALLS NUM_RANKS        descriptors
+    python -m rollout_engine.execution.rank_main MEMORY LIFE STEPS CALLS PULSE NUM_RANKS  descriptors
     python -m rollout_engine.execution.rank_main --connect HOST PORT RANK NUM_RANKS       on another machine
 
-MEMORY is what all ranks share, and LIFE, STEPS and CALLS are this rank's ends of the sockets of `rank_wire`. It ends
-when rank 0 does, and takes part in no more when any rank has ended.
+MEMORY is what all ranks share, and LIFE, STEPS, CALLS and PULSE are this rank's ends of the sockets of `rank_wire`. It
+ends when rank 0 does, and takes part in no more when any rank has ended.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import threading
 import time
 from typing import NoReturn
 
+from rollout_engine.execution.rank_pulse import start_pulse
 from rollout_engine.execution.rank_values import pack_value
 from rollout_engine.execution.rank_wire import (
     Answer,
@@ -44,11 +45,12 @@ _OTHERS_FIRST_SECONDS = 0.3
 """Seconds before a rank that was left in a step says why: the end of another rank, noticed meanwhile, says more."""
 
 
-def serve(memory: int | None, life: Channel, steps: Channel, calls: Channel, num_ranks: int) -> int:
+def serve(memory: int | None, channels: Channels, num_ranks: int) -> int:
     """Load this rank's part and take part until rank 0 ends. Returns the exit status.
 
     `memory`: descriptor of what all ranks share; None on another machine.
     """
+    life, steps, calls, _ = channels
     settings = life.receive(RankSettings)
     logging.basicConfig(level=settings.log_level, format=f"rank {settings.rank}: %(message)s")
     start_thread(_end_with, life, name="rank-0")
@@ -144,7 +146,8 @@ def main() -> None:
     else:
         memory, channels = int(first), Channels(*(Channel(socket.socket(fileno=int(end))) for end in others))
     try:
-        status = serve(memory, *channels, num_ranks)
+        start_pulse(channels.pulse)
+        status = serve(memory, channels, num_ranks)
     except (EOFError, OSError):  # rank 0 is gone
         status = 1
     logging.shutdown()

@@ -15,6 +15,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.execution.made_with import difference
 from rollout_engine.execution.rank_launcher import Rank, RankLauncher
+from rollout_engine.execution.rank_pulse import BeatingRank, PulseWatch
 from rollout_engine.execution.rank_values import rows_bytes, unpack_value
 from rollout_engine.execution.rank_wire import (
     Answer,
@@ -82,11 +83,13 @@ class RankTeam:
         self._calling, self._num_calls = threading.Lock(), 0
         self.seat = Seat(exchange, self, splits_sums=splits_sums)
         self._ranks: list[Rank] = []
+        self._pulses: PulseWatch | None = None
         try:
             common = _named_elsewhere(config), self.num_threads, logger.getEffectiveLevel(), import_path()
             for rank in launcher.start([RankSettings(n, *common) for n in range(1, self.num_ranks)]):
                 self._ranks.append(rank)
                 start_thread(self._watch, rank, name=f"rank-{rank.rank}")
+            self._pulses = PulseWatch(self._ranks, self._fail_silent, is_remote=launcher.is_remote)
         except BaseException:
             self.shutdown()
             raise
@@ -206,6 +209,8 @@ class RankTeam:
             is_closed, self._is_closing = self._is_closing, True
         if is_closed:
             return
+        if self._pulses is not None:
+            self._pulses.end()
         self.exchange.break_()
         for rank in self._ranks:
             rank.end()
@@ -240,6 +245,10 @@ class RankTeam:
                         "replica (placement='ray'), which does so."
                     )
                 )
+
+    def _fail_silent(self, rank: BeatingRank, reason: str) -> None:
+        """End all because one gives no sign of life."""
+        self.fail(EngineDeadError(f"{rank.name} {reason}."))
 
     def _watch(self, rank: Rank) -> None:
         """Wait for the end of a rank, on a thread of its own."""

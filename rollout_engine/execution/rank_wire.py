@@ -6,6 +6,7 @@ life    RankSettings  ──>        once
 steps   Forward | ...  ──>       no answer: the ranks meet in what they compute
 calls   Call(StartWeights | ...) ──>   one at a time
         <── Answer(Done | Failed)      each, with the number of its call
+pulse   <── bytes                signs of life (`rank_pulse`)
 """
 
 import os

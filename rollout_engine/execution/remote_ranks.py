@@ -1,4 +1,4 @@
-"""Ranks on other machines: their processes connect to rank 0 over TCP, three sockets each.
+"""Ranks on other machines: their processes connect to rank 0 over TCP, four sockets each.
 
     rank ── token, its number, what the socket is for ──> rank 0, which closes what shows another token
 
@@ -27,8 +27,8 @@ TOKEN_VARIABLE = "ROLLOUT_ENGINE_RANK_TOKEN"
 """Variable by which a rank's process has the token."""
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHB")
-"""Token, rank, place of the socket among `life, steps, calls`."""
-_NUM_SOCKETS = 3
+"""Token, rank, place of the socket among `life, steps, calls, pulse`."""
+_NUM_SOCKETS = 4
 _CONNECT_SECONDS = 120.0
 """How long a process that has begun may take to import this package and connect."""
 _HELLO_SECONDS = 2.0
@@ -152,11 +152,12 @@ class RemoteLauncher(RankLauncher):
 
 
 class Channels(NamedTuple):
-    """A rank's three ends."""
+    """A rank's four ends."""
 
     life: Channel
     steps: Channel
     calls: Channel
+    pulse: Channel
 
 
 def connect(place: Rendezvous, rank: int) -> Channels:

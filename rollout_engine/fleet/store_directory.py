@@ -2,15 +2,17 @@
 
 import os
 import shutil
+import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from rollout_engine.process.core_directory import PREFIX, SHARED_MEMORY, lock_directory
+from rollout_engine.execution.child_process import environment_with_package
+from rollout_engine.parent_death import module_command, start_process
+from sync.locked_directories import PREFIX, SHARED_MEMORY, lock_directory
 
-_REMOVER = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
-"""A program that waits for the end of its parent and removes a directory then."""
+_REMOVER = "rollout_engine.fleet.store_remover"
+"""The module of a process that waits for the end of this one and removes a directory then."""
 
 
 class StoreDirectory:
@@ -35,8 +37,9 @@ class StoreDirectory:
 
 
 def _start_remover(path: Path) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _REMOVER, str(path)],
+    return start_process(
+        module_command(_REMOVER, [str(path)], signal.SIGCONT),
         stdin=subprocess.PIPE,
+        env=environment_with_package(),
         start_new_session=True,  # signals for the parent's group are not for this one
     )

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -19,6 +18,7 @@ from typing import Any
 from rollout_engine.errors import RequestError, RetryableError
 from rollout_engine.grammars.trial_wire import Answer, Setup, Trial, receive, send
 from rollout_engine.grammars.vocabulary import GrammarError, require_llguidance
+from rollout_engine.parent_death import module_command, start_process
 from rollout_engine.structured_outputs import text_of
 from sync.owner_process import OwnerProcess
 
@@ -111,8 +111,8 @@ class _TrialProcess:
         here, there = socket.socketpair()
         root = str(Path(__file__).parents[2])
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(there.fileno())],
+            self._process = start_process(
+                module_command(_MODULE, [str(there.fileno())]),
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # where memory ends, Rust says so there
                 pass_fds=[there.fileno()],

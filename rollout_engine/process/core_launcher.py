@@ -1,7 +1,7 @@
 """Starts a core's process, and ends it; `rollout_engine.process.lifeline` connects the two.
 
 The parent makes the directory in which the core lives, and the child keeps it locked
-(`rollout_engine.process.core_directory`).
+(`sync.locked_directories`).
 """
 
 import hashlib
@@ -22,13 +22,13 @@ from rollout_engine.cluster.ray_cluster import variables_of_children
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.execution.child_process import environment_with_package, start_module
-from rollout_engine.process.core_directory import PREFIX, SHARED_MEMORY, lock_directory, sweep_stale_directories
 from rollout_engine.process.descriptors import CORE_DESCRIPTORS, require
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.lifeline import CoreSettings, Lifeline
 from rollout_engine.process.post_mortem import keep_stacks
 from rollout_engine.process.tcp_address import require_keys
 from rollout_engine.process.wire import PROTOCOL, Failure, Ready
+from sync.locked_directories import PREFIX, SHARED_MEMORY, lock_directory, sweep_stale_directories
 from sync.owner_process import OwnerProcess
 
 logger = logging.getLogger("rollout_engine")
@@ -170,10 +170,18 @@ class CoreProcess:
 
 
 def _start(lifeline: int, locked: int, directory: str) -> "subprocess.Popen[bytes]":
-    """Start a core's process, which inherits two descriptors: its end of the lifeline, and the locked file."""
+    """Start a core's process, which inherits two descriptors: its end of the lifeline, and the locked file.
+
+    When this process ends, a core that is stopped is continued: it then notices the end, and removes its files.
+    """
     numbers = [str(lifeline), str(locked)]
-    arguments = [*numbers, directory, str(os.getpid())]
-    return start_module(CORE_MODULE, arguments, descriptors=[lifeline, locked], environment=_environment())
+    return start_module(
+        CORE_MODULE,
+        [*numbers, directory, str(os.getpid())],
+        descriptors=[lifeline, locked],
+        environment=_environment(),
+        death_signal=signal.SIGCONT,
+    )
 
 
 def _refuse_cores_of_cores() -> None:

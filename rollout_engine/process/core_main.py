@@ -24,6 +24,7 @@ from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.errors import RetryableError
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.process_executor import make_executor
+from rollout_engine.parent_death import end_with_parent
 from rollout_engine.process import descriptors
 from rollout_engine.process.core_launcher import config_digest
 from rollout_engine.process.core_proc import EngineCoreProc, sendable_failure
@@ -43,7 +44,7 @@ _ATTEMPTS = 100
 """Times that the engine's directory is removed until it is gone."""
 
 
-def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
+def serve(lifeline: Lifeline, directory: str, watch: ParentWatch, parent: int) -> int:
     """Load the model, tell the parent, and serve clients until told to stop. Returns the exit status.
 
     Raises `EOFError` or `OSError` if the parent is gone by then.
@@ -53,6 +54,8 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     logging.basicConfig(level=settings.log_level, format=f"core {os.getpid()}: %(message)s")
     catch_crashes(directory)
     pulse = Pulse(directory, lifeline.socket)
+    if not pulse.is_native:
+        end_with_parent(parent)  # a call into C may keep the interpreter from noticing the parent's end
     descriptors.raise_limit()
     sys.path[:] = settings.import_path  # our own packages are loaded: modules of the user cannot replace them
     try:
@@ -145,7 +148,7 @@ def main() -> None:
     lifeline = Lifeline(socket.socket(fileno=int(descriptor)))
     watch = ParentWatch(lifeline.socket, int(parent), lambda: _leave(directory, 1))
     try:
-        status = serve(lifeline, directory, watch)
+        status = serve(lifeline, directory, watch, int(parent))
     except (EOFError, OSError):  # the parent is gone
         status = 1
     except BaseException:

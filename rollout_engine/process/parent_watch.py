@@ -1,7 +1,7 @@
 """Ends a core's process that loses its parent while the model is loaded. Later `CoreSocket` looks after the lifeline.
 
-The system could send a signal instead (`PR_SET_PDEATHSIG`), but it does so when the thread ends that started the core,
-however long its process lives, and the core could not remove its directory.
+A signal of the system alone (`rollout_engine.parent_death`) would not do: a core that is killed cannot remove its
+directory.
 """
 
 import os

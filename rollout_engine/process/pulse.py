@@ -48,12 +48,13 @@ class Pulse:
             os.close(file)
         self._counts = (ctypes.c_uint64 * 3).from_buffer(self._memory)
         _pulses.append(self)
+        counts = ctypes.addressof(self._counts)
         try:
-            is_native = start_heartbeat(ctypes.addressof(self._counts), lifeline.fileno(), directory, _ORPHAN_SECONDS)
+            self.is_native = start_heartbeat(counts, lifeline.fileno(), directory, _ORPHAN_SECONDS)
         except OSError as problem:
             logger.warning("%s", problem)
-            is_native = False
-        if not is_native:
+            self.is_native = False
+        if not self.is_native:
             logger.warning("the heartbeat runs in the interpreter: a long call into C will look like a core that hangs")
 
     def turn(self) -> None:

@@ -18,10 +18,10 @@ import msgspec
 import torch
 
 from rollout_engine.errors import WeightUpdateError, unknown_name
-from rollout_engine.process.core_directory import SHARED_MEMORY, lock_directory
 from rollout_engine.process.tcp_address import is_tcp
 from rollout_engine.weights.copy_kernels import kernel_writer
 from sync.base import Metadata, WeightReceiver, WeightSender
+from sync.locked_directories import SHARED_MEMORY, lock_directory
 from sync.manifest import TensorSpec
 from sync.shared_files import check_private
 from sync.transports import TRANSPORTS, make_receiver, make_sender

@@ -14,6 +14,7 @@ import zmq
 from zmq.utils import garbage
 
 from rollout_engine import AsyncLLM
+from rollout_engine.parent_death import start_process
 
 _SECONDS = 60.0
 """How long what has ended may take to go away."""
@@ -37,6 +38,7 @@ class Leftovers:
 
     def __init__(self) -> None:
         _start_collector()
+        start_process(["true"]).wait()  # its thread stays with the process
         self._before = _held()
 
     def assert_none(self, *addresses: str) -> None:

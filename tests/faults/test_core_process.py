@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from rollout_engine import AsyncLLM, ConfigError, EngineConfig, EngineDeadError, RetryableError, SamplingParams
-from rollout_engine.process.core_directory import lock_directory, sweep_stale_directories
 from rollout_engine.process.core_launcher import CoreProcess
+from sync.locked_directories import lock_directory, sweep_stale_directories
 from tests.faults.deaths import ENDLESS, OPTIONS, kill_parent, wait_gone
 
 

@@ -4,17 +4,20 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 
+import psutil
 import pytest
 
 from rollout_engine import EngineConfig
+from rollout_engine.kernels.cpu import turns
 from rollout_engine.process import core_launcher
-from rollout_engine.process.core_directory import sweep_stale_directories
 from rollout_engine.process.core_launcher import CoreProcess
 from rollout_engine.process.parent_watch import ParentWatch
+from sync.locked_directories import sweep_stale_directories
 from tests.faults.deaths import OPTIONS, wait_gone
 from tests.faults.slow_start import BEGUN
 
@@ -66,6 +69,34 @@ def test_a_core_whose_owner_is_killed_while_it_starts_goes_with_its_directory(
     except AssertionError:
         os.kill(pid, signal.SIGKILL)
         raise
+
+
+RANKED = """
+import sys
+from rollout_engine import AsyncLLM
+
+engine = AsyncLLM(sys.argv[1], num_kv_blocks=256, num_threads=1, skip_tokenizer_init=True, tensor_parallel_size=2)
+print(engine.frontend.client.pid, engine.address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
+def test_a_core_and_a_rank_that_are_stopped_go_with_their_owner(checkpoint):
+    command = [sys.executable, "-c", RANKED, str(checkpoint)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        pid, directory = owner.stdout.readline().split()
+        core = psutil.Process(int(pid))
+        (rank,) = core.children()
+        for process in (rank, core):
+            process.suspend()
+        owner.kill()
+    try:
+        wait_gone(core.pid, directory, 60)
+        wait_gone(rank.pid, directory, 60)
+    finally:
+        for process in psutil.wait_procs([core, rank], 0)[1]:
+            process.kill()
 
 
 @pytest.mark.parametrize("cause", ["its end of the lifeline is closed", "another process has it", "it is over"])

@@ -136,6 +136,24 @@ def test_a_rank_that_ends_ends_the_engine_and_is_named(elsewhere, checkpoint, wh
         engine.shutdown()
 
 
+@pytest.mark.parametrize("place", ["here", pytest.param("elsewhere", marks=pytest.mark.slow)])
+def test_a_rank_that_is_stopped_ends_the_engine_and_goes_with_it(request, checkpoint, place):
+    if place == "elsewhere":
+        request.getfixturevalue("elsewhere")
+    before = psutil.Process().children()
+    engine = started(checkpoint, 2)
+    try:
+        (rank,) = [child for child in psutil.Process().children() if child not in before]
+        rank.suspend()
+        with pytest.raises(
+            EngineDeadError, match=r"rank 1 .*has given no sign of life for 4\.5 s"
+        ):
+            engine.generate(PROMPTS, SAMPLED, use_tqdm=False)
+    finally:
+        engine.shutdown()
+    assert not rank.is_running()
+
+
 @pytest.mark.slow
 def test_ranks_elsewhere_end_when_rank_0_does(checkpoint, tmp_path):
     program = f"""

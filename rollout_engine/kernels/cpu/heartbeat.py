@@ -8,11 +8,12 @@ from rollout_engine.kernels.cpu import build
 INTERVAL_SECONDS = 0.1
 
 
-def start_heartbeat(beats: int, lifeline: int, directory: str, orphan_seconds: float) -> bool:
+def start_heartbeat(beats: int | None, lifeline: int, directory: str, orphan_seconds: float) -> bool:
     """Start a thread that adds 1 to the uint64 at address `beats` ten times a second, until this process ends.
 
-    Once the other end of the socket `lifeline` has been closed for `orphan_seconds`, the thread removes `directory` and
-    ends the process. Returns False where the kernels cannot be built. Raises `OSError` for a thread that cannot start.
+    Without `beats` it sends a byte over the socket `lifeline` each time. Once the other end of that socket has been
+    closed for `orphan_seconds`, the thread removes `directory`, unless that is "", and ends the process. Returns False
+    if the kernels cannot be built. Raises `OSError` for a thread that cannot start.
     """
     if build.load_kernels() is None:
         return False

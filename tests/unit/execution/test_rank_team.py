@@ -37,7 +37,7 @@ class Launcher:
     is_remote = False
 
     def start(self, settings):
-        pairs = [tuple(map(Channel, socket.socketpair())) for _ in range(3)]
+        pairs = [tuple(map(Channel, socket.socketpair())) for _ in range(4)]
         self.calls = pairs[2][1]
         self.theirs = [pair[1] for pair in pairs]
         start_thread(self._serve, name="rank 1")

@@ -7,7 +7,7 @@ import sys
 import time
 
 from rollout_engine.fleet.store_directory import StoreDirectory
-from rollout_engine.process.core_directory import sweep_stale_directories
+from sync.locked_directories import sweep_stale_directories
 
 PROGRAM = """
 from rollout_engine.fleet.store_directory import StoreDirectory
