@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import signal
 import stat
 import subprocess
@@ -102,6 +103,17 @@ class Obeys:
     def do_hang(self, path):
         if path:
             Path(path).touch()
+        time.sleep(1000)
+
+    def do_regex(self, path):
+        """Compute in C, without giving the interpreter to another thread."""
+        Path(path).touch()
+        re.match("(a+)+$", "a" * 100 + "b")
+
+    def do_leave(self, path):
+        """Start a process that goes on, and hang."""
+        child = subprocess.Popen(["sleep", "1000"])
+        Path(path).write_text(str(child.pid))
         time.sleep(1000)
 
     def do_thread(self, _):
