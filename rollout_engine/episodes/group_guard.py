@@ -57,7 +57,7 @@ class GroupGuard:
                 self._shell = None
 
     def _forget(self) -> None:
-        """Begin anew in a forked child: groups are its parent's, and its copy of the pipe would keep the shell waiting."""
+        """Begin anew in a forked child: the groups are its parent's, whose end its copy of the pipe would hide."""
         shell, self._shell = self._shell, None
         self._lock, self._groups = threading.Lock(), set()
         if shell is not None and shell.stdin is not None:
