@@ -191,6 +191,11 @@ def text_of(value: object, read: Callable[[object], str] = str) -> str:
         return f"<{type(value).__name__}: {reason}>"
 
 
+def error_text(problem: BaseException) -> str:
+    """Class and text of an exception of the user's code: "ValueError: no such row"."""
+    return f"{type(problem).__name__}: {text_of(problem)}"
+
+
 def check_text_size(field: str, text: str, max_bytes: int) -> None:
     """Raise `RequestError` unless `text` is Unicode of at most `max_bytes` bytes as UTF-8."""
     bound = f"Unicode text of at most {max_bytes} bytes as UTF-8"

@@ -26,7 +26,7 @@ import msgspec
 from rollout_engine._version import VERSION
 from rollout_engine.batches.jsonl import Converted, line_of
 from rollout_engine.batches.rollout_files import SCHEMA, append_text, end_last_line
-from rollout_engine.errors import LifecycleError, RequestError, text_of
+from rollout_engine.errors import LifecycleError, RequestError, error_text
 from rollout_engine.faces.verb_methods import BlockingVerbs
 from rollout_engine.lora_request import LoRALike, as_lora_request
 from rollout_engine.sampling_params import SamplingParams
@@ -125,7 +125,7 @@ class RolloutLog:
             except Exception as problem:
                 if not self._has_failed:
                     more = "Its samples are returned anyway; further groups that are missing are not reported"
-                    why = f"{type(problem).__name__}: {text_of(problem)}"
+                    why = error_text(problem)
                     logger.warning("log_to=%s: group %d is missing (%s). %s.", self._path, group, why, more)
                 self._has_failed = True
 
