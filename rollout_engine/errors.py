@@ -21,7 +21,7 @@ RolloutEngineError
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from sync import errors as sync_errors
@@ -173,13 +173,27 @@ def as_weight_errors() -> Iterator[None]:
 
 def refused(field: str, value: object, bound: str, hint: str = "") -> str:
     """Word the refusal of a field: ``top_p=0 is not allowed: must be in (0, 1].``"""
-    try:
-        shown = repr(value)
-    except Exception as problem:  # nested too deep, an int of too many digits, a class that raises
-        shown = f"<{type(value).__name__}: {problem}>"
+    shown = text_of(value, repr)
     if len(shown) > _SHOWN_CHARS:
         shown = shown[: _SHOWN_CHARS - 3] + "..."
     return f"{field}={shown} is not allowed: must be {bound}." + (f" {hint}" if hint else "")
+
+
+def text_of(value: object, read: Callable[[object], str] = str) -> str:
+    """`str` or `repr` of any value of a user's; if that raises, the value's type and the reason."""
+    try:
+        return read(value)
+    except (Exception, SystemExit) as problem:  # nested too deep, an int of too many digits, a class that raises
+        try:
+            reason = str(problem)
+        except (Exception, SystemExit):
+            reason = type(problem).__name__
+        return f"<{type(value).__name__}: {reason}>"
+
+
+def error_text(problem: BaseException) -> str:
+    """Class and text of an exception of the user's code: "ValueError: no such row"."""
+    return f"{type(problem).__name__}: {text_of(problem)}"
 
 
 def check_text_size(field: str, text: str, max_bytes: int) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from inspect import CORO_CREATED, getcoroutinestate, isawaitable, iscoroutine
 from typing import Any, NamedTuple
 
-from rollout_engine.errors import RewardError
+from rollout_engine.errors import RewardError, error_text
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.reward_functions import (
     RewardCall,
@@ -31,6 +31,8 @@ from rollout_engine.threads import start_thread
 
 logger = logging.getLogger("rollout_engine")
 
+_RAISED = (Exception, SystemExit)
+"""What a reward function raises as its own fault: an exit would end the training, or the loop of other groups."""
 END_SECONDS = 5.0
 """Time for coroutines to end once they are cancelled."""
 
@@ -77,7 +79,7 @@ class RewardCaller:
                 awaited.add_done_callback(lambda done: _close_unstarted(answers, loop) if done.cancelled() else None)
                 return awaited
             rewards.set_result(self._sum(answers, num, group))
-        except Exception as problem:
+        except _RAISED as problem:
             for answer in filter(iscoroutine, answers):
                 answer.close()
             rewards.set_exception(_as_reward_error(problem, group))
@@ -91,7 +93,7 @@ class RewardCaller:
         arguments = reward_arguments(prompt, texts, token_ids, is_chat=is_conversation(prompt))
         try:
             return call(arguments, {name: copies(value, len(texts)) for name, value in columns.items()})
-        except Exception as problem:
+        except _RAISED as problem:
             raise _as_reward_error(problem, group, self._label(call)) from problem
 
     async def _await(self, answers: list[Any], num: int, group: int) -> Rewards:
@@ -100,14 +102,19 @@ class RewardCaller:
         async def value(call: RewardCall, answer: Any) -> Any:
             try:
                 return await answer if isawaitable(answer) else answer
-            except (Exception, SystemExit) as problem:  # an exit would end the loop of other groups
+            except _RAISED as problem:
                 raise _as_reward_error(problem, group, self._label(call)) from problem
 
         return self._sum(await asyncio.gather(*map(value, self._calls, answers)), num, group)
 
     def _sum(self, answers: Sequence[Any], num: int, group: int) -> Rewards:
         pairs, where = zip(self._calls, answers, strict=True), f"prompts[{group}]"
-        checked = {call.name: checked_rewards(answer, num, where, self._label(call)) for call, answer in pairs}
+        checked = {}
+        for call, answer in pairs:
+            try:
+                checked[call.name] = checked_rewards(answer, num, where, self._label(call))
+            except _RAISED as problem:  # a generator runs only now
+                raise _as_reward_error(problem, group, self._label(call)) from problem
         total = weighted_sum(self._calls, list(checked.values()), where)
         return Rewards(total, checked if self._is_list else {})
 
@@ -162,6 +169,6 @@ def _close_unstarted(answers: list[Any], loop: asyncio.AbstractEventLoop) -> Non
 def _as_reward_error(problem: BaseException, group: int, label: str = "the reward function") -> RewardError:
     if isinstance(problem, RewardError):
         return problem
-    error = RewardError(f"prompts[{group}]: {label} raised {type(problem).__name__}: {problem}")
+    error = RewardError(f"prompts[{group}]: {label} raised {error_text(problem)}")
     error.__cause__ = problem
     return error

@@ -94,7 +94,7 @@ class GroupBatcher:
             batch = None if listeners.on_group is None else self.batch([group], layout)
             with allowed():
                 if listeners.log is not None:
-                    listeners.log.write(self.samples(group), group.params)
+                    listeners.log.write(self.samples(group), group.params, group.index)
                 if listeners.on_group is not None and batch is not None:
                     listeners.on_group(batch)
 

@@ -13,6 +13,7 @@ A line has the keys of `rollout_engine.batches.jsonl`, and these:
     made        [when the log was opened, when the group was complete], seconds since 1970 on this machine's clock
 """
 
+import logging
 import os
 import threading
 import time
@@ -23,12 +24,14 @@ from typing import Any
 import msgspec
 
 from rollout_engine._version import VERSION
-from rollout_engine.batches.jsonl import line_of
-from rollout_engine.batches.rollout_files import SCHEMA, end_last_line
-from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.batches.jsonl import Converted, line_of
+from rollout_engine.batches.rollout_files import SCHEMA, append_text, end_last_line
+from rollout_engine.errors import LifecycleError, RequestError, error_text
 from rollout_engine.faces.verb_methods import BlockingVerbs
 from rollout_engine.lora_request import LoRALike, as_lora_request
 from rollout_engine.sampling_params import SamplingParams
+
+logger = logging.getLogger("rollout_engine")
 
 _DRAWS_THE_SAME = {
     "n",
@@ -90,7 +93,11 @@ class LoggedSamples:
 
 
 class RolloutLog:
-    """Appends rollouts to a file, one line per sample. Any thread may write."""
+    """Appends rollouts to a file, one line per sample. Any thread may write.
+
+    A group that cannot be written is missing from the file, and the first such group is logged: the samples themselves
+    are worth more than their log.
+    """
 
     def __init__(self, policy: BlockingVerbs, path: str | os.PathLike[str], lora: LoRALike | None = None) -> None:
         """The file is made if it is missing. `lora`: the adapter that samples.
@@ -105,14 +112,22 @@ class RolloutLog:
         except OSError as problem:
             hint = f"{problem}." if self._path.parent.is_dir() else "Make its folder first."
             raise RequestError.for_field("log_to", str(path), "a file that can be written", hint) from problem
-        self._samples = LoggedSamples(policy, lora)
+        self._samples, self._converted = LoggedSamples(policy, lora), Converted(f"log_to={path}")
+        self._has_failed = False
 
-    def write(self, samples: Iterable[dict[str, Any]], params: SamplingParams) -> None:
-        """Append the samples of one group, drawn with `params`."""
+    def write(self, samples: Iterable[dict[str, Any]], params: SamplingParams, group: int) -> None:
+        """Append the samples of group number `group`, drawn with `params`. Raises nothing."""
         with self._writing:
-            text = "".join(line_of(sample) + "\n" for sample in self._samples.of(samples, params))
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(text)
+            try:
+                lines = self._samples.of(samples, params)
+                text = "".join(line_of(sample, self._converted) + "\n" for sample in lines)
+                append_text(self._path, text, after_cut=self._has_failed)
+            except Exception as problem:
+                if not self._has_failed:
+                    more = "Its samples are returned anyway; further groups that are missing are not reported"
+                    why = error_text(problem)
+                    logger.warning("log_to=%s: group %d is missing (%s). %s.", self._path, group, why, more)
+                self._has_failed = True
 
 
 def describe_engine(policy: BlockingVerbs) -> dict[str, Any]:

@@ -16,16 +16,18 @@
                                                   response the turn that sampled it, -1 for glue
     columns                                       {name: value} of your columns, and of keys that you added
 
+In `columns`, `info` and `messages` sets are lists, and what JSON lacks besides them (NaN, infinities, bytes, dates) is
+a text: a warning names such values (`rollout_engine.batches.json_values`).
 `rollout(log_to=...)` adds what made the sample (`rollout_engine.rollout_log`); `read_jsonl` reads both.
 "routed_experts" are not written. Numbers are written so that reading them gives the same bits (float32 as its float64
 value).
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from io import TextIOBase
 from typing import Any, TextIO
 
@@ -33,6 +35,7 @@ import msgspec
 from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
+from rollout_engine.batches.json_values import json_value
 from rollout_engine.batches.layout import (
     EPISODE_KEYS,
     PER_TURN,
@@ -46,22 +49,31 @@ from rollout_engine.batches.layout import (
     packed_span,
     places,
 )
-from rollout_engine.errors import RequestError
+from rollout_engine.batches.rollout_files import append_text
+from rollout_engine.errors import RequestError, text_of
 from rollout_engine.seeds import unsigned
+from rollout_engine.whole_files import whole_file
+
+logger = logging.getLogger("rollout_engine")
 
 
 def to_jsonl(batch: TensorDictBase, path: str | os.PathLike[str] | TextIO, *, append: bool = False) -> None:
     """Write a rollout of either layout, one line per sample with the keys of the table above.
 
-    `path` is a file name, or a file open for text; `append=True` appends to an existing file of that name. Nothing is
-    written if a column cannot be represented in JSON: that raises `RequestError` with its name.
+    `path` is a file name, or a file open for text; `append=True` appends to an existing file of that name, which is
+    else replaced, at once and whole. Nothing is written if a number of the rollout's own, such as a log-prob, is not
+    finite: that raises `RequestError` with its name.
     """
-    lines = [line_of(sample) for sample in samples(batch)]
+    converted = Converted("to_jsonl")
+    text = "".join(line_of(sample, converted) + "\n" for sample in samples(batch))
     target: Any = path  # to type checkers TextIO and TextIOBase are unrelated
-    mode = "a" if append else "w"
-    opened = nullcontext(target) if isinstance(path, TextIOBase) else open(target, mode, encoding="utf-8")
-    with opened as file:
-        file.writelines(line + "\n" for line in lines)
+    if isinstance(path, TextIOBase):
+        target.write(text)
+    elif append:
+        append_text(target, text)
+    else:
+        with whole_file(target) as file:
+            file.write(text.encode())
 
 
 def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
@@ -102,30 +114,62 @@ def _plain(batch: TensorDictBase, reserved: frozenset[str]) -> dict[Key, list[An
     return {key: batch.get(key).tolist() for key in keys if _top(key) in reserved}
 
 
-def line_of(sample: dict[str, Any]) -> str:
-    """One dict of `samples` as JSON. Raises `RequestError` for a value that cannot be written, such as a column."""
-    encoded = (f"{_dumps(name)}: {_numbers(value) or _dumps(value)}" for name, value in sample.items())
+class Converted:
+    """Logs each name of a value that JSON lacks, when it is first written another way."""
+
+    def __init__(self, written_by: str) -> None:
+        """`written_by`: begins the line, such as "log_to=PATH"."""
+        self._written_by, self._names = written_by, set[str]()
+
+    def add(self, name: str, value: Any) -> None:
+        """Note that `value` was converted."""
+        if name not in self._names:
+            self._names.add(name)
+            what = "%s: %s=%.80s is nothing that JSON has and was written as %.80s"
+            logger.warning(what, self._written_by, name, text_of(value, repr), _dumps(json_value(value)))
+
+
+def line_of(sample: dict[str, Any], converted: Converted | None = None) -> str:
+    """One dict of `samples` as JSON; values of users that JSON lacks are converted, and noted in `converted`.
+
+    Raises `RequestError` for another value that cannot be written, such as a log-prob that is not finite.
+    """
     try:
+        encoded = (f"{_dumps(name)}: {_numbers(value) or _dumps(value)}" for name, value in sample.items())
         line = f"{{{', '.join(encoded)}}}"
-    except (TypeError, ValueError) as problem:
-        raise _refused(sample) from problem
+    except (TypeError, ValueError, RecursionError):
+        given = {name: _convert(name, value, converted) for name, value in sample.items()}
+        try:
+            line = f"{{{', '.join(f'{_dumps(name)}: {_dumps(value)}' for name, value in given.items())}}}"
+        except (TypeError, ValueError) as problem:
+            raise _refused(given) from problem
     # Half a surrogate pair has no UTF-8, but JSON has an escape for it.
     return line.encode(errors="backslashreplace").decode()
 
 
+def _convert(name: str, value: Any, converted: Converted | None) -> Any:
+    """The entry `name` of a sample with values of users as JSON has them."""
+    if name == "columns":
+        return {key: _convert(f"columns[{key!r}]", column, converted) for key, column in value.items()}
+    if name not in ("info", "messages") and not name.startswith("columns["):
+        return value
+    try:
+        _dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        if converted is not None:
+            converted.add(name, value)
+        return json_value(value)
+    return value
+
+
 def _refused(sample: dict[str, Any]) -> RequestError:
     """The error that names what of a sample cannot be written."""
-    columns = {
-        f"columns[{name!r}]": (value, f", or leave it out with batch.exclude({name!r})")
-        for name, value in sample["columns"].items()
-    }
-    for name, (value, advice) in (columns | {name: (value, "") for name, value in sample.items()}).items():
+    for name, value in sample.items():
         try:
             _dumps(value)
         except (TypeError, ValueError) as problem:
             where = f"{name} of group {sample['group_id']}, sample {sample['sample_index']}"
-            bound = "something that JSON can represent"
-            return RequestError.for_field(where, value, bound, f"{problem}. Convert it{advice}.")
+            return RequestError.for_field(where, value, "something that JSON can represent", f"{problem}.")
     raise AssertionError("every value can be written")
 
 

@@ -1,4 +1,4 @@
-"""Reading of files of rollouts: lines of `to_jsonl`, or of `rollout(log_to=...)`."""
+"""Reading of files of rollouts, and appending to them: lines of `to_jsonl`, or of `rollout(log_to=...)`."""
 
 import json
 import logging
@@ -57,6 +57,17 @@ def end_last_line(file: BinaryIO) -> None:
         file.seek(size - 1)
         if file.read(1) != b"\n":
             file.write(b"\n")
+
+
+def append_text(path: str | os.PathLike[str], text: str, *, after_cut: bool = True) -> None:
+    """Append whole lines to a file, which is made if it is missing. Raises `OSError`, after which a line may be cut.
+
+    `after_cut`: whether the last line may be one that was cut off.
+    """
+    with open(path, "a+b") as file:
+        if after_cut:
+            end_last_line(file)
+        file.write(text.encode())
 
 
 def complete_lines(content: bytes) -> tuple[list[bytes], bytes]:

@@ -10,6 +10,7 @@ from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.lifecycle import PauseMode
 from rollout_engine.core.step import Step
+from rollout_engine.errors import error_text
 from rollout_engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -123,7 +124,7 @@ class RecordedCore(EngineCore):
             outputs = EngineCore.step(self)
         except BaseException as error:
             scheduled, self._scheduled = self._scheduled, ()
-            self.record(Stepped(self._begun, time.monotonic(), (), scheduled, f"{type(error).__name__}: {error}"))
+            self.record(Stepped(self._begun, time.monotonic(), (), scheduled, error_text(error)))
             raise
         scheduled, self._scheduled = self._scheduled, ()
         self.record((self._begun, time.monotonic(), outputs.ended or (), scheduled))

@@ -21,7 +21,7 @@ from rollout_engine.engine.step_trace import traced
 from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.engine.update_steps import UpdateSteps
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import EngineDeadError, LifecycleError, RetryableError, WeightUpdateError
+from rollout_engine.errors import EngineDeadError, LifecycleError, RetryableError, WeightUpdateError, error_text
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.process_executor import make_executor
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
@@ -220,7 +220,7 @@ class LocalClient:
                         self.driver.step()
         except Exception as problem:
             logger.critical("the engine's thread failed", exc_info=problem)
-            self._give_up(f"failed: {type(problem).__name__}: {problem}")
+            self._give_up(f"failed: {error_text(problem)}")
 
     def _give_up(self, reason: str) -> None:
         """Fail every request: the client's own thread computes no more."""

@@ -22,7 +22,7 @@ import msgspec
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.executor import Executor
-from rollout_engine.errors import ConfigError, refused
+from rollout_engine.errors import ConfigError, error_text, refused
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger("rollout_engine")
@@ -173,7 +173,7 @@ class TracedExecutor:
             try:
                 found = wait()
             except BaseException as problem:
-                step.problem = f"{type(problem).__name__}: {problem}"[:200]
+                step.problem = error_text(problem)[:200]
                 raise
             else:
                 step.drawn = list(found.num_drawn or ())

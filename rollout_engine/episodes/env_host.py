@@ -9,6 +9,7 @@ import msgspec
 from envs_adapters.base import Action, EnvSpec, Observation
 from rollout_engine.episodes.observations import ObservationError, as_num_seats, as_observation
 from rollout_engine.episodes.tool_functions import ToolFunction, tool_functions, tool_messages, tool_schemas
+from rollout_engine.errors import error_text, text_of
 
 T = TypeVar("T")
 Observed: TypeAlias = Observation | Awaitable[Observation]
@@ -77,8 +78,11 @@ class EnvHost:
 
     @property
     def has_close(self) -> bool:
-        """Whether there is an environment with a `close`."""
-        return callable(getattr(self._env, "close", None))
+        """Whether there is an environment with a `close`, as far as it can be seen without an exception."""
+        try:
+            return callable(getattr(self._env, "close", None))
+        except (Exception, SystemExit):  # a property, or `__getattr__`; the call then raises it where it is reported
+            return True
 
     def close(self) -> Any:
         """Call the environment's own `close` where it has one."""
@@ -125,7 +129,7 @@ def failure_of(what: str, problem: BaseException) -> EnvFailure:
     """The failure of `what`, for example "GuessNumber: step", with its exception as the reason."""
     if isinstance(problem, ObservationError):
         return EnvFailure(one_line(f"{what}: {problem}"), problem)
-    return EnvFailure(one_line(f"{what} raised {type(problem).__name__}: {problem}"), problem)
+    return EnvFailure(one_line(f"{what} raised {error_text(problem)}"), problem)
 
 
 def one_line(text: str) -> str:
@@ -137,7 +141,9 @@ def one_line(text: str) -> str:
 def name_of_env(spec: EnvSpec) -> str:
     """The environment's name for messages."""
     factory = spec.factory
-    return spec.name or (factory if isinstance(factory, str) else getattr(factory, "__qualname__", repr(factory)))
+    if spec.name or isinstance(factory, str):
+        return spec.name or str(factory)
+    return str(getattr(factory, "__qualname__", "") or text_of(factory, repr))
 
 
 async def _await_both(value: Awaitable[Any], go_on: Callable[[Any], T | Awaitable[T]]) -> T:

@@ -8,6 +8,7 @@ import asyncio
 import faulthandler
 import inspect
 import os
+import signal
 import socket
 import sys
 import threading
@@ -122,7 +123,7 @@ def main() -> None:
     faulthandler.enable()
     os.set_inheritable(descriptor, False)
     with socket.socket(fileno=descriptor) as connection, asyncio.Runner() as runner:
-        watch = ParentWatch(connection, parent, lambda: os._exit(1))
+        watch = ParentWatch(connection, parent, _end_group)
         worker = Worker(runner)
         look_every(connection, idle_seconds)
         with suppress(EOFError):  # nobody needs it
@@ -130,6 +131,13 @@ def main() -> None:
                 send(connection, worker.answer(asked))
         watch.end()
     _exit_soon()
+
+
+def _end_group() -> None:
+    """End this process, and what environments have started in its process group."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def _exit_soon() -> None:

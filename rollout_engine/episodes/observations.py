@@ -8,7 +8,7 @@ from typing import Any
 
 from envs_adapters.base import Message, Observation
 from rollout_engine._structs import plain
-from rollout_engine.errors import refused
+from rollout_engine.errors import refused, text_of
 from rollout_engine.reward_functions import is_reward
 
 MAX_TEXT_BYTES = 1 << 20
@@ -64,15 +64,19 @@ def plain_data(value: Any, depth: int = 0) -> Any:
     if value is None or kind in (float, bool, bytes):
         return value
     if kind is int:
-        return value if -(2**63) <= value < 2**64 else repr(value)
+        return value if -(2**63) <= value < 2**64 else text_of(value, repr)
     if depth == _MAX_DEPTH:
-        return repr(value)
+        return _text(value)
     if isinstance(value, Mapping):
         return {str(plain_data(key, _MAX_DEPTH)): plain_data(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain_data(item, depth + 1) for item in value]
     read = plain(value)
-    return plain_data(repr(value) if read is value else read, depth + 1)
+    return plain_data(_text(value) if read is value else read, depth + 1)
+
+
+def _text(value: Any) -> str:
+    return text_of(value, repr).encode(errors="replace").decode()
 
 
 def _fields(value: Any, *, is_reset: bool) -> tuple[Any, Any, Any, Any, Any, Any]:

@@ -13,7 +13,7 @@ import msgspec
 
 from envs_adapters.base import Message, ToolCall
 from rollout_engine._structs import arguments_struct
-from rollout_engine.errors import ConfigError, StepDeadlineError, refused, unknown_name
+from rollout_engine.errors import ConfigError, StepDeadlineError, error_text, refused, unknown_name
 
 _MAX_CHARACTERS = 1 << 18
 """Of the text that a call returns: several of them fit into one observation."""
@@ -135,7 +135,7 @@ def _text(name: str, result: Any) -> str:
 
 
 def _error(problem: Exception) -> str:
-    return f"Error: {type(problem).__name__}: {problem}"[:_MAX_CHARACTERS].encode(errors="replace").decode()
+    return f"Error: {error_text(problem)}"[:_MAX_CHARACTERS].encode(errors="replace").decode()
 
 
 def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:

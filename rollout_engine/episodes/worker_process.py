@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +21,9 @@ from rollout_engine.episodes.env_wire import (
     send,
 )
 from rollout_engine.episodes.factory_reference import WORKER_MODULE, FactoryReference
+from rollout_engine.episodes.group_guard import GroupGuard
 from rollout_engine.errors import RetryableError
+from rollout_engine.parent_death import module_command, start_process
 from sync.owner_process import OwnerProcess
 
 _LOOK_SECONDS = 0.5
@@ -34,6 +35,9 @@ _HASH_SEED = "0"
 _GRACE_SECONDS = 1.0
 """From the end of its connection to its own."""
 _END_SECONDS = 5.0
+
+
+_GUARD = GroupGuard()
 
 
 class WorkerLostError(Exception):
@@ -51,19 +55,23 @@ class WorkerProcess:
         """Raises `RetryableError` where the system starts no process."""
         here, there = socket.socketpair()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", WORKER_MODULE, str(there.fileno()), str(os.getpid()), str(_IDLE_SECONDS)],
+            arguments = [str(there.fileno()), str(os.getpid()), str(_IDLE_SECONDS)]
+            self._process = start_process(
+                module_command(WORKER_MODULE, arguments),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[there.fileno()],
                 env={"PYTHONHASHSEED": _HASH_SEED, **os.environ, "PYTHONPATH": _python_path()},
-                start_new_session=True,  # Ctrl-C is the parent's to handle
+                start_new_session=True,  # Ctrl-C is the parent's to handle; what it starts is in a group of its own
             )
-        except OSError as problem:
+        except BaseException as problem:
             here.close()
+            if not isinstance(problem, OSError):
+                raise
             what = f"A process for environments cannot start ({problem})"
             raise RetryableError(f"{what}: end processes, or allow more, and call again.") from problem
         finally:
             there.close()
+        _GUARD.add(self.pid)
         look_every(here, _LOOK_SECONDS)
         self._connection, self._owner = here, OwnerProcess()
         self._is_killed, self._num_orders, self._num_unanswered = False, 0, 0
@@ -75,7 +83,7 @@ class WorkerProcess:
     @property
     def is_alive(self) -> bool:
         """Whether it runs."""
-        return self._process.poll() is None
+        return self._status() is None
 
     @property
     def is_sound(self) -> bool:
@@ -113,9 +121,10 @@ class WorkerProcess:
             raise WorkerLostError(self._how_it_ended()) from None
 
     def kill(self) -> None:
-        """Kill the process; on any thread. A reply that is awaited is then lost."""
+        """Kill the process and its group, on any thread. A reply that is awaited is then lost."""
         self._is_killed = True
-        self._process.kill()
+        if self._owner.is_current and self._status() is None:
+            self._kill_group()
 
     def ask_to_end(self) -> None:
         """Let it end soon; no-op if it has ended, and in a forked child, to which it does not belong."""
@@ -129,17 +138,28 @@ class WorkerProcess:
             self._connection.close()
             return
         self.ask_to_end()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._status(_END_SECONDS) is None:
+            self._kill_group()
+            self._status(None)
         self._connection.close()
 
+    def _status(self, seconds: float | None = 0.0) -> int | None:
+        """Its exit status; None if it still runs after `seconds`. What is left of its group ends with it."""
+        if self._process.returncode is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+                self._kill_group()  # now: later another process may have its number
+                _GUARD.remove(self.pid)
+        return self._process.returncode
+
+    def _kill_group(self) -> None:
+        """Kill it, and what it has started, unless that has left its process group."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
     def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
+        code = self._status(_GRACE_SECONDS)
+        if code is None:
             return self._broken()
         if code >= 0:
             return f"exited with status {code}"
@@ -148,8 +168,8 @@ class WorkerProcess:
         return f"was killed by signal {-code}"
 
     def _broken(self) -> str:
-        self._process.kill()
-        self._process.wait()  # it takes no more orders
+        self._kill_group()
+        self._status(None)  # it takes no more orders
         return "broke its connection"
 
 

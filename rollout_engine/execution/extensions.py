@@ -25,6 +25,8 @@ from rollout_engine.errors import (
     RolloutEngineError,
     RPCError,
     as_weight_errors,
+    error_text,
+    text_of,
     unknown_name,
 )
 from rollout_engine.threads import start_thread
@@ -114,7 +116,7 @@ class Extensions:
         except RolloutEngineError:
             raise
         except (Exception, SystemExit) as error:
-            what = f"{name} failed on rank {self._rank}: {type(error).__name__}: {error}"
+            what = f"{name} failed on rank {self._rank}: {error_text(error)}"
             trace = "".join(traceback.format_exception(error))
             raise RPCError(what, method=name, rank=self._rank, traceback=trace) from error
 
@@ -164,7 +166,9 @@ def _close(extension: WorkerExtension, name: str) -> None:
         try:
             extension.close()
         except (Exception, SystemExit) as problem:
-            logger.warning("%s raised %s in close: %s", name, type(problem).__name__, problem, exc_info=problem)
+            logger.warning(
+                "%s raised %s in close: %s", name, type(problem).__name__, text_of(problem), exc_info=problem
+            )
 
     try:
         thread = start_thread(run, name="extension-close")
@@ -205,8 +209,8 @@ def _unchanged(kind: Any, value: Any) -> Any:
 def _load_class(name: str, load: Callable[[], Any]) -> type[WorkerExtension]:
     try:
         found = load()
-    except Exception as problem:  # whatever the user's module does when it is loaded
-        text = f"worker_extensions: '{name}' cannot be loaded: {type(problem).__name__}: {str(problem).rstrip('.')}."
+    except (Exception, SystemExit) as problem:  # whatever the user's module does when it is loaded
+        text = f"worker_extensions: '{name}' cannot be loaded: {error_text(problem).rstrip('.')}."
         hint = " Modules are found in the program's folder, in PYTHONPATH and where packages are installed."
         raise ConfigError(text + hint * isinstance(problem, ModuleNotFoundError)) from problem
     if not (isinstance(found, type) and issubclass(found, WorkerExtension)):
@@ -219,8 +223,6 @@ def _instantiate(kind: type[WorkerExtension], worker: WorkerLike) -> WorkerExten
         return kind(worker)
     except RolloutEngineError:
         raise
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         where = f"{kind.__module__}:{kind.__qualname__}"
-        raise ConfigError(
-            f"worker_extensions: '{where}' cannot be made: {type(problem).__name__}: {problem}."
-        ) from problem
+        raise ConfigError(f"worker_extensions: '{where}' cannot be made: {error_text(problem)}.") from problem

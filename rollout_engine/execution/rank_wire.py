@@ -79,7 +79,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
         if isinstance(error, errors.RolloutEngineError):
             return cls(type(error).__name__, str(error))
         lines = "".join(format_exception(error))
-        return cls(type(error).__name__, f"{type(error).__name__}: {error}", traceback=lines)
+        return cls(type(error).__name__, errors.error_text(error), traceback=lines)
 
     def as_error(self, rank: int, method: str) -> Exception:
         """The error of a call of `method`, as rank 0 raises it: the rank lives on."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import DirtyWeightsError
+from rollout_engine.errors import DirtyWeightsError, RPCError, error_text
 from rollout_engine.execution.draft_worker import DraftWorker, load_draft
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.made_with import made_with
@@ -123,8 +123,12 @@ class Worker:
         with self.backend.packed.readable():
             weights = self.module.state_dict(keep_vars=True)
             before = {name: tensor._version for name, tensor in weights.items()}
-            with UserCode(lambda: f"the function {getattr(fn, '__qualname__', fn)} of apply_model"):
-                result = fn(self.module)
+            name = f"the function {getattr(fn, '__qualname__', type(fn).__qualname__)} of apply_model"
+            try:
+                with UserCode(lambda: name):
+                    result = fn(self.module)
+            except SystemExit as problem:  # it would end the thread that computes
+                raise RPCError(f"{name} raised {error_text(problem)}.", method="apply_model") from problem
         if written := [name for name, tensor in weights.items() if tensor._version != before[name]]:
             self.updater.dirty = True
             advice = "Send a complete update: weights change by update_weights alone."

@@ -12,9 +12,8 @@ samples. It is written beside its place and moved there once it is whole.
 """
 
 import os
-import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -27,6 +26,7 @@ from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.messages import KeptSamples
 from rollout_engine.text.tokenizer import TextCodec
+from rollout_engine.whole_files import whole_file
 from sync.digests import Digest
 
 VERSION = 1
@@ -81,16 +81,8 @@ def save_drafts(frontend: HasDrafts, path: str | os.PathLike[str], *, timeout: f
     target = _as_path("save_drafts", path)
     samples: KeptSamples = _call(frontend, "get_kept_samples", timeout=timeout)
     with _os_errors("save_drafts", target, "a file that can be written"):
-        unfinished = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
-        try:
-            with open(unfinished, "xb") as file:
-                _write(file, samples, frontend)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, target)
-        finally:
-            with suppress(OSError):
-                unfinished.unlink()
+        with whole_file(target) as file:
+            _write(file, samples, frontend)
     return len(samples.lengths)
 
 

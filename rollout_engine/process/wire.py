@@ -19,7 +19,7 @@ import numpy as np
 
 from rollout_engine import errors
 from rollout_engine.engine.client import EngineInfo
-from rollout_engine.errors import RequestError, RolloutEngineError, RPCError
+from rollout_engine.errors import RequestError, RolloutEngineError, RPCError, text_of
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 from sync.described_types import describe_types
 
@@ -306,7 +306,7 @@ def failure_of(error: BaseException, traceback: str = "") -> Failure:
     field, bound = getattr(error, "field", ""), getattr(error, "bound", "")
     is_request = isinstance(error, RequestError)
     return Failure(
-        kind, str(error), field if is_request else "", bound if is_request else "", "" if known else traceback
+        kind, text_of(error), field if is_request else "", bound if is_request else "", "" if known else traceback
     )
 
 

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from rollout_engine.errors import text_of
 from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.threads import start_thread
 
@@ -93,6 +94,8 @@ class LoggerThread:
         except (Exception, SystemExit) as problem:
             if not self._has_failed:
                 self._has_failed = True
-                logger.warning("%s raised %s: %s", self._name, type(problem).__name__, problem, exc_info=problem)
+                logger.warning(
+                    "%s raised %s: %s", self._name, type(problem).__name__, text_of(problem), exc_info=problem
+                )
             return False
         return True

@@ -90,6 +90,12 @@ def test_the_stock_extensions_answer_everywhere(call, llm):
     assert usage["weights"] > 0 and usage["derived"] >= 0 and usage["process"] > usage["weights"]
 
 
+def test_a_function_of_apply_model_that_exits_fails_its_call(llm):
+    with pytest.raises(RPCError, match=r"apply_model raised SystemExit: 5\."):
+        llm.apply_model(lambda module: sys.exit(5))
+    assert llm.apply_model(lambda module: 1) == [1]
+
+
 @pytest.mark.parametrize(
     "completion, temperature, message",
     [([300], 1.0, r"token ids outside \[0, 259\)"), ([5] * 40_000, 1.0, "at most"), ([5], -1.0, "temperature=-1.0")],

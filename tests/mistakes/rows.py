@@ -84,7 +84,11 @@ MISTAKES = [
     Mistake(BATCHES, "advantages.grpo(torch.ones(2), torch.arange(2))"),
     Mistake(BATCHES, "advantages.grpo(torch.tensor([1.0, float('inf')]), torch.zeros(2, dtype=torch.int64))"),
     Mistake(BATCHES, "to_trl(batch['tokens'])"),
-    Mistake(BATCHES, "to_jsonl(batch.set('made', [object()] * 4), folder + '/out.jsonl')", varies="0x[0-9a-f]+"),
+    Mistake(
+        BATCHES,
+        "to_jsonl(spoilt, folder + '/out.jsonl')",
+        before="spoilt = batch.clone(); spoilt['log_probs', 'response'][:] = float('nan')",
+    ),
     Mistake(BATCHES, "policy.score(batch, temperature=-1)"),
     Mistake(BATCHES, "policy.score([[5, 6, 7]])"),
     Mistake(BATCHES, "llm.score([[5], [6]], [[7]])"),

@@ -168,6 +168,42 @@ def test_plain_functions_need_no_loop():
     caller.close()
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise SystemExit("no words")
+
+
+def lazily(problem):
+    """Rewards that raise when they are read."""
+
+    def values():
+        yield 1.0
+        raise problem
+
+    return values
+
+
+@pytest.mark.parametrize(
+    "problem", [SystemExit(1), ZeroDivisionError("1"), Unspeakable()], ids=lambda p: type(p).__name__
+)
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_what_the_users_code_raises_is_a_typed_error_wherever_it_runs(problem, is_async, is_lazy):
+    def reward(completions):
+        if is_lazy:
+            return lazily(problem)()
+        raise problem
+
+    async def async_reward(completions):
+        return reward(completions)
+
+    text = "<Unspeakable: no words>" if isinstance(problem, Unspeakable) else str(problem)
+    message = f"prompts[3]: the reward function raised {type(problem).__name__}: {text}"
+    with pytest.raises(RewardError) as caught:
+        rewards_of(async_reward if is_async else reward)
+    assert str(caught.value) == message and caught.value.__cause__ is problem
+
+
 def test_a_coroutine_that_exits_fails_its_group_and_no_other():
     async def reward(prompts, completions, completion_ids):
         if completions[0] == "leave":

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.errors import error_text
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.state import GrammarState
 from rollout_engine.messages import NewSequence
@@ -191,7 +192,7 @@ def _distinct(token_ids: list[int] | None) -> np.ndarray | None:
 
 
 def _blame(processor: LogitsProcessor, method: str, problem: BaseException | str) -> str:
-    what = problem if isinstance(problem, str) else f"{type(problem).__name__}: {problem}"
+    what = problem if isinstance(problem, str) else error_text(problem)
     return f"{_name(processor)} failed in {method}: {what}."
 
 

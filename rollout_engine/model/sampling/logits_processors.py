@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from rollout_engine.class_names import find_class
-from rollout_engine.errors import ConfigError
+from rollout_engine.errors import ConfigError, error_text
 from rollout_engine.sampling_params import SamplingParams
 
 
@@ -64,10 +64,8 @@ def load_processors(names: Sequence[str], vocab_size: int) -> list[LogitsProcess
 def _load(name: str, vocab_size: int) -> LogitsProcessor:
     try:
         made: LogitsProcessor = find_class(name)(vocab_size)
-    except Exception as problem:  # whatever the user's module does when it is loaded
-        raise ConfigError(
-            f"logits_processors: '{name}' cannot be made: {type(problem).__name__}: {problem}"
-        ) from problem
+    except (Exception, SystemExit) as problem:  # whatever the user's module does when it is loaded
+        raise ConfigError(f"logits_processors: '{name}' cannot be made: {error_text(problem)}") from problem
     missing = [method for method in ("wants", "apply") if not callable(getattr(made, method, None))]
     if missing:
         raise ConfigError(f"logits_processors: '{name}' has no method {' or '.join(missing)}; see LogitsProcessor.")

@@ -1,15 +1,17 @@
-"""JSON lines hold every sample with the same bits, and what cannot be written is refused before a line is."""
+"""JSON lines hold every sample with the same bits; values that JSON lacks are converted, or refused in time."""
 
+import datetime
 import io
 import json
 import math
+from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorStack
 
-from rollout_engine import RequestError, to_jsonl
+from rollout_engine import RequestError, read_jsonl, to_jsonl
 from rollout_engine.batches.jsonl import line_of
 from rollout_engine.batches.layout import places
 
@@ -93,13 +95,68 @@ def test_an_open_file_will_do(make_batch):
     assert not file.closed and file.getvalue().count("\n") == len(make_batch()["seed"])
 
 
-@pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}, {"deep": [b"bytes"]}, {(1, 2): 3}])
-def test_a_column_that_json_cannot_say_is_refused_before_anything_is_written(make_batch, tmp_path, value):
+class Silent:
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else 0
+
+
+DEEP = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+ODD = [
+    (float("nan"), "nan"),
+    ([1.5, math.inf], [1.5, "inf"]),
+    ({2, 1, "a"}, ["a", 1, 2]),
+    ({"deep": [b"bytes"], "date": datetime.date(2026, 1, 2)}, {"deep": ["b'bytes'"], "date": "2026-01-02"}),
+    ({(1, 2): Decimal("1.5"), 3: None}, {"(1, 2)": "1.5", "3": None}),
+    (torch.tensor([math.nan, 2.0]), ["nan", 2.0]),
+    (Silent(), "<Silent: no words>"),
+    (10**5000, hex(10**5000)),
+]
+
+
+@pytest.mark.parametrize("value, expected", ODD, ids=lambda value: type(value).__name__)
+def test_values_of_columns_that_json_lacks_are_written_another_way_and_named_once(
+    make_batch, tmp_path, caplog, value, expected
+):
     batch = make_batch()
-    batch["odd"] = NonTensorStack(*[1] * (len(batch["seed"]) - 1), value)
-    with pytest.raises(RequestError, match=r"columns\['odd'\] of group 2, sample \d=.*batch.exclude\('odd'\)"):
+    batch["odd"] = NonTensorStack(*[1] * (len(batch["seed"]) - 2), value, value)
+    rows = written(batch, tmp_path / "file")
+    assert [row["columns"]["odd"] for row in rows[-3:]] == [1, expected, expected]
+    assert [row["columns"]["odd"] for row in read_jsonl(tmp_path / "file")[-2:]] == [expected] * 2
+    [record] = caplog.records
+    assert record.getMessage().startswith("to_jsonl: columns['odd']=") and record.levelname == "WARNING"
+
+
+def test_a_value_that_is_nested_too_deep_is_a_text_from_some_depth_on(make_batch, tmp_path):
+    batch = make_batch(num_groups=1, num_samples=2)
+    batch["odd"] = NonTensorStack({"deep": DEEP}, nested(100))
+    first, second = (row["columns"]["odd"] for row in written(batch, tmp_path / "file"))
+    assert second == nested(100)
+    for _ in range(64):
+        first = first["deep"] if isinstance(first, dict) else first[0]
+    assert first.startswith("<list: maximum recursion depth exceeded")
+
+
+def test_a_number_of_the_rollouts_own_that_is_not_finite_is_refused_and_the_old_file_stays(make_batch, tmp_path):
+    batch = make_batch()
+    written(batch, tmp_path / "file")
+    before = (tmp_path / "file").read_bytes()
+    batch["log_probs", "response"][-1, 0] = math.nan
+    with pytest.raises(RequestError, match=r"log_probs of group 2, sample \d=.*not JSON compliant"):
         to_jsonl(batch, tmp_path / "file")
-    assert not (tmp_path / "file").exists()
+    assert (tmp_path / "file").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_appending_ends_a_line_that_was_cut_off(make_batch, tmp_path):
+    batch = make_batch(num_groups=1, num_samples=2)
+    (tmp_path / "file").write_text('{"group_id": 1, "cut')
+    to_jsonl(batch, tmp_path / "file", append=True)
+    assert len(read_jsonl(tmp_path / "file")) == 2
 
 
 def test_arrays_and_tensors_in_columns_are_lists(make_batch, tmp_path):

@@ -44,13 +44,18 @@ class Runner:
         return self.results(1)[0][1]
 
 
+def _threads():
+    """All but the one that starts processes, which lasts as long as this process."""
+    return {thread for thread in threading.enumerate() if thread.name != "process-starter"}
+
+
 @pytest.fixture
 def run_env():
     """Run environments of a class, with options of `EnvSpec`; ended after the test, with no thread left.
 
     `kept`: their `KeptWorkers`.
     """
-    before, made = set(threading.enumerate()), []
+    before, made = _threads(), []
 
     def run(factory, kept=None, **options):
         options.setdefault("name", getattr(factory, "__name__", "Env"))
@@ -65,7 +70,7 @@ def run_env():
     yield run
     end()
     deadline = time.monotonic() + WAIT_SECONDS
-    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+    while (left := _threads() - before) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
 

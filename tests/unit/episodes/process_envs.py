@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import signal
 import stat
 import subprocess
@@ -104,6 +105,17 @@ class Obeys:
             Path(path).touch()
         time.sleep(1000)
 
+    def do_regex(self, path):
+        """Compute in C, without giving the interpreter to another thread."""
+        Path(path).touch()
+        re.match("(a+)+$", "a" * 100 + "b")
+
+    def do_leave(self, path):
+        """Start a process that goes on, and hang."""
+        child = subprocess.Popen(["sleep", "1000"])
+        Path(path).write_text(str(child.pid))
+        time.sleep(1000)
+
     def do_thread(self, _):
         """Leave a thread behind that ends with the process only."""
         threading.Thread(target=time.sleep, args=(1000,)).start()
@@ -163,6 +175,12 @@ class Obeys:
 
     def do_info(self, _):
         return Observation("", info={"array": np.arange(3), "object": threading.Lock(), "big": 1 << 80})
+
+    def do_deep(self, _):
+        deep = []
+        for _ in range(100_000):
+            deep = [deep]
+        return Observation("", info={"deep": deep})
 
     def do_nan(self, _):
         return Observation("", reward=float("nan"))

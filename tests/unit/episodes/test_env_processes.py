@@ -180,6 +180,10 @@ def test_output_of_environments_does_not_disturb_and_info_becomes_plain(run_proc
     assert capfd.readouterr().out == "hello\nraw\n"
     assert env.step(Action("child")).messages == "hi\n"
     info = env.step(Action("info")).info
+    deep = env.step(Action("deep")).info["deep"]
+    while isinstance(deep, list):
+        [deep] = deep
+    assert deep.startswith("<list: maximum recursion depth exceeded")
     assert info["array"] == [0, 1, 2] and info["object"].startswith("<unlocked") and info["big"] == str(1 << 80)
 
 
@@ -284,6 +288,58 @@ def test_a_worker_whose_parent_is_killed_ends(tmp_path):
         parent.kill()
     psutil.wait_procs([worker], timeout=60)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+OWNER = """
+import os, sys, threading
+from pathlib import Path
+from envs_adapters import Action, EnvSpec
+from rollout_engine.episodes.env_calls import EnvCalls
+from tests.unit.episodes import process_envs
+
+done, results = threading.Event(), []
+calls = EnvCalls(EnvSpec(process_envs.Obeys, placement="processes", num_workers=1), done.set)
+for call in (lambda: calls.reset(0, 7), lambda: calls.step(0, Action("a"))):
+    done.clear()
+    call()
+    done.wait()
+    [(_, result)] = calls.take()
+calls.step(0, Action(sys.argv[1]))
+print(result.info["pid"], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("state", ["stopped", "in C", "with a child"])
+def test_a_worker_whose_owner_is_killed_ends_in_whatever_state_it_is(tmp_path, state):
+    begun = tmp_path / "begun"
+    action = {"stopped": "a", "in C": f"regex {begun}", "with a child": f"leave {begun}"}[state]
+    command, environment = [sys.executable, "-c", OWNER, action], os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        worker = psutil.Process(int(owner.stdout.readline()))
+        if state == "stopped":
+            worker.suspend()
+        while state != "stopped" and not (begun.exists() and (state == "in C" or begun.read_text())):
+            time.sleep(0.01)
+        left = [worker, *worker.children()]
+        assert len(left) == 1 + (state == "with a child")
+        owner.kill()
+    try:
+        assert not psutil.wait_procs(left, timeout=60)[1]
+    finally:
+        for process in left:
+            if process.is_running():
+                process.kill()
+
+
+def test_what_a_hanging_environment_has_started_ends_with_its_worker(run_processes, tmp_path):
+    env = run_processes(process_envs.Obeys, step_timeout=2.0)
+    env.reset()
+    failure = env.step(Action(f"leave {tmp_path / 'child'}"))
+    assert "did not return within 2 seconds" in failure.reason
+    child = int((tmp_path / "child").read_text())
+    psutil.wait_procs([psutil.Process(child)] if psutil.pid_exists(child) else [], timeout=60)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_workers_load_no_torch():

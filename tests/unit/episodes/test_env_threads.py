@@ -72,6 +72,41 @@ class Raises:
         raise self.problem
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class AwaitsAndRaises(Raises):
+    async def step(self, action):
+        await asyncio.sleep(0)
+        raise self.problem
+
+
+@pytest.mark.parametrize("factory", [Raises, AwaitsAndRaises])
+def test_an_exception_without_a_text_is_a_failure_like_any_other(run_env, factory):
+    env = run_env(factory, arguments={"problem": Unspeakable()}, num_workers=1)
+    env.reset(0)
+    env.reset(1)
+    for key in (0, 1):
+        said = env.step(Action(""), key).reason
+        assert said == f"{factory.__name__}: step raised Unspeakable: <Unspeakable: no words>"
+
+
+class ClosesBadly(Counter):
+    @property
+    def close(self):
+        raise Unspeakable
+
+
+def test_a_close_that_cannot_be_looked_up_is_reported(run_env, caplog):
+    env = run_env(ClosesBadly)
+    env.reset()
+    env.calls.close(0)
+    env.calls.end()
+    assert "ClosesBadly: close raised Unspeakable" in caplog.text
+
+
 @pytest.mark.parametrize("problem", [ValueError("two\nlines"), SystemExit(3), KeyboardInterrupt()], ids=repr)
 def test_what_an_environment_raises_is_its_failure(run_env, problem):
     env = run_env(Raises, arguments={"problem": problem})

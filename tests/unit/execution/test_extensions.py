@@ -280,6 +280,27 @@ def test_a_method_that_exits_fails_its_call(called):
         leaver.call("leave")
 
 
+def test_an_error_without_a_text_is_named_by_its_class():
+    class Unspeakable(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    def fail(self) -> None:
+        raise Unspeakable
+
+    made = Extensions(ExtensionTable([extension(fail=rpc(fail))]), FakeWorker())
+    with pytest.raises(RPCError, match="fail failed on rank 3: Unspeakable: <Unspeakable: no words>"):
+        made.call("fail")
+
+
+def test_a_class_that_exits_when_it_is_made_is_refused():
+    def leave(self, worker):
+        raise SystemExit(4)
+
+    with pytest.raises(ConfigError, match="cannot be made: SystemExit: 4"):
+        Extensions(ExtensionTable([extension(__init__=leave)]), FakeWorker())
+
+
 def test_an_extension_that_raises_in_close_is_named_and_the_others_close(caplog):
     closed = []
 
