@@ -67,8 +67,8 @@ class EpisodeRun:
         """
         self._may_all_fail = may_all_fail
         self._plan, session = plan, f"episodes-{plan.seed:x}"
-        self._own = Player(frontend, plan, session=session)
-        """Plays all seats but these."""
+        self._own = Player(frontend, plan, session=session, lora=plan.lora)
+        """Plays all seats but these, whose engines have adapters of their own."""
         opponents = plan.opponents.items()
         self._others = {seat: Player(o, plan, session=session) for seat, o in opponents if isinstance(o, Frontend)}
         self._functions = {seat: o for seat, o in opponents if not isinstance(o, Frontend)}
