@@ -243,11 +243,13 @@ def _episode_of_row(episode_ids: Tensor | None, group_ids: Tensor) -> Tensor:
         note = episodes_note(group_ids)
         if note is None:
             return torch.arange(len(group_ids), device=group_ids.device)
-        episode_ids = torch.tensor(note.episode_ids, device=group_ids.device)
+        episode_ids = torch.tensor(note.episode_ids)
     if not isinstance(episode_ids, Tensor):
         raise RequestError.for_field("episode_ids", type(episode_ids).__name__, "a tensor", "Give torch.tensor(...).")
     each = one_per_sequence("episode_ids", episode_ids, len(group_ids))
-    return torch.stack([group_ids, each.to(group_ids)], 1).unique(dim=0, return_inverse=True)[1]
+    (_, group), (_, episode) = group_ids.unique(return_inverse=True), each.unique(return_inverse=True)
+    _, number = torch.stack([group, episode.to(group)], 1).unique(dim=0, return_inverse=True)
+    return torch.as_tensor(number)
 
 
 def _first_rows(episode: Tensor) -> Tensor:

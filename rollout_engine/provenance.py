@@ -26,6 +26,8 @@ class RolloutNote(NamedTuple):
     """How the engine rounded the weights of layers; None: not at all."""
     adapters: frozenset[str | None] = frozenset()
     """Names of the adapters that sampled, None for the base alone; empty: not known."""
+    live_version: int | None = None
+    """Version of the live weights when the rollout was returned; of several rollouts the newest. None: not known."""
 
 
 class LogprobsNote(NamedTuple):
@@ -74,9 +76,11 @@ def joined(notes: Iterable[RolloutNote | None]) -> RolloutNote | None:
     if not known or len(known) < len(found):
         return None
     same_temperature = len({note.temperature for note in known}) == 1
+    versions = [note.live_version for note in known if note.live_version is not None]
     return known[0]._replace(
         temperature=known[0].temperature if same_temperature else None,
         adapters=frozenset().union(*(note.adapters for note in known)),
+        live_version=max(versions) if len(versions) == len(known) else None,
     )
 
 

@@ -162,11 +162,14 @@ def is_reward(number: float) -> bool:
 
 def _number(value: Any, where: str, index: int) -> float:
     plain = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
-    if not isinstance(plain, numbers.Real) or not math.isfinite(plain):
-        raise RewardError(f"{where}, sample {index}: the reward is {plain!r:.80}, not a finite number.")
-    if not is_reward(plain):
-        raise RewardError(f"{where}, sample {index}: the reward is {plain!r:.80}, {_NO_REWARD}.")
-    return float(plain)
+    try:
+        number = float(plain) if isinstance(plain, numbers.Real) else math.nan
+        problem = "not a finite number" if not math.isfinite(number) else "" if is_reward(number) else _NO_REWARD
+    except OverflowError:  # an int
+        number, problem = math.inf, _NO_REWARD
+    if problem:
+        raise RewardError(f"{where}, sample {index}: the reward is {plain!r:.80}, {problem}.")
+    return number
 
 
 def _places(parameters: Sequence[inspect.Parameter]) -> Sequence[str]:

@@ -28,15 +28,18 @@ from rollout_engine.text.tokenizer import TextCodec
 class Player:
     """Asks one engine for the turns of episodes, and reads its answers."""
 
-    def __init__(self, frontend: Frontend, plan: EpisodePlan, *, session: str) -> None:
-        """`session`: begins the names of its sessions. Raises `RequestError` for a template that does not fit."""
+    def __init__(self, frontend: Frontend, plan: EpisodePlan, *, session: str, lora: str | None = None) -> None:
+        """`session`: begins the names of its sessions. `lora`: name of an adapter of its engine; None: the base alone.
+
+        Raises `RequestError` for a template that does not fit.
+        """
         if frontend.inputs.codec is None:
             raise LifecycleError("Environments speak in text: this engine has no tokenizer (skip_tokenizer_init=True).")
         self.reader = Reader(frontend)
         longest = frontend.client.info.max_model_len
         self.max_tokens = min(plan.max_episode_tokens or longest, longest)
         self._codec: TextCodec = frontend.inputs.codec
-        self._plan, self._session = plan, session
+        self._plan, self._session, self._lora = plan, session, lora
         self._turns: dict[str, Turns] = {}
         """Tools, as JSON -> the prompts of conversations with these tools."""
         self._has_template = bool(plan.chat.get("chat_template") or self._codec.hf.chat_template)
@@ -81,7 +84,7 @@ class Player:
             return
         asked, self._asked = self._asked, []
         request_ids = self.reader.add_all(
-            with_lora([{"prompt_token_ids": ask.token_ids} for _, ask in asked], self._plan.lora),
+            with_lora([{"prompt_token_ids": ask.token_ids} for _, ask in asked], self._lora),
             [self._params_within(ask.room) for _, ask in asked],
             session_id=[f"{self._session}-{key}-{ask.seat}" for key, ask in asked],
             seeds=[ask.seed for _, ask in asked],

@@ -238,7 +238,7 @@ def test_a_parameter_without_a_column_is_refused_and_never_gets_another_list(rew
     "reward_fn,weights,message",
     [
         (lambda *_: [1.0, 1e39], None, r"prompts\[3\], sample 1: the reward is 1e\+39, which is not finite in float32"),
-        (lambda *_: [0.0, -(10**39)], None, r"prompts\[3\], sample 1: the reward is -1\d+, which is not finite in "),
+        (lambda *_: [0.0, -(10**400)], None, r"prompts\[3\], sample 1: the reward is -1\d+, which is not finite in "),
         ([lambda *_: [3e38, 0], lambda *_: [3e38, 0]], None, r"sample 0: the weighted sum of the rewards is 6e\+38, w"),
         ([lambda *_: [0, 3e38]], [2.0], r"sample 1: the weighted sum of the rewards is 6e\+38, which is not finite"),
     ],
