@@ -138,9 +138,8 @@ class _Answer:
         data = await self._read(route)
         if data is None:
             return None
-        asked = Asked(
-            read_body(route, data, self._scope["query_string"].decode("latin-1")), self._headers, self._request_id
-        )
+        body = read_body(route, data, self._scope["query_string"].decode("latin-1"))
+        asked = Asked(body, self._headers, self._request_id, len(data))
         del data  # a stream may be open for long
         stop_watching = self._watch_client()
         try:

@@ -16,6 +16,7 @@ from rollout_engine.serve.request_templates import brings_template
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SamplingFields, Settings
 from rollout_engine.serve.served import Served
+from rollout_engine.threads import run_in_thread
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -48,7 +49,9 @@ class ChatBody(SamplingFields, kw_only=True):
 
 async def create(served: Served, asked: Asked) -> Reply | Events:
     """Answer a conversation."""
-    call = _Call(served, asked, await served.adapter_of(asked.body.model))
+    lora = await served.adapter_of(asked.body.model)
+    renders = asked.body.required_prefix_token_ids is not None  # a conversation, several times
+    call = await (run_in_thread if renders else asked.read)(_Call, served, asked, lora)
     if asked.body.stream:
         return Events(call.events())
     return Reply(await call.reply())
