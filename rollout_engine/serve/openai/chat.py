@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from rollout_engine.errors import RequestError
@@ -88,7 +89,7 @@ class _Call:
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Chunks. With tools, the words of an answer come once it has ended: a call among them is no text."""
-        body, last = self._body, None
+        body, last, num_sampled = self._body, None, 0
         asks = body.stream_options or StreamOptions()
         samples: dict[int, list[CompletionOutput]] = {}
         with Generation(self._served, self._asked, body.request_id) as generation:
@@ -98,7 +99,6 @@ class _Call:
                 problem = failed(output)
                 if problem is not None:
                     raise problem
-                more: dict[str, Any] = {"usage": None} if asks.include_usage else {}
                 first: dict[str, Any] = {}
                 if last is None and body.prompt_logprobs is not None:
                     first["prompt_logprobs"] = await prompt_rows(self._served, output)
@@ -106,11 +106,12 @@ class _Call:
                     so_far = samples.setdefault(sample.index, [])
                     choice = self._chunk(output, sample, so_far)
                     so_far.append(sample)
-                    yield self._response("chat.completion.chunk", [choice], more | first)
+                    num_sampled += len(sample.token_ids)
+                    usage = asks.usage_so_far(partial(total_usage, [output], True, num_sampled))
+                    yield self._response("chat.completion.chunk", [choice], usage | first)
                     first = {}
                 last = output
         if asks.include_usage and last is not None:
-            num_sampled = sum(len(part.token_ids) for parts in samples.values() for part in parts)
             yield self._response("chat.completion.chunk", [], {"usage": total_usage([last], True, num_sampled)})
 
     async def _start(self, generation: Generation) -> None:
@@ -166,11 +167,13 @@ class _Call:
 def _settings(served: Served, body: ChatBody, tools: ToolParser | None) -> Settings:
     if body.top_logprobs and not body.logprobs:
         raise RequestError.for_field("top_logprobs", body.top_logprobs, "given with logprobs=true")
+    if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
+        raise RequestError.for_field("max_completion_tokens", body.max_completion_tokens, "at least 1, or left out")
     if body.max_completion_tokens is not None and body.max_tokens not in (None, body.max_completion_tokens):
         bound = f"max_completion_tokens, which is {body.max_completion_tokens}"
         raise RequestError.for_field("max_tokens", body.max_tokens, bound, "Give one of them.")
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
-    if body.max_completion_tokens:
+    if body.max_completion_tokens is not None:
         more["max_tokens"] = body.max_completion_tokens
     if tools is not None and tools.structured_outputs is not None:
         more["structured_outputs"] = tools.structured_outputs
