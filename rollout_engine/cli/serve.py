@@ -20,6 +20,15 @@ from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.server import HttpServer, check_server
 
 _KEYS = {"api_key": "ROLLOUT_ENGINE_API_KEY", "admin_key": "ROLLOUT_ENGINE_ADMIN_KEY"}
+_LIMITS: dict[str, type[int] | type[float]] = {
+    "max_body_bytes": int,
+    "max_weight_bytes": int,
+    "max_open_body_bytes": int,
+    "body_seconds": float,
+    "max_connections": int,
+    "drain_seconds": float,
+}
+"""Options that bound what clients may take."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trust-request-chat-template", action="store_true", help="requests may bring a chat_template, a program"
     )
     parser.add_argument("--allowed-origins", nargs="*", default=[], help="web pages whose scripts may call")
+    for name, kind in _LIMITS.items():
+        default = getattr(ServeOptions(), name)
+        parser.add_argument(_option(name), type=kind, default=default, help=f"as ServeOptions.{name} ({default})")
     add_overrides(parser)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -59,6 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
         allowed_origins=arguments.allowed_origins,
         logprobs_mode=arguments.logprobs_mode,
         return_tokens_as_token_ids=arguments.return_tokens_as_token_ids,
+        **{name: getattr(arguments, name) for name in _LIMITS},
         **keys,
     )
     check_server(options)

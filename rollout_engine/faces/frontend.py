@@ -138,8 +138,8 @@ class Frontend:
         self.client.require_usable()
         self.spans.check_headers(trace_headers)
         route = Route.checked(session_id)
+        checked = self.inputs.check(prompt, params)  # without the lock: a long text takes its time
         with held(), self._admitting:
-            checked = self.inputs.check(prompt, params)
             return self._queue(checked, request_id, wake, priority, route, trace_headers, num_kept, seed)
 
     def add_requests(
@@ -169,13 +169,13 @@ class Frontend:
         streams: list[Stream] = []
         with held():
             try:
+                with allowed():  # reading many prompts takes its time; so nobody waits for it
+                    checked = self.inputs.check_batch(prompts, params)
+                    if check_all is not None:
+                        check_all(checked)
+                    priorities = one_each("priority", priority, len(checked), "an int")
+                    sessions = one_each("session_id", session_id, len(checked), "a str")
                 with self._admitting:
-                    with allowed():  # reading many prompts takes its time
-                        checked = self.inputs.check_batch(prompts, params)
-                        if check_all is not None:
-                            check_all(checked)
-                        priorities = one_each("priority", priority, len(checked), "an int")
-                        sessions = one_each("session_id", session_id, len(checked), "a str")
                     for index, each in enumerate(checked):
                         try:
                             route = Route.checked(sessions[index], replica_index)

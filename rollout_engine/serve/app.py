@@ -13,7 +13,7 @@ from rollout_engine.errors import RolloutEngineError, did_you_mean
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.serve.access import Guard
-from rollout_engine.serve.bodies import read_body
+from rollout_engine.serve.bodies import OpenBytes, read_body
 from rollout_engine.serve.http_exchange import EXCHANGE, HttpExchange
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem, problem_body, problem_reply
@@ -51,6 +51,7 @@ class App:
     def __init__(self, engine: Face, options: ServeOptions | None = None) -> None:
         self.served = Served(AsyncLLM.from_engine(engine), options or ServeOptions())
         self.guard = Guard(self.served.options)
+        self.open_bytes = OpenBytes(self.served.options.max_open_body_bytes)
         self._routes: dict[str, dict[str, Route]] = {}
         for route in ROUTES:
             self._routes.setdefault(route.path, {}).update(dict.fromkeys(route.methods, route))
@@ -138,9 +139,8 @@ class _Answer:
         data = await self._read(route)
         if data is None:
             return None
-        asked = Asked(
-            read_body(route, data, self._scope["query_string"].decode("latin-1")), self._headers, self._request_id
-        )
+        body = read_body(route, data, self._scope["query_string"].decode("latin-1"))
+        asked = Asked(body, self._headers, self._request_id, len(data))
         del data  # a stream may be open for long
         stop_watching = self._watch_client()
         try:
@@ -193,23 +193,27 @@ class _Answer:
             return data
         try:
             async with asyncio.timeout(None if route.is_large else options.body_seconds):
-                return await self._read_parts(limit)
+                return await self._read_parts(limit, OpenBytes(limit) if route.is_large else self._app.open_bytes)
         except TimeoutError:
             message = f"The body did not come within {options.body_seconds:g} seconds."
             raise HttpProblem(408, message, headers={"connection": "close"}) from None
 
-    async def _read_parts(self, limit: int) -> bytes | None:
+    async def _read_parts(self, limit: int, open_bytes: OpenBytes) -> bytes | None:
         parts, size, more = [], 0, True
-        while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                return None
-            part, more = message.get("body", b""), message.get("more_body", False)
-            size += len(part)
-            if size > limit:
-                raise self._too_long(limit)
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        try:
+            while more:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                part, more = message.get("body", b""), message.get("more_body", False)
+                size += len(part)
+                if size > limit:
+                    raise self._too_long(limit)
+                open_bytes.add(len(part))
+                parts.append(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+        finally:
+            open_bytes.count -= size
 
     def _too_long(self, limit: int) -> HttpProblem:
         return HttpProblem(413, f"The body is longer than {limit} bytes.", headers={"connection": "close"})

@@ -10,9 +10,9 @@ from rollout_engine.outputs import RequestOutput
 from rollout_engine.pooling_params import PoolingParams
 from rollout_engine.results.open_streams import Stream
 from rollout_engine.serve.problems import HttpProblem
-from rollout_engine.serve.prompt_bounds import check_prompt_logprobs
+from rollout_engine.serve.prompt_bounds import check_prompt_logprobs, check_text_size
 from rollout_engine.serve.request_templates import with_rendered_text
-from rollout_engine.serve.route import Asked
+from rollout_engine.serve.route import LONG_BYTES, Asked
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
 from rollout_engine.text.input_processor import CheckedPrompt, Params
@@ -22,8 +22,8 @@ from rollout_engine.threads import run_in_thread
 
 Check: TypeAlias = Callable[[Sequence[CheckedPrompt]], None]
 """Raises for prompts, as token ids, that are not to be queued together."""
-_LONG_BYTES = 1 << 16
-"""From so many characters of text on, prompts are encoded beside the event loop."""
+_MANY_BYTES = 1 << 20
+"""From so many bytes of a body on, token ids are checked beside the event loop too."""
 
 
 class Generation:
@@ -100,10 +100,12 @@ class Generation:
         options = {"priority": priority, "session_id": session, "trace_headers": self._asked.trace_headers}
         inputs = self._served.engine.frontend.inputs
         prompts = [await with_rendered_text(self._served, each) for each in prompts]
+        for prompt in prompts:
+            check_text_size(self._served, prompt)
         for each in params:
             if inputs.has_new_grammar(each):
                 await run_in_thread(inputs.try_grammar, each)
-        if sum(map(_num_characters, prompts)) > _LONG_BYTES:
+        if self._asked.num_bytes > _MANY_BYTES or any(_is_long(each, self._asked) for each in prompts):
             streams = await run_in_thread(self._add, prompts, params, seeds, options, check)
         else:
             streams = self._add(prompts, params, seeds, options, check)
@@ -185,11 +187,9 @@ def failed(output: RequestOutput) -> HttpProblem | None:
     return None
 
 
-def _num_characters(prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(prompt)
-    if isinstance(prompt, dict) and "prompt_token_ids" not in prompt:
-        if isinstance(prompt.get("prompt"), str):
-            return len(prompt["prompt"])
-        return sum(len(str(message)) for message in prompt.get("messages", ()))
-    return 0
+def _is_long(prompt: Any, asked: Asked) -> bool:
+    """Whether encoding a prompt takes so long that other requests should not wait for it."""
+    if isinstance(prompt, dict) and "messages" not in prompt:
+        text = prompt.get("prompt", "")
+        return isinstance(text, str) and len(text) > LONG_BYTES
+    return asked.is_long

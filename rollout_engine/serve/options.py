@@ -44,6 +44,8 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest body of a request, but for those that bring weights."""
     max_weight_bytes: Positive = 64 << 30
     """Longest body of a request that brings weights."""
+    max_open_body_bytes: Positive = 1 << 30
+    """Bytes of all bodies that are being received, weights excepted. A body that needs more is answered 503."""
     body_seconds: Seconds = 60.0
     """Within which a client must have sent its request, a body with weights excepted."""
     max_connections: Positive = 65_536

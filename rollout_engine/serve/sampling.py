@@ -110,7 +110,8 @@ def _with_int_keys(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seed(seed: Any) -> int | None:
-    if seed is None:
+    """64 bits of a body's seed. None: one is drawn, also for -1, as clients of vLLM write it."""
+    if seed is None or (type(seed) is int and seed == -1):
         return None
     if type(seed) is not int or not MIN_SEED <= seed <= MAX_SEED:
         SamplingParams(seed=seed)  # raises

@@ -1,8 +1,7 @@
 """The engine behind a server, and what the server itself remembers."""
 
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.outputs import TokenTexts
@@ -21,8 +20,8 @@ class Served:
         self.engine, self.options = engine, options
         self.model = options.served_model_name or engine.frontend.client.info.config.model
         self.started = int(time.time())
-        self.refuses: str | None = None
-        """Why no request may come in now: paused by a mode that ends or drains what runs. None: they may."""
+        self.is_paused = False
+        """Whether a client has paused the engine, or put it to sleep; /health shows it without asking the engine."""
         self.released: frozenset[str] = frozenset()
         """Memory that clients have had released by its tag: "kv_cache", "weights"."""
         self.is_ending = False
@@ -90,21 +89,9 @@ class Served:
         return name
 
     def check_open(self) -> None:
-        """Raise `HttpProblem` 503 while no request may come in."""
+        """Raise `HttpProblem` 503 once no request may come in. While the engine is paused they may, and wait."""
         if self.is_ending:
             raise HttpProblem(503, "The server is stopping: send the request elsewhere.")
-        if self.refuses is not None:
-            raise HttpProblem(503, f"Generation is paused ({self.refuses}): send the request again once it is resumed.")
-
-    @asynccontextmanager
-    async def refusing(self, reason: str | None) -> AsyncIterator[None]:
-        """From here on let no request in, for this reason, unless the block fails. None: they may come."""
-        before, self.refuses = self.refuses, reason or self.refuses
-        try:
-            yield
-        except BaseException:
-            self.refuses = before
-            raise
 
     def not_supported(self, message: str) -> HttpProblem:
         """The problem 501 of a route that exists to say so."""

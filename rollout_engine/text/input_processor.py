@@ -176,7 +176,7 @@ class InputProcessor:
 
     def token_ids_of(self, prompt: Any) -> list[int]:
         """Token ids of one prompt of any kind, of any length. Raises `RequestError`."""
-        return self._encode(as_fields(prompt))[1]
+        return self._encode(as_fields(prompt), truncates=True)[1]
 
     def next_seed(self) -> int:
         """Draw a seed from the engine's own, as a request without one would."""
@@ -214,7 +214,7 @@ class InputProcessor:
         check_generation(self._generates)
         params, bad_words = self._prepare(as_sampling_params(params))
         fields = as_fields(prompt)
-        text, token_ids = self._encode(fields)
+        text, token_ids = self._encode(fields, truncates=params.truncate_prompt_tokens is not None)
         token_ids = self._truncated(token_ids, params)
         if not token_ids:
             raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
@@ -233,7 +233,7 @@ class InputProcessor:
     def _check_pooling(self, prompt: Any, params: PoolingParams) -> CheckedPrompt:
         self._check_ids("step_token_ids", params.step_token_ids or ())
         fields = closed_conversation(as_fields(prompt))
-        text, token_ids = self._encode(fields)
+        text, token_ids = self._encode(fields, truncates=params.truncate_prompt_tokens is not None)
         return CheckedPrompt(
             text=text,
             token_ids=pooled_tokens(token_ids, params, self._pooling, self._max_model_len),
@@ -308,19 +308,20 @@ class InputProcessor:
             as_token_ids(ids, "bad_words as token ids", self._vocab_size)
         return [ids for _, ids in spelt]
 
-    def _encode(self, fields: dict[str, Any]) -> tuple[str | None, list[int]]:
+    def _encode(self, fields: dict[str, Any], *, truncates: bool) -> tuple[str | None, list[int]]:
+        """The text and ids of a prompt. Unless it is truncated, a long text that is too long is refused early."""
         if "prompt_token_ids" in fields:
             return None, as_token_ids(fields["prompt_token_ids"], "prompt_token_ids", self._vocab_size)
-        kind = "prompt" if "prompt" in fields else "messages"
+        kind, most = "prompt" if "prompt" in fields else "messages", None if truncates else self._max_model_len
         if self.codec is None:
             bound = "token ids: the engine has no tokenizer (skip_tokenizer_init=True)"
             raise RequestError.for_field(kind, fields[kind], bound)
         if kind == "prompt":
             text, adds = fields["prompt"], fields.get("add_special_tokens")
-            token_ids = self.codec.encode(text, add_special_tokens=adds is None or adds)
+            token_ids = self.codec.encode(text, add_special_tokens=adds is None or adds, most=most)
         else:
             options = {key: fields[key] for key in CHAT_KEYS if key in fields}
-            text, token_ids = self.codec.encode_chat(fields["messages"], **options)
+            text, token_ids = self.codec.encode_chat(fields["messages"], most=most, **options)
         return text, as_token_ids(token_ids, f"{kind} as token ids", self._vocab_size)
 
     def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.locations import find_directory
 from rollout_engine.text.chat_rendering import ChatRenderer, check_template
+from rollout_engine.text.long_texts import LONG_CHARS, LongTexts
 from rollout_engine.text.shown_tools import first_unshown, refuse_unshown
 from rollout_engine.text.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
 
@@ -40,6 +42,9 @@ class TextCodec:
         self._warned: set[str] = set()
         self._chats = ChatRenderer(hf, self.warn_once)
         self._backend = _backend(hf)
+        self._long_texts: LongTexts | None = None
+        self._encoding = threading.Lock()
+        """Held while `hf` encodes: it sets its own truncation and padding, for all threads."""
         self._tables = {}
         if hf.is_fast and type(hf.backend_tokenizer.decoder).__name__ == "ByteLevel":
             for skipped in (frozenset[int](), self._special):
@@ -75,9 +80,12 @@ class TextCodec:
             raise _cannot_load(name, "it has no vocabulary; are its files (tokenizer.json) there?")
         return cls(hf)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a prompt, with the special tokens that the tokenizer adds. Raises `RequestError`."""
-        token_ids = self._encode(text, add_special_tokens=add_special_tokens)
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Return the ids of a prompt, with the special tokens that the tokenizer adds. Raises `RequestError`.
+
+        `most`: the longest sequence. A long text with more tokens is refused, if possible before it is encoded.
+        """
+        token_ids = self._encode(text, add_special_tokens=add_special_tokens, most=most)
         first = self.hf.bos_token_id
         if first is not None and token_ids[:2] == [first, first]:
             self.warn_once(
@@ -115,9 +123,9 @@ class TextCodec:
         return [plain] if spaced == plain else [plain, spaced]
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, most: int | None = None, **options: Any
     ) -> tuple[str, list[int]]:
-        """Render a conversation as (text, ids); options as in `ChatOptions`.
+        """Render a conversation as (text, ids); options as in `ChatOptions`, `most` as in `encode`.
 
         Raises `RequestError`, also for tools that the prompt does not show.
         """
@@ -125,7 +133,7 @@ class TextCodec:
         unshown = self._unshown(text, messages, tools, **options)
         if tools and unshown is not None:
             raise refuse_unshown(tools, unshown)
-        return text, self._encode(text, add_special_tokens=False)
+        return text, self._encode(text, add_special_tokens=False, most=most)
 
     def render_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> str:
         """Render messages that `as_messages` returned as text; options as in `ChatOptions`. Raises `RequestError`."""
@@ -159,15 +167,39 @@ class TextCodec:
     ) -> str | None:
         return first_unshown(text, tools, partial(self.render_chat, messages, None, **options)) if tools else None
 
-    def _encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+    def _encode(
+        self, text: str, *, add_special_tokens: bool, field: str = "prompt", most: int | None = None
+    ) -> list[int]:
         backend = self._backend
         try:
             if backend is None or backend.truncation or backend.padding:
-                return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+                with self._encoding:
+                    return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+            if len(text) >= LONG_CHARS:
+                return self._encode_long(self._long_texts_of(backend), text, add_special_tokens, most)
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except RequestError:
+            raise
         except Exception as problem:  # for example a lone surrogate, which is not valid text
             bound = f"text the tokenizer can encode ({type(problem).__name__}: {problem})"
             raise RequestError.for_field(field, text, bound) from problem
+
+    def _encode_long(self, texts: LongTexts, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
+        if most is not None and texts.exceeds(text, most):
+            hint = f"No token stands for more than {texts.max_chars_per_token} characters. See truncate_prompt_tokens."
+            raise RequestError.for_field(
+                "prompt", f"{len(text)} characters", f"at most max_model_len={most} tokens long", hint
+            )
+        token_ids = texts.encode(text, add_special_tokens, most)
+        if most is not None and len(token_ids) > most:
+            got, bound = f"{len(text)} characters, more than {most} tokens", f"at most max_model_len={most} tokens long"
+            raise RequestError.for_field("prompt", got, bound, "See truncate_prompt_tokens.")
+        return token_ids
+
+    def _long_texts_of(self, backend: Tokenizer) -> LongTexts:
+        if self._long_texts is None:
+            self._long_texts = LongTexts(backend)
+        return self._long_texts
 
     def bytes_of(self, token_id: int) -> bytes:
         """Bytes that a token adds to a text in UTF-8, which need not be whole characters; none for unknown ids."""

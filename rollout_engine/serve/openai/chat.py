@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from rollout_engine.errors import RequestError
@@ -17,6 +18,7 @@ from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SamplingFields, Settings
 from rollout_engine.serve.served import Served
 from rollout_engine.text.conversations import as_messages
+from rollout_engine.threads import run_in_thread
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -49,7 +51,9 @@ class ChatBody(SamplingFields, kw_only=True):
 
 async def create(served: Served, asked: Asked) -> Reply | Events:
     """Answer a conversation."""
-    call = _Call(served, asked, await served.adapter_of(asked.body.model))
+    lora = await served.adapter_of(asked.body.model)
+    renders = asked.body.required_prefix_token_ids is not None  # a conversation, several times
+    call = await (run_in_thread if renders else asked.read)(_Call, served, asked, lora)
     if asked.body.stream:
         return Events(call.events())
     return Reply(await call.reply())
@@ -86,7 +90,7 @@ class _Call:
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Chunks. With tools, the words of an answer come once it has ended: a call among them is no text."""
-        body, last = self._body, None
+        body, last, num_sampled = self._body, None, 0
         asks = body.stream_options or StreamOptions()
         samples: dict[int, list[CompletionOutput]] = {}
         with Generation(self._served, self._asked, body.request_id) as generation:
@@ -96,7 +100,6 @@ class _Call:
                 problem = failed(output)
                 if problem is not None:
                     raise problem
-                more: dict[str, Any] = {"usage": None} if asks.include_usage else {}
                 first: dict[str, Any] = {}
                 if last is None and body.prompt_logprobs is not None:
                     first["prompt_logprobs"] = await prompt_rows(self._served, output)
@@ -104,11 +107,12 @@ class _Call:
                     so_far = samples.setdefault(sample.index, [])
                     choice = self._chunk(output, sample, so_far)
                     so_far.append(sample)
-                    yield self._response("chat.completion.chunk", [choice], more | first)
+                    num_sampled += len(sample.token_ids)
+                    usage = asks.usage_so_far(partial(total_usage, [output], True, num_sampled))
+                    yield self._response("chat.completion.chunk", [choice], usage | first)
                     first = {}
                 last = output
         if asks.include_usage and last is not None:
-            num_sampled = sum(len(part.token_ids) for parts in samples.values() for part in parts)
             yield self._response("chat.completion.chunk", [], {"usage": total_usage([last], True, num_sampled)})
 
     async def _start(self, generation: Generation) -> None:
@@ -171,11 +175,13 @@ class _Call:
 def _settings(served: Served, body: ChatBody, tools: ToolParser | None) -> Settings:
     if body.top_logprobs and not body.logprobs:
         raise RequestError.for_field("top_logprobs", body.top_logprobs, "given with logprobs=true")
+    if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
+        raise RequestError.for_field("max_completion_tokens", body.max_completion_tokens, "at least 1, or left out")
     if body.max_completion_tokens is not None and body.max_tokens not in (None, body.max_completion_tokens):
         bound = f"max_completion_tokens, which is {body.max_completion_tokens}"
         raise RequestError.for_field("max_tokens", body.max_tokens, bound, "Give one of them.")
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
-    if body.max_completion_tokens:
+    if body.max_completion_tokens is not None:
         more["max_tokens"] = body.max_completion_tokens
     if tools is not None and tools.structured_outputs is not None:
         more["structured_outputs"] = tools.structured_outputs
@@ -185,10 +191,14 @@ def _settings(served: Served, body: ChatBody, tools: ToolParser | None) -> Setti
 def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:
     salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
     options = chat_options(body)
-    is_bound = body.tool_choice not in (None, "auto")
-    if is_bound and "tools" in options and not served.codec.shows_tools(as_messages(body.messages), **options):
+    is_bound = "tools" in options and body.tool_choice not in (None, "auto")
+    if is_bound and not brings_template(served, body.chat_template) and not _shows_tools(served, body, options):
         del options["tools"]  # a grammar forces the calls, or the client looks for them: the prompt need not show tools
     if body.required_prefix_token_ids is None:
         return {"messages": body.messages, **options, **salt}
     token_ids = prompt_after(served, body.required_prefix_token_ids, body.messages, options)
     return {"prompt_token_ids": token_ids, **salt}
+
+
+def _shows_tools(served: Served, body: ChatBody, options: dict[str, Any]) -> bool:
+    return served.codec.shows_tools(as_messages(body.messages), **options)

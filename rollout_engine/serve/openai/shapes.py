@@ -1,7 +1,7 @@
 """Parts of responses that several routes have."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -9,11 +9,21 @@ import msgspec
 from rollout_engine.outputs import CompletionOutput, RequestOutput
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of a streamed response."""
 
     include_usage: bool | None = None
+    """End with an event that has the usage and no choice."""
     continuous_usage_stats: bool | None = None
+    """Show in every event the usage so far, of all its choices together."""
+    include_obfuscation: bool | None = None
+    """Changes nothing: events are never padded."""
+
+    def usage_so_far(self, usage: Callable[[], Any]) -> dict[str, Any]:
+        """The field of an event that is not the last one."""
+        if self.continuous_usage_stats:
+            return {"usage": usage()}
+        return {"usage": None} if self.include_usage else {}
 
 
 def now() -> int:

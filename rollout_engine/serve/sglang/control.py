@@ -49,6 +49,7 @@ class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def pause_generation(served: Served, asked: Asked) -> Reply:
     """Stop generating: requests in flight end with what they have ("abort"), or wait. New ones wait too."""
     await served.engine.pause_generation(mode=_MODES[asked.body.mode])
+    served.is_paused = True
     return Reply({"message": "Generation paused successfully.", "status": "ok", "success": True})
 
 
@@ -66,7 +67,7 @@ async def continue_generation(served: Served, asked: Asked) -> Reply:
         hint = "Send them, or give the update up by /destroy_weights_update_group; the old weights are live still."
         raise LifecycleError(f"continue_generation: {what}. {hint}")
     await served.engine.resume_generation()
-    served.refuses = None
+    served.is_paused = False
     return Reply({"message": "Generation continued successfully.", "status": "ok", "success": True})
 
 

@@ -24,20 +24,23 @@ class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 async def pause(served: Served, asked: Asked) -> Reply:
-    """Stop generating: requests in flight end with what they have ("abort"), finish ("wait"), or wait ("keep")."""
+    """Stop generating: requests in flight end with what they have ("abort"), finish ("wait"), or wait ("keep").
+
+    New ones wait.
+    """
     body: PauseBody = asked.body
     mode: PauseMode = "wait" if body.wait_for_inflight_requests else body.mode
-    async with served.refusing(None if mode == "keep" else f"mode={mode}"):
-        await served.engine.pause_generation(
-            mode=mode, clear_cache=bool(body.clear_cache), drain_timeout=body.drain_timeout
-        )
+    await served.engine.pause_generation(
+        mode=mode, clear_cache=bool(body.clear_cache), drain_timeout=body.drain_timeout
+    )
+    served.is_paused = True
     return Reply({"status": "paused", "success": True, "weight_version": served.weight_version})
 
 
 async def resume(served: Served, asked: Asked) -> Reply:
     """Go on after a pause."""
     await served.engine.resume_generation()
-    served.refuses = None
+    served.is_paused = False
     return Reply({"status": "resumed", "success": True, "weight_version": served.weight_version})
 
 
@@ -58,8 +61,8 @@ class SleepBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def sleep(served: Served, asked: Asked) -> Reply:
     """Give memory back: the KV pool (level 1), and the weights as well (level 2)."""
     body: SleepBody = asked.body
-    async with served.refusing("asleep"):
-        await served.engine.sleep(body.level, body.mode, drain_timeout=body.drain_timeout)
+    await served.engine.sleep(body.level, body.mode, drain_timeout=body.drain_timeout)
+    served.is_paused = True
     return Reply({"status": "asleep", "success": True})
 
 
@@ -75,7 +78,7 @@ async def wake_up(served: Served, asked: Asked) -> Reply:
     await served.engine.wake_up(body.tags)
     is_asleep = await served.engine.is_sleeping()
     if not is_asleep and not await served.engine.is_paused():
-        served.refuses = None
+        served.is_paused = False
     return Reply({"status": "asleep" if is_asleep else "awake", "success": True})
 
 

@@ -237,6 +237,8 @@ def test_a_broken_call_stays_text(says):
         ({"messages": HELLO, "top_logprobs": 2}, "logprobs=true"),
         ({"messages": HELLO, "response_format": {"type": "jsn"}}, '"json_object"'),
         ({"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "Give one of them"),
+        ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens=0 is not allowed"),
+        ({"messages": HELLO, "max_completion_tokens": -1}, "max_completion_tokens=-1 is not allowed"),
     ],
 )
 def test_what_cannot_be_served_is_refused(client, fields, said):

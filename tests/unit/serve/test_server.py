@@ -56,6 +56,22 @@ def test_a_chunked_body_that_grows_too_long_is_refused(server):
     assert b" 413 " in say(server, request, then_closes=False).partition(b"\r\n")[0]
 
 
+def test_bodies_of_all_connections_have_one_bound(policy):
+    options = ServeOptions(port=0, max_body_bytes=10_000_000, max_open_body_bytes=400_000)
+    part = b'{"prompt": "' + b"x" * 300_000
+    with HttpServer(policy, options) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as first:
+            first.sendall(head(350_000) + part)
+            while server.app.open_bytes.count < 300_000:
+                time.sleep(0.001)
+            second = say(server, head(350_000) + part, then_closes=False)
+            assert b" 503 " in second.partition(b"\r\n")[0] and b"retry-after" in second
+            first.sendall(b"x" * (350_000 - len(part) - 2) + b'"}')
+            assert b" 400 " in first.recv(65536).partition(b"\r\n")[0]  # it was read whole: the text is too long
+        assert server.app.open_bytes.count == 0
+
+
 def test_a_body_that_does_not_come_is_not_waited_for(server):
     assert b" 408 " in say(server, head(5) + b"{", then_closes=False).partition(b"\r\n")[0]
 
@@ -99,7 +115,7 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing(server,
         return streams
 
     monkeypatch.setattr(frontend, "add_request", add_late)
-    monkeypatch.setattr(generation, "_LONG_BYTES", 0)  # from here on prompts are encoded on a thread
+    monkeypatch.setattr(generation, "_MANY_BYTES", 0)  # from here on prompts are encoded on a thread
     policy.pause_generation(mode="keep")
     body = b'{"prompt": "x", "max_tokens": 3}'
     host, port = server.url.removeprefix("http://").split(":")
