@@ -25,9 +25,12 @@ from rollout_engine.engine.history import Added, Called, Live, RecordedCore, Sch
 from rollout_engine.errors import RequestError
 from rollout_engine.kernels.cpu.build import cache_directory
 from rollout_engine.messages import EngineCoreRequest
+from sync.own_files import read_regular
 
 FORMAT = 1
 _STACKS = "stacks"
+_MOST_BYTES = 1 << 28
+"""Longest file that is read."""
 _NUM_KEPT = 16
 """Files that are kept, the last ones."""
 
@@ -133,7 +136,7 @@ def read_post_mortem(path: Path) -> list[Line]:
     """Read a file. Raises `RequestError` for another kind of file."""
     decoder = msgspec.json.Decoder(Line)
     try:
-        lines: list[Line] = [decoder.decode(line) for line in path.read_bytes().splitlines()]
+        lines: list[Line] = [decoder.decode(line) for line in read_regular(path, _MOST_BYTES).splitlines()]
     except (OSError, msgspec.MsgspecError) as problem:
         raise RequestError(f"{path} is no post-mortem file: {problem}.", field="file", value=str(path)) from None
     if not lines or not isinstance(lines[0], Header) or lines[0].format != FORMAT:
