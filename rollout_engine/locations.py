@@ -33,6 +33,7 @@ def find_directory(name: str, *, weights: bool, field: str = "model") -> Path:
     """
     path = Path(located(field, name))
     if path.is_dir():
+        _check_kinds(path, field)
         return path
     wanted = DESCRIPTION_FILES + (WEIGHT_FILES if weights else [])
     try:
@@ -43,6 +44,17 @@ def find_directory(name: str, *, weights: bool, field: str = "model") -> Path:
         raise ConfigError(
             f"{field}='{name}': {missing}, and as a hub id it could not be fetched: {reason}. {advice}."
         ) from None
+
+
+def _check_kinds(directory: Path, field: str) -> None:
+    """Raise `ConfigError` for a pipe or device in place of a file that is read: opening one may block indefinitely."""
+    for path in directory.iterdir():
+        if any(path.match(pattern) for pattern in DESCRIPTION_FILES + WEIGHT_FILES):
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise ConfigError(
+                    f"{field}='{directory}': {path.name} is a pipe, socket or device, not a regular file. Remove it, "
+                    "or give the directory of a checkpoint."
+                )
 
 
 def located(field: str, name: str) -> str:

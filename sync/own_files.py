@@ -73,6 +73,15 @@ def open_regular(path: AnyPath) -> int:
     return file
 
 
+def read_regular(path: AnyPath, max_bytes: int) -> bytes:
+    """All bytes of a regular file of any user; more than `max_bytes` are an `OSError`."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise _refused(path, f"it has more than {max_bytes} bytes")
+    return content
+
+
 @contextmanager
 def opened_file(path: AnyPath, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> Iterator[int]:
     """`open_file`; closes it at the end."""

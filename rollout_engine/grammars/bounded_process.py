@@ -70,9 +70,12 @@ class BoundedProcess:
 
     def end(self) -> int:
         """End it. Returns its exit status, or minus the signal that ended it; 0 in a forked child, not its owner."""
-        self._connection.close()
         if not self._owner.is_current:
+            self._connection.close()
             return 0
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # `ask` may wait on another thread
+        self._connection.close()
         try:
             return self._process.wait(1.0)
         except subprocess.TimeoutExpired:

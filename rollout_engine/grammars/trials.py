@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout_engine.errors import RequestError
+from rollout_engine.errors import LifecycleError, RequestError
 from rollout_engine.grammars.bounded_process import BoundedProcess, end_with
 from rollout_engine.grammars.trial_wire import Answer, Setup, Trial
 from rollout_engine.grammars.vocabulary import GrammarError, require_llguidance
@@ -52,7 +52,10 @@ class GrammarTrials:
             return True
 
     def require(self, given: Mapping[str, Any]) -> None:
-        """Raise `RequestError` unless structured outputs compile. Blocks for the time of a trial."""
+        """Raise `RequestError` unless structured outputs compile. Blocks for the time of a trial.
+
+        Raises `LifecycleError` if `close` is called meanwhile.
+        """
         require_llguidance(given)
         text = text_of(given)
         problem = self._known.get(text)  # without the lock: a trial holds it for its time
@@ -72,32 +75,50 @@ class GrammarTrials:
 
     def _try(self, text: str) -> str:
         for is_last in (False, True):
+            known = next(iter(self._processes), None)
+            process = known or self._start()
             try:
-                if not self._processes:
-                    self._start()
-                return self._processes[0].ask(Trial(text), Answer).problem
+                if known is None:
+                    self._set_up(process)
+                return process.ask(Trial(text), Answer).problem
             except GrammarError as problem:
+                self._end(process)
                 return f"The tokenizer cannot be read: {problem}."
             except (OSError, EOFError):
-                was_idle, reason = self._end()
+                was_idle, reason = self._end(process)
                 if is_last or not was_idle:
                     return reason
         raise AssertionError("two processes were asked")
 
-    def _start(self) -> None:
+    def _start(self) -> BoundedProcess:
         process = BoundedProcess(_MODULE, "compiles grammars", _PATIENCE)
         self._processes.append(process)
+        if not self.close.alive:
+            self._end(process)
+            raise _closed()
+        return process
+
+    def _set_up(self, process: BoundedProcess) -> None:
         setup = Setup(self._read_tokenizer(), self._vocab_size, self._eos_token_ids, MAX_SECONDS)
         if problem := process.ask(setup, Answer).problem:
-            self._end()
             raise GrammarError(problem)
 
-    def _end(self) -> tuple[bool, str]:
-        """End the process, which has not answered. Returns whether it had ended itself, and why for users."""
-        process = self._processes.pop()
+    def _end(self, process: BoundedProcess) -> tuple[bool, str]:
+        """End the process, which has not answered. Returns whether it had ended itself, and why for users.
+
+        Raises `LifecycleError` if `close` has ended it.
+        """
+        try:
+            self._processes.remove(process)
+        except ValueError:
+            raise _closed() from None
         status = process.end()
         if status == 0:
             return True, "The process that compiles grammars ended; send the request again."
         if status == -signal.SIGPROF:
             return False, f"It takes more than {MAX_SECONDS:g} s to compile: give a smaller or simpler one."
         return False, f"It takes too much memory or time to compile (status {status}): give a smaller or simpler one."
+
+
+def _closed() -> LifecycleError:
+    return LifecycleError("structured_outputs: the engine was shut down while it tried the grammar; make a new one.")

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import RequestError, RetryableError
+from rollout_engine.errors import LifecycleError, RequestError, RetryableError
 from rollout_engine.grammars.bounded_process import BoundedProcess, end_with
 from rollout_engine.text.template_main import SECONDS
 from rollout_engine.text.template_wire import Rendered, Rendering
@@ -57,12 +57,11 @@ class RequestTemplates:
 
     def _ask(self, order: Rendering) -> Rendered:
         for is_last in (False, True):
-            if not self._processes:
-                self._processes.append(BoundedProcess(_MODULE, "renders chat templates", PATIENCE))
+            process = next(iter(self._processes), None) or self._start()
             try:
-                return self._processes[0].ask(order, Rendered)
+                return process.ask(order, Rendered)
             except (OSError, EOFError):
-                status = self._processes.pop().end()
+                status = self._end(process)
                 if status == -signal.SIGPROF:
                     return Rendered(problem=f"it takes more than {SECONDS:g} s to compute")
                 if status != 0:
@@ -72,3 +71,23 @@ class RequestTemplates:
                         "The process that renders chat templates ended: send the request again."
                     ) from None
         raise AssertionError("two processes were asked")
+
+    def _start(self) -> BoundedProcess:
+        process = BoundedProcess(_MODULE, "renders chat templates", PATIENCE)
+        self._processes.append(process)
+        if not self.close.alive:
+            self._end(process)
+            raise _closed()
+        return process
+
+    def _end(self, process: BoundedProcess) -> int:
+        """End the process, which has not answered. Raises `LifecycleError` if `close` has ended it."""
+        try:
+            self._processes.remove(process)
+        except ValueError:
+            raise _closed() from None
+        return process.end()
+
+
+def _closed() -> LifecycleError:
+    return LifecycleError("chat_template: the server was stopped while it rendered the template; start a new one.")
