@@ -15,6 +15,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from rollout_engine._structs import arguments_struct
+from rollout_engine.class_names import function_name
 from rollout_engine.errors import CallTimeoutError, RequestError, RolloutEngineError, refused
 from rollout_engine.metrics import CoreStats
 from sync.described_types import describe_types
@@ -98,7 +99,7 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
 
     def title(self, arguments: Mapping[str, Any]) -> str:
         """Name of what is called, as errors say it: for `collective_rpc` that of the method."""
-        return str(arguments.get("method", self.name))
+        return function_name(arguments.get("method", self.name))
 
     def seconds(self, arguments: Mapping[str, Any]) -> float | None:
         """How long the caller waits; None: for ever. Raises `RequestError` for what is no number of seconds."""
