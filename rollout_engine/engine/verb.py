@@ -65,6 +65,8 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it still answers after shutdown, where the core is in this process: it only reads numbers."""
     public: bool = True
     """Whether faces have a method of this name."""
+    public_name: str = ""
+    """Name of the method that users call for it, if that has another name; errors begin with it."""
     crosses: bool = True
     """Whether arguments and result can cross to another process."""
     combine: Callable[[Sequence[Any]], Any] | None = None

@@ -142,3 +142,9 @@ def test_calls_from_many_threads_are_all_answered(engine):
         step_further(engine)
         assert all(answer.result(60) is not None for answer in answers)
     last_of(engine, "hello", SHORT)
+
+
+def test_every_face_says_which_kinds_of_requests_it_serves(engine, same):
+    same(engine.get_supported_tasks())
+    assert {"generate", "last", "mean", "token"} <= set(engine.get_supported_tasks())
+    assert not engine.is_tracing_enabled()

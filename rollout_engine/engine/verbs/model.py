@@ -163,7 +163,7 @@ def collective_rpc(
         return driver.executor.collective_rpc(method, args, kwargs or {}, caller=driver.caller)
 
 
-@VERBS.add(crosses=False, public=False, late=_rpc_late, span="collective_rpc")
+@VERBS.add(crosses=False, public=False, public_name="collective_rpc", late=_rpc_late, span="collective_rpc")
 def call_function(
     driver: EngineDriver,
     method: Callable[..., Any],
