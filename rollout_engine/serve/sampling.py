@@ -41,6 +41,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: Any = None
     include_stop_str_in_output: Any = None
     truncate_prompt_tokens: Any = None
+    truncation_side: Any = None
     extra_args: Any = None
     speculation: Any = None
     structured_outputs: Any = None

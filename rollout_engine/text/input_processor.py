@@ -19,7 +19,7 @@ from rollout_engine.seeds import mix, unsigned
 from rollout_engine.text.conversations import CHAT_KEYS
 from rollout_engine.text.default_params import read_default_params
 from rollout_engine.text.pooled_prompt import closed_conversation, pooled_tokens
-from rollout_engine.text.prompts import Prompt, as_batch, as_fields, as_token_ids
+from rollout_engine.text.prompts import Prompt, as_batch, as_fields, as_token_ids, truncated
 from rollout_engine.text.tokenizer import TextCodec
 from rollout_engine.text.vocabulary_fit import end_ids, warn_of_larger_tokenizer
 
@@ -325,14 +325,14 @@ class InputProcessor:
         return text, as_token_ids(token_ids, f"{kind} as token ids", self._vocab_size)
 
     def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """Return the end of a prompt that `truncate_prompt_tokens` keeps."""
+        """Return the part of a prompt that `truncate_prompt_tokens` keeps."""
         most = params.truncate_prompt_tokens
         if most == -1:
             most = self._max_model_len - max(params.max_tokens or 1, params.min_tokens)
             if most < 1:
                 bound = f"below max_model_len={self._max_model_len}, to leave room for the prompt"
                 raise RequestError.for_field("max_tokens", params.max_tokens, bound)
-        return token_ids if most is None else token_ids[-most:]
+        return truncated(token_ids, most, params.truncation_side)
 
     def _room(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Resolve `max_tokens`: as many as fit where it is None, or is shortened to what fits."""

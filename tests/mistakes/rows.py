@@ -234,7 +234,7 @@ MISTAKES = [
     Mistake(EXTENSIONS, "policy.collective_rpc('get_weight_norm')"),
     Mistake(EXTENSIONS, "policy.collective_rpc('get_weight_norms', args=[1])"),
     Mistake(EXTENSIONS, "policy.collective_rpc('get_weight_norms', kwargs={'name': ['a']})"),
-    Mistake(EXTENSIONS, "policy.collective_rpc(print)"),
+    Mistake(EXTENSIONS, "policy.collective_rpc(3)"),
     Mistake(EXTENSIONS, "LLM(path, worker_extensions=['my_extension:Mine'])"),
     Mistake(EXTENSIONS, "LLM(path, worker_extensions=['Mine'])"),
     Mistake(EXTENSIONS, "LLM(path, worker_extensions=[dict])"),

@@ -15,8 +15,12 @@ from rollout_engine.tracking.statistics import batch_statistics
 from rollout_engine.viewing.samples import advantages as viewed_advantages
 from rollout_engine.viewing.samples import viewed
 from tests.unit.episodes.playing import Counting, play
-from tests.unit.episodes.test_templates import FORGETFUL
 from tests.unit.viewing.lines import write_lines
+
+REWRITES = (
+    "{% for m in messages %}<{{ m.role }}>{{ 'earlier: ' if m.role == 'assistant' and not loop.last }}{{ m.content }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 class LongOrShort(Counting):
@@ -39,7 +43,7 @@ class Flaky(Counting):
 
 
 def branched(policy, env=LongOrShort, **options):
-    options = dict(chat_template=FORGETFUL, on_rewrite="branch", num_episodes=2, num_samples=8) | options
+    options = dict(chat_template=REWRITES, on_rewrite="branch", num_episodes=2, num_samples=8) | options
     return play(policy, env, **options)
 
 

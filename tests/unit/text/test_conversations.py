@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
+from rollout_engine import LLM
 from rollout_engine.errors import RequestError
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.input_processor import InputProcessor
@@ -366,3 +367,18 @@ def test_an_unknown_argument_is_told_where_it_belongs(name, words):
 
     with pytest.raises(RequestError, match=words):
         check_chat_arguments({name: 1}, generate)
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "words"),
+    [
+        ("encode", "truncate_prompt_tokens", r"give pooling_params=PoolingParams\(truncate_prompt_tokens=\.\.\.\)"),
+        ("encode", "truncation_side", r"give pooling_params=PoolingParams\(truncation_side"),
+        ("encode", "dimensions", "vLLM's .* cut the rows"),
+        ("encode", "temperature", "Unknown argument of encode 'temperature'"),
+        ("reward", "normalize", r"reward: call encode, and give pooling_params=PoolingParams\(normalize"),
+    ],
+)
+def test_settings_of_pooling_are_told_from_those_of_sampling(verb, name, words):
+    with pytest.raises(RequestError, match=words):
+        check_chat_arguments({name: 1}, getattr(LLM, verb))

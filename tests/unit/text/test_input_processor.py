@@ -74,6 +74,16 @@ def test_truncation_keeps_the_last_tokens_and_comes_before_the_bounds(inputs):
     assert checked.token_ids == [99, 100, 101, 102]
 
 
+def test_truncation_on_the_right_keeps_the_first_tokens(inputs):
+    long = list(range(3, 103))
+    for most, kept in ((4, 4), (-1, 4)):
+        params = SamplingParams(truncate_prompt_tokens=most, truncation_side="right", max_tokens=28)
+        assert inputs.check(long, params).token_ids == long[:kept]
+    assert inputs.check([5, 6], SamplingParams(truncation_side="right", max_tokens=28)).token_ids == [5, 6]
+    with pytest.raises(RequestError, match="truncation_side='middle' is not allowed"):
+        SamplingParams(truncation_side="middle")
+
+
 def test_truncation_may_leave_just_the_room_that_max_tokens_needs(inputs):
     long = list(range(3, 103))
     cut = [(SamplingParams(truncate_prompt_tokens=-1, max_tokens=most), kept) for most, kept in [(28, 4), (None, 31)]]
