@@ -16,6 +16,7 @@ from rollout_engine.weights import changed_share, known_weights
 from rollout_engine.weights.update import apply_update
 from sync.change_notice import ChangeNotice
 from tests.small_pieces import small_pieces
+from tests.unit.sync.adapted import LoraLinear
 
 OPTIONS = dict(num_kv_blocks=16, max_model_len=64, log_stats=False, dtype="bfloat16")
 
@@ -84,6 +85,19 @@ def test_after_pieces_the_elements_are_those_that_are_live(make_updater, steps, 
                 assert torch.equal(elements, changed_share._elements_of(live[name])), (version, name)
             exact = sum(int((source[n] != before[n]).sum()) for n in source) / sum(map(torch.numel, source.values()))
             assert abs(report.changed_share - exact) < 0.02
+
+
+def test_the_report_says_that_adapters_were_merged_and_such_updates_are_not_warned_of(tmp_path, caplog):
+    path = tiny_checkpoint(tmp_path, dtype=torch.bfloat16)
+    trainer = tiny_model(dtype=torch.bfloat16)
+    with LLM(path, max_loras=2, **OPTIONS) as llm, caplog.at_level(logging.WARNING):
+        assert llm.update_weights(trainer).adapter is None
+        for layer in trainer.model.layers:
+            layer.mlp.down_proj = LoraLinear(layer.mlp.down_proj.requires_grad_(False)).bfloat16()
+            torch.nn.init.normal_(layer.mlp.down_proj.lora_B["default"].weight, std=1e-3)
+        report = llm.update_weights(trainer)
+    assert report.adapter == "merged" and 0 < report.changed_share < 0.05
+    assert "merge=False" in caplog.text and "float32 masters" not in caplog.text
 
 
 def test_bfloat16_weights_that_hardly_move_are_warned_of_once(tmp_path, caplog):
