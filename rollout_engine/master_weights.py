@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rollout_engine.errors import ConfigError
+from sync.change_notice import ChangeNotice
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -37,6 +38,7 @@ def float32_masters(optimizer: Optimizer) -> Optimizer:
         group["params"] = [_master_of(weight, pairs) for weight in group["params"]]
     optimizer.register_step_pre_hook(partial(_bring_gradients, pairs))
     optimizer.register_step_post_hook(partial(_write_weights, pairs))
+    ChangeNotice.trainer_has_masters |= bool(pairs)
     optimizer.zero_grad = partial(_zero_gradients, optimizer.zero_grad, pairs)  # type: ignore[method-assign]
     return optimizer
 

@@ -100,7 +100,8 @@ def test_the_report_says_that_adapters_were_merged_and_such_updates_are_not_warn
     assert "merge=False" in caplog.text and "float32 masters" not in caplog.text
 
 
-def test_bfloat16_weights_that_hardly_move_are_warned_of_once(tmp_path, caplog):
+def test_bfloat16_weights_that_hardly_move_are_warned_of_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(ChangeNotice, "trainer_has_masters", False)
     tiny_checkpoint(tmp_path, dtype=torch.bfloat16)
     models = {dtype: tiny_model(dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
     with LLM(tmp_path, **OPTIONS) as llm, caplog.at_level(logging.WARNING):
@@ -108,6 +109,8 @@ def test_bfloat16_weights_that_hardly_move_are_warned_of_once(tmp_path, caplog):
         for dtype, seed in ((torch.float32, 1), (torch.bfloat16, 2), (torch.bfloat16, 3)):
             nudge(models[dtype], 0.01, seed)
             llm.update_weights(models[dtype])
+    monkeypatch.setattr(ChangeNotice, "trainer_has_masters", True)
+    ChangeNotice().warn_if_hardly_changed([("w", torch.zeros(8, dtype=torch.bfloat16))], 0.01)
     found = [record.getMessage() for record in caplog.records if "float32 masters" in record.getMessage()]
     assert len(found) == 1 and "% of the weights, which the trainer holds in 16 bits" in found[0]
 
