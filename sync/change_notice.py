@@ -15,6 +15,9 @@ _LEAST_SHARE = 0.05
 class ChangeNotice:
     """Logs a warning, once, if an update changes almost nothing of weights that are trained in 16 bits."""
 
+    trainer_has_masters = False
+    """Whether an optimizer of this process keeps float32 masters: then no notice warns."""
+
     def __init__(self) -> None:
         self._was_logged = False
 
@@ -23,7 +26,7 @@ class ChangeNotice:
 
         Weights that are cast for the engine are not: their masters have changed where the cast ones have not yet.
         """
-        if self._was_logged or not 0 < share < _LEAST_SHARE:
+        if self._was_logged or self.trainer_has_masters or not 0 < share < _LEAST_SHARE:
             return
         total = low = 0
         for _, tensor in pairs:
@@ -34,6 +37,7 @@ class ChangeNotice:
             self._was_logged = True
             logger.warning(
                 "The update changed %.2g %% of the weights, which the trainer holds in 16 bits: a step below half the "
-                "distance to the next number is lost. Keep float32 masters, as docs/trainers.md shows.",
+                "distance to the next number is lost, unless the optimizer has float32 masters. rollout_engine."
+                "float32_masters(optimizer) keeps some.",
                 100 * share,
             )

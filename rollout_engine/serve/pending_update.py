@@ -34,7 +34,7 @@ class PendingUpdate:
         self._last: UpdateReport | None = None
         """Report of the last update that was committed here."""
         self._last_names: set[str] = set()
-        """Names of its tensors, if they arrived as such, until another update begins."""
+        """Names of its tensors, if they were a whole update and arrived as tensors, until another one begins."""
         self._is_reported = True
         """Whether no client may still end that update, to have its report."""
         self._is_receiving = False
@@ -116,15 +116,16 @@ class PendingUpdate:
         await self._check([TensorSpec(*each, "") for each in shapes])
         self._keep(pairs)
 
-    async def commit(self, version: Any = None, **options: Any) -> UpdateReport:
+    async def commit(self, version: Any = None, *, partial: bool = False) -> UpdateReport:
         """Have the engine take what has come, as `update_weights`, and forget it here.
 
         Raises the weight errors; the old weights serve on.
         """
         tensors = self._tensors
         self.drop()
-        report = await self._engine.update_weights(tensors, version=as_version(version), **options)
-        self._last, self._last_names, self._is_reported = report, set(tensors), False
+        report = await self._engine.update_weights(tensors, version=as_version(version), partial=partial)
+        self._last, self._is_reported = report, False
+        self._last_names = set() if partial else set(tensors)
         return report
 
     async def commit_late(self) -> UpdateReport:

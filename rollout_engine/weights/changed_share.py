@@ -72,9 +72,9 @@ class ChangedShare:
             return None, found
         return changed / num_known * min(total / max(self._num_elements, 1), 1.0), found
 
-    def keep(self, found: Mapping[str, Tensor], *, is_whole: bool) -> None:
-        """Compare the next update with these elements; others are as before unless the update was whole."""
-        self._live = dict(found) if is_whole else {**self._live, **found}
+    def keep(self, found: Mapping[str, Tensor]) -> None:
+        """Compare the next update with these elements, and with no others: other names may denote the same weights."""
+        self._live = dict(found)
 
 
 def _by_size(sizes: Mapping[str, int]) -> Counter[str]:

@@ -251,7 +251,7 @@ class WeightUpdater:
         self._committed = update
         is_sure = not update.options.partial  # else names that overlap others may have changed these
         if self._changes is not None:
-            self._changes.keep(update.elements, is_whole=is_sure)
+            self._changes.keep(update.elements)
         self._known.replace(spec for name, spec in update.specs.items() if is_sure and update.staged[name].finite)
         self.version, self.dirty, self.forgotten = manifest.version, False, False
 

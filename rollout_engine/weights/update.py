@@ -114,8 +114,7 @@ def apply_update(
         with _aborting_at_end(updater, manifest.version):
             if not updater.begin(manifest, options, inplace=inplace):
                 digest = updater.digest() if options.partial else manifest.digest
-                seconds = time.perf_counter() - start
-                return UpdateReport(manifest.version, digest, 0, 0, seconds, 0.0, 0, changed_share=0.0)
+                return _unchanged(manifest.version, digest, time.perf_counter() - start)
             stalled = 0.0
             if inplace:
                 steps.drain(options.mode, deadline)
@@ -150,6 +149,11 @@ def apply_update(
         num_bytes_sent=updater.num_bytes_received,
         changed_share=updater.changed_share,
     )
+
+
+def _unchanged(version: int, digest: str, seconds: float) -> UpdateReport:
+    """The report of an update to weights that are live already."""
+    return UpdateReport(version, digest, 0, 0, seconds, 0.0, 0, changed_share=0.0)
 
 
 @contextmanager

@@ -92,6 +92,7 @@ SIGNATURES = {
     "minibatches": "batch size * shuffle generator keep_groups",
     "to_jsonl": "batch path * append",
     "to_trl": "batch advantages",
+    "float32_masters": "optimizer",
     "to_trl_rollout": "batch",
     "exact.enable": "model",
     "exact.token_logprobs": "model input_ids attention_mask * temperature routed_experts",

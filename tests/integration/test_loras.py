@@ -314,7 +314,7 @@ def test_a_peft_model_may_send_its_adapter_alone(checkpoint, dtype):
         for version in (1, 2):
             report = policy.update_weights(trainer, merge=False)
             assert (report.version, report.num_tensors) == (version, 2 * len(trainer.adapters()))
-            assert report.num_bytes_sent == report.num_bytes > 0
+            assert report.num_bytes_sent == report.num_bytes > 0 and report.adapter == "alone"
             assert policy.update_weights(trainer, merge=False, version=version).num_bytes_sent == 0
             options = dict(num_samples=2, lora_request="default", use_tqdm=False)
             batch = policy.rollout(["x", "y"], PARAMS.clone(seed=None), **options)
@@ -325,7 +325,7 @@ def test_a_peft_model_may_send_its_adapter_alone(checkpoint, dtype):
             with torch.no_grad():
                 trainer.adapters()[0].lora_B["default"].weight.mul_(-1)
         whole = policy.update_weights(tiny_model(seed=1, dtype=dtype))
-        assert whole.version == 3 and whole.num_tensors > report.num_tensors
+        assert whole.version == 3 and whole.num_tensors > report.num_tensors and whole.adapter is None
 
 
 class TwoSpeak:

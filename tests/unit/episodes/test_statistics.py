@@ -18,8 +18,8 @@ from tests.unit.episodes.playing import Counting, play
 from tests.unit.viewing.lines import write_lines
 
 REWRITES = (
-    "{% for m in messages %}<{{ m.role }}>{{ 'earlier: ' if m.role == 'assistant' and not loop.last }}{{ m.content }}</s>"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ 'earlier: ' if m.role == 'assistant' and not loop.last }}"
+    "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 

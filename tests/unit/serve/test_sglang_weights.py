@@ -190,6 +190,11 @@ def test_a_part_is_committed_alone_only_where_that_is_asked_for(client, other_we
     assert client.post("/update_weights_from_tensor", body)["weight_version"] == "0"
     client.post("/destroy_weights_update_group", {})
     assert client.post("/update_weights_from_tensor", {**body, "partial": True})["weight_version"] == "1"
+    for each in list(other_weights)[1:3]:
+        other = {"serialized_named_tensors": encoded({each: other_weights[each]}), "partial": True}
+        assert client.post("/update_weights_from_tensor", other)["success"], "a part after another is no late one"
+    whole = client.post("/update_weights_from_tensor", {"serialized_named_tensors": encoded(other_weights)})
+    assert whole["weight_version"] == "4"
     rows = client.post("/get_weights_by_name", {"name": name, "truncate_size": 2})
     assert rows == other_weights[name][:2].tolist()
 

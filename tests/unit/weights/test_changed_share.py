@@ -16,6 +16,7 @@ from rollout_engine.weights import changed_share, known_weights
 from rollout_engine.weights.update import apply_update
 from sync.change_notice import ChangeNotice
 from tests.small_pieces import small_pieces
+from tests.unit.sync.adapted import LoraLinear
 
 OPTIONS = dict(num_kv_blocks=16, max_model_len=64, log_stats=False, dtype="bfloat16")
 
@@ -86,7 +87,21 @@ def test_after_pieces_the_elements_are_those_that_are_live(make_updater, steps, 
             assert abs(report.changed_share - exact) < 0.02
 
 
-def test_bfloat16_weights_that_hardly_move_are_warned_of_once(tmp_path, caplog):
+def test_the_report_says_that_adapters_were_merged_and_such_updates_are_not_warned_of(tmp_path, caplog):
+    path = tiny_checkpoint(tmp_path, dtype=torch.bfloat16)
+    trainer = tiny_model(dtype=torch.bfloat16)
+    with LLM(path, max_loras=2, **OPTIONS) as llm, caplog.at_level(logging.WARNING):
+        assert llm.update_weights(trainer).adapter is None
+        for layer in trainer.model.layers:
+            layer.mlp.down_proj = LoraLinear(layer.mlp.down_proj.requires_grad_(False)).bfloat16()
+            torch.nn.init.normal_(layer.mlp.down_proj.lora_B["default"].weight, std=1e-3)
+        report = llm.update_weights(trainer)
+    assert report.adapter == "merged" and 0 < report.changed_share < 0.05
+    assert "merge=False" in caplog.text and "float32 masters" not in caplog.text
+
+
+def test_bfloat16_weights_that_hardly_move_are_warned_of_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(ChangeNotice, "trainer_has_masters", False)
     tiny_checkpoint(tmp_path, dtype=torch.bfloat16)
     models = {dtype: tiny_model(dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
     with LLM(tmp_path, **OPTIONS) as llm, caplog.at_level(logging.WARNING):
@@ -94,6 +109,8 @@ def test_bfloat16_weights_that_hardly_move_are_warned_of_once(tmp_path, caplog):
         for dtype, seed in ((torch.float32, 1), (torch.bfloat16, 2), (torch.bfloat16, 3)):
             nudge(models[dtype], 0.01, seed)
             llm.update_weights(models[dtype])
+    monkeypatch.setattr(ChangeNotice, "trainer_has_masters", True)
+    ChangeNotice().warn_if_hardly_changed([("w", torch.zeros(8, dtype=torch.bfloat16))], 0.01)
     found = [record.getMessage() for record in caplog.records if "float32 masters" in record.getMessage()]
     assert len(found) == 1 and "% of the weights, which the trainer holds in 16 bits" in found[0]
 
