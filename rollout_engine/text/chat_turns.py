@@ -84,8 +84,10 @@ class ChatTurns:
 
         Raises `RewrittenTurns` if `now` differs from `shown` and what was sampled.
         """
-        words = [said, self._codec.decode(self._codec.without_end(sampled))]
-        return self._after_end(self._text_after(shown, now, words), sampled, said)
+        if now.startswith(shown + said):
+            return self._after_end(now[len(shown) + len(said) :], sampled, said)
+        with_special_tokens = self._codec.decode(self._codec.without_end(sampled))
+        return self._after_end(self._text_after(shown, now, [said, with_special_tokens]), sampled, said)
 
     def glue(self, messages: Messages, sampled: Sequence[int]) -> list[int]:
         """Token ids from an answer like any other to the next one, if `messages` stand between them.
