@@ -34,8 +34,8 @@ class ChatRenderer:
         self._hf, self._warn_once = hf, warn_once
         self._parts_read: dict[tuple[str, str], bool] = {}
         """(template, role) -> whether the template reads the parts of such messages."""
-        self._written: dict[tuple[str, str, str], None] = {}
-        """(template, role, key) that are known to reach the text."""
+        self._written: dict[str, set[tuple[str, str]]] = {}
+        """Template -> roles and keys of messages that are known to reach the text."""
 
     def render(
         self,
@@ -100,28 +100,27 @@ class ChatRenderer:
 
     def _with_parts_as_read(self, template: str, messages: Messages, render: Render) -> Messages:
         """Return messages whose lists of parts are joined by newlines, if the template cannot read those of a role."""
-        shown = list(messages)
-        for role in dict.fromkeys(message["role"] for message in messages if not isinstance(message["content"], str)):
+        shown, in_parts = messages, [each["role"] for each in messages if not isinstance(each["content"], str)]
+        for role in dict.fromkeys(in_parts):
             listed = [
                 i for i, each in enumerate(messages) if each["role"] == role and not isinstance(each["content"], str)
             ]
             if (template, role) not in self._parts_read:
                 _remember(self._parts_read, (template, role), _reads_parts(_with_texts(shown), listed, render))
             if not self._parts_read[template, role]:
-                for i in listed:
-                    shown[i] = {**messages[i], "content": text_of(messages[i]["content"])}
+                shown = [{**m, "content": text_of(m["content"])} if i in listed else m for i, m in enumerate(shown)]
         return shown
 
     def _require_all_written(self, template: str, messages: Messages, render: Render, text: str) -> None:
         """Raise `RequestError` for a role, or for tool calls, that change nothing in the text of a conversation."""
-        for role, key in dict.fromkeys(
-            (m["role"], key) for m in messages for key in ("content", "tool_calls") if key in m
-        ):
-            if (template, role, key) not in self._written:
-                changed = _reworded(messages, role) if key == "content" else _without_calls(messages, role)
-                if text == _try(render, changed):
-                    raise _left_out(messages, role, key)
-                _remember(self._written, (template, role, key), None)
+        known = self._written.get(template, set())
+        given = ((each["role"], key) for each in messages for key in ("content", "tool_calls") if key in each)
+        for role, key in [each for each in given if each not in known]:
+            changed = _reworded(messages, role) if key == "content" else _without_calls(messages, role)
+            if (role, key) not in known and text == _try(render, changed):
+                raise _left_out(messages, role, key)
+            known.add((role, key))
+        _remember(self._written, template, known)
 
 
 def _left_out(messages: Messages, role: str, key: str) -> RequestError:
@@ -137,7 +136,7 @@ def _left_out(messages: Messages, role: str, key: str) -> RequestError:
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(known) >= _MAX_KNOWN:
+    if key not in known and len(known) >= _MAX_KNOWN:
         known.clear()
     known[key] = value
 

@@ -5,8 +5,9 @@
 
 To render the conversation anew and encode it again would give other ids for the same text. And a template may render
 earlier answers differently from how they were sampled, for example without their thinking: then the sum above is not
-the template's own prompt, and `ChatTurns.glue` raises `RewrittenTurns`. It compares the conversation at hand, since
-templates look at what was said: Qwen3's keeps thinking if tool messages follow, and drops it if a user's do.
+the template's own prompt, and `ChatTurns.between` raises `RewrittenTurns`. It compares the template's texts of the
+conversation at hand, since templates look at what was said: Qwen3's keeps thinking if tool messages follow, and drops
+it if a user's do.
 """
 
 import re
@@ -15,7 +16,6 @@ from os.path import commonprefix
 from typing import Any, Unpack
 
 from rollout_engine.errors import RequestError
-from rollout_engine.text.chat_rendering import text_of
 from rollout_engine.text.conversations import ChatOptions, as_messages
 from rollout_engine.text.tokenizer import TextCodec
 
@@ -33,12 +33,15 @@ class RewrittenTurns(RequestError):
     """The chat template writes earlier turns differently from how they were sampled; `how` shows the difference."""
 
     def __init__(self, how: str) -> None:
-        super().__init__(f"The chat template rewrites what came before ({how}).", field="chat_template")
+        super().__init__(f"The chat template rewrites what was sampled: {how}.", field="chat_template")
         self.how = how
 
 
 class ChatTurns:
     """The prompts of conversations under one chat template and its options."""
+
+    needs_messages = True
+    """Whether a turn needs messages to answer."""
 
     def __init__(self, codec: TextCodec, **options: Unpack[ChatOptions]) -> None:
         """Raises `RequestError` if there is no chat template, or it does not write an answer as it is."""
@@ -56,37 +59,51 @@ class ChatTurns:
 
     def prompt(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, up to the header of its next answer. Raises `RequestError`."""
-        options = {**self._options, "add_generation_prompt": True}
-        return self._codec.encode_chat(as_messages(messages), **options)[1]
+        return self.begin(messages, self.text(messages))
+
+    def text(self, messages: Messages) -> str:
+        """The template's text of a conversation, up to the header of its next answer. Raises `RequestError`."""
+        return self._render(as_messages(messages))
+
+    def begin(self, messages: Messages, text: str) -> list[int]:
+        """Token ids of `text(messages)` as a prompt. Raises `RequestError`, also for tools that it does not show."""
+        self._codec.require_shown_tools(text, as_messages(messages), **self._options)
+        return self._codec.encode(text, add_special_tokens=False)
 
     def message(self, text: str) -> dict[str, Any]:
         """The message of an answer. It includes thinking that its header opened, if the template does not add that."""
         return {"role": "assistant", "content": self._opening + text}
 
-    def glue(self, messages: Messages, sampled: Sequence[int], history: Messages | None = None) -> list[int]:
+    def between(self, shown: str, now: str, said: str, sampled: Sequence[int]) -> list[int]:
         """Token ids between an answer and the next one.
 
         Args:
-            messages: the messages that follow the answer, at least one.
-            sampled: the answer's token ids. If they end as the template ends the message, that end is not repeated.
-            history: the conversation before `messages`, up to the answer's own `message`. None: one like any other.
+            shown: `text` of the conversation that the answer was sampled after.
+            now: `text` of the same, with the answer's `message` and at least one more.
+            said: text of the answer.
+            sampled: its token ids. If they end as the template ends the message, that end is not repeated.
 
-        Raises `RewrittenTurns` if the template writes `history` differently from how it was sampled, and
-        `RequestError` for messages that it cannot render there.
+        Raises `RewrittenTurns` if `now` differs from `shown` and what was sampled.
         """
-        new = as_messages(messages)
-        if history is None:
-            text, said = self._text_after(self._base, new, [_ANSWER]), None
-        else:
-            past = as_messages(history)
-            said = text_of(past[-1]["content"]).removeprefix(self._opening)
-            text = self._text_after(past, new, [said, self._codec.decode(self._codec.without_end(sampled))])
-        return self._after_end(text, sampled, said)
+        if now.startswith(shown + said):
+            return self._after_end(now[len(shown) + len(said) :], sampled, said)
+        with_special_tokens = self._codec.decode(self._codec.without_end(sampled))
+        return self._after_end(self._text_after(shown, now, [said, with_special_tokens]), sampled, said)
+
+    def glue(self, messages: Messages, sampled: Sequence[int]) -> list[int]:
+        """Token ids from an answer like any other to the next one, if `messages` stand between them.
+
+        Raises `RewrittenTurns` as `between` does, and `RequestError` for messages that the template cannot render.
+        """
+        text = self._text_after(
+            self._render(self._base[:1]), self.text([*self._base, *as_messages(messages)]), [_ANSWER]
+        )
+        return self._after_end(text, sampled, None)
 
     def rewriting(self, roles: Sequence[str]) -> str | None:
         """How the template rewrites earlier turns once messages with these roles follow an answer; None: not at all.
 
-        Tried on a conversation of three turns, whose answers think unless their header says that they do not. `glue`
+        Tried on a conversation of three turns, whose answers think unless their header says that they do not. `between`
         decides by what was really sampled. Raises `RequestError` if the template refuses such a conversation.
         """
         key = tuple(roles)
@@ -102,9 +119,9 @@ class ChatTurns:
         for _ in range(_NUM_TURNS):
             past.append(self.message(said))
             try:
-                self._text_after(past, new, [said])
+                self._text_after(self._render(past[:-1]), self._render([*past, *new]), [said])
             except RewrittenTurns as rewritten:
-                return rewritten.how
+                return once_followed(roles, rewritten.how)
             past += new
         return None
 
@@ -128,23 +145,22 @@ class ChatTurns:
         )
         return header if with_header.startswith(wanted) and not without.startswith(wanted) else ""
 
-    def _text_after(self, past: Messages, new: Messages, said: Sequence[str]) -> str:
-        """The template's text after the last answer of `past`, which stands there in one of the forms of `said`.
+    def _text_after(self, shown: str, now: str, said: Sequence[str]) -> str:
+        """The rest of `now` after `shown` and an answer, which stands there in one of the forms of `said`.
 
         A template that writes only the spaces of an answer differently does not rewrite it: the sampled ones are kept.
         """
-        kept, now = self._render(past[:-1]), self._render([*past, *new])
         for answer in said:
-            if now.startswith(kept + answer):
-                return now[len(kept) + len(answer) :]
+            if now.startswith(shown + answer):
+                return now[len(shown) + len(answer) :]
         for answer in said:
-            if (text := _after_words(now, kept, answer)) is not None:
+            if (text := _after_words(now, shown, answer)) is not None:
                 self._codec.warn_once(
                     "The chat template writes answers with other spaces than were sampled (it may trim them). Earlier "
                     "turns keep the spaces that were sampled."
                 )
                 return text
-        raise RewrittenTurns(_shown_difference(kept + said[0], now, new))
+        raise RewrittenTurns(_difference_of(shown + said[0], now))
 
     def _after_end(self, text: str, sampled: Sequence[int], said: str | None) -> list[int]:
         """Token ids of the text after an answer, without the part of it that was sampled with the answer."""
@@ -175,16 +191,21 @@ class ChatTurns:
         return self._codec.render_chat(messages, **options)
 
 
+def once_followed(roles: Sequence[str], how: str) -> str:
+    """Describe how earlier turns are rewritten once messages of these roles follow."""
+    return f"once {' and '.join(dict.fromkeys(roles))} messages follow an answer, {how}"
+
+
 def _message(role: str, number: int = 0) -> dict[str, Any]:
     return {"role": role, "content": f"Something from the {role}, number {number}."}
 
 
-def _after_words(now: str, kept: str, answer: str) -> str | None:
-    """The rest of `now` after `kept` and the words of an answer, whatever the spaces between; None: it has others."""
-    head = kept.rstrip()
+def _after_words(now: str, shown: str, answer: str) -> str | None:
+    """The rest of `now` after `shown` and the words of an answer, whatever the spaces between; None: it has others."""
+    head = shown.rstrip()
     if not now.startswith(head):
         return None
-    words = "".join((kept[len(head) :] + answer).split())
+    words = "".join((shown[len(head) :] + answer).split())
     rest = now[len(head) :]
     if not "".join(rest.split()).startswith(words):
         return None
@@ -205,8 +226,7 @@ def _overlap(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((n for n in ends if list(first[-n:]) == list(second[:n])), 0)
 
 
-def _shown_difference(kept: str, now: str, new: Messages) -> str:
+def _difference_of(kept: str, now: str) -> str:
     start = max(len(commonprefix([kept, now])) - _EXCERPT, 0)
     was, becomes = (text[start : start + 2 * _EXCERPT] for text in (kept, now))
-    who = " and ".join(dict.fromkeys(message["role"] for message in new))
-    return f"once {who} messages follow an answer, {was!r} becomes {becomes!r}"
+    return f"{was!r} becomes {becomes!r}"

@@ -101,6 +101,8 @@ def _as_message(message: Any, field: str) -> dict[str, Any]:
         hint = "A list of conversations is a list of prompts." if isinstance(message, list | tuple) else ""
         raise RequestError.for_field(field, message, "a message: a dict with 'role' and 'content'", hint)
     role, content = message.get("role"), message.get("content")
+    if len(message) == 2 and isinstance(role, str) and role and isinstance(content, str):  # nearly all: nothing to do
+        return dict(message)
     if "role" not in message:
         raise RequestError.for_field(field, dict(message), "a message with 'role'")
     if not isinstance(role, str) or not role:

@@ -130,9 +130,7 @@ class TextCodec:
         Raises `RequestError`, also for tools that the prompt does not show.
         """
         text = self.render_chat(messages, tools, **options)
-        unshown = self._unshown(text, messages, tools, **options)
-        if tools and unshown is not None:
-            raise refuse_unshown(tools, unshown)
+        self.require_shown_tools(text, messages, tools, **options)
         return text, self._encode(text, add_special_tokens=False, most=most)
 
     def render_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> str:
@@ -143,6 +141,14 @@ class TextCodec:
         """Whether the prompt of a conversation shows its tools. Raises `RequestError`."""
         text = self.render_chat(messages, tools, **options)
         return self._unshown(text, messages, tools, **options) is None
+
+    def require_shown_tools(
+        self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any
+    ) -> None:
+        """Raise `RequestError` for tools that `text`, the prompt of a conversation, does not show."""
+        unshown = self._unshown(text, messages, tools, **options)
+        if tools and unshown is not None:
+            raise refuse_unshown(tools, unshown)
 
     def find_template(self, named: str | None, tools: Sequence[Any] | None) -> str:
         """Return the text of the chat template that is used, or will be with these tools. Raises `RequestError`."""

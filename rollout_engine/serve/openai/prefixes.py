@@ -5,7 +5,7 @@ from typing import Any
 
 from rollout_engine.errors import RequestError
 from rollout_engine.serve.served import Served
-from rollout_engine.text.chat_turns import ChatTurns, RewrittenTurns
+from rollout_engine.text.chat_turns import ChatTurns, RewrittenTurns, once_followed
 from rollout_engine.text.conversations import as_messages
 
 
@@ -21,15 +21,18 @@ def prompt_after(served: Served, prefix: Sequence[int], messages: Sequence[Any],
     if not prefix or not new:
         bound = "given with messages that have an answer, and at least one message after it"
         raise RequestError.for_field("required_prefix_token_ids", list(prefix)[:8], bound)
-    turns, past = ChatTurns(served.codec, **options), listed[: answered[-1] + 1]
-    opened, sampled = served.codec.render_chat(past[:-1], **options), served.codec.decode(list(prefix))
+    turns, past = ChatTurns(served.codec, **options), listed[: answered[-1]]
+    opened, sampled = turns.text(past) if past else "", served.codec.decode(list(prefix))
+    roles = [message["role"] for message in new]
     try:
-        if sampled.startswith(opened):  # else earlier turns differ from the template's: those were sampled, too
+        if past and sampled.startswith(
+            opened
+        ):  # else earlier turns, too, differ from the template's: they were sampled
             said = served.codec.decode(served.codec.without_end(prefix))[len(opened) :]
-            return [*prefix, *turns.glue(new, prefix, [*past[:-1], turns.message(said)])]
-        rewriting = turns.rewriting([message["role"] for message in new])
+            return [*prefix, *turns.between(opened, turns.text([*past, turns.message(said), *new]), said, prefix)]
+        rewriting = turns.rewriting(roles)
     except RewrittenTurns as problem:
-        rewriting = problem.how
+        rewriting = once_followed(roles, problem.how)
     if rewriting is not None:
         what = f"the chat template rewrites earlier turns ({rewriting})"
         raise RequestError(f"required_prefix_token_ids cannot be kept: {what}.", field="required_prefix_token_ids")

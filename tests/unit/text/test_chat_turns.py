@@ -71,6 +71,12 @@ def said(role, content):
     return {"role": role, "content": content}
 
 
+def glue_of(chat, history, answer, sampled, new):
+    """Token ids between an answer to `history` and the next one, after the messages `new`."""
+    now = chat.text([*history, chat.message(answer), *new])
+    return chat.between(chat.text(history), now, answer, sampled)
+
+
 def test_a_later_prompt_is_what_came_before_and_glue():
     chat = turns()
     first = chat.prompt([said("system", "Be."), said("user", "one")])
@@ -151,43 +157,40 @@ THOUGHT = "<think>\nHm.\n</think>\n\nfive"
 )
 def test_turns_are_kept_if_the_template_writes_what_was_sampled(template, answer, roles, is_kept):
     chat, history, new = turns(template), [said("user", "2 + 3?")], [said(role, "ok") for role in roles]
-    row, sampled = chat.prompt(history), [*ids(answer), EOS]
-    history.append(chat.message(answer))
+    sampled = [*ids(answer), EOS]
     if not is_kept:
-        with pytest.raises(RewrittenTurns, match="rewrites what came before .* becomes "):
-            chat.glue(new, sampled, history)
+        with pytest.raises(RewrittenTurns, match="rewrites what was sampled: .* becomes "):
+            glue_of(chat, history, answer, sampled, new)
         return
-    assert row + sampled + chat.glue(new, sampled, history) == chat.prompt([*history, *new])
+    row = chat.prompt(history) + sampled + glue_of(chat, history, answer, sampled, new)
+    assert row == chat.prompt([*history, chat.message(answer), *new])
 
 
 def test_thinking_of_an_earlier_turn_that_a_later_message_removes_is_found_out():
-    chat = turns(THINKING_MODEL)
-    history = [said("user", "2 + 3?"), said("assistant", THOUGHT), said("tool", "5"), said("assistant", "five")]
-    with pytest.raises(RewrittenTurns, match="once user messages follow an answer"):
-        chat.glue([said("user", "sure?")], [*ids("five"), EOS], history)
+    history = [said("user", "2 + 3?"), said("assistant", THOUGHT), said("tool", "5")]
+    with pytest.raises(RewrittenTurns, match="<think>.* becomes "):
+        glue_of(turns(THINKING_MODEL), history, "five", [*ids("five"), EOS], [said("user", "sure?")])
 
 
 def test_an_answer_includes_thinking_that_its_header_opened_if_the_template_does_not_add_it():
     chat = turns(OPENED_THINKING, chat_template_kwargs={"think": True})
-    asked, sampled = [said("user", "a")], [*ids("Hm.\n</think>\n\nfive"), EOS]
-    history = [*asked, chat.message("Hm.\n</think>\n\nfive")]
-    assert history[-1]["content"] == "<think>\nHm.\n</think>\n\nfive"
-    new = [said("user", "b")]
-    assert chat.prompt(asked) + sampled + chat.glue(new, sampled, history) == chat.prompt([*history, *new])
+    asked, new, answer = [said("user", "a")], [said("user", "b")], "Hm.\n</think>\n\nfive"
+    assert chat.message(answer)["content"] == f"<think>\n{answer}"
+    sampled = [*ids(answer), EOS]
+    row = chat.prompt(asked) + sampled + glue_of(chat, asked, answer, sampled, new)
+    assert row == chat.prompt([*asked, chat.message(answer), *new])
     assert turns(THINKING_MODEL, chat_template_kwargs={"opens": True}).message("x") == said("assistant", "x")
 
 
 def test_an_answer_cut_within_its_thinking_is_rewritten_by_a_template_that_closes_it():
     chat = turns(THINKING_MODEL, chat_template_kwargs={"opens": True})
     with pytest.raises(RewrittenTurns):
-        chat.glue([said("user", "b")], ids("Hm, I"), [said("user", "a"), chat.message("Hm, I")])
+        glue_of(chat, [said("user", "a")], "Hm, I", ids("Hm, I"), [said("user", "b")])
 
 
 def test_spaces_that_a_template_trims_stay_as_sampled_and_a_warning_says_so(caplog):
-    chat = turns(TRIMS)
-    asked, sampled = [said("user", "a")], [*ids(" five \n"), EOS]
     with caplog.at_level(logging.WARNING, logger="rollout_engine"):
-        glue = chat.glue([said("user", "b")], sampled, [*asked, said("assistant", " five \n")])
+        glue = glue_of(turns(TRIMS), [said("user", "a")], " five \n", [*ids(" five \n"), EOS], [said("user", "b")])
     assert glue == ids("\n<|user|>b<eos>\n<|assistant|>")
     assert "other spaces than were sampled" in caplog.text
 
@@ -198,10 +201,11 @@ def test_an_end_of_two_tokens_is_not_repeated(num_sampled):
     hf.add_special_tokens({"additional_special_tokens": ["<end>", "<turn>"]})
     hf.chat_template = PLAIN.replace("<eos>\n", "<end><turn>")
     chat = ChatTurns(TextCodec(hf))
-    end = hf.convert_tokens_to_ids(["<end>", "<turn>"])
-    sampled, history = [*ids("five"), *end[:num_sampled]], [said("user", "a"), said("assistant", "five")]
-    row = chat.prompt(history[:1]) + sampled + chat.glue([said("user", "b")], sampled, history)
-    assert row == chat.prompt([*history, said("user", "b")])
+    sampled = [*ids("five"), *hf.convert_tokens_to_ids(["<end>", "<turn>"])[:num_sampled]]
+    asked, new = [said("user", "a")], [said("user", "b")]
+    row = chat.prompt(asked) + sampled + glue_of(chat, asked, "five", sampled, new)
+    assert row == chat.prompt([*asked, said("assistant", "five"), *new])
+    assert chat.glue(new, sampled) == glue_of(chat, asked, "five", sampled, new)
 
 
 def test_special_tokens_that_an_answer_begins_with_and_its_text_lacks_are_the_templates_own():
@@ -210,19 +214,18 @@ def test_special_tokens_that_an_answer_begins_with_and_its_text_lacks_are_the_te
     hf.chat_template = PLAIN.replace(
         "{{ m.content }}", "{% if m.role == 'assistant' %}<response>{% endif %}{{ m.content }}"
     )
-    chat = ChatTurns(TextCodec(hf))
+    chat, asked, new = ChatTurns(TextCodec(hf)), [said("user", "a")], [said("user", "b")]
     sampled = hf.encode("<response>five<eos>", add_special_tokens=False)
-    history = [said("user", "a"), said("assistant", "five")]
-    assert chat.glue([said("user", "b")], sampled, history) == ids("\n<|user|>b<eos>\n<|assistant|>")
+    assert glue_of(chat, asked, "five", sampled, new) == ids("\n<|user|>b<eos>\n<|assistant|>")
     with pytest.raises(RewrittenTurns, match="<response>"):
-        chat.glue([said("user", "b")], sampled[1:], history)
+        glue_of(chat, asked, "five", sampled[1:], new)
 
 
 def test_an_end_of_plain_text_that_was_sampled_is_not_repeated_and_words_are_not_taken_for_it():
     chat = turns("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}assistant: ")
-    history = [said("user", "a"), said("assistant", "five\n")]
-    assert chat.glue([said("user", "b")], ids("five\n"), history) == ids("\n\nuser: b\n\nassistant: ")
-    assert chat.glue([said("user", "b")], ids("five\n\n\nuser:"), history) == ids(" b\n\nassistant: ")
+    asked, new = [said("user", "a")], [said("user", "b")]
+    assert glue_of(chat, asked, "five\n", ids("five\n"), new) == ids("\n\nuser: b\n\nassistant: ")
+    assert glue_of(chat, asked, "five\n", ids("five\n\n\nuser:"), new) == ids(" b\n\nassistant: ")
 
 
 def test_a_template_that_refuses_a_role_says_so():
