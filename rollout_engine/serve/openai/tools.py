@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from envs_adapters.base import ToolCall
 from rollout_engine.episodes.tool_calls import (
     PROMPT_END,
     ToolFormat,
@@ -88,10 +87,9 @@ class ToolParser:
         codec = self._codec
         is_thinking = False if self._is_forced else opens_thinking(codec.decode(list(prompt_token_ids[-PROMPT_END:])))
         parsed = parse_typed_calls(codec.decode(token_ids), self._form, self._tools, is_thinking=is_thinking)
-        for found, written in zip(reversed(parsed.found), reversed(parsed.texts), strict=True):
-            if isinstance(found, ToolCall):
-                text = self._without(text, written)
-        return [_as_openai(call) for call in parsed.calls], text
+        for written in reversed(parsed.call_texts):
+            text = self._without(text, written)
+        return [_call(call.name, call.arguments) for call in parsed.calls], text
 
     def _without(self, text: str, written: str) -> str:
         """The text without its last such call, which may lack special tokens there, or its end after a stop string."""
@@ -106,8 +104,9 @@ class ToolParser:
         return text
 
 
-def _as_openai(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call as OpenAI writes it: its arguments are JSON text."""
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
