@@ -71,7 +71,10 @@ class ToolParser:
                 bound = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
                 raise RequestError.for_field(f"tools[{index}]", tool, bound)
         is_forced = named is not None or tool_choice == "required"
-        form = format_of_template(served.codec.find_template(chat_template, tools))
+        if chat_template is None:
+            form = served.tool_format
+        else:  # a client's template is not run more often than its prompt needs
+            form = format_of_template(served.codec.find_template(chat_template, tools))
         if is_forced and form not in _TAGS:  # the grammar writes JSON, whatever the template teaches
             form = "llama3"
         if form is None:
