@@ -6,10 +6,10 @@ from typing import Any, get_args
 from rollout_engine.episodes.conversation import Conversation, Turns, rewritten
 from rollout_engine.episodes.episode import Ask
 from rollout_engine.episodes.plan import EpisodePlan
+from rollout_engine.episodes.taught_format import taught_format
 from rollout_engine.episodes.tool_calls import (
     ToolCalls,
     ToolFormat,
-    format_of_template,
     opens_thinking,
     parse_typed_calls,
 )
@@ -156,7 +156,7 @@ class Player:
     def _taught_form(self) -> ToolFormat | None:
         if not self._has_template:
             return None
-        return format_of_template(self._codec.find_template(self._plan.chat.get("chat_template"), [{}]))
+        return taught_format(self._codec, self._plan.chat.get("chat_template"))
 
     def _require_unchanged_turns(self, turns: Turns, *, may_call: bool) -> None:
         """Raise `RequestError` if the template rewrites turns before a user and, with `may_call`, before a tool too."""

@@ -4,10 +4,14 @@ Some chat templates write `5` for the number and for the text alike. The tool's 
 JSON value that it spells if the schema allows that value, and stays a text otherwise.
 """
 
+import ast
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
+
+from rollout_engine.structured_outputs import is_plain
 
 _MAX_NESTING = 64
 """Objects and arrays of a value inside one another."""
@@ -65,12 +69,22 @@ def _readings(text: str) -> Iterator[Any]:
     try:
         value = parse_json(text)
     except (ValueError, RecursionError):
+        yield from _python_literals(spelled)
         yield text
         return
     is_quoted = isinstance(value, str)  # templates write texts without quotes
     yield from (text, value) if is_quoted else (value, text)
     if isinstance(value, float) and value.is_integer():
         yield int(value)
+
+
+def _python_literals(text: str) -> Iterator[Any]:
+    """A list or dict in Python's spelling, as Seed's template writes them."""
+    if text.startswith(("[", "{")):
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            value = ast.literal_eval(text)
+            if is_plain(value, _MAX_NESTING):
+                yield _plain(value)
 
 
 def _allows(schema: Any, value: Any, root: Any, depth: int = 0) -> bool:

@@ -57,6 +57,11 @@ class ToolCalls(msgspec.Struct, frozen=True):
         return [each for each in self.found if isinstance(each, ToolCall)]
 
     @property
+    def call_texts(self) -> list[str]:
+        """The text of each of these calls."""
+        return [text for each, text in zip(self.found, self.texts, strict=True) if isinstance(each, ToolCall)]
+
+    @property
     def broken(self) -> list[BrokenCall]:
         """The parts that were meant as calls and are none."""
         return [each for each in self.found if isinstance(each, BrokenCall)]

@@ -224,8 +224,15 @@ class _Answer:
         return problem_reply(problem, self._dialect)
 
     async def _write(self, reply: Reply) -> None:
-        body = reply.body
-        data = b"" if body is None else body if isinstance(body, bytes) else _encoded(body)
+        try:
+            data = _encoded(reply.body)
+        except (
+            ValueError,
+            TypeError,
+            RecursionError,
+        ) as problem:  # no client waits for an answer that cannot be written
+            reply = self._problem(problem)
+            data = _encoded(reply.body)
         await self._begin(reply.status, reply.content_type, reply.headers, len(data))
         await self._send({"type": "http.response.body", "body": b"" if self._scope["method"] == "HEAD" else data})
 
@@ -264,6 +271,8 @@ class _Answer:
 
 
 def _encoded(body: Any) -> bytes:
+    if body is None or isinstance(body, bytes):
+        return body or b""
     return body.encode() if isinstance(body, str) else _encode(body)
 
 

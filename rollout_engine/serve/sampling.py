@@ -50,6 +50,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
 
 
 _OWN_NAMES = frozenset(SamplingFields.__struct_fields__) - {"seed"}

@@ -2,7 +2,10 @@
 
 import time
 from collections.abc import Iterable
+from functools import cached_property
 
+from rollout_engine.episodes.taught_format import taught_format
+from rollout_engine.episodes.tool_calls import ToolFormat
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.outputs import TokenTexts
 from rollout_engine.serve.options import ServeOptions
@@ -68,6 +71,11 @@ class Served:
             codec = self.engine.frontend.inputs.codec
             self._token_texts = TokenTexts(None if codec is None else codec.hf)
         return self._token_texts
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The form of tool calls that the tokenizer's chat template teaches. Raises `RequestError` if there is none."""
+        return taught_format(self.codec, None)
 
     def check_model(self, name: str | None) -> None:
         """Raise `HttpProblem` 404 for a model that is not served here. None and "" mean the one that is."""

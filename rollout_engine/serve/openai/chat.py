@@ -11,7 +11,14 @@ from rollout_engine.serve.openai.chat_fields import chat_options
 from rollout_engine.serve.openai.logprobs import chat_logprobs
 from rollout_engine.serve.openai.prefixes import prompt_after
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
-from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage
+from rollout_engine.serve.openai.shapes import (
+    StreamOptions,
+    matched_stop,
+    now,
+    of_versions,
+    sglang_metadata,
+    total_usage,
+)
 from rollout_engine.serve.openai.tools import ToolParser
 from rollout_engine.serve.request_templates import brings_template
 from rollout_engine.serve.route import Asked, Events, Reply
@@ -81,7 +88,8 @@ class _Call:
         if problem is not None:
             raise problem
         choices = [self._choice(result, sample) for sample in result.outputs]
-        more: dict[str, Any] = {"weight_version": max(choice["weight_version"] for choice in choices)}
+        version = max(choice["weight_version"] for choice in choices)
+        more: dict[str, Any] = {"weight_version": version, **sglang_metadata(version)}
         if self._body.return_token_ids:
             more["prompt_token_ids"] = result.prompt_token_ids
         if self._body.prompt_logprobs is not None:
@@ -167,6 +175,7 @@ class _Call:
             "logprobs": chat_logprobs(self._served, sample, as_ids=as_ids) if self._body.logprobs else None,
             "finish_reason": "tool_calls" if has_calls and sample.finish_reason == "stop" else sample.finish_reason,
             "stop_reason": sample.stop_reason,
+            "matched_stop": matched_stop(sample),
             "seed": sample.seed,
             **of_versions(sample, self._served.weight_version),
         }

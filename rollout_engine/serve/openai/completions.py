@@ -11,7 +11,14 @@ from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.generation import Generation, failed
 from rollout_engine.serve.openai.logprobs import text_logprobs
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
-from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage
+from rollout_engine.serve.openai.shapes import (
+    StreamOptions,
+    matched_stop,
+    now,
+    of_versions,
+    sglang_metadata,
+    total_usage,
+)
 from rollout_engine.serve.openai.text_offsets import TextOffsets
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SamplingFields, Settings
@@ -85,7 +92,8 @@ class _Call:
                 raise problem
             await self._write_rows(index, result)
             choices += [self._choice(index, result, sample, 0, is_first=True) for sample in result.outputs]
-        made_by = {"weight_version": max(choice["weight_version"] for choice in choices)}
+        version = max(choice["weight_version"] for choice in choices)
+        made_by = {"weight_version": version, **sglang_metadata(version)}
         return self._response(choices, {"usage": total_usage(results, not self._is_scoring), **made_by})
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
@@ -155,6 +163,7 @@ class _Call:
             "logprobs": None,
             "finish_reason": "length" if self._is_scoring and sample.finish_reason else sample.finish_reason,
             "stop_reason": sample.stop_reason,
+            "matched_stop": None if self._is_scoring else matched_stop(sample),
             "seed": sample.seed,
             **of_versions(sample, served.weight_version),
         }

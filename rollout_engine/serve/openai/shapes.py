@@ -57,6 +57,20 @@ def of_versions(sample: CompletionOutput, live_version: int) -> dict[str, Any]:
     return found if sample.quantization is None else found | {"quantization": sample.quantization}
 
 
+def sglang_metadata(version: int) -> dict[str, Any]:
+    """The version of the weights as SGLang's clients read it from whole responses."""
+    return {"metadata": {"weight_version": str(version)}}
+
+
+def matched_stop(sample: CompletionOutput) -> int | str | None:
+    """What has ended a sample, as SGLang's clients read it: the end token's id or the stop string; None for neither."""
+    if sample.finish_reason != "stop":
+        return None
+    if sample.stop_reason is not None:
+        return sample.stop_reason
+    return sample.token_ids[-1] if sample.token_ids else None
+
+
 def weight_versions(sample: CompletionOutput) -> list[dict[str, Any]]:
     """The spans as vLLM and SGLang write them."""
     return [

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from envs_adapters.base import ToolCall
 from rollout_engine.episodes.tool_calls import (
     PROMPT_END,
     ToolFormat,
@@ -72,7 +71,10 @@ class ToolParser:
                 bound = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
                 raise RequestError.for_field(f"tools[{index}]", tool, bound)
         is_forced = named is not None or tool_choice == "required"
-        form = format_of_template(served.codec.find_template(chat_template, tools))
+        if chat_template is None:
+            form = served.tool_format
+        else:  # a client's template is not run more often than its prompt needs
+            form = format_of_template(served.codec.find_template(chat_template, tools))
         if is_forced and form not in _TAGS:  # the grammar writes JSON, whatever the template teaches
             form = "llama3"
         if form is None:
@@ -88,10 +90,9 @@ class ToolParser:
         codec = self._codec
         is_thinking = False if self._is_forced else opens_thinking(codec.decode(list(prompt_token_ids[-PROMPT_END:])))
         parsed = parse_typed_calls(codec.decode(token_ids), self._form, self._tools, is_thinking=is_thinking)
-        for found, written in zip(reversed(parsed.found), reversed(parsed.texts), strict=True):
-            if isinstance(found, ToolCall):
-                text = self._without(text, written)
-        return [_as_openai(call) for call in parsed.calls], text
+        for written in reversed(parsed.call_texts):
+            text = self._without(text, written)
+        return [_call(call.name, call.arguments) for call in parsed.calls], text
 
     def _without(self, text: str, written: str) -> str:
         """The text without its last such call, which may lack special tokens there, or its end after a stop string."""
@@ -106,8 +107,9 @@ class ToolParser:
         return text
 
 
-def _as_openai(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call as OpenAI writes it: its arguments are JSON text."""
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.openai.logprobs import values_of
-from rollout_engine.serve.openai.shapes import of_versions, weight_versions
+from rollout_engine.serve.openai.shapes import matched_stop, of_versions, weight_versions
 from rollout_engine.serve.routed_experts import as_int32
 from rollout_engine.serve.served import Served
 from rollout_engine.serve.sglang.sampling import Wanted
@@ -105,8 +105,7 @@ def _finish_reason(sample: CompletionOutput) -> dict[str, Any] | None:
         case None:
             return None
         case "stop":
-            matched = sample.token_ids[-1] if sample.stop_reason is None else sample.stop_reason
-            return {"type": "stop", "matched": matched}
+            return {"type": "stop", "matched": matched_stop(sample)}
         case "length":
             return {"type": "length", "length": len(sample.token_ids)}
         case _:

@@ -200,3 +200,36 @@ def test_usage_stands_in_every_event_that_is_asked_for_it(client, path):
     assert [event.get("usage") is not None for event in events] == [False] * (len(events) - 1) + [True]
     wrong = client.problem(path, {**prompt, "stream": True, "stream_options": {"include_usag": True}})
     assert "include_usag" in wrong["message"]
+
+
+CHOICE = {"structured_outputs": {"choice": ["abc"]}, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    "fields, finish_reason, matched",
+    [
+        (CHOICE | {"max_tokens": 8}, "stop", "the end token"),
+        (CHOICE | {"max_tokens": 8, "stop": ["b"]}, "stop", "b"),
+        (CHOICE | {"max_tokens": 2}, "length", None),
+    ],
+)
+@pytest.mark.parametrize(
+    "path, prompt",
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_sglangs_clients_read_what_ended_an_answer_and_which_weights_made_it(
+    client, path, prompt, fields, finish_reason, matched
+):
+    body = prompt | fields | {"return_token_ids": True}
+    answer = client.post(path, body)
+    [choice] = answer["choices"]
+    matched = choice["token_ids"][-1] if matched == "the end token" else matched
+    assert (choice["finish_reason"], choice["matched_stop"]) == (finish_reason, matched)
+    assert answer["metadata"] == {"weight_version": str(answer["weight_version"])}
+    events = client.events(path, body)
+    *others, last = [each for event in events for each in event["choices"]]
+    assert (last["finish_reason"], last["matched_stop"]) == (finish_reason, matched)
+    assert not any(each["matched_stop"] for each in others)

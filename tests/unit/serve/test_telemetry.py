@@ -5,6 +5,7 @@ import logging
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -12,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_engine.serve import request_log
+from rollout_engine.serve.route import Reply
 from rollout_engine.telemetry.spans import OpenTelemetrySpans
 
 COMPLETION = {"prompt": [5, 6, 7], "max_tokens": 6, "min_tokens": 6, "seed": 1, "n": 2}
@@ -117,6 +119,17 @@ def test_log_lines_name_the_request_that_they_are_about(client, caplog, monkeypa
     with caplog.at_level(logging.INFO, "rollout_engine.serve"):
         request_log.logger.info("%d replicas", 2)
     assert caplog.messages == ["2 replicas"]
+
+
+@pytest.mark.parametrize("value", ["\ud800", object()])
+def test_an_answer_that_cannot_be_written_is_an_error_of_the_server(client, monkeypatch, caplog, value):
+    async def answer(served, asked):
+        return Reply({"value": value})
+
+    row = client.app._routes["/is_paused"]
+    monkeypatch.setitem(row, "GET", msgspec.structs.replace(row["GET"], handler=answer))
+    assert client.problem("/is_paused", status=500, method="GET")["message"] == "Internal error."
+    assert "GET /is_paused failed" in caplog.text
 
 
 def test_each_answer_is_a_line_of_the_log(client, caplog):
