@@ -25,6 +25,7 @@ from rollout_engine.evaluation.tasks import prepare_tasks
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.llm import LLM
 from rollout_engine.faces.llm_engine import LLMEngine
+from rollout_engine.faces.replica_methods import ReplicaMethods
 from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
 from rollout_engine.lora_request import LoRALike, as_lora_request
@@ -47,7 +48,7 @@ _ALONE = (1, "processes", None)
 """`num_replicas`, `placement` and `ray_address` of an engine in this process."""
 
 
-class RolloutPolicy(BlockingVerbs):
+class RolloutPolicy(ReplicaMethods, BlockingVerbs):
     """A language model that produces rollouts and follows a trainer's weights.
 
         policy = RolloutPolicy.from_pretrained(path)

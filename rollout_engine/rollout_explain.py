@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollout_engine.batches.rollout_files import sample_problem
 from rollout_engine.engine.step_trace import Row, Trace, TracedSequence, TracedStep, prompt_checksum, read_traces
 from rollout_engine.episodes.episode import seed_of_turn
 from rollout_engine.errors import RequestError
@@ -64,6 +65,8 @@ def explain(
     `directory`: where the engine wrote its trace. `samples`: others of the file, to name batch mates by. Raises
     `RequestError` for a token that was not sampled, and where no trace has it: it is bounded, and forgets.
     """
+    if reason := sample_problem(sample):
+        raise RequestError.for_field("sample", sample, "a rollout", f"{reason}.")
     ids, versions = sample["response_token_ids"], sample["policy_version"]
     if not 0 <= place < len(ids):
         raise RequestError.for_field("--token", place, f"from 0 to {len(ids) - 1}")
@@ -79,7 +82,7 @@ def explain(
     prompt = [*sample["prompt_token_ids"], *ids[:first]]
     seed = seed_of_turn(sample["seed"], turns[place]) % 2**64
     position = len(sample["prompt_token_ids"]) + place
-    since, until = sample.get("made", (-math.inf, math.inf))
+    since, until = sample.get("made") or (-math.inf, math.inf)
     found: list[tuple[float, Trace, Origin]] = []
     for trace in read_traces(directory):
         for sequence in _sequences(trace):

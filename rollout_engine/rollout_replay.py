@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from rollout_engine.batches.jsonl import samples as samples_of
+from rollout_engine.batches.rollout_files import sample_problem
 from rollout_engine.episodes.episode import seed_of_turn
-from rollout_engine.errors import RequestError
+from rollout_engine.errors import RequestError, unknown_name
 from rollout_engine.policy import RolloutPolicy
 from rollout_engine.rollout_log import describe_engine, live_digest
 from rollout_engine.sampling_params import SamplingParams
@@ -101,6 +102,7 @@ def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[A
     reports: list[ReplayReport] = []
     pieces: list[_Piece] = []
     for sample in samples:
+        require_log(sample)
         report = ReplayReport(sample["group_id"], sample["sample_index"])
         reports.append(report)
         pieces += _pieces(sample, report)
@@ -121,17 +123,29 @@ def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[A
 
 
 def require_log(sample: Sample) -> None:
-    """Raise `RequestError` where a sample does not say how it was sampled."""
-    if "sampling" not in sample:
-        where = f"group {sample['group_id']}, sample {sample['sample_index']}"
-        hint = "to_jsonl writes what a TensorDict holds, which is not what made it."
-        raise RequestError.for_field(where, "no 'sampling'", "a line of rollout(log_to=...)", hint)
+    """Raise `RequestError` for a sample that is no line of a log, which says how it was sampled."""
+    bound = "a line of rollout(log_to=...)"
+    if reason := sample_problem(sample):
+        raise RequestError.for_field("samples", sample, bound, f"{reason}.")
+    where = f"group {sample['group_id']}, sample {sample['sample_index']}"
+    for name in ("sampling", "weights", "engine", "kv_min_version"):
+        if sample.get(name) is None:
+            hint = "to_jsonl writes what a TensorDict holds, which is not what made it."
+            raise RequestError.for_field(where, f"no '{name}'", bound, hint)
+    turns = sample.get("turns") or [0] * len(sample["response_token_ids"])
+    numbers = [turn for turn, _ in itertools.groupby(turn for turn in turns if turn >= 0)]
+    if any(after != before + 1 for before, after in itertools.pairwise(numbers)):
+        raise RequestError.for_field(f"{where}: turns", turns, "turns that follow one another, -1 between them")
+    sampled = [turn >= 0 for turn in turns]
+    for name in ("policy_version", "kv_min_version"):
+        if [version >= 0 for version in sample[name]] != sampled:
+            hint = "They are -1 for tokens that no turn sampled, and for no other."
+            raise RequestError.for_field(f"{where}: {name}", sample[name], "the versions of its turns", hint)
 
 
 def _pieces(sample: Sample, report: ReplayReport) -> Iterator[_Piece]:
     """Divide a sample into what can be made again, and count what cannot."""
-    require_log(sample)
-    params = msgspec.convert(sample["sampling"], SamplingParams, str_keys=True)
+    params = _params_of(sample["sampling"])
     versions, oldest = sample["policy_version"], sample["kv_min_version"]
     turns = sample.get("turns") or [0] * len(versions)
     end, current, first = 0, -1, 0
@@ -154,6 +168,17 @@ def _pieces(sample: Sample, report: ReplayReport) -> Iterator[_Piece]:
         yield _Piece(sample, report, start, end, sample["weights"].get(str(version)), params.clone(**changes))
 
 
+def _params_of(given: Mapping[str, Any]) -> SamplingParams:
+    for name in given:
+        if name not in SamplingParams.__struct_fields__:
+            text = unknown_name("field of sampling", name, SamplingParams.__struct_fields__)
+            raise RequestError(text, field="sampling", value=name)
+    try:
+        return msgspec.convert(given, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as problem:
+        raise RequestError.for_field("sampling", given, "fields of SamplingParams", f"{problem}.") from None
+
+
 def _looks_back(params: SamplingParams, sample: Sample) -> str:
     """Name the setting by which a draw depends on which tokens before it were sampled; empty for none."""
     if params.presence_penalty or params.frequency_penalty:
@@ -164,7 +189,7 @@ def _looks_back(params: SamplingParams, sample: Sample) -> str:
 
 
 def _require_loras(policy: RolloutPolicy, pieces: list[_Piece]) -> None:
-    names = {piece.sample["lora"]["name"] for piece in pieces if piece.sample["lora"] is not None}
+    names = {name for piece in pieces if (name := _lora_of(piece)) is not None}
     for name in sorted(names - {info.name for info in policy.list_loras()} if names else ()):
         hint = "Lines have its digest alone. In Python: policy.add_lora(...), then replay(policy, samples)."
         raise RequestError.for_field("lora", name, "an adapter that the policy has", hint)
@@ -190,9 +215,14 @@ def _make_again(policy: RolloutPolicy, pieces: list[_Piece]) -> None:
 def _by_lora(pieces: list[_Piece]) -> dict[str | None, list[_Piece]]:
     grouped: dict[str | None, list[_Piece]] = {}
     for piece in pieces:
-        lora = piece.sample["lora"]
-        grouped.setdefault(None if lora is None else lora["name"], []).append(piece)
+        grouped.setdefault(_lora_of(piece), []).append(piece)
     return grouped
+
+
+def _lora_of(piece: _Piece) -> str | None:
+    """Name of the adapter that sampled it."""
+    lora = piece.sample.get("lora")
+    return None if lora is None else str(lora["name"])
 
 
 def _compare(piece: _Piece, made: Sample) -> None:
@@ -218,7 +248,7 @@ def _causes(sample: Sample, engine: Mapping[str, Any], adapters: Mapping[str, st
     for name, was in logged["made_with"].items():
         if was != (now := engine["made_with"].get(name)):
             yield f"another {name}: it was {was!r}, and is {now!r}"
-    lora = sample["lora"]
+    lora = sample.get("lora")
     if lora is not None and adapters.get(lora["name"]) != lora["digest"]:
         yield f"other values of the adapter {lora['name']!r}: digest {lora['digest']} sampled it"
 

@@ -17,8 +17,28 @@ SCHEMA = 1
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
+class _Lora(msgspec.Struct):
+    """The keys of "lora" that replays read."""
+
+    name: str
+    digest: str | None
+
+
+class _Engine(msgspec.Struct):
+    """The keys of "engine" that replays read; lines of older versions have no quantization."""
+
+    model: str
+    dtype: str
+    fp32_head: bool
+    deterministic: bool | str
+    logits_processors: list[str]
+    made_with: dict[str, Any]
+    quantization: str | None = None
+    step_trace: str | None = None
+
+
 class _Rollout(msgspec.Struct):
-    """The keys that every reader relies on."""
+    """The keys that every reader relies on, and those that replays read, which only logs have."""
 
     group_id: int
     sample_index: int
@@ -31,6 +51,13 @@ class _Rollout(msgspec.Struct):
     response: str | None = None
     reward: float | None = None
     columns: dict[str, Any] | None = None
+    kv_min_version: list[int] | None = None
+    turns: list[int] | None = None
+    sampling: dict[str, Any] | None = None
+    weights: dict[str, str | None] | None = None
+    lora: _Lora | None = None
+    engine: _Engine | None = None
+    made: tuple[float, float] | None = None
 
 
 _NEEDED = {field.name for field in msgspec.structs.fields(_Rollout) if field.required}
@@ -82,7 +109,7 @@ def parse_sample(line: bytes) -> dict[str, Any] | None:
         sample = json.loads(line, parse_constant=_not_json)
     except (ValueError, RecursionError):
         return None
-    return None if _problem(sample) or sample.get("schema", 0) not in range(SCHEMA + 1) else sample
+    return None if sample_problem(sample) or sample.get("schema", 0) not in range(SCHEMA + 1) else sample
 
 
 def _read_line(path: str, number: int, line: bytes) -> dict[str, Any] | None:
@@ -97,7 +124,7 @@ def _read_line(path: str, number: int, line: bytes) -> dict[str, Any] | None:
             logger.warning("%s: line %d was cut off (%d bytes) and is left out", path, number, len(line))
             return None
         raise RequestError.for_field(f"{path}:{number}", _start(line), "a line of JSON", f"{problem}.") from None
-    if reason := _problem(sample):
+    if reason := sample_problem(sample):
         hint = f"{reason}. Files of rollouts are written by rollout(log_to=...) and to_jsonl."
         raise RequestError.for_field(f"{path}:{number}", _start(line), "a rollout", hint)
     if sample.get("schema", 0) not in range(SCHEMA + 1):
@@ -106,17 +133,22 @@ def _read_line(path: str, number: int, line: bytes) -> dict[str, Any] | None:
     return sample
 
 
-def _problem(sample: Any) -> str:
+def sample_problem(sample: Any) -> str:
     """Why a line is no rollout; empty for one that is."""
     missing = sorted(_NEEDED - (sample.keys() if isinstance(sample, dict) else set()))
     if missing:
         return f"It lacks {missing}"
     try:
         known = msgspec.convert(sample, _Rollout)
-    except msgspec.ValidationError as problem:
+    except (msgspec.ValidationError, OverflowError) as problem:
         return str(problem)
     sizes = [len(values) for values in (known.response_token_ids, known.log_probs, known.policy_version)]
-    return "" if len(set(sizes)) == 1 else f"It has {sizes} tokens, log_probs and versions"
+    if len(set(sizes)) > 1:
+        return f"It has {sizes} tokens, log_probs and versions"
+    for name, values in (("kv_min_version", known.kv_min_version), ("turns", known.turns)):
+        if values is not None and len(values) != sizes[0]:
+            return f"It has {sizes[0]} tokens, and {len(values)} {name}"
+    return ""
 
 
 def _not_json(name: str) -> None:

@@ -86,7 +86,7 @@ def _explain(arguments: argparse.Namespace, samples: list[dict[str, Any]]) -> in
     if arguments.sample is None:
         raise RequestError("--explain needs --sample K: the line of the sample, the first being 0.")
     [sample] = _chosen(samples, arguments.sample)
-    directory = arguments.trace or sample.get("engine", {}).get("step_trace")
+    directory = arguments.trace or (sample.get("engine") or {}).get("step_trace")
     if directory is None:
         raise RequestError(
             "--explain: the lines name no trace. Give its directory by --trace, or let the engine write one by "

@@ -13,6 +13,7 @@ from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
+from rollout_engine.faces.replica_methods import fleet_of
 from rollout_engine.faces.verb_methods import AsyncVerbs, Face
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.placements import client_starter, connect_client
@@ -294,12 +295,7 @@ class AsyncLLM(AsyncVerbs):
 
     @property
     def _fleet(self) -> FleetClient:
-        self.frontend.require_own_process()
-        client = self.frontend.client
-        if not isinstance(client, FleetClient):
-            what = "This engine has no replicas"
-            raise LifecycleError(f"{what}: make it with num_replicas=2 or more, or placement='ray'.")
-        return client
+        return fleet_of(self.frontend)
 
     @property
     def _process_client(self) -> ProcessClient:

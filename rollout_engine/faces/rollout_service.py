@@ -13,6 +13,7 @@ from rollout_engine.errors import ConfigError, LifecycleError, refused
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.generate_run import GenerateRun, agenerate, generate
 from rollout_engine.faces.load_balancer import LoadBalancer
+from rollout_engine.faces.replica_methods import ReplicaMethods
 from rollout_engine.faces.verb_methods import BlockingVerbs, wait_for
 from rollout_engine.fleet.balancer import Balancer, BalancerStats, StrategyName
 from rollout_engine.fleet.client import FleetClient
@@ -31,7 +32,7 @@ from rollout_engine.threads import run_in_thread
 Strategies = StrategyName | Sequence[StrategyName]
 
 
-class RolloutService(BlockingVerbs):
+class RolloutService(ReplicaMethods, BlockingVerbs):
     """Replicas of one model behind one object: what `LLM` does, over many engines.
 
     >>> with RolloutService.from_pretrained("path/or/hub-id", num_replicas=2) as service:
@@ -48,7 +49,7 @@ class RolloutService(BlockingVerbs):
         client = getattr(frontend, "client", None)
         if not isinstance(client, FleetClient):
             raise ConfigError(refused("frontend", frontend, "over a FleetClient", "RolloutService.launch makes one."))
-        self.frontend, self._fleet = frontend, client
+        self.frontend = frontend
 
     @classmethod
     def launch(
@@ -320,24 +321,9 @@ class RolloutService(BlockingVerbs):
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
-    def scale(self, num_replicas: int) -> None:
-        """Have so many replicas. New ones serve once they are loaded; requests of those that go end first.
-
-        Returns at once: `health` shows them come and go. Raises `ConfigError` for more than there is room for, and
-        `LifecycleError` during an update.
-        """
-        self._fleet.scale(num_replicas)
-
-    def restart_replicas(self) -> None:
-        """Start every replica anew, one after the other, once the one before it serves; requests go on at the others.
-
-        Raises `RetryableError` where one does not come back.
-        """
-        self._fleet.restart()
-
     def health(self) -> list[ReplicaHealth]:
-        """How each replica is, in the order of their indexes; those that were scaled away are DEAD."""
-        return self._fleet.replicas()
+        """The same as `replicas`."""
+        return self.replicas()
 
     def _check(self, replica_index: int | None) -> None:
         if replica_index is not None:

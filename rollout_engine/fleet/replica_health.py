@@ -23,8 +23,8 @@ class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
     """STARTING, STALE (its weights are not the newest: it serves nothing), SYNCED, DRAINING or DEAD."""
     policy_version: int
     """Version of its weights; -1 before it has told."""
-    pid: int = 0
-    """Process id of its core; 0 where it has none."""
+    pid: int | None = None
+    """Process id of its core; None if it has none."""
     node: str = ""
     """Name of the machine or cluster node that it runs on."""
     num_unfinished_requests: int = 0

@@ -1,6 +1,7 @@
 """Logged rollouts made again: bit for bit from their lines, or with the first difference and its cause."""
 
 import asyncio
+import copy
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from envs_adapters import Observation
 from rollout_engine import RolloutPolicy, SamplingParams, read_jsonl, replay
 from rollout_engine.cli.main import main
-from rollout_engine.errors import RequestError
+from rollout_engine.errors import RequestError, RolloutEngineError
 from rollout_engine.testing import random_adapter, tiny_checkpoint, tiny_model
 from tests.integration.test_policy import perturbed
 from tests.unit.viewing.lines import rollouts
@@ -279,6 +280,58 @@ def test_a_newer_schema_and_a_line_without_what_made_it_are_refused(policy, log)
     del sample["sampling"]
     with pytest.raises(RequestError, match="log_to"):
         replay(policy, [sample])
+
+
+GONE = object()
+"""In place of a value: its key is missing."""
+TELLS_THE_SAME = {"columns", "done", "ended_by", "engine", "episode_id", "error", "finish_reason", "group_id", "info"}
+TELLS_THE_SAME |= {"made", "messages", "num_turns", "prompt", "response", "reward", "rewards", "sample_index", "schema"}
+TELLS_THE_SAME |= {"seat", "terminated", "truncated", "turn_rewards", "weights"}
+"""Keys of a line that decide no draw."""
+
+
+def places_in(value, place=()):
+    """Places of a line's values, of a list those of the first and last."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ends = [(key, each) for key, each in inside if isinstance(value, dict) or key in (0, len(value) - 1)]
+    for key, each in ends:
+        yield (*place, key)
+        yield from places_in(each, (*place, key))
+
+
+def altered(sample, place, value):
+    changed = around = copy.deepcopy(sample)
+    for key in place[:-1]:
+        around = around[key]
+    if value is GONE:
+        del around[place[-1]]
+    else:
+        around[place[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    "value",
+    [GONE, None, "x", -1, 2**70, 10**400, [], {}, [[1]]],
+    ids=lambda value: "gone" if value is GONE else f"{value!r:.10}",
+)
+def test_an_altered_line_is_refused_or_made_again_and_found_different(policy, log, value):
+    params = SamplingParams(max_tokens=4, temperature=0.7, logit_bias={5: 1.0}, min_tokens=2)
+    policy.rollout(None, params, env=Telling, max_turns=2, seed=5, log_to=log, use_tqdm=False)
+    [sample] = read_jsonl(log)
+    num_refused = 0
+    for place in places_in(sample):
+        changed = altered(sample, place, value)
+        try:
+            [report] = replay(policy, [changed])
+        except RolloutEngineError:
+            num_refused += 1
+            continue
+        is_same = place[0] in TELLS_THE_SAME or changed == sample or place[0] in ("sampling", "lora")
+        assert is_same or not report.is_equal, place
+    assert num_refused > 20
+    with pytest.raises(RolloutEngineError):
+        replay(policy, [value])
 
 
 def test_a_log_that_cannot_be_written_is_refused_before_anything_is_sampled(policy, tmp_path):

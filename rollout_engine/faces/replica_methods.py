@@ -1,0 +1,44 @@
+"""Methods of the faces for the replicas of a fleet."""
+
+from rollout_engine.errors import LifecycleError
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.fleet.client import FleetClient
+from rollout_engine.fleet.replica_health import ReplicaHealth
+
+
+def fleet_of(frontend: Frontend) -> FleetClient:
+    """The client of a front end over a fleet. Raises `LifecycleError` for one over a single engine."""
+    frontend.require_own_process()
+    if not isinstance(frontend.client, FleetClient):
+        what = "This engine has no replicas"
+        raise LifecycleError(f"{what}: make it with num_replicas=2 or more, or placement='ray'.")
+    return frontend.client
+
+
+class ReplicaMethods:
+    """Blocking methods, for faces that may stand over a fleet. Without one each raises `LifecycleError`."""
+
+    frontend: Frontend
+
+    def replicas(self) -> list[ReplicaHealth]:
+        """How each replica is, in the order of their indexes; those that were scaled away are DEAD."""
+        return self._fleet.replicas()
+
+    def scale(self, num_replicas: int) -> None:
+        """Have so many replicas. New ones serve once they are loaded; requests of those that go end first.
+
+        Returns at once: `replicas` shows them come and go. Raises `ConfigError` for more than there is room for, and
+        `LifecycleError` during an update.
+        """
+        self._fleet.scale(num_replicas)
+
+    def restart_replicas(self) -> None:
+        """Start every replica anew, one after the other, once the one before it serves; requests go on at the others.
+
+        Raises `RetryableError` where one does not come back.
+        """
+        self._fleet.restart()
+
+    @property
+    def _fleet(self) -> FleetClient:
+        return fleet_of(self.frontend)
