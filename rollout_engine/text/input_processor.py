@@ -117,8 +117,8 @@ class InputProcessor:
     ) -> Self:
         """Make the processor of one engine. `seed`: the root of its requests' seeds; None: the config's.
 
-        Where the checkpoint names no end ids, the tokenizer's end token ends sequences, and a warning is logged. So is
-        one for a tokenizer that is larger than the vocabulary.
+        The end ids of the checkpoint and the tokenizer's end token end sequences; a warning is logged if they differ,
+        and for a tokenizer that is larger than the vocabulary.
         """
         if codec is not None:
             warn_of_larger_tokenizer(codec, sizes.vocab_size)

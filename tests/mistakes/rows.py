@@ -113,10 +113,23 @@ MISTAKES = [
         REWARDS,
         "policy.rollout(['a'], {'max_tokens': 2}, reward_fn=lambda *given: 1 / 0)",
     ),
+    Mistake(
+        REWARDS,
+        "policy.rollout(['a'], {'max_tokens': 2}, reward_fn=lambda prompts, completions, answer: [1.0])",
+    ),
     *ENVIRONMENT_MISTAKES,
     Mistake(EXACT, "exact.enable(torch.nn.Linear(2, 2))"),
     Mistake(EXACT, "exact.enable(path)"),
-    Mistake(EXACT, "exact.token_logprobs(exact.enable(trainer), batch)", before="trainer = deepcopy(trainer)"),
+    Mistake(
+        EXACT,
+        "exact.token_logprobs(exact.enable(trainer), batch.to_tensordict())",
+        before="trainer = deepcopy(trainer)",
+    ),
+    Mistake(
+        EXACT,
+        "exact.token_logprobs(exact.enable(trainer), batch, batch['masks', 'all_attention_mask'])",
+        before="trainer = deepcopy(trainer)",
+    ),
     Mistake(
         EXACT,
         "exact.token_logprobs(exact.enable(trainer), batch['tokens', 'full'] + 300)",
