@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.serve.served import Served
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -57,8 +58,9 @@ def of_versions(sample: CompletionOutput, live_version: int) -> dict[str, Any]:
     return found if sample.quantization is None else found | {"quantization": sample.quantization}
 
 
-def weight_versions(sample: CompletionOutput) -> list[dict[str, Any]]:
-    """The spans as vLLM and SGLang write them."""
+def weight_versions(served: Served, sample: CompletionOutput) -> list[dict[str, Any]]:
+    """The spans as vLLM and SGLang write them: versions as texts, those that clients gave them if they did."""
+    text_of = served.versions.text_of
     return [
-        {"version": str(span.policy_version), "start": span.start, "end": span.end} for span in sample.version_spans
+        {"version": text_of(span.policy_version), "start": span.start, "end": span.end} for span in sample.version_spans
     ]
