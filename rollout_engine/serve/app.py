@@ -49,7 +49,7 @@ class App:
     """
 
     def __init__(self, engine: Face, options: ServeOptions | None = None) -> None:
-        self.served = Served(AsyncLLM.from_engine(engine), options or ServeOptions())
+        self.served = Served(AsyncLLM.from_engine(engine), options or ServeOptions(), ROUTES)
         self.guard = Guard(self.served.options)
         self.open_bytes = OpenBytes(self.served.options.max_open_body_bytes)
         self._routes: dict[str, dict[str, Route]] = {}

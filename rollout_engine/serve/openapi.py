@@ -1,5 +1,6 @@
 """The routes as an OpenAPI document, and the version of this server."""
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -19,12 +20,10 @@ async def get_version(served: Served, asked: Asked) -> Reply:
 
 async def openapi(served: Served, asked: Asked) -> Reply:
     """This table as an OpenAPI document."""
-    from rollout_engine.serve.routes import ROUTES  # which has this row
-
-    return Reply(document(ROUTES))
+    return Reply(document(served.routes))
 
 
-def document(routes: tuple[Route, ...]) -> dict[str, Any]:
+def document(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI document of a table of routes."""
     bodies = list(dict.fromkeys(row.body for row in routes if row.body is not None))
     schemas, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE)

@@ -1,13 +1,14 @@
 """The engine behind a server, and what the server itself remembers."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.outputs import TokenTexts
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.pending_update import PendingUpdate
 from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.route import Route
 from rollout_engine.serve.sampling import SettingsReader
 from rollout_engine.serve.version_names import VersionNames
 from rollout_engine.text.request_templates import RequestTemplates
@@ -17,8 +18,8 @@ from rollout_engine.text.tokenizer import TextCodec
 class Served:
     """One engine and its server's state; everything here is used on the event loop alone."""
 
-    def __init__(self, engine: AsyncLLM, options: ServeOptions) -> None:
-        self.engine, self.options = engine, options
+    def __init__(self, engine: AsyncLLM, options: ServeOptions, routes: Sequence[Route] = ()) -> None:
+        self.engine, self.options, self.routes = engine, options, routes
         self.model = options.served_model_name or engine.frontend.client.info.config.model
         self.model_path = engine.frontend.client.info.config.model
         """Where the weights were read last from a checkpoint, as clients of SGLang ask for it."""
