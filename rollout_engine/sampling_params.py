@@ -58,6 +58,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         "stop_token_ids": lambda value: [value] if type(value) is int else value,
         "logprob_token_ids": lambda value: [value] if type(value) is int else value,
         "top_k": lambda value: 0 if type(value) is int and value == -1 else value,
+        "logprobs_mode": lambda value: value.removesuffix("_logprobs") if isinstance(value, str) else value,
     }
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] = 1

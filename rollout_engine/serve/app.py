@@ -49,7 +49,7 @@ class App:
     """
 
     def __init__(self, engine: Face, options: ServeOptions | None = None) -> None:
-        self.served = Served(AsyncLLM.from_engine(engine), options or ServeOptions())
+        self.served = Served(AsyncLLM.from_engine(engine), options or ServeOptions(), ROUTES)
         self.guard = Guard(self.served.options)
         self.open_bytes = OpenBytes(self.served.options.max_open_body_bytes)
         self._routes: dict[str, dict[str, Route]] = {}
@@ -140,6 +140,7 @@ class _Answer:
         if data is None:
             return None
         body = read_body(route, data, self._scope["query_string"].decode("latin-1"))
+        self._served.versions.read(body)
         asked = Asked(body, self._headers, self._request_id, len(data))
         del data  # a stream may be open for long
         stop_watching = self._watch_client()

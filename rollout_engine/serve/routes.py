@@ -5,7 +5,7 @@ The application, the test of who may call what, and docs/server.md come from it.
 
 from typing import Any
 
-from rollout_engine.serve import health, telemetry
+from rollout_engine.serve import health, openapi, telemetry
 from rollout_engine.serve.openai import chat, completions, models
 from rollout_engine.serve.pooling import embeddings, scores
 from rollout_engine.serve.pooling.call import IGNORED as POOLING_IGNORED
@@ -35,8 +35,11 @@ ROUTES: tuple[Route, ...] = (
     _row("GET", "/health", "openai", "anyone", health.health),
     _row("GET POST", "/ping", "vllm", "anyone", health.health),
     _row("GET", "/liveness", "vllm", "anyone", health.health),
+    _row("GET", "/readiness", "vllm", "anyone", health.health),
     _row("GET", "/health_generate", "sglang", "client", health.health_generate, "check_health"),
 
+    _row("GET", "/version", "vllm", "client", openapi.get_version),
+    _row("GET", "/openapi.json", "vllm", "client", openapi.openapi),
     _row("GET", "/metrics", "openai", "client", telemetry.metrics, "get_metrics"),
     _row("POST", "/start_profile", "sglang", "admin", telemetry.start_profile, "start_profile",
          body=telemetry.ProfileBody),

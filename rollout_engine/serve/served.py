@@ -1,7 +1,7 @@
 """The engine behind a server, and what the server itself remembers."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from rollout_engine.episodes.taught_format import taught_format
@@ -11,7 +11,9 @@ from rollout_engine.outputs import TokenTexts
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.pending_update import PendingUpdate
 from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.route import Route
 from rollout_engine.serve.sampling import SettingsReader
+from rollout_engine.serve.version_names import VersionNames
 from rollout_engine.text.request_templates import RequestTemplates
 from rollout_engine.text.tokenizer import TextCodec
 
@@ -19,9 +21,11 @@ from rollout_engine.text.tokenizer import TextCodec
 class Served:
     """One engine and its server's state; everything here is used on the event loop alone."""
 
-    def __init__(self, engine: AsyncLLM, options: ServeOptions) -> None:
-        self.engine, self.options = engine, options
+    def __init__(self, engine: AsyncLLM, options: ServeOptions, routes: Sequence[Route] = ()) -> None:
+        self.engine, self.options, self.routes = engine, options, routes
         self.model = options.served_model_name or engine.frontend.client.info.config.model
+        self.model_path = engine.frontend.client.info.config.model
+        """Where the weights were read last from a checkpoint, as clients of SGLang ask for it."""
         self.started = int(time.time())
         self.is_paused = False
         """Whether a client has paused the engine, or put it to sleep; /health shows it without asking the engine."""
@@ -32,6 +36,8 @@ class Served:
         self.settings = SettingsReader(options.logprobs_mode)
         self.templates = RequestTemplates()
         self.updates = PendingUpdate(engine)
+        self.versions = VersionNames(lambda: self.weight_version)
+        """Texts that clients have given versions."""
         self.known_digests: dict[str, str] | None = None
         """Of the weights, when a client last asked to remember them."""
         self._token_texts: TokenTexts | None = None
@@ -41,6 +47,11 @@ class Served:
     def weight_version(self) -> int:
         """Version of the live weights."""
         return self.engine.policy_version
+
+    @property
+    def version_text(self) -> str:
+        """The same as clients of SGLang read it: the text that a client gave it, or its number."""
+        return self.versions.text_of(self.weight_version)
 
     @property
     def max_model_len(self) -> int:

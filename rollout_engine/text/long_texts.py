@@ -61,18 +61,19 @@ class LongTexts:
         """Whether a text certainly has more than `most` tokens."""
         return self.max_chars_per_token is not None and len(text) > most * self.max_chars_per_token
 
-    def encode(self, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
-        """Token ids of a text; of one with more than `most` tokens perhaps not all, but more than `most`."""
+    def encode(self, text: str, add_special_tokens: bool, most: int | None) -> tuple[list[int], bool]:
+        """Token ids of a text, and whether these are all; of one with more than `most` tokens they may be the first."""
         if not self.cuts_anywhere:
             with self._encoding:
-                return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+                return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids), True
         begin, end = self._special_ids() if add_special_tokens else ([], [])
-        token_ids = begin
+        token_ids, num_read = begin, 0
         for piece in pieces(text):
             token_ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
-            if most is not None and len(token_ids) > most:
-                break
-        return token_ids + end
+            num_read += len(piece)
+            if most is not None and len(token_ids) > most and num_read < len(text):
+                return token_ids, False
+        return token_ids + end, True
 
     def _special_ids(self) -> tuple[list[int], list[int]]:
         """Ids that the tokenizer puts before and behind every text."""

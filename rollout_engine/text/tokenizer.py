@@ -196,8 +196,8 @@ class TextCodec:
             raise RequestError.for_field(
                 "prompt", f"{len(text)} characters", f"at most max_model_len={most} tokens long", hint
             )
-        token_ids = texts.encode(text, add_special_tokens, most)
-        if most is not None and len(token_ids) > most:
+        token_ids, is_whole = texts.encode(text, add_special_tokens, most)
+        if not is_whole:
             got, bound = f"{len(text)} characters, more than {most} tokens", f"at most max_model_len={most} tokens long"
             raise RequestError.for_field("prompt", got, bound, "See truncate_prompt_tokens.")
         return token_ids

@@ -89,7 +89,7 @@ class _Call:
             raise problem
         choices = [self._choice(result, sample) for sample in result.outputs]
         version = max(choice["weight_version"] for choice in choices)
-        more: dict[str, Any] = {"weight_version": version, **sglang_metadata(version)}
+        more: dict[str, Any] = {"weight_version": version, **sglang_metadata(self._served, version)}
         if self._body.return_token_ids:
             more["prompt_token_ids"] = result.prompt_token_ids
         if self._body.prompt_logprobs is not None:

@@ -93,7 +93,7 @@ class _Call:
             await self._write_rows(index, result)
             choices += [self._choice(index, result, sample, 0, is_first=True) for sample in result.outputs]
         version = max(choice["weight_version"] for choice in choices)
-        made_by = {"weight_version": version, **sglang_metadata(version)}
+        made_by = {"weight_version": version, **sglang_metadata(self._served, version)}
         return self._response(choices, {"usage": total_usage(results, not self._is_scoring), **made_by})
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:

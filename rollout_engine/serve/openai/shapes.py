@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.serve.served import Served
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -57,9 +58,9 @@ def of_versions(sample: CompletionOutput, live_version: int) -> dict[str, Any]:
     return found if sample.quantization is None else found | {"quantization": sample.quantization}
 
 
-def sglang_metadata(version: int) -> dict[str, Any]:
+def sglang_metadata(served: Served, version: int) -> dict[str, Any]:
     """The version of the weights as SGLang's clients read it from whole responses."""
-    return {"metadata": {"weight_version": str(version)}}
+    return {"metadata": {"weight_version": served.versions.text_of(version)}}
 
 
 def matched_stop(sample: CompletionOutput) -> int | str | None:
@@ -71,8 +72,9 @@ def matched_stop(sample: CompletionOutput) -> int | str | None:
     return sample.token_ids[-1] if sample.token_ids else None
 
 
-def weight_versions(sample: CompletionOutput) -> list[dict[str, Any]]:
-    """The spans as vLLM and SGLang write them."""
+def weight_versions(served: Served, sample: CompletionOutput) -> list[dict[str, Any]]:
+    """The spans as vLLM and SGLang write them: versions as texts, those that clients gave them if they did."""
+    text_of = served.versions.text_of
     return [
-        {"version": str(span.policy_version), "start": span.start, "end": span.end} for span in sample.version_spans
+        {"version": text_of(span.policy_version), "start": span.start, "end": span.end} for span in sample.version_spans
     ]

@@ -24,20 +24,20 @@ async def model_info(served: Served, asked: Asked) -> Reply:
     config = served.engine.frontend.client.info.config
     return Reply(
         {
-            "model_path": config.model,
+            "model_path": served.model_path,
             "tokenizer_path": config.tokenizer or config.model,
             "is_generation": True,
             "preferred_sampling_params": None,
             "has_image_understanding": False,
             "has_audio_understanding": False,
-            "weight_version": str(served.weight_version),
+            "weight_version": served.version_text,
         }
     )
 
 
 async def get_weight_version(served: Served, asked: Asked) -> Reply:
     """Version of the live weights, as text."""
-    return Reply({"weight_version": str(served.weight_version)})
+    return Reply({"weight_version": served.version_text})
 
 
 class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -168,7 +168,7 @@ async def _load_of(served: Served) -> dict[str, Any]:
         "max_total_num_tokens": num_tokens,
         "max_running_requests": info.config.max_num_seqs,
         "token_usage": core.cache_usage,
-        "weight_version": str(served.weight_version),
+        "weight_version": served.version_text,
     }
 
 

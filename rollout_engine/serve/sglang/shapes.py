@@ -28,8 +28,8 @@ def answer(
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": len(sample.token_ids),
         "cached_tokens": output.num_cached_tokens,
-        "weight_version": str(versions["weight_version"]),
-        "weight_versions": weight_versions(sample),
+        "weight_version": served.versions.text_of(versions["weight_version"]),
+        "weight_versions": weight_versions(served, sample),
         "seed": sample.seed,
     }
     if output.metrics is not None and output.metrics.finished_time is not None:

@@ -127,6 +127,8 @@ async def update_weights_from_disk(served: Served, asked: Asked) -> Reply:
     as_version(body.weight_version)
     await _abort(served, body)
     report = await served.updates.load(body.model_path, body.weight_version, partial=body.partial)
+    if not body.partial:
+        served.model_path = body.model_path
     return Reply({**report_fields(report), "num_paused_requests": 0})
 
 
@@ -160,7 +162,7 @@ async def update_weight_version(served: Served, asked: Asked) -> Reply:
     if new != live:
         what = f"the live weights have version {live}, and a version belongs to its weights"
         raise HttpProblem(409, f"update_weight_version: {what}. Send weight_version={new} with the update itself.")
-    return Reply({"success": True, "message": f"The version is {live}.", "new_version": str(live)})
+    return Reply({"success": True, "message": f"The version is {live}.", "new_version": served.version_text})
 
 
 class NameBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

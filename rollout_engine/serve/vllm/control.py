@@ -4,13 +4,17 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.core.lifecycle import PauseMode
+from rollout_engine.core.lifecycle import TAGS, PauseMode
 from rollout_engine.errors import RequestError
 from rollout_engine.lora_request import LoRARequest
 from rollout_engine.serve.adapter_problems import by_route_names
+from rollout_engine.serve.options import Seconds
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
+
+_SCHEDULING = "scheduling"
+"""Woken by name in vLLM; here requests are scheduled once all memory is back."""
 
 
 class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -20,7 +24,7 @@ class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """ "abort", "wait" or "keep", as `pause_generation` says."""
     clear_cache: bool | None = None
     wait_for_inflight_requests: bool | None = None
-    drain_timeout: float | None = None
+    drain_timeout: Seconds | None = None
 
 
 async def pause(served: Served, asked: Asked) -> Reply:
@@ -54,13 +58,19 @@ class SleepBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     level: int = 1
     mode: PauseMode = "abort"
-    drain_timeout: float | None = None
+    drain_timeout: Seconds | None = None
     tags: list[str] | str | None = None
+    """Given alone to /wake_up."""
 
 
 async def sleep(served: Served, asked: Asked) -> Reply:
     """Give memory back: the KV pool (level 1), and the weights as well (level 2)."""
     body: SleepBody = asked.body
+    if body.level not in (1, 2):
+        raise RequestError.for_field("level", body.level, "1 (the KV pool) or 2 (the weights as well)")
+    if body.tags:
+        hint = "POST /release_memory_occupation takes tags."
+        raise RequestError.for_field("tags", body.tags, "left out: the level says which memory is given back", hint)
     await served.engine.sleep(body.level, body.mode, drain_timeout=body.drain_timeout)
     served.is_paused = True
     return Reply({"status": "asleep", "success": True})
@@ -75,7 +85,10 @@ class WakeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def wake_up(served: Served, asked: Asked) -> Reply:
     """Take memory back: "weights", "kv_cache", or all."""
     body: WakeBody = asked.body
-    await served.engine.wake_up(body.tags)
+    given = [body.tags] if isinstance(body.tags, str) else body.tags
+    if given and not set(given) <= {*TAGS, _SCHEDULING}:
+        raise RequestError.for_field("tags", body.tags, f"of {' and '.join(map(repr, TAGS))}, or left out for all")
+    await served.engine.wake_up([tag for tag in given if tag != _SCHEDULING] if given else None)
     is_asleep = await served.engine.is_sleeping()
     if not is_asleep and not await served.engine.is_paused():
         served.is_paused = False

@@ -148,7 +148,7 @@ class _Call:
             "stop_reason": sample.stop_reason,
             "seed": sample.seed,
             **self._routed_experts(sample),
-            "weight_versions": weight_versions(sample),
+            "weight_versions": weight_versions(self._served, sample),
             **of_versions(sample, self._served.weight_version),
         }
 

@@ -10,9 +10,11 @@ import time
 import httpx2
 import pytest
 
+from rollout_engine._version import VERSION
 from rollout_engine.errors import ConfigError
 from rollout_engine.serve import generation, http_protocol
 from rollout_engine.serve.options import ServeOptions
+from rollout_engine.serve.routes import ROUTES
 from rollout_engine.serve.server import HttpServer
 
 
@@ -237,3 +239,19 @@ def test_a_field_without_its_first_word_is_known(server):
     body = {"lora_name": "math", "path": "/nowhere"}
     said = httpx2.post(f"{server.url}/v1/load_lora_adapter", json=body).json()["error"]["message"]
     assert said.endswith("Unknown field 'path'. Did you mean 'lora_path'?")
+
+
+def test_the_routes_are_an_openapi_document(server):
+    document = httpx2.get(f"{server.url}/openapi.json").json()
+    assert document["openapi"] == "3.1.0" and document["info"]["version"] == VERSION
+    operation = document["paths"]["/v1/completions"]["post"]
+    name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    assert "prompt" in document["components"]["schemas"][name]["properties"]
+    assert {(path, method.upper()) for path, found in document["paths"].items() for method in found} == {
+        (row.path, method) for row in ROUTES for method in row.methods
+    }
+
+
+def test_the_version_and_readiness_are_told(server):
+    assert httpx2.get(f"{server.url}/version").json() == {"version": VERSION}
+    assert httpx2.get(f"{server.url}/readiness").status_code == 200

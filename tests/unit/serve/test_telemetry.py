@@ -43,6 +43,12 @@ def test_metrics_are_told_under_three_libraries_names(client):
         ("vllm:inter_token_latency_seconds_count", vllm, 10),
         ("vllm:e2e_request_latency_seconds_bucket", (("engine", "0"), ("le", "+Inf"), ("model_name", "tiny")), 1),
         ("vllm:num_preemptions_total", vllm, 0),
+        ("vllm:request_params_n_sum", vllm, 2),
+        ("vllm:request_params_max_tokens_sum", vllm, 6),
+        ("vllm:iteration_tokens_total_sum", vllm, 3 + 2 * 5),
+        *((f"vllm:request_{phase}_time_seconds_count", vllm, 1) for phase in ("inference", "prefill", "decode")),
+        ("vllm:request_time_per_output_token_seconds_count", vllm, 1),
+        ("vllm:time_per_output_token_seconds_count", vllm, 10),
         ("sglang:generation_tokens_total", sglang, 12),
         ("sglang:prompt_tokens_total", sglang, 3),
         ("sglang:num_requests_total", sglang, 1),
@@ -57,6 +63,27 @@ def test_metrics_are_told_under_three_libraries_names(client):
         0
     ] * 3
     assert after["rollout_engine_policy_version", ("engine", "0")] == 0
+    [cache] = [dict(labels) for name, *labels in after if name == "vllm:cache_config_info"]
+    assert int(cache["block_size"]) > 0 and int(cache["num_gpu_blocks"]) > 0
+    assert after["vllm:num_requests_waiting_by_reason", *sorted({**dict(vllm), "reason": "capacity"}.items())] == 0
+    phases = [grown[f"vllm:request_{phase}_time_seconds_sum", *vllm] for phase in ("prefill", "decode", "inference")]
+    assert phases[0] + phases[1] == pytest.approx(phases[2])
+
+
+VLLM_TESTS = (
+    *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc"),
+    *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions_total", "prompt_tokens_total"),
+    *("generation_tokens_total", "iteration_tokens_total", "cache_config_info", "request_success_total"),
+    *("request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens"),
+    *("time_per_output_token_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds"),
+    *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_time_per_output_token_seconds"),
+)
+
+
+@pytest.mark.parametrize("name", VLLM_TESTS)
+def test_names_that_vllms_own_tests_look_for_are_there(client, name):
+    assert f"vllm:{name}" in client.send("GET", "/metrics").text
 
 
 def test_a_profile_is_a_trace_on_disk(client, tmp_path):

@@ -128,6 +128,39 @@ def test_asleep_requests_wait_until_all_memory_is_back(client):
     assert client.post("/wake_up?tags=kv_cache&tags=weights")["status"] == "awake"
 
 
+@pytest.mark.parametrize(
+    "path, body, field",
+    [
+        ("/sleep", {"level": 3}, "level"),
+        ("/sleep?level=0", None, "level"),
+        ("/sleep", {"mode": "now"}, "mode"),
+        ("/sleep", {"drain_timeout": -1}, "drain_timeout"),
+        ("/sleep", {"tags": ["weights"]}, "tags"),
+        ("/wake_up", {"tags": ["weight"]}, "tags"),
+        ("/pause", {"drain_timeout": 0}, "drain_timeout"),
+    ],
+)
+def test_a_sleep_that_cannot_be_names_its_field(client, path, body, field):
+    assert client.problem(path, body)["param"] == field
+    assert client.send("GET", "/is_sleeping").json() == {"is_sleeping": False}
+
+
+@pytest.mark.parametrize("tags", [[], ["weights", "kv_cache", "scheduling"]])
+def test_all_memory_is_woken_by_any_of_vllms_calls(client, tags):
+    client.post("/sleep", {"level": 1})
+    assert client.post("/wake_up", {"tags": tags})["status"] == "awake"
+
+
+@pytest.mark.parametrize("mode", ["raw", "raw_logprobs", "processed_logprobs", "tempered_logprobs"])
+def test_a_mode_of_log_probs_has_vllms_name_too(client, mode):
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 2, "logprobs": 0, "seed": 1, "temperature": 0.5}}
+    answers = []
+    for name in (mode, mode.removesuffix("_logprobs")):
+        body["sampling_params"]["logprobs_mode"] = name
+        answers.append(client.post("/inference/v1/generate", body)["choices"][0]["logprobs"])
+    assert answers[0] == answers[1]
+
+
 def test_methods_are_called_by_name(client):
     names = client.send("GET", "/weight_info").json()["weights"]
     [digests] = client.post("/collective_rpc", {"method": "get_tensor_digests"})["results"]

@@ -46,7 +46,8 @@ def test_a_published_store_and_a_checkpoint_are_loaded_from_their_directories(cl
         ("/update_weights", {}, "one of them"),
         ("/update_weights", {"weight_dir": "/nowhere"}, "/nowhere"),
         ("/fetch_weights", {"uri": "s3://bucket"}, "directory of this machine"),
-        ("/update_weights", {"weight_dir": "x", "weight_version": "new"}, "whole number"),
+        ("/update_weights", {"weight_dir": "x", "weight_version": -1}, "whole number"),
+        ("/update_weights", {"weight_dir": "x", "weight_version": "x" * 257}, "at most 256 characters"),
     ],
 )
 def test_weights_that_cannot_be_found_change_nothing(client, path, fields, said):

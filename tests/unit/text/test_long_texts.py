@@ -87,13 +87,13 @@ def test_pieces_have_the_ids_of_the_whole(small_pieces, pattern, normalizer):
         text = text_of(seed, 120)
         assert len(list(pieces(text))) > 1
         for adds in (True, False):
-            assert texts.encode(text, adds, None) == tokenizer.encode(text, add_special_tokens=adds).ids
+            assert texts.encode(text, adds, None) == (tokenizer.encode(text, add_special_tokens=adds).ids, True)
 
 
 def test_no_more_pieces_are_encoded_than_the_tokens_that_are_wanted(small_pieces):
     texts = LongTexts(byte_level())
-    some = texts.encode("word " * 10_000, True, 20)
-    assert 20 < len(some) < 40
+    some, is_whole = texts.encode("word " * 10_000, True, 20)
+    assert 20 < len(some) < 40 and not is_whole
 
 
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["as it is", "NFC"])
@@ -152,7 +152,7 @@ def test_tokenizers_that_look_over_a_cut_encode_in_one_piece(small_pieces, make)
     tokenizer = make()
     texts, text = LongTexts(tokenizer), text_of(1, 90) + "the end of it"
     assert not texts.cuts_anywhere
-    assert texts.encode(text, False, 1) == tokenizer.encode(text, add_special_tokens=False).ids
+    assert texts.encode(text, False, 1) == (tokenizer.encode(text, add_special_tokens=False).ids, True)
 
 
 def test_a_text_without_any_cut_is_one_piece(small_pieces):

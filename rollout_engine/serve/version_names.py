@@ -1,0 +1,64 @@
+"""Texts that clients give as versions of weights: any text is taken, and stands for a number of the engine's.
+
+A number, or a text that ends with one ("weight_v000042"), is that number. Any other text stands for the version after
+the live one when it is first named, so that all calls of one update mean the same version.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from rollout_engine.errors import RequestError
+from rollout_engine.serve.pending_update import as_version
+
+_OF_UPDATES, _OF_LIVE = ("weight_version", "target_version"), "new_version"
+"""Fields of bodies with the version of an update, and with that of the live weights."""
+_MAX_CHARS, _MAX_KEPT = 256, 4096
+
+
+class VersionNames:
+    """The texts of one server's versions. `live` gives the version of the live weights."""
+
+    def __init__(self, live: Callable[[], int]) -> None:
+        self._live = live
+        self._numbers: dict[str, int] = {}
+        self._texts: dict[int, str] = {}
+
+    def read(self, body: Any) -> None:
+        """Put numbers in place of the texts that the version fields of a body have. Raises `RequestError`."""
+        for field in body.__struct_fields__ if isinstance(body, msgspec.Struct) else ():
+            if field in _OF_UPDATES and self._is_name(field, text := getattr(body, field)):
+                setattr(body, field, self._number_of(text))
+            elif field == _OF_LIVE and self._is_name(field, text := getattr(body, field)):
+                setattr(body, field, self._note(text, self._live()))
+
+    def text_of(self, version: int) -> str:
+        """The text that a client gave a version; its number without one."""
+        return self._texts.get(version, str(version))
+
+    def _is_name(self, field: str, given: Any) -> bool:
+        """Whether a version is a text without a number. Raises `RequestError` for one that is too long."""
+        if not isinstance(given, str) or given in ("", "default"):
+            return False
+        try:
+            as_version(given)
+        except RequestError:
+            if len(given) > _MAX_CHARS or not given.isprintable():
+                bound = f"a whole number, or a printable text of at most {_MAX_CHARS} characters"
+                raise RequestError.for_field(field, given, bound) from None
+            return True
+        return False
+
+    def _number_of(self, text: str) -> int:
+        number, live = self._numbers.get(text), self._live()
+        if number is not None and (number > live or self._texts.get(number) == text):
+            return number
+        return self._note(text, live + 1)
+
+    def _note(self, text: str, number: int) -> int:
+        if len(self._numbers) >= _MAX_KEPT:
+            oldest = next(iter(self._numbers))
+            self._texts.pop(self._numbers.pop(oldest), None)
+        self._numbers[text], self._texts[number] = number, text
+        return number
