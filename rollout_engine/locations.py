@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
 )
 
 from rollout_engine.errors import ConfigError
+from sync.own_files import require_regular
 
 DESCRIPTION_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -49,12 +50,12 @@ def find_directory(name: str, *, weights: bool, field: str = "model") -> Path:
 def _check_kinds(directory: Path, field: str) -> None:
     """Raise `ConfigError` for a pipe or device in place of a file that is read: opening one may block indefinitely."""
     for path in directory.iterdir():
-        if any(path.match(pattern) for pattern in DESCRIPTION_FILES + WEIGHT_FILES):
-            if path.exists() and not path.is_file() and not path.is_dir():
-                raise ConfigError(
-                    f"{field}='{directory}': {path.name} is a pipe, socket or device, not a regular file. Remove it, "
-                    "or give the directory of a checkpoint."
-                )
+        is_read = any(path.match(pattern) for pattern in DESCRIPTION_FILES + WEIGHT_FILES)
+        if is_read and path.exists() and not path.is_dir():
+            try:
+                require_regular(path)
+            except OSError as problem:
+                raise ConfigError(f"{field}='{directory}': {path} cannot be opened: {problem.strerror}.") from None
 
 
 def located(field: str, name: str) -> str:

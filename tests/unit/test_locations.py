@@ -46,7 +46,7 @@ def test_a_directory_is_taken_with_its_home_and_a_hub_id_is_left_as_it_is(tmp_pa
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_pipe_among_the_files_of_a_checkpoint_is_refused_before_it_is_read(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ConfigError, match=f"{name} is a pipe, socket or device, not a regular file"):
+    with pytest.raises(ConfigError, match=f"{name} cannot be opened: it is a named pipe, not a regular file"):
         find_directory(str(tmp_path), weights=True)
 
 
