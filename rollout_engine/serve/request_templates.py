@@ -1,5 +1,6 @@
 """Chat templates that requests bring: refused unless the server trusts them, and then rendered in a process apart."""
 
+from functools import partial
 from typing import Any
 
 from rollout_engine.serve.problems import HttpProblem
@@ -26,10 +27,11 @@ def brings_template(served: Served, chat_template: str | None) -> bool:
     return True
 
 
-async def with_rendered_text(served: Served, prompt: Any) -> Any:
+async def with_rendered_text(served: Served, prompt: Any, *, must_show_tools: bool = True) -> Any:
     """A prompt of a request, in our own form, with the text that its own chat template makes of a conversation.
 
-    Other prompts are returned as they are. Raises `RequestError`, and `HttpProblem` 400 for one that is not trusted.
+    Other prompts are returned as they are. `must_show_tools`: refuse tools that the text does not show.
+    Raises `RequestError`, and `HttpProblem` 400 for a template that is not trusted.
     """
     if not isinstance(prompt, dict) or not brings_template(served, prompt.get("chat_template")):
         return prompt
@@ -42,18 +44,14 @@ async def with_rendered_text(served: Served, prompt: Any) -> Any:
         )
         raise HttpProblem(400, message, field="chat_template")
     messages = as_messages(fields.pop("messages"))
-    text = await run_in_thread(_render_with_tools, served, template, messages, options)
-    return {**fields, "prompt": text, "add_special_tokens": False}
 
+    def render() -> str:
+        special_tokens = served.codec.hf.special_tokens_map
+        text = served.templates.render(template, messages, options, special_tokens)
+        if must_show_tools and (tools := options.pop("tools", None)):
+            without = partial(served.templates.render, template, messages, options, special_tokens)
+            if (unshown := first_unshown(text, tools, without)) is not None:
+                raise refuse_unshown(tools, unshown)
+        return text
 
-def _render_with_tools(served: Served, template: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    """Render a conversation. Raises `RequestError`, also for tools that the template does not show."""
-
-    def render(options: dict[str, Any]) -> str:
-        return served.templates.render(template, messages, options, served.codec.hf.special_tokens_map)
-
-    text, tools = render(options), options.get("tools")
-    unshown = first_unshown(text, tools, lambda: render({**options, "tools": None})) if tools else None
-    if tools and unshown is not None:
-        raise refuse_unshown(tools, unshown)
-    return text
+    return {**fields, "prompt": await run_in_thread(render), "add_special_tokens": False}

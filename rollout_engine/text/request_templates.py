@@ -14,7 +14,7 @@ import msgspec
 from rollout_engine.errors import LifecycleError, RequestError, RetryableError
 from rollout_engine.grammars.bounded_process import BoundedProcess, end_with
 from rollout_engine.text.template_main import SECONDS
-from rollout_engine.text.template_wire import Rendered, Rendering
+from rollout_engine.text.template_wire import Rendered, Rendering, unable
 
 PATIENCE = 30.0
 """Seconds until the process is given up, whatever it computes: it may have to start on a busy machine."""
@@ -50,9 +50,7 @@ class RequestTemplates:
         with self._lock:
             answer = self._ask(order)
         if answer.problem:
-            raise RequestError(
-                f"The request's chat_template cannot render these messages: {answer.problem}.", field="chat_template"
-            )
+            raise RequestError(answer.problem, field=answer.field)
         return answer.text
 
     def _ask(self, order: Rendering) -> Rendered:
@@ -63,9 +61,9 @@ class RequestTemplates:
             except (OSError, EOFError):
                 status = self._end(process)
                 if status == -signal.SIGPROF:
-                    return Rendered(problem=f"it takes more than {SECONDS:g} s to compute")
+                    return Rendered(problem=unable(f"it takes more than {SECONDS:g} s to compute"))
                 if status != 0:
-                    return Rendered(problem=f"it takes too much memory or time (status {status})")
+                    return Rendered(problem=unable(f"it takes too much memory or time (status {status})"))
                 if is_last:
                     raise RetryableError(
                         "The process that renders chat templates ended: send the request again."

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rollout_engine.errors import RequestError
 from rollout_engine.grammars.bounded_process import answer_orders, bound_memory, bound_seconds
 from rollout_engine.text.chat_rendering import ChatRenderer
-from rollout_engine.text.template_wire import Rendered, Rendering
+from rollout_engine.text.template_wire import Rendered, Rendering, unable
 
 SECONDS = 1.0
 """Computing time that one template may take."""
@@ -49,13 +49,14 @@ def _answer(order: Rendering) -> Rendered:
         text = ChatRenderer(tokenizer, _ignore).render(messages, chat_template=order.template, **options)
         text.encode()  # a lone surrogate is no text
     except RequestError as problem:
-        return Rendered(problem=f"{str(problem)[:1000]}")
+        is_of_message = problem.field.startswith("messages[")
+        return Rendered(problem=str(problem)[:1000], field=problem.field if is_of_message else "chat_template")
     except Exception as problem:  # a template is a program: it may raise anything
-        return Rendered(problem=f"{type(problem).__name__}: {str(problem)[:1000]}")
+        return Rendered(problem=unable(f"{type(problem).__name__}: {str(problem)[:1000]}"))
     finally:
         bound_seconds(0.0)
     if len(text) > MAX_CHARS:
-        return Rendered(problem=f"the text has {len(text)} characters, and at most {MAX_CHARS} are taken")
+        return Rendered(problem=unable(f"the text has {len(text)} characters, and at most {MAX_CHARS} are taken"))
     return Rendered(text)
 
 

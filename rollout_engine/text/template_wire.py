@@ -20,4 +20,11 @@ class Rendered(msgspec.Struct, frozen=True, tag="rendered"):
 
     text: str = ""
     problem: str = ""
-    """Empty for none."""
+    """A sentence; empty for none."""
+    field: str = "chat_template"
+    """What the problem is about."""
+
+
+def unable(reason: str) -> str:
+    """Word the problem of a template that gives no text."""
+    return f"The request's chat_template cannot render these messages: {reason}."

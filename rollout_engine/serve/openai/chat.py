@@ -20,7 +20,7 @@ from rollout_engine.serve.openai.shapes import (
     total_usage,
 )
 from rollout_engine.serve.openai.tools import ToolParser
-from rollout_engine.serve.request_templates import brings_template
+from rollout_engine.serve.request_templates import brings_template, with_rendered_text
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SamplingFields, Settings
 from rollout_engine.serve.served import Served
@@ -126,7 +126,8 @@ class _Call:
     async def _start(self, generation: Generation) -> None:
         body = self._body
         options: dict[str, Any] = {"priority": body.priority, "session_id": body.session_id, "lora": self._lora}
-        await generation.start([self._prompt], self._settings, **options)
+        prompt = await with_rendered_text(self._served, self._prompt, must_show_tools=_must_show_tools(body))
+        await generation.start([prompt], self._settings, **options)
 
     def _response(self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._lora or self._served.model}
@@ -200,14 +201,15 @@ def _settings(served: Served, body: ChatBody, tools: ToolParser | None) -> Setti
 def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:
     salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
     options = chat_options(body)
-    is_bound = "tools" in options and body.tool_choice not in (None, "auto")
-    if is_bound and not brings_template(served, body.chat_template) and not _shows_tools(served, body, options):
-        del options["tools"]  # a grammar forces the calls, or the client looks for them: the prompt need not show tools
+    if "tools" in options and not _must_show_tools(body) and not brings_template(served, body.chat_template):
+        if not served.codec.shows_tools(as_messages(body.messages), **options):
+            del options["tools"]
     if body.required_prefix_token_ids is None:
         return {"messages": body.messages, **options, **salt}
     token_ids = prompt_after(served, body.required_prefix_token_ids, body.messages, options)
     return {"prompt_token_ids": token_ids, **salt}
 
 
-def _shows_tools(served: Served, body: ChatBody, options: dict[str, Any]) -> bool:
-    return served.codec.shows_tools(as_messages(body.messages), **options)
+def _must_show_tools(body: ChatBody) -> bool:
+    """Whether the prompt has to show tools: not if a grammar forces the calls, or the client looks for them."""
+    return body.tool_choice in (None, "auto")

@@ -82,11 +82,12 @@ KEEPS_THINKING_FOR_TOOLS = (
 )
 
 
-def test_a_required_prefix_is_kept_if_the_template_writes_what_was_sampled(client):
+def test_a_required_prefix_is_kept_if_the_template_writes_what_was_sampled(client, monkeypatch):
     codec = client.app.served.codec
+    monkeypatch.setattr(codec.hf, "chat_template", KEEPS_THINKING_FOR_TOOLS)
     said = "<think>hm</think>five"
     so_far = codec.encode(f"<user>hi<eos><assistant>{said}<eos>", add_special_tokens=False)
-    body = {"chat_template": KEEPS_THINKING_FOR_TOOLS, "required_prefix_token_ids": so_far, "max_tokens": 1}
+    body = {"required_prefix_token_ids": so_far, "max_tokens": 1}
     past = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "five"}]  # as a client that parsed it
 
     called = {**body, "messages": [*past, {"role": "tool", "content": "5"}], "return_token_ids": True}
