@@ -213,6 +213,7 @@ def _attend(
     count = _NUM_TOKENS if positions is None else len(positions)
     cos, sin = (_waves(1, count, geometry.head_dim_k, phase=phase) for phase in (0.1, 0.2))
     hidden = _waves(1, count, 7, phase=0.8)
+    by_token = None if factors is None or positions is None else _checked_factors(factors, positions)
     for scale in _SCALES:
         flat = _projections(geometry, count, scale)
         projected, inputs = _waves(1, count, 5, phase=0.5), []
@@ -231,12 +232,17 @@ def _attend(
         if "q_norm" in forward.children:
             q, k = q * _NORMS["q_norm"], k * _NORMS["k_norm"]
         q = _rotated(q, cos, sin)
-        if factors is not None:
-            assert positions is not None, "factors are of positions"
-            q = q * factors.computed(positions, q.dtype)[None, :, None, None]
-            alone = torch.cat([factors.computed(each[None], q.dtype) for each in positions])
-            _require_same(factors.computed(positions, q.dtype), alone, "has factors that depend on the batch")
+        if by_token is not None:
+            q = q * by_token[None, :, None, None]
         _check_call(call, geometry, q, _rotated(k, cos, sin), v)
+
+
+def _checked_factors(factors: "QueryFactors", positions: Tensor) -> Tensor:
+    """The factors float32 [T] of `positions`, which have to be the same in any batch."""
+    found = factors.computed(positions, torch.float32)
+    alone = torch.cat([factors.computed(each[None], torch.float32) for each in positions])
+    _require_same(found, alone, "has factors that depend on the batch")
+    return found
 
 
 def _called(

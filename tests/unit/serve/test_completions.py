@@ -137,3 +137,10 @@ def test_without_likely_tokens_each_position_has_its_own(policy):
     found, names = choice["logprobs"], [f"token_id:{token_id}" for token_id in choice["token_ids"]]
     assert found["tokens"] == names
     assert found["top_logprobs"] == [{k: v} for k, v in zip(names, found["token_logprobs"], strict=True)]
+
+
+def test_a_prompt_is_cut_at_the_end_that_the_body_names(client):
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 1, "truncate_prompt_tokens": 3, "return_token_ids": True}
+    for side, kept in (("left", [6, 7, 8]), ("right", [5, 6, 7]), (None, [6, 7, 8])):
+        (choice,) = client.post("/v1/completions", body | {"truncation_side": side})["choices"]
+        assert choice["prompt_token_ids"] == kept
