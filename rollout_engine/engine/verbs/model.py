@@ -149,7 +149,8 @@ def collective_rpc(
     """Call a method of a worker extension (`worker_ext.base`) on every rank, between two steps.
 
     `method`: its name; or, to an engine of one rank in this process, a function, which is called as
-    `method(worker, *args, **kwargs)` with the worker that extensions have (`worker_ext.base.WorkerLike`).
+    `method(worker, *args, **kwargs)` with the worker that extensions have (`worker_ext.base.WorkerLike`). Functions do
+    not cross processes (`LifecycleError`).
 
     Returns one result per rank, in order. `timeout` in seconds: `RPCTimeoutError` after it; a call that had begun goes
     on to its end, and steps wait for it. Raises `RPCError`, nothing run, for a method that does not exist or arguments

@@ -23,17 +23,24 @@ from rollout_engine.model.modules.geometry import LayerGeometry
 
 _ATTENTION_NAME = "rollout_engine_pattern"
 _NUM_TOKENS = 3
+_LEAST_ROWS = 1024
+"""Positions in a table of factors at first, and of those that are computed at once."""
 _SCALES = (1e-3, 1.0, 1e4)
 """Sizes of inputs: a clamp, or a cap by tanh, changes the large ones."""
 _NORMS = {"q_norm": 1.5, "k_norm": 0.75}
 """Factors that replace norms of heads."""
 _ANYWHERE = {"config", "layer_idx", "training", "hidden_size"}
-_KNOWN = {
-    "attention": _ANYWHERE
+_READS_POSITIONS = "computes with positions"
+_ATTENTION = (
+    _ANYWHERE
     | {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "scaling", "sliding_window", "use_rope"}
     | {"num_heads", "num_attention_heads", "num_key_value_heads", "num_key_value_groups", "is_causal"}
     | {"attention_dropout", "residual_dropout", "layer_type", "attention_type"}
-    | {"config._attn_implementation", "config.sliding_window"},
+    | {"config._attn_implementation", "config.sliding_window"}
+)
+_KNOWN = {
+    "attention": _ATTENTION,
+    "scaled attention": _ATTENTION | {"config.rope_parameters"},
     "layer": _ANYWHERE
     | {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "residual_multiplier", "residual_dropout"}
     | {"layer_type", "attention_type", "gradient_checkpointing"},
@@ -49,9 +56,23 @@ _KNOWN = {
 """Names that a forward may read: its parts, sizes, and numbers that act on every token alike."""
 
 
-def attention_reason(attention: nn.Module, geometry: LayerGeometry) -> str | None:
-    """Why `attention` does not only rotate q and k, attend as `geometry` says, and project; None where it does so."""
-    return _reason("attention", attention, lambda trial: _attend(trial, geometry))
+class AttentionPattern(NamedTuple):
+    """How an attention module computes."""
+
+    reason: str | None
+    """Why it does not only rotate q and k, attend as its geometry says, and project; None where it does so."""
+    query_factors: "QueryFactors | None" = None
+    """Multiplies its queries after the rotation, by their positions, as in Ministral 3; None: nothing does."""
+
+
+def attention_pattern(attention: nn.Module, geometry: LayerGeometry, positions: Tensor) -> AttentionPattern:
+    """The pattern of `attention`. `positions` int64 [T]: those at which factors of queries are tried."""
+    reason = _reason("attention", attention, lambda trial: _attend(trial, geometry))
+    if reason is None or _READS_POSITIONS not in reason:
+        return AttentionPattern(reason)
+    factors = QueryFactors(attention, geometry.head_dim_k)
+    other = _reason("scaled attention", attention, lambda trial: _attend(trial, geometry, positions, factors))
+    return AttentionPattern(reason) if other is not None else AttentionPattern(None, factors)
 
 
 def layer_reason(layer: nn.Module) -> str | None:
@@ -129,7 +150,7 @@ class _WatchedPositions(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__get__":  # a shape, a device
             return super().__torch_function__(func, types, args, kwargs or {})
-        raise _Mismatch(f"computes with positions ({getattr(func, '__name__', func)})")
+        raise _Mismatch(f"{_READS_POSITIONS} ({getattr(func, '__name__', func)})")
 
 
 def _positions() -> Tensor:
@@ -182,31 +203,94 @@ def _record(
 AttentionInterface.register(_ATTENTION_NAME, _record)
 
 
-def _attend(forward: _Forward, geometry: LayerGeometry) -> None:
-    cos, sin = (_waves(1, _NUM_TOKENS, geometry.head_dim_k, phase=phase) for phase in (0.1, 0.2))
+def _attend(
+    forward: _Forward,
+    geometry: LayerGeometry,
+    positions: Tensor | None = None,
+    factors: "QueryFactors | None" = None,
+) -> None:
+    """`positions` int64 [T]: those that the forward may read, for `factors` of its queries; None: it may read none."""
+    count = _NUM_TOKENS if positions is None else len(positions)
+    cos, sin = (_waves(1, count, geometry.head_dim_k, phase=phase) for phase in (0.1, 0.2))
+    hidden = _waves(1, count, 7, phase=0.8)
+    by_token = None if factors is None or positions is None else _checked_factors(factors, positions)
     for scale in _SCALES:
-        flat = _projections(geometry, scale)
-        projected, inputs = _waves(1, _NUM_TOKENS, 5, phase=0.5), []
+        flat = _projections(geometry, count, scale)
+        projected, inputs = _waves(1, count, 5, phase=0.5), []
 
         def project(x: Tensor, inputs: list[Tensor] = inputs, projected: Tensor = projected) -> Tensor:
             inputs.append(x)
             return projected
 
-        parts = {name: (lambda _, value=value: value.clone()) for name, value in flat.items()} | {"o_proj": project}
+        parts = {name: partial(_projected, hidden, value) for name, value in flat.items()} | {"o_proj": project}
         if "q_norm" in forward.children:
             parts |= {name: partial(_norm, geometry.head_dim_k, factor) for name, factor in _NORMS.items()}
-        calls: list[_Attended] = []
-        token = _attended.set(calls)
-        try:
-            result = forward(parts, torch.zeros(1, _NUM_TOKENS, 1), **_layer_inputs((cos, sin)))
-        finally:
-            _attended.reset(token)
-        _require(len(calls) == len(inputs) == 1 and result[0] is projected, "attends or projects otherwise")
-        _require_same(inputs[0], calls[0].out.flatten(2), "changes the result of attention")
-        q, k, v = (x.unflatten(2, (count, -1)) for x, count in zip(flat.values(), _counts(geometry), strict=True))
+        result, call = _called(forward, parts, hidden, (cos, sin), positions)
+        _require(len(inputs) == 1 and result[0] is projected, "projects otherwise")
+        _require_same(inputs[0], call.out.flatten(2), "changes the result of attention")
+        q, k, v = (x.unflatten(2, (heads, -1)) for x, heads in zip(flat.values(), _counts(geometry), strict=True))
         if "q_norm" in forward.children:
             q, k = q * _NORMS["q_norm"], k * _NORMS["k_norm"]
-        _check_call(calls[0], geometry, _rotated(q, cos, sin), _rotated(k, cos, sin), v)
+        q = _rotated(q, cos, sin)
+        if by_token is not None:
+            q = q * by_token[None, :, None, None]
+        _check_call(call, geometry, q, _rotated(k, cos, sin), v)
+
+
+def _checked_factors(factors: "QueryFactors", positions: Tensor) -> Tensor:
+    """The factors float32 [T] of `positions`, which have to be the same in any batch."""
+    found = factors.computed(positions, torch.float32)
+    alone = torch.cat([factors.computed(each[None], torch.float32) for each in positions])
+    _require_same(found, alone, "has factors that depend on the batch")
+    return found
+
+
+def _called(
+    forward: _Forward, parts: dict[str, object], hidden: Tensor, rotations: object, positions: Tensor | None
+) -> tuple[Any, _Attended]:
+    """The result of an attention's forward, and its one call of attention."""
+    calls: list[_Attended] = []
+    token = _attended.set(calls)
+    try:
+        result = forward(parts, hidden, **_layer_inputs(rotations, positions))
+    finally:
+        _attended.reset(token)
+    _require(len(calls) == 1, f"calls attention {len(calls)} times")
+    return result, calls[0]
+
+
+class QueryFactors:
+    """Factors of queries by their positions, which `attention` itself computes, once for each position.
+
+    Queries of ones that are not rotated show them.
+    """
+
+    def __init__(self, attention: nn.Module, head_dim: int) -> None:
+        self._forward, self._head_dim = _Forward(attention), head_dim
+        self._table = torch.empty(0)
+
+    def rows(self, positions: Tensor, like: Tensor) -> Tensor:
+        """Factors [T] of positions int64 [T], in the dtype and on the device of `like`."""
+        end = int(positions.max()) + 1 if len(positions) else 0
+        return self.table(end, like).index_select(0, positions)
+
+    def table(self, end: int, like: Tensor) -> Tensor:
+        """Factors [P] of positions 0 to P - 1, P >= `end`."""
+        if len(self._table) < end or self._table.dtype != like.dtype or self._table.device != like.device:
+            size = max(_LEAST_ROWS, 1 << (end - 1).bit_length())
+            pieces = torch.arange(size, device=like.device).split(_LEAST_ROWS)
+            self._table = torch.cat([self.computed(each, like.dtype) for each in pieces])
+        return self._table
+
+    @torch.no_grad()
+    def computed(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Factors [T] of positions int64 [T]."""
+        shape = 1, len(positions), self._head_dim
+        ones, zeros = (torch.full(shape, value, dtype=dtype, device=positions.device) for value in (1.0, 0.0))
+        parts: dict[str, object] = dict.fromkeys(("q_proj", "k_proj", "v_proj"), lambda _: ones.clone())
+        parts |= dict.fromkeys(("q_norm", "k_norm", "o_proj"), lambda x: x)
+        _, call = _called(self._forward, parts, ones, (ones, zeros), positions)
+        return call.q[0, 0, :, 0].contiguous()
 
 
 def _counts(geometry: LayerGeometry) -> tuple[int, int, int]:
@@ -214,11 +298,11 @@ def _counts(geometry: LayerGeometry) -> tuple[int, int, int]:
     return geometry.num_heads, geometry.num_kv_heads, geometry.num_kv_heads
 
 
-def _projections(geometry: LayerGeometry, scale: float) -> dict[str, Tensor]:
+def _projections(geometry: LayerGeometry, count: int, scale: float) -> dict[str, Tensor]:
     """Results [1, T, heads * size] of q_proj, k_proj and v_proj."""
     sizes = geometry.head_dim_k, geometry.head_dim_k, geometry.head_dim_v
     rows = zip(("q_proj", "k_proj", "v_proj"), _counts(geometry), sizes, (0.3, 0.6, 0.9), strict=True)
-    return {name: _waves(1, _NUM_TOKENS, count * size, phase=phase) * scale for name, count, size, phase in rows}
+    return {name: _waves(1, count, heads * size, phase=phase) * scale for name, heads, size, phase in rows}
 
 
 def _check_call(call: _Attended, geometry: LayerGeometry, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -230,6 +314,12 @@ def _check_call(call: _Attended, geometry: LayerGeometry, q: Tensor, k: Tensor, 
     _require(params == tuple(geometry.attention_params), "attends with other parameters")
     strangers = [name for name, value in call.others.items() if isinstance(value, Tensor) and name != "position_ids"]
     _require(not strangers, f"passes {', '.join(strangers)} to attention")
+
+
+def _projected(given: Tensor, result: Tensor, x: Tensor) -> Tensor:
+    """Replaces the projection of the layer's input `given` to `result`."""
+    _require_same(x, given, "projects another input than its own")
+    return result.clone()
 
 
 def _norm(size: int, factor: float, x: Tensor) -> Tensor:
@@ -244,11 +334,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]
 
 
-def _layer_inputs(rotations: object) -> dict[str, object]:
+def _layer_inputs(rotations: object, positions: Tensor | None = None) -> dict[str, object]:
+    """Arguments of a layer's forward; `positions` int64 [T] that it may read; None: it may read none."""
     return {
         "position_embeddings": rotations,
         "attention_mask": None,
-        "position_ids": _positions(),
+        "position_ids": _positions() if positions is None else positions[None],
         "past_key_values": None,
         "use_cache": False,
     }

@@ -233,3 +233,10 @@ def test_sglangs_clients_read_what_ended_an_answer_and_which_weights_made_it(
     *others, last = [each for event in events for each in event["choices"]]
     assert (last["finish_reason"], last["matched_stop"]) == (finish_reason, matched)
     assert not any(each["matched_stop"] for each in others)
+
+
+def test_a_prompt_is_cut_at_the_end_that_the_body_names(client):
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 1, "truncate_prompt_tokens": 3, "return_token_ids": True}
+    for side, kept in (("left", [6, 7, 8]), ("right", [5, 6, 7]), (None, [6, 7, 8])):
+        (choice,) = client.post("/v1/completions", body | {"truncation_side": side})["choices"]
+        assert choice["prompt_token_ids"] == kept

@@ -44,6 +44,15 @@ MODELS = {
     "llama with scaled positions": dict(
         rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
     ),
+    "ministral3, whose queries are scaled by position": dict(
+        rope_parameters=dict(
+            rope_type="yarn",
+            factor=4.0,
+            rope_theta=1e4,
+            original_max_position_embeddings=30,
+            llama_4_scaling_beta=0.3,
+        )
+    ),
 }
 NUM_BLOCKS = 64
 
@@ -99,7 +108,7 @@ def assert_same_bits(module, geometry, rng, block_size):
 @DTYPES
 @pytest.mark.parametrize("name", MODELS)
 def test_every_bit_is_that_of_the_modules(name, dtype):
-    module, geometry = prepared(name.split()[0], dtype, **MODELS[name])
+    module, geometry = prepared(name.split()[0].strip(","), dtype, **MODELS[name])
     assert decoder_trial.unsupported_reason(module, geometry) is None
     rng = random.Random(f"{name} {dtype}")
     assert_same_bits(module, geometry, rng, rng.choice([16, 64]))
@@ -258,7 +267,8 @@ def test_swapped_weights_are_seen_and_weights_being_gathered_are_not():
 @pytest.fixture
 def no_patterns(monkeypatch):
     """The trial alone decides, as for a fault that no pattern has."""
-    for name in ("attention_reason", "layer_reason", "base_reason", "head_reason"):
+    monkeypatch.setattr(layer_patterns, "attention_pattern", lambda *_: layer_patterns.AttentionPattern(None))
+    for name in ("layer_reason", "base_reason", "head_reason"):
         monkeypatch.setattr(layer_patterns, name, lambda *_: None)
 
 
@@ -299,6 +309,13 @@ def test_a_window_that_the_layer_does_not_keep_is_seen():
     module.model.layers[0].self_attn.config.sliding_window = None
     reason = "MistralAttention attends with other parameters"
     assert decoder_trial.unsupported_reason(module, geometry) == reason
+
+
+@pytest.mark.usefixtures("no_patterns")
+def test_the_trial_finds_queries_that_are_scaled_from_far_positions_on():
+    module, geometry = prepared("ministral3")  # from 16,384 on
+    module.config.max_position_embeddings = 40_000
+    assert "differ" in decoder_trial.unsupported_reason(module, geometry)
 
 
 @pytest.mark.usefixtures("no_patterns")

@@ -6,7 +6,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from rollout_engine.model.modules.construct import construct
 from rollout_engine.model.modules.geometry import probe_geometry
-from rollout_engine.model.modules.layer_patterns import attention_reason, base_reason, head_reason, layer_reason
+from rollout_engine.model.modules.layer_patterns import attention_pattern, base_reason, head_reason, layer_reason
 from rollout_engine.testing import tiny_config
 from rollout_engine.testing.architectures import SIZES
 
@@ -16,6 +16,13 @@ FUSED = "cwm granite internlm3 iquestcoder llama mistral mixtral qwen2 qwen3 qwe
 def build(architecture="llama", **overrides):
     config = tiny_config(architecture, **SIZES.get(architecture, {}) | overrides)
     return construct(config, dtype=torch.float32, attention="eager")
+
+
+FAR = torch.tensor([0, 5, 39, 40, 79, 80, 2_000, 200_000])
+
+
+def attention_reason(attention, geometry):
+    return attention_pattern(attention, geometry, FAR).reason
 
 
 def reasons(module):
@@ -37,7 +44,6 @@ def test_architectures_that_compute_what_llama_does_are_recognised(architecture)
 @pytest.mark.parametrize(
     ("architecture", "overrides", "part", "reason"),
     [
-        ("ministral3", {}, 0, r"computes with positions"),
         ("olmo", {}, 0, r"reads config.clip_qkv"),
         ("olmo", dict(clip_qkv=50.0), 0, r"computes queries otherwise"),
         ("ernie4_5", {}, 0, r"computes queries otherwise"),
@@ -59,6 +65,49 @@ def test_others_are_not_and_the_reason_names_the_part(architecture, overrides, p
         lambda: head_reason(module),
     ][part]()
     assert reason in found
+
+
+def test_factors_of_queries_are_found_and_are_those_of_every_position():
+    rope = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=40)
+    module = build("ministral3", rope_parameters=rope | dict(llama_4_scaling_beta=0.5))
+    pattern = attention_pattern(module.model.layers[0].self_attn, probe_geometry(module)[0], FAR)
+    assert pattern.reason is None
+    positions = torch.tensor([1_999, 0, 39, 40, 3_000, 81])
+    for dtype in (torch.float32, torch.bfloat16):
+        wanted = (1 + 0.5 * torch.log(1 + torch.floor(positions / 40))).to(dtype)
+        assert torch.equal(pattern.query_factors.rows(positions, torch.empty(0, dtype=dtype)), wanted)
+    assert attention_pattern(build().model.layers[0].self_attn, probe_geometry(build())[0], FAR) == (None, None)
+
+
+class ScaledResults(LlamaAttention):
+    def forward(self, hidden_states, position_ids, **kwargs):
+        factors = (1 + position_ids // 40)[..., None]
+        return super().forward(hidden_states, position_ids=position_ids, **kwargs)[0] * factors, None
+
+
+class ScaledInputs(LlamaAttention):
+    def forward(self, hidden_states, position_ids, **kwargs):
+        factors = (1 + position_ids // 40)[..., None]
+        return super().forward(hidden_states * factors, position_ids=position_ids, **kwargs)
+
+
+class BatchFactors(LlamaAttention):
+    """The factor is that of the largest position of the batch."""
+
+    def forward(self, hidden_states, position_embeddings, position_ids, **kwargs):
+        cos, sin = position_embeddings
+        factor = 1 + position_ids.max() // 40
+        rotations = cos * factor, sin * factor
+        return super().forward(hidden_states, position_embeddings=rotations, position_ids=position_ids, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [ScaledResults, ScaledInputs, BatchFactors])
+def test_other_uses_of_positions_are_not_factors_of_queries(kind):
+    module = build()
+    attention = module.model.layers[0].self_attn
+    attention.__class__ = kind
+    pattern = attention_pattern(attention, probe_geometry(module)[0], FAR)
+    assert "computes with positions" in pattern.reason and pattern.query_factors is None
 
 
 class LongAttention(LlamaAttention):
