@@ -37,9 +37,6 @@ class WeightTransaction(Protocol):
     def digest(self) -> str:
         """Total digest of the live weights under the module's own names."""
 
-    def missing(self, names: Iterable[str]) -> list[str]:
-        """Names that, with these of a source, are every weight once; none if these are enough for a whole update."""
-
     def manifest(self, verb: str) -> WeightManifest:
         """The manifest of the open update. Raises, naming `verb`, if none is open."""
 

@@ -39,14 +39,6 @@ class WeightSyncExtension(WorkerExtension):
         return self.worker.update.digest()
 
     @rpc
-    def get_missing_weights(self, names: list[str]) -> list[str]:
-        """Names that, with these of a source, are every weight once; none if these are enough for a whole update.
-
-        Tied weights and the two namings of one weight count once, whichever of their names is there.
-        """
-        return self.worker.update.missing(names)
-
-    @rpc
     def init_weight_update_group(
         self,
         master_address: str,

@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from rollout_engine.engine import verbs
 from rollout_engine.errors import LifecycleError, ManifestMismatchError, RequestError, as_weight_errors
 from rollout_engine.faces.async_llm import AsyncLLM
+from rollout_engine.faces.verb_methods import awaitable
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.serve.plain_group import PlainGroup
 from rollout_engine.serve.request_log import logger
@@ -18,6 +20,7 @@ from sync.manifest import TensorSpec, check_distinct, counted, first_names
 
 _MOST_TIMES = 2
 """Bytes that may gather, in times of the live weights: a float32 trainer of a bfloat16 engine sends twice as many."""
+_get_missing_weights = awaitable(verbs.get_missing_weights)
 _NUMBER = re.compile(r"(?:weight_)?v?(\d{1,18})", re.ASCII)
 
 
@@ -52,7 +55,7 @@ class PendingUpdate:
         """Names of the weights that the update lacks to be a whole one: tied weights count once."""
         return await self._missing_beside(self._tensors)
 
-    async def has_come_late(self) -> bool:
+    async def have_arrived_late(self) -> bool:
         """Whether the tensors are further names of weights that the last update brought, as a tied head's is.
 
         A client that sends in several calls may bring these after the call that completed the update.
@@ -72,7 +75,7 @@ class PendingUpdate:
         self.waits_for_end = True
 
     def drop(self) -> None:
-        """Forget all that has come, and that the last update is still to be reported."""
+        """Forget all tensors, and that the last update is still to be reported."""
         self._tensors, self._num_bytes, self._version = {}, 0, None
         self.waits_for_end, self._is_reported, self._last_names = False, True, set()
 
@@ -129,21 +132,21 @@ class PendingUpdate:
         return report
 
     async def commit_late(self) -> UpdateReport:
-        """Have the engine compare what has come late with its weights, which are those of the last update already.
+        """Have the engine compare late tensors with its weights, which are those of the last update already.
 
         Raises `StaleVersionError` where they differ.
         """
-        assert self._last is not None, "an update precedes what comes late"
+        assert self._last is not None, "an update precedes late tensors"
         names = self._last_names | self._tensors.keys()
         report = await self.commit(self._last.version, partial=True)
         self._last_names = names
         return report
 
     async def end(self, verb: str, version: Any) -> UpdateReport:
-        """Commit what has come, as `commit`; or report the update that was committed since a client last ended one.
+        """Commit what is there, as `commit`; or report the update that was committed since a client last ended one.
 
-        Asked again with that update's version, it reports the same. Raises `LifecycleError` where no tensors of a
-        further update have come: the report of an earlier one would say that they are live.
+        Asked again with that update's version, it reports the same. Raises `LifecycleError` if no tensors of a further
+        update have arrived: the report of an earlier one would say that they are live.
         """
         number = as_version(version)
         if self.is_begun:
@@ -152,7 +155,7 @@ class PendingUpdate:
             report = self._last
         else:
             live = "" if self._last is None else f" The last update was that to version {self._last.version}."
-            raise LifecycleError(f"{verb}: no tensors have come for this update: send them first.{live}")
+            raise LifecycleError(f"{verb}: no tensors have arrived for this update: send them first.{live}")
         self._is_reported = True
         return report
 
@@ -199,8 +202,8 @@ class PendingUpdate:
         return {name: metadata[name] for name in await self._missing_beside(())}
 
     async def _missing_beside(self, names: Iterable[str]) -> list[str]:
-        [missing, *_] = await self._engine.collective_rpc("get_missing_weights", args=(list(names),))
-        return list(missing)
+        missing: list[str] = await _get_missing_weights(self._engine, list(names))
+        return missing
 
     async def _learn_size(self) -> None:
         weights = (await self.weights()).items()

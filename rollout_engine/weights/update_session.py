@@ -98,9 +98,6 @@ class UpdateSession:
     def digest(self) -> str:
         return self._updater.digest()
 
-    def missing(self, names: Iterable[str]) -> list[str]:
-        return self._updater.missing(names)
-
     def manifest(self, verb: str) -> WeightManifest:
         return self._opened(verb).manifest
 

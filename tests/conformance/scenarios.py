@@ -287,6 +287,13 @@ def get_model_metadata(engine):
     return engine.get_model_metadata()
 
 
+@scenario(names=[])
+def get_missing_weights(engine):
+    every = call(engine, "get_missing_weights", names=[])
+    assert len(every) > 3 and call(engine, "get_missing_weights", names=["unknown", *every[1:]]) == every[:1]
+    return every
+
+
 @scenario()
 def get_cache_usage(engine):
     found = [engine.get_cache_usage()]

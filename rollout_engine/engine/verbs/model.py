@@ -228,6 +228,15 @@ def get_model_metadata(driver: EngineDriver, *, timeout: float | None = None) ->
     return driver.executor.metadata()
 
 
+@VERBS.add(public=False)
+def get_missing_weights(driver: EngineDriver, names: list[str], *, timeout: float | None = None) -> list[str]:
+    """Names that, with these of a source, are every weight once; none if these are enough for a whole update.
+
+    Tied weights and the two namings of one weight count once, whichever of their names is there.
+    """
+    return driver.executor.updater.missing(names)
+
+
 def _require_whole_weights(driver: EngineDriver, verb: str) -> None:
     """Raise, naming `verb`, where there are no weights to read, or an update is under way."""
     driver.core.lifecycle.require_weights(verb)

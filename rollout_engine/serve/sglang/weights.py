@@ -207,7 +207,7 @@ async def _abort(served: Served, body: CommonBody) -> None:
 
 
 async def _commit_if_complete(served: Served, body: CommonBody) -> Reply:
-    if not (body.partial or served.updates.waits_for_end) and await served.updates.has_come_late():
+    if not (body.partial or served.updates.waits_for_end) and await served.updates.have_arrived_late():
         return _committed(await served.updates.commit_late())
     missing = [] if body.partial else await served.updates.missing()
     if missing or served.updates.waits_for_end:

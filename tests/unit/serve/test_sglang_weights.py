@@ -125,15 +125,15 @@ def test_an_update_of_which_nothing_has_come_is_not_reported_as_the_one_before(c
     body = {"serialized_named_tensors": encoded(other_weights)}
     assert client.post("/update_weights_from_tensor", {**body, "weight_version": 1})["weight_version"] == "1"
     assert client.post("/end_weight_update", {})["weight_version"] == 1, "the end of the update that has come"
-    assert "no tensors have come" in client.problem("/end_weight_update", {}, status=409)["message"]
+    assert "no tensors have arrived" in client.problem("/end_weight_update", {}, status=409)["message"]
     client.post("/begin_weight_update", {})
     for fields in ({}, {"weight_version": 1}, {"weight_version": 2}):
-        assert "no tensors have come" in client.problem("/end_weight_update", fields, status=409)["message"]
+        assert "no tensors have arrived" in client.problem("/end_weight_update", fields, status=409)["message"]
     assert "have not come" in client.problem("/continue_generation", {}, status=409)["message"]
     client.post("/update_weights_from_tensor", {**body, "weight_version": 2})
     assert client.post("/end_weight_update", {"weight_version": 2})["weight_version"] == 2
     client.problem("/update_weights_from_tensor", {"serialized_named_tensors": ["no"]})
-    assert "no tensors have come" in client.problem("/end_weight_update", {}, status=409)["message"]
+    assert "no tensors have arrived" in client.problem("/end_weight_update", {}, status=409)["message"]
 
 
 SEVERAL_NAMES = {"llama": dict(tie_word_embeddings=True), "qwen3_moe": SIZES["qwen3_moe"]}

@@ -128,14 +128,15 @@ def test_an_update_is_committed_once_however_often_it_is_finished(client, other_
 
 
 def test_an_update_of_which_nothing_has_come_is_not_reported_as_the_one_before(client, other_weights, tmp_path):
-    assert "no tensors have come" in client.problem("/finish_weight_update", status=409)["message"]
+    assert "no tensors have arrived" in client.problem("/finish_weight_update", status=409)["message"]
     asyncio.run(client.app.served.updates.add(other_weights.items()))
     assert client.post("/finish_weight_update")["weight_version"] == 1
     problem = client.problem("/finish_weight_update", status=409)
     assert "The last update was that to version 1" in problem["message"]
     client.post("/start_weight_update")
     assert (
-        "no tensors have come" in client.problem("/finish_weight_update", {"weight_version": 1}, status=409)["message"]
+        "no tensors have arrived"
+        in client.problem("/finish_weight_update", {"weight_version": 1}, status=409)["message"]
     )
     client.post("/start_weight_update")
     sync.publish(tmp_path / "store", other_weights, 9)
