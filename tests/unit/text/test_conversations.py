@@ -46,6 +46,11 @@ KNOWN_ROLES = (
     "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}<{{ m.role }}>{{ m.content }};{% endif %}"
     "{% endfor %}"
 )
+FIRST_SYSTEM = (  # as gpt-oss writes a system's or developer's message, in capitals
+    "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }};{% elif loop.first %}"
+    "{{ m.content | upper }};{% endif %}{% endfor %}"
+)
+LATE = {"role": "system", "content": "Be brief."}
 ARGUMENTS = "messages[0]['tool_calls'][0]['function']['arguments']"
 
 
@@ -189,7 +194,19 @@ def test_an_assistant_that_calls_tools_needs_no_content(inputs):
             KNOWN_ROLES,
             [*HI, {"role": "tool", "content": TWO_PARTS}],
             "messages[1]['role']",
-            "leaves these messages out",
+            "leaves the message out",
+        ),
+        (
+            FIRST_SYSTEM,
+            [LATE, LATE | {"content": "Or not."}, *HI],
+            "messages[1]['role']",
+            "'system'.*leaves the message out",
+        ),
+        (
+            FIRST_SYSTEM,
+            [LATE, *HI, LATE | {"content": [{"type": "text", "text": "Or not."}]}],
+            "messages[2]['role']",
+            "leaves the message out",
         ),
         (KNOWN_ROLES, [*HI, CALLING], "messages[1]['tool_calls']", "leaves tool calls out"),
     ],
@@ -200,6 +217,10 @@ def test_messages_that_a_template_leaves_out_are_refused(inputs, template, messa
             rendered(inputs, template, *messages)
         assert caught.value.field == field
     assert rendered(inputs, template, *HI) == "<user>hi;"
+
+
+def test_messages_that_a_template_writes_in_other_words_are_taken(inputs):
+    assert rendered(inputs, FIRST_SYSTEM, LATE, *HI) == "BE BRIEF.;<user>hi;"
 
 
 @pytest.mark.parametrize(
