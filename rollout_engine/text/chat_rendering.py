@@ -21,6 +21,7 @@ _MARK = "31415926535897932384"
 """Stands for other words than those of a conversation; digits, which a change of case leaves as they are."""
 _MAX_KNOWN = 256
 """Templates, or roles of one, that are remembered: requests may bring both, so all are forgotten beyond this number."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 _INSTEAD = {
     "developer": "Give it as 'system', or a chat_template that writes it.",
     "tool": "Give it as 'user', or a chat_template that writes it.",
@@ -50,7 +51,7 @@ class ChatRenderer:
         """Render messages that `as_messages` returned; options as in `ChatOptions`. Raises `RequestError`."""
         variables = chat_template_kwargs or {}
         template = self._template(chat_template, tools)
-        self._warn_of_unread(template, [*variables, *(["tools"] if tools else [])])
+        self._warn_of_unread(template, [*variables, *(["tools"] if tools else []), *_reasoning_keys(messages)])
         opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
         def render(shown: Messages) -> str:
@@ -133,6 +134,11 @@ class ChatRenderer:
             for index in unseen:
                 if _mark(index) not in marked:
                     raise _left_out(messages, index, "content")
+
+
+def _reasoning_keys(messages: Messages) -> list[str]:
+    """The keys by which messages give thinking apart from their content."""
+    return list(dict.fromkeys(key for each in messages if len(each) > 2 for key in _REASONING if key in each))
 
 
 def _find_unseen(messages: Messages, text: str) -> list[int]:

@@ -243,6 +243,11 @@ def test_messages_that_a_template_writes_in_other_words_are_taken(inputs):
         ([calling("[1]")], ARGUMENTS, "an object, or one as JSON text"),
         ([calling([1])], ARGUMENTS, "an object"),
         (
+            [{"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}],
+            "messages[0]['function_call']",
+            "must be given as tool_calls",
+        ),
+        (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
             "messages[0]['content'][1]['type']",
             "'image_url' is not allowed: must be a text part.*Images, audio and files are not served",
@@ -313,6 +318,18 @@ def test_what_a_template_never_reads_is_said_once(inputs, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "The chat template never reads 'enable_thinkin': giving it changes no prompt.",
         "The chat template never reads 'tools': giving it changes no prompt.",
+    ]
+
+
+def test_thinking_that_a_template_never_reads_is_said_once(inputs, caplog):
+    said = {"role": "assistant", "content": "b", "reasoning_content": "Hm."}
+    reading = "{% for m in messages %}{{ m.role }}{{ m.reasoning_content or '' }}{{ m.content }}{% endfor %}"
+    with caplog.at_level(logging.WARNING, logger="rollout_engine"):
+        assert rendered(inputs, reading, *HI, said) == "userhiassistantHm.b"
+        assert not caplog.records
+        inputs.check_batch([[*HI, said], [*HI, said]], None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "The chat template never reads 'reasoning_content': giving it changes no prompt."
     ]
 
 
