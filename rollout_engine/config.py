@@ -40,8 +40,8 @@ def _read_path(value: Any) -> Any:
 
 def _read_template(value: Any) -> Any:
     """Read a chat template as its text, from the text or the path of a file. Raises `ConfigError`."""
-    path = _read_path(value)
-    if not isinstance(path, str) or "{" in path:
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or ("{" in path and path is value):
         return path
     if not os.path.isfile(path):
         raise ConfigError(

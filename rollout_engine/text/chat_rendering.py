@@ -17,13 +17,14 @@ from rollout_engine.errors import ConfigError, RequestError
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
 
-_MARK = "0f1e2d3c4b5a"
-"""Stands for other words than those of a conversation."""
-_MAX_KNOWN = 4096
-"""Answers that are remembered: requests may bring templates, so all are forgotten beyond this number."""
+_MARK = "31415926535897932384"
+"""Stands for other words than those of a conversation; digits, which a change of case leaves as they are."""
+_MAX_KNOWN = 256
+"""Templates, or roles of one, that are remembered: requests may bring both, so all are forgotten beyond this number."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 _INSTEAD = {
-    "developer": "Give them as 'system', or a chat_template that writes them.",
-    "tool": "Give them as 'user', or a chat_template that writes them.",
+    "developer": "Give it as 'system', or a chat_template that writes it.",
+    "tool": "Give it as 'user', or a chat_template that writes it.",
 }
 
 
@@ -50,7 +51,7 @@ class ChatRenderer:
         """Render messages that `as_messages` returned; options as in `ChatOptions`. Raises `RequestError`."""
         variables = chat_template_kwargs or {}
         template = self.find_template(chat_template, tools)
-        self._warn_of_unread(template, variables)
+        self._warn_of_unread(template, [*variables, *_reasoning_keys(messages)])
         opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
         def render(shown: Messages) -> str:
@@ -112,23 +113,66 @@ class ChatRenderer:
         return shown
 
     def _require_all_written(self, template: str, messages: Messages, render: Render, text: str) -> None:
-        """Raise `RequestError` for a role, or for tool calls, that change nothing in the text of a conversation."""
+        """Raise `RequestError` for messages or tool calls that do not reach the text of a conversation.
+
+        A role and its tool calls are tried once. Of answers a template may leave parts out; any other message has to be
+        there each time, since some write a system's message only if it is the first.
+        """
         known = self._written.get(template, set())
         given = ((each["role"], key) for each in messages for key in ("content", "tool_calls") if key in each)
         for role, key in [each for each in given if each not in known]:
             changed = _reworded(messages, role) if key == "content" else _without_calls(messages, role)
             if (role, key) not in known and text == _try(render, changed):
-                raise _left_out(messages, role, key)
+                index = next(i for i, each in enumerate(messages) if each["role"] == role and key in each)
+                raise _left_out(messages, index, key)
+            if len(known) >= _MAX_KNOWN:
+                known.clear()
             known.add((role, key))
         _remember(self._written, template, known)
+        unseen = _find_unseen(messages, text)
+        if unseen and (marked := _try(render, _marked(messages, unseen))) is not None:
+            for index in unseen:
+                if _mark(index) not in marked:
+                    raise _left_out(messages, index, "content")
 
 
-def _left_out(messages: Messages, role: str, key: str) -> RequestError:
-    """Make the error of messages that the chat template leaves out of the prompt."""
-    index = next(i for i, message in enumerate(messages) if message["role"] == role and key in message)
+def _reasoning_keys(messages: Messages) -> list[str]:
+    """The keys by which messages give thinking apart from their content."""
+    return list(dict.fromkeys(key for each in messages if len(each) > 2 for key in _REASONING if key in each))
+
+
+def _find_unseen(messages: Messages, text: str) -> list[int]:
+    """Indexes of messages, answers aside, whose words are not in a text as they are."""
+    unseen, start = [], 0
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            continue
+        content = message["content"]
+        for words in [content] if isinstance(content, str) else [part["text"] for part in content]:
+            words = words.strip()
+            found = text.find(words, start)
+            if found < 0 and words not in text:
+                unseen.append(index)
+                break
+            start = max(found, start)
+    return unseen
+
+
+def _mark(index: int) -> str:
+    return f"{_MARK}{index:09}"
+
+
+def _marked(messages: Messages, indexes: Sequence[int]) -> Messages:
+    """Return a conversation in which these messages end with a mark of their own."""
+    return [_say_otherwise(each, _mark(i)) if i in indexes else each for i, each in enumerate(messages)]
+
+
+def _left_out(messages: Messages, index: int, key: str) -> RequestError:
+    """Make the error of a message that the chat template leaves out of the prompt."""
     if key == "content":
-        bound = "a role that the chat template writes: it leaves these messages out"
-        hint = _INSTEAD.get(role, "Give a chat_template that writes them.")
+        role = messages[index]["role"]
+        bound = "a role that the chat template writes there: it leaves the message out"
+        hint = _INSTEAD.get(role, "Give a chat_template that writes it.")
         return RequestError.for_field(f"messages[{index}]['role']", role, bound, hint)
     bound = "absent: the chat template leaves tool calls out"
     hint = "Write them into the content, or give a chat_template that writes them."
@@ -200,9 +244,10 @@ def _reworded(messages: Messages, role: str) -> Messages:
     return [_say_otherwise(message) if message["role"] == role else message for message in messages]
 
 
-def _say_otherwise(message: dict[str, Any]) -> dict[str, Any]:
+def _say_otherwise(message: dict[str, Any], mark: str = _MARK) -> dict[str, Any]:
+    """Return a message with other words and calls."""
     content = message["content"]
-    said = content + _MARK if isinstance(content, str) else [*content, {"type": "text", "text": _MARK}]
+    said = content + mark if isinstance(content, str) else [*content, {"type": "text", "text": mark}]
     calls = {"tool_calls": [_MARK]} if "tool_calls" in message else {}
     return {**message, "content": said, **calls}
 

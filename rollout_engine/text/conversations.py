@@ -108,6 +108,9 @@ def _as_message(message: Any, field: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise RequestError.for_field(f"{field}['role']", role, "a str: 'system', 'user', 'assistant' or 'tool'")
     kept = {key: each for key, each in message.items() if each is not None and key != "tool_calls"}
+    if kept.get("function_call"):
+        hint = "It is OpenAI's former name; no chat template reads it."
+        raise RequestError.for_field(f"{field}['function_call']", kept["function_call"], "given as tool_calls", hint)
     calls = _tool_calls(message.get("tool_calls"), f"{field}['tool_calls']")
     if calls:
         kept["tool_calls"] = calls

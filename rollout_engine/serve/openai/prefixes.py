@@ -22,15 +22,13 @@ def prompt_after(served: Served, prefix: Sequence[int], messages: Sequence[Any],
         bound = "given with messages that have an answer, and at least one message after it"
         raise RequestError.for_field("required_prefix_token_ids", list(prefix)[:8], bound)
     turns, past = ChatTurns(served.codec, **options), listed[: answered[-1]]
-    opened, sampled = turns.text(past) if past else "", served.codec.decode(list(prefix))
-    roles = [message["role"] for message in new]
+    opened = turns.text(past) if past else None
+    sampled, roles = served.codec.decode(served.codec.without_end(prefix)), [message["role"] for message in new]
     try:
-        if past and sampled.startswith(
-            opened
-        ):  # else earlier turns, too, differ from the template's: they were sampled
-            said = served.codec.decode(served.codec.without_end(prefix))[len(opened) :]
+        if opened is not None and sampled.startswith(opened):
+            said = sampled[len(opened) :]
             return [*prefix, *turns.between(opened, turns.text([*past, turns.message(said), *new]), said, prefix)]
-        rewriting = turns.rewriting(roles)
+        rewriting = turns.rewriting(roles)  # earlier answers differ from the messages: what was sampled is not known
     except RewrittenTurns as problem:
         rewriting = once_followed(roles, problem.how)
     if rewriting is not None:

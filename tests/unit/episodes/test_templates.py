@@ -116,7 +116,7 @@ def test_a_template_that_drops_thinking_for_users_is_refused_before_an_episode_w
 
 def test_messages_of_a_role_that_the_template_leaves_out_end_the_episode(policy):
     drops_tools = CHAT.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
-    with pytest.raises(EpisodeError, match="'tool' is not allowed.*leaves these messages out"):
+    with pytest.raises(EpisodeError, match="'tool' is not allowed.*leaves the message out"):
         play(policy, Looks, chat_template="{{ tools }}" + drops_tools, tool_format="hermes")
 
 

@@ -132,7 +132,10 @@ def test_a_template_that_rewrites_history_is_found_out(template, roles, options,
 
 @pytest.mark.parametrize(
     "template, message",
-    [(UPPER_CASE, "does not write an answer as it is"), ("{{ messages[0].content }}", "'assistant'.*leaves these")],
+    [
+        (UPPER_CASE, "does not write an answer as it is"),
+        ("{{ messages[0].content }}", "'assistant'.*leaves the message"),
+    ],
 )
 def test_a_template_that_changes_answers_is_refused(template, message):
     with pytest.raises(RequestError, match=message):

@@ -47,6 +47,11 @@ KNOWN_ROLES = (
     "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}<{{ m.role }}>{{ m.content }};{% endif %}"
     "{% endfor %}"
 )
+FIRST_SYSTEM = (  # as gpt-oss writes a system's or developer's message, in capitals
+    "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }};{% elif loop.first %}"
+    "{{ m.content | upper }};{% endif %}{% endfor %}"
+)
+LATE = {"role": "system", "content": "Be brief."}
 ARGUMENTS = "messages[0]['tool_calls'][0]['function']['arguments']"
 
 
@@ -190,7 +195,19 @@ def test_an_assistant_that_calls_tools_needs_no_content(inputs):
             KNOWN_ROLES,
             [*HI, {"role": "tool", "content": TWO_PARTS}],
             "messages[1]['role']",
-            "leaves these messages out",
+            "leaves the message out",
+        ),
+        (
+            FIRST_SYSTEM,
+            [LATE, LATE | {"content": "Or not."}, *HI],
+            "messages[1]['role']",
+            "'system'.*leaves the message out",
+        ),
+        (
+            FIRST_SYSTEM,
+            [LATE, *HI, LATE | {"content": [{"type": "text", "text": "Or not."}]}],
+            "messages[2]['role']",
+            "leaves the message out",
         ),
         (KNOWN_ROLES, [*HI, CALLING], "messages[1]['tool_calls']", "leaves tool calls out"),
     ],
@@ -201,6 +218,10 @@ def test_messages_that_a_template_leaves_out_are_refused(inputs, template, messa
             rendered(inputs, template, *messages)
         assert caught.value.field == field
     assert rendered(inputs, template, *HI) == "<user>hi;"
+
+
+def test_messages_that_a_template_writes_in_other_words_are_taken(inputs):
+    assert rendered(inputs, FIRST_SYSTEM, LATE, *HI) == "BE BRIEF.;<user>hi;"
 
 
 @pytest.mark.parametrize(
@@ -222,6 +243,11 @@ def test_messages_that_a_template_leaves_out_are_refused(inputs, template, messa
         ([calling("{'a': 1}")], ARGUMENTS, "JSON text .Expecting property name"),
         ([calling("[1]")], ARGUMENTS, "an object, or one as JSON text"),
         ([calling([1])], ARGUMENTS, "an object"),
+        (
+            [{"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}],
+            "messages[0]['function_call']",
+            "must be given as tool_calls",
+        ),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
             "messages[0]['content'][1]['type']",
@@ -330,6 +356,18 @@ def test_tools_that_a_prompt_does_not_show_are_refused(inputs, tool, template, t
     else:
         with pytest.raises(RequestError, match=r"tools=\['find'\].*this chat template ignores tools.*'\w+' is in none"):
             inputs.check(prompt, None)
+
+
+def test_thinking_that_a_template_never_reads_is_said_once(inputs, caplog):
+    said = {"role": "assistant", "content": "b", "reasoning_content": "Hm."}
+    reading = "{% for m in messages %}{{ m.role }}{{ m.reasoning_content or '' }}{{ m.content }}{% endfor %}"
+    with caplog.at_level(logging.WARNING, logger="rollout_engine"):
+        assert rendered(inputs, reading, *HI, said) == "userhiassistantHm.b"
+        assert not caplog.records
+        inputs.check_batch([[*HI, said], [*HI, said]], None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "The chat template never reads 'reasoning_content': giving it changes no prompt."
+    ]
 
 
 def test_options_of_a_call_are_for_all_its_conversations_and_their_own_win():

@@ -49,9 +49,10 @@ SHOUTING = "{% for m in messages %}{{ m.content | upper }}!{% endfor %}"
 
 
 def test_an_engines_chat_template_stands_in_for_the_tokenizers_as_text_or_file(with_template, tmp_path):
-    file = tmp_path / "shouting.jinja"
-    file.write_text(SHOUTING)
-    for given in (SHOUTING, file, str(file)):
+    file, braces = tmp_path / "shouting.jinja", tmp_path / "{1}.jinja"
+    for each in (file, braces):
+        each.write_text(SHOUTING)
+    for given in (SHOUTING, file, str(file), braces):
         codec = with_template(given)
         assert codec.encode_chat([{"role": "user", "content": "hi"}])[0] == "HI!"
         assert codec.hf.chat_template == SHOUTING
