@@ -168,6 +168,7 @@ def _framed(text: str, frame: _Frame, is_thinking: bool | None) -> list[_Piece]:
     marks = re.compile(f"{re.escape(frame.opening)}|{re.escape(frame.closing)}|{_THINKING.pattern}")
     pieces: list[_Piece] = []
     at = _end_of_thinking(text, 0) if is_thinking else 0
+    may_be_thinking = is_thinking is None
     while len(pieces) <= _MAX_CALLS and (mark := marks.search(text, at)) is not None:
         at = mark.end()
         if mark[0] == frame.opening:
@@ -175,10 +176,11 @@ def _framed(text: str, frame: _Frame, is_thinking: bool | None) -> list[_Piece]:
             if piece is not None:
                 pieces.append(piece)
                 at = piece.end
-        elif mark[1] == "/" and is_thinking is not False:
+        elif mark[1] == "/" and may_be_thinking:
             pieces.clear()  # the prompt has opened this thinking: all calls so far were drafts
+            may_be_thinking = False
         elif mark[1] == "":
-            at = _end_of_thinking(text, at)
+            at, may_be_thinking = _end_of_thinking(text, at), False
     return pieces
 
 
@@ -191,10 +193,10 @@ def _piece_after(text: str, start: int, at: int, frame: _Frame, marks: re.Patter
             return _Piece(start, end + len(frame.closing), call, text[at : at + length])
         if end == len(text) or text.startswith(frame.opening, end):
             return _Piece(start, at + length, call, text[at : at + length])
-        problem = f"not {frame.closing} but something else follows it"
+        problem = f"something other than {frame.closing} follows it"
     except (_Unreadable, ValueError, RecursionError) as reason:
         problem = str(reason) if isinstance(reason, _Unreadable) else f"not JSON: {reason}"
-    mark = marks.search(text, at)
+    mark = next((each for each in marks.finditer(text, at) if each[1] != ""), None)
     stop = len(text) if mark is None else mark.start()
     if mark is not None and mark[0] == frame.closing:
         return _Piece(start, mark.end(), problem, text[at:stop])
@@ -206,13 +208,11 @@ def _bare(text: str, is_thinking: bool | None) -> list[_Piece]:
     at = _after_space(text, 0)
     first = _THINKING.search(text)
     if is_thinking or (first is not None and first.start() == at):
-        at = _end_of_thinking(text, at)
+        return _bare_from(text, _end_of_thinking(text, at))[0]
     pieces, end = _bare_from(text, at)
     rest = _THINKING.search(text, end)
-    if (
-        rest is not None and rest[1] and is_thinking is None
-    ):  # the prompt has opened this thinking: all calls so far were drafts
-        pieces, _ = _bare_from(text, rest.end())
+    if is_thinking is None and rest is not None and rest[1]:
+        pieces, _ = _bare_from(text, rest.end())  # the prompt has opened this thinking: all calls so far were drafts
     return pieces
 
 
@@ -229,7 +229,7 @@ def _bare_from(text: str, at: int) -> tuple[list[_Piece], int]:
             if is_tagged or '"name"' in text[at:]:
                 pieces.append(_Piece(at, len(text), f"not JSON: {problem}", text[at:]))
             break
-        if not is_tagged and '"name"' not in text[at:end]:
+        if not is_tagged and not _looks_like_call(value):
             break
         try:
             found: ToolCall | str = _call_of_json(value)
@@ -254,6 +254,11 @@ def _without_end_tokens(text: str) -> str:
             break
         text = text[:start].rstrip()
     return text
+
+
+def _looks_like_call(value: Any) -> bool:
+    """Whether JSON without a tag is meant as a call: an answer may be an object with a name, too."""
+    return isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
 
 
 def _after_space(text: str, at: int) -> int:
@@ -313,7 +318,7 @@ def _read_glm(text: str, at: int) -> tuple[ToolCall, int]:
             raise _Unreadable("an <arg_key> or <arg_value> is not closed before the next argument")
         arguments[match[1].strip()] = match[2]
         at = match.end()
-    if not arguments and not re.compile(r"</tool_call>").match(text, at):
+    if not arguments and not text.startswith("</tool_call>", at):
         raise _Unreadable("not NAME<arg_key>...</arg_key><arg_value>...</arg_value>")
     return ToolCall(name[1], arguments), at
 

@@ -41,6 +41,8 @@ ADDED = {"a": "1", "b": "x y"}
         ("llama3", LLAMA3, [ADD]),
         ("llama3", f" <|python_tag|>{LLAMA3}; {LLAMA3}", [ADD, ADD]),
         ("llama3", '{"answer": 42}', []),
+        ("llama3", '{"name": "Bob", "age": 3}', []),
+        ("llama3", '<|python_tag|>{"name": "now"}', [ToolCall("now", {})]),
         ("llama3", "The set {1, 2} is finite.", []),
         ("xml", XML, [ToolCall("add", {"a": "1", "b": "x\ny"})]),
         ("xml", "<tool_call><function=now></function></tool_call>", [ToolCall("now", {})]),
@@ -64,7 +66,10 @@ def test_calls_are_found(form, text, calls):
         ("hermes", '<tool_call>{"name": "f", "arguments": "a"}</tool_call>', "arguments are a text"),
         ("hermes", "<tool_call>" + "[" * 60_000, "not JSON"),
         ("hermes", "<tool_call>{" + "x" * 69_999, "70000 characters, more than 65536"),
+        ("hermes", HERMES.replace("</tool_call>", "Done."), "something other than </tool_call> follows it"),
         ("llama3", '{"name": "f", "parameters": {', "not JSON"),
+        ("llama3", '{"name": 3, "parameters": {}}', "it names no tool"),
+        ("glm", "<tool_call>add<arg_key>a</arg_key></tool_call>", "not NAME<arg_key>"),
         ("llama3", "<|python_tag|>print(1)", "not JSON"),
         ("xml", "<tool_call>add(1)</tool_call>", "not <function=NAME>"),
         ("xml", "<tool_call><function=f>1</function></tool_call>", "something other than <parameter=NAME>"),
@@ -102,6 +107,8 @@ def test_calls_drafted_in_thinking_are_no_calls(form):
     assert not parse_tool_calls(draft, form, is_thinking=True).found
     assert parse_tool_calls(f"{draft}</think>{call}", form, is_thinking=True).texts == [call]
     assert parse_tool_calls(f"{call}</think>", form, is_thinking=False).texts == [call]
+    assert parse_tool_calls(f"<think>{draft}</think>{call}</think>", form).texts == [call]
+    assert parse_tool_calls(f"{draft}</think>{call}</think>", form, is_thinking=True).texts == [call]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +132,11 @@ def test_arguments_may_contain_the_tags(form):
     call = CALLS[form].replace('"x"', json.dumps(value)).replace("x\ny", value).replace("x y", value)
     [found] = parse_tool_calls(call, form).found
     assert value in (found.arguments["b"], found.arguments["b"][1])
+
+
+def test_thinking_within_a_broken_call_hides_no_call():
+    broken = HERMES.replace('"x"', '"<think>" "x"')
+    assert [type(each) for each in parse_tool_calls(broken + HERMES, "hermes").found] == [BrokenCall, ToolCall]
 
 
 @pytest.mark.parametrize("end", ["<|eom_id|>", "<|eot_id|>", "<|im_end|>\n", "</s>", "<eos>"])
