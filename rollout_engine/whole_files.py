@@ -21,7 +21,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         return
     unfinished = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
     try:
-        with open(unfinished, "xb") as file:
+        with _new_file(unfinished, target) as file:
             if target.exists():
                 os.chmod(unfinished, target.stat().st_mode & 0o777)
             yield file
@@ -31,3 +31,11 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):
             unfinished.unlink()
+
+
+def _new_file(path: Path, target: Path) -> BinaryIO:
+    try:
+        return open(path, "xb")
+    except OSError as problem:
+        problem.filename = str(target)  # the name that the caller knows
+        raise

@@ -91,8 +91,9 @@ def append_text(path: str | os.PathLike[str], text: str, *, after_cut: bool = Tr
 
     `after_cut`: whether the last line may be one that was cut off.
     """
-    with open(path, "a+b") as file:
-        if after_cut:
+    is_seekable = os.path.isfile(path) or not os.path.exists(path)
+    with open(path, "a+b" if is_seekable else "ab") as file:
+        if after_cut and is_seekable:
             end_last_line(file)
         file.write(text.encode())
 

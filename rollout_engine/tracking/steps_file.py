@@ -9,14 +9,17 @@ numbers   {name: number}: the statistics of `rollout_engine.tracking.statistics`
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollout_engine.batches.rollout_files import complete_lines, end_last_line
+from rollout_engine.batches.rollout_files import append_text, complete_lines, end_last_line
 from rollout_engine.errors import RequestError
+
+logger = logging.getLogger("rollout_engine")
 
 SCHEMA = 1
 NAME = "steps.jsonl"
@@ -47,13 +50,19 @@ class StepsFile:
             raise RequestError.for_field("steps", str(path), "a file that can be written", f"{problem}.") from problem
         self.next_step = max(steps, default=-1) + 1
         """Number of the step to write next: one more than the last of the file."""
+        self._has_failed = False
 
     def append(self, step: LoggedStep) -> None:
-        """Write a step."""
+        """Write a step. One that cannot be written is missing, and the first of these is logged: training continues."""
         numbers = {name: value if _is_finite(value) else None for name, value in step.numbers.items()}
         line = json.dumps({"schema": SCHEMA, "step": step.step, "time": step.time, "numbers": numbers})
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        try:
+            append_text(self._path, line + "\n", after_cut=self._has_failed)
+        except OSError as problem:
+            if not self._has_failed:
+                more = "Further steps that are missing are not reported"
+                logger.warning("%s: step %d is missing (%s). %s.", self._path, step.step, problem, more)
+            self._has_failed = True
         self.next_step = step.step + 1
 
 

@@ -36,6 +36,11 @@ def test_nothing_changes_if_the_block_raises(tmp_path):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
 
 
+def test_an_error_names_the_file_that_was_asked_for(tmp_path):
+    with pytest.raises(FileNotFoundError, match="missing/file'$"), whole_file(tmp_path / "missing" / "file"):
+        raise AssertionError("there is no file to write")
+
+
 def test_a_link_stays_one_and_a_device_is_written_in_place(tmp_path):
     (tmp_path / "target").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "target")

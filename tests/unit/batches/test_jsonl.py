@@ -4,6 +4,7 @@ import datetime
 import io
 import json
 import math
+import os
 from decimal import Decimal
 
 import numpy as np
@@ -150,6 +151,16 @@ def test_a_number_of_the_rollouts_own_that_is_not_finite_is_refused_and_the_old_
     with pytest.raises(RequestError, match=r"log_probs of group 2, sample \d=.*not JSON compliant"):
         to_jsonl(batch, tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_pipe_is_appended_to(make_batch, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        to_jsonl(make_batch(num_groups=1, num_samples=2), tmp_path / "pipe", append=True)
+        assert os.read(reader, 1 << 20).count(b"\n") == 2
+    finally:
+        os.close(reader)
 
 
 def test_appending_ends_a_line_that_was_cut_off(make_batch, tmp_path):

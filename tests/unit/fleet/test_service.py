@@ -345,25 +345,6 @@ def test_replicas_come_and_go(service, provider):
             service.scale(count)
 
 
-def test_a_policy_over_a_fleet_sees_scales_and_restarts_its_replicas(service):
-    policy = RolloutPolicy(service)
-    assert [each.state for each in policy.replicas()] == ["SYNCED"] * 2
-    before = [each.pid for each in policy.replicas()]
-    policy.restart_replicas()
-    assert not set(before) & {each.pid for each in policy.replicas()}
-    policy.scale(1)
-    eventually(lambda: [each.state for each in policy.replicas()] == ["SYNCED", "DEAD"])
-    assert policy.replicas()[1].pid is None
-    assert policy.replicas() == service.replicas() == asyncio.run(AsyncLLM.from_engine(service).replicas())
-
-
-def test_a_policy_over_one_engine_has_no_replicas():
-    policy = RolloutPolicy(make_engine())
-    for call in (policy.replicas, policy.restart_replicas, lambda: policy.scale(2)):
-        with pytest.raises(LifecycleError, match="This engine has no replicas: make it with num_replicas=2"):
-            call()
-
-
 def test_while_no_replica_lives_calls_may_be_tried_again(service, provider):
     provider.starts = False
     for replica in list(provider.replicas.values()):

@@ -1,5 +1,6 @@
 """Steps in a file and in trackers: numbering, what is not finite, and trackers that fail."""
 
+import errno
 import json
 import math
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from rollout_engine import ConfigError, RequestError, StepLog
+from rollout_engine.tracking import steps_file
 from rollout_engine.tracking.steps_file import LoggedStep, read_steps
 from tests.unit.tracking.fakes import install
 from tests.unit.tracking.test_statistics import batch_of
@@ -74,6 +76,24 @@ def test_a_tracker_that_fails_is_left_out_and_the_training_goes_on(tmp_path, cap
         steps(loss=2.0)
     assert len(failing.steps) == 1 and len(recorder.steps) == 2 and len(read_steps(tmp_path / "steps.jsonl")) == 2
     assert "The tracker Failing failed at step 0; it gets no more." in caplog.text
+
+
+def test_a_full_disk_costs_lines_and_not_the_training(tmp_path, monkeypatch, caplog):
+    append, failures = steps_file.append_text, [True, True, False]
+
+    def fills_up(path, text, **options):
+        if failures.pop(0):
+            append(path, text[:20], **options)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(path, text, **options)
+
+    monkeypatch.setattr(steps_file, "append_text", fills_up)
+    with StepLog(tmp_path) as steps:
+        assert [steps(loss=loss)["loss"] for loss in (3.0, 2.0, 1.0)] == [3.0, 2.0, 1.0]
+    [step] = read_steps(tmp_path / "steps.jsonl")
+    assert (step.step, step.numbers["loss"]) == (2, 1.0)
+    [record] = caplog.records
+    assert "step 0 is missing" in record.getMessage() and "No space left" in record.getMessage()
 
 
 @pytest.mark.parametrize("value", ["0.5", None, True, [1.0], torch.zeros(2)], ids=str)
