@@ -46,7 +46,16 @@ from rollout_engine.model.training.call_checks import install_checks, refuse_mov
 from rollout_engine.model.training.prefix_trial import shares_prefixes
 from rollout_engine.model.training.rollout_inputs import rollout_inputs
 from rollout_engine.model.training.token_batch import token_batch
-from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, mismatches, rollout_note
+from rollout_engine.provenance import (
+    LogprobsNote,
+    RolloutNote,
+    attach,
+    mismatches,
+    note_sent,
+    rollout_note,
+    sent_weights,
+    weights_state,
+)
 
 __all__ = ["ExactReport", "check", "enable", "logprobs_of", "token_logprobs", "token_logprobs_and_entropies"]
 
@@ -91,6 +100,8 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
         install_checks(causal_lm.base_model, device)
         refuse_long_batches(causal_lm.base_model)
         causal_lm._rollout_engine_exact = _Enabled(arithmetic, device.type)
+        if sent_weights(wrapped) is None:
+            note_sent(wrapped, weights_state(wrapped), None)
     return wrapped
 
 
@@ -185,7 +196,8 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) 
 def _note(model: nn.Module, temperature: float) -> LogprobsNote:
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     fp32_head = dtype != "float32" and has_float32_head(model)
-    return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head, active_adapters(model))
+    adapters, sent = active_adapters(model), sent_weights(model)
+    return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head, adapters, sent)
 
 
 class _LeftRows(NamedTuple):

@@ -5,8 +5,9 @@ clones, moved copies and concatenations of a `RolloutBatch` get those of the who
 early, and do not decide what is computed, but for `EpisodesNote`: it gives arguments of `advantages` their defaults.
 """
 
+import zlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollout_engine.outputs import Quantization
 
@@ -41,6 +42,17 @@ class LogprobsNote(NamedTuple):
     """Whether a model of another dtype computed float32 logits."""
     adapters: frozenset[str | None] = frozenset()
     """Names of the adapters that were active, None for the base alone."""
+    sent: "Sent | None" = None
+    """Whether the model still has the weights that were sent last; None: not known."""
+
+
+class Sent(NamedTuple):
+    """What became of a model's weights since `update_weights` sent them, or else since `exact.enable`."""
+
+    version: int | None
+    """Version as which they were sent; None: they were not."""
+    is_changed: bool
+    """Whether they were written to since, as by an optimizer step."""
 
 
 class EpisodesNote(NamedTuple):
@@ -53,6 +65,9 @@ class EpisodesNote(NamedTuple):
 
 
 _NAME = "_rollout_engine_note"
+_SENT = "_rollout_engine_sent"
+"""Attribute of a model's first parameter, the same object inside any wrapper: (version, state) when it was sent."""
+_NUM_COMPARED = 4
 
 
 def attach(tensor: object, note: RolloutNote | LogprobsNote | EpisodesNote | None) -> None:
@@ -94,6 +109,37 @@ def episodes_note(tensor: object) -> EpisodesNote | None:
     """The note on group ids, if there is one."""
     note = getattr(tensor, _NAME, None)
     return note if isinstance(note, EpisodesNote) else None
+
+
+def weights_state(model: Any) -> tuple[int, int, int] | None:
+    """A state that differs once an optimizer has stepped; None for what is no module of parameters.
+
+    Number of parameters, torch's counts of writes, and a checksum of the first values of those on the CPU, since fused
+    optimizers are not counted.
+    """
+    try:
+        parameters = list(model.parameters())
+        writes = sum(parameter._version for parameter in parameters)
+    except (AttributeError, TypeError, RuntimeError):  # no module, or tensors of inference mode
+        return None
+    near = [p.detach() for p in parameters if type(p).__name__ == "Parameter" and p.is_cpu and p.is_contiguous()]
+    values = repr([tensor.view(-1)[:_NUM_COMPARED].tolist() for tensor in near])
+    return (len(parameters), writes, zlib.crc32(values.encode())) if parameters else None
+
+
+def note_sent(model: Any, state: tuple[int, int, int] | None, version: int | None) -> None:
+    """Note that the weights of `model` were sent as a version (None: enabled) when they had this state."""
+    if state is not None:
+        setattr(next(iter(model.parameters())), _SENT, (version, state))
+
+
+def sent_weights(model: Any) -> Sent | None:
+    """What became of the weights since `note_sent`; None if it is not known."""
+    now = weights_state(model)
+    found = None if now is None else getattr(next(iter(model.parameters())), _SENT, None)
+    if now is None or found is None or found[1][0] != now[0]:
+        return None
+    return Sent(found[0], found[1] != now)
 
 
 def mismatches(trainer: LogprobsNote, rollout: RolloutNote) -> Iterator[str]:

@@ -14,6 +14,7 @@ import os
 from typing import Any
 
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
+from rollout_engine.cli.terminal import announced, number_of
 from rollout_engine.errors import ConfigError
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.serve.options import ServeOptions
@@ -79,7 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
         **keys,
     )
     check_server(options)
-    engine = AsyncLLM(arguments.model, num_replicas=arguments.replicas, **overrides.engine)
+    with announced(f"starting {number_of(arguments.replicas, 'replica')} of {arguments.model}"):
+        engine = AsyncLLM(arguments.model, num_replicas=arguments.replicas, **overrides.engine)
     try:
         server = HttpServer(engine, options)
         print(f"{server.url} serves {server.app.served.model}", flush=True)

@@ -14,6 +14,7 @@ from rollout_engine.errors import ManifestMismatchError, WeightUpdateError, as_w
 from rollout_engine.faces.adapter_updates import update_adapter
 from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
+from rollout_engine.provenance import note_sent, weights_state
 from rollout_engine.telemetry.spans import Spans
 from sync.adapters import has_merged
 from sync.base import WeightSource
@@ -90,7 +91,11 @@ def update_weights(
         mode=mode, kv=kv, staging=staging, transport=transport, reset_version=reset_version,
         allow_nonfinite=allow_nonfinite, timeout=timeout, partial=partial, delta=delta, draft=draft,
     )  # fmt: skip
-    return _carry_out_of(merge)(frontend, source, version, options)
+    state = weights_state(source)
+    report = _carry_out_of(merge)(frontend, source, version, options)
+    if not draft:
+        note_sent(source, state, report.version)
+    return report
 
 
 def _carry_out_of(merge: object) -> Callable[[HasUpdates, WeightSource, int | None, UpdateOptions], UpdateReport]:

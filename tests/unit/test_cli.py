@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout_engine.cli import doctor
+from rollout_engine.cli import doctor, terminal
 from rollout_engine.cli.ceilings import Dimensions
 from rollout_engine.cli.main import COMMANDS, main
 from rollout_engine.cli.overrides import parse_overrides
 from rollout_engine.cli.prompts import read_prompts
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.kernels import linear
+from rollout_engine.policy import RolloutPolicy
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.testing import tiny_checkpoint, tiny_config
 
@@ -195,6 +196,38 @@ def test_chat_wraps_prompts_in_messages(checkpoint, capsys):
     assert run("generate", checkpoint, "--prompt", "hi", "--chat", "--json", "max_tokens=1", POOL) == 0
     ids = json.loads(capsys.readouterr().out)["prompt_token_ids"]
     assert len(ids) > len("hi")
+
+
+@pytest.fixture
+def always_slow(monkeypatch):
+    """Has every command count as one that takes long."""
+    monkeypatch.setattr(terminal, "QUIET_SECONDS", 0.0)
+
+
+def test_work_that_takes_long_is_announced_and_other_work_is_not(capsys, monkeypatch):
+    with terminal.announced("quick"):
+        pass
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(terminal, "QUIET_SECONDS", 0.0)
+    shown = ""
+    with terminal.announced("slow"):
+        while not shown:  # while it works
+            shown = capsys.readouterr().err
+    assert shown == "slow ...\n" and capsys.readouterr().err == "slow: done in 0 s\n"
+    with pytest.raises(KeyError), terminal.announced("failing"):
+        raise KeyError
+
+
+def test_commands_say_what_they_wait_for(checkpoint, tmp_path, capsys, always_slow):
+    assert run("generate", checkpoint, "--prompt", "a", "--prompt", "b", "max_tokens=1", POOL) == 0
+    told = capsys.readouterr().err
+    assert f"loading {checkpoint}: done in" in told and "sampling 2 prompts: done in" in told
+    log = tmp_path / "rollouts.jsonl"
+    with RolloutPolicy.from_pretrained(checkpoint, num_kv_blocks=64) as policy:
+        policy.rollout(["a"], SamplingParams(max_tokens=1), log_to=log, use_tqdm=False)
+    assert run("replay", str(log), POOL) == 0
+    told = capsys.readouterr().err
+    assert f"loading {checkpoint}: done in" in told and "making 1 sample again: done in" in told
 
 
 @pytest.mark.parametrize("name", ["folder", "no/such/out.jsonl"])
