@@ -5,6 +5,7 @@ the live one when it is first named, so that all calls of one update mean the sa
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -27,11 +28,11 @@ class VersionNames:
 
     def read(self, body: Any) -> None:
         """Put numbers in place of the texts that the version fields of a body have. Raises `RequestError`."""
-        for field in body.__struct_fields__ if isinstance(body, msgspec.Struct) else ():
-            if field in _OF_UPDATES and self._is_name(field, text := getattr(body, field)):
-                setattr(body, field, self._number_of(text))
-            elif field == _OF_LIVE and self._is_name(field, text := getattr(body, field)):
-                setattr(body, field, self._note(text, self._live()))
+        for field in _fields_of(body.__class__):
+            text = getattr(body, field)
+            if self._is_name(field, text):
+                number = self._note(text, self._live()) if field == _OF_LIVE else self._number_of(text)
+                setattr(body, field, number)
 
     def text_of(self, version: int) -> str:
         """The text that a client gave a version; its number without one."""
@@ -62,3 +63,10 @@ class VersionNames:
             self._texts.pop(self._numbers.pop(oldest), None)
         self._numbers[text], self._texts[number] = number, text
         return number
+
+
+@cache
+def _fields_of(kind: Any) -> tuple[str, ...]:
+    """The version fields of a kind of bodies."""
+    known = kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else ()
+    return tuple(field for field in known if field in (*_OF_UPDATES, _OF_LIVE))
