@@ -103,7 +103,7 @@ class Generation:
         for each in params:
             if inputs.has_new_grammar(each):
                 await run_in_thread(inputs.try_grammar, each)
-        if self._asked.num_bytes > MANY_BYTES or any(_is_long(each, self._asked) for each in prompts):
+        if self._asked.num_bytes > MANY_BYTES or _are_long(prompts, self._asked):
             streams = await run_in_thread(self._add, prompts, params, seeds, options, check)
         else:
             streams = self._add(prompts, params, seeds, options, check)
@@ -185,9 +185,9 @@ def failed(output: RequestOutput) -> HttpProblem | None:
     return None
 
 
-def _is_long(prompt: Any, asked: Asked) -> bool:
-    """Whether encoding a prompt takes so long that other requests should not wait for it."""
-    if isinstance(prompt, dict) and "messages" not in prompt:
-        text = prompt.get("prompt", "")
-        return isinstance(text, str) and len(text) > LONG_BYTES
-    return asked.is_long
+def _are_long(prompts: Sequence[Any], asked: Asked) -> bool:
+    """Whether encoding the prompts of a call takes so long that other requests should not wait for it."""
+    texts = [each.get("prompt", "") if isinstance(each, dict) else each for each in prompts]
+    if sum(len(text) for text in texts if isinstance(text, str)) > LONG_BYTES:
+        return True
+    return asked.is_long and any(isinstance(each, dict) and "messages" in each for each in prompts)
