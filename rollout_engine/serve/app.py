@@ -140,12 +140,13 @@ class _Answer:
         if data is None:
             return None
         body = read_body(route, data, self._scope["query_string"].decode("latin-1"))
-        self._served.versions.read(body)
+        named = self._served.versions.read(body)
         asked = Asked(body, self._headers, self._request_id, len(data))
         del data  # a stream may be open for long
         stop_watching = self._watch_client()
         try:
             reply = await route.handler(self._served, asked)
+            self._served.versions.confirm(named)
             if isinstance(reply, Events):
                 await self._write_events(reply)
                 return None

@@ -12,7 +12,7 @@ from rollout_engine.results.open_streams import Stream
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.prompt_bounds import check_prompt_logprobs, check_text_size
 from rollout_engine.serve.request_templates import with_rendered_text
-from rollout_engine.serve.route import LONG_BYTES, Asked
+from rollout_engine.serve.route import LONG_BYTES, MANY_BYTES, Asked
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
 from rollout_engine.text.input_processor import CheckedPrompt, Params
@@ -22,8 +22,6 @@ from rollout_engine.threads import run_in_thread
 
 Check: TypeAlias = Callable[[Sequence[CheckedPrompt]], None]
 """Raises for prompts, as token ids, that are not to be queued together."""
-_MANY_BYTES = 1 << 20
-"""From so many bytes of a body on, token ids are checked beside the event loop too."""
 
 
 class Generation:
@@ -105,7 +103,7 @@ class Generation:
         for each in params:
             if inputs.has_new_grammar(each):
                 await run_in_thread(inputs.try_grammar, each)
-        if self._asked.num_bytes > _MANY_BYTES or any(_is_long(each, self._asked) for each in prompts):
+        if self._asked.num_bytes > MANY_BYTES or _are_long(prompts, self._asked):
             streams = await run_in_thread(self._add, prompts, params, seeds, options, check)
         else:
             streams = self._add(prompts, params, seeds, options, check)
@@ -187,9 +185,9 @@ def failed(output: RequestOutput) -> HttpProblem | None:
     return None
 
 
-def _is_long(prompt: Any, asked: Asked) -> bool:
-    """Whether encoding a prompt takes so long that other requests should not wait for it."""
-    if isinstance(prompt, dict) and "messages" not in prompt:
-        text = prompt.get("prompt", "")
-        return isinstance(text, str) and len(text) > LONG_BYTES
-    return asked.is_long
+def _are_long(prompts: Sequence[Any], asked: Asked) -> bool:
+    """Whether encoding the prompts of a call takes so long that other requests should not wait for it."""
+    texts = [each.get("prompt", "") if isinstance(each, dict) else each for each in prompts]
+    if sum(len(text) for text in texts if isinstance(text, str)) > LONG_BYTES:
+        return True
+    return asked.is_long and any(isinstance(each, dict) and "messages" in each for each in prompts)

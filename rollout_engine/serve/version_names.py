@@ -5,13 +5,15 @@ the live one when it is first named, so that all calls of one update mean the sa
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, TypeAlias
 
 import msgspec
 
 from rollout_engine.errors import RequestError
 from rollout_engine.serve.pending_update import as_version
 
+Named: TypeAlias = list[tuple[int, str]]
 _OF_UPDATES, _OF_LIVE = ("weight_version", "target_version"), "new_version"
 """Fields of bodies with the version of an update, and with that of the live weights."""
 _MAX_CHARS, _MAX_KEPT = 256, 4096
@@ -25,13 +27,26 @@ class VersionNames:
         self._numbers: dict[str, int] = {}
         self._texts: dict[int, str] = {}
 
-    def read(self, body: Any) -> None:
-        """Put numbers in place of the texts that the version fields of a body have. Raises `RequestError`."""
-        for field in body.__struct_fields__ if isinstance(body, msgspec.Struct) else ():
-            if field in _OF_UPDATES and self._is_name(field, text := getattr(body, field)):
-                setattr(body, field, self._number_of(text))
-            elif field == _OF_LIVE and self._is_name(field, text := getattr(body, field)):
-                setattr(body, field, self._note(text, self._live()))
+    def read(self, body: Any) -> Named:
+        """Put numbers in place of the texts that the version fields of a body have. Raises `RequestError`.
+
+        Returns the number and text of each: `confirm` those of an update once it has been carried out.
+        """
+        named = []
+        for field in _fields_of(body.__class__):
+            text = getattr(body, field)
+            if self._is_name(field, text):
+                named.append((self._live() if field == _OF_LIVE else self._number_of(text), text))
+                setattr(body, field, named[-1][0])
+                if field == _OF_LIVE:
+                    self.confirm(named)
+        return named
+
+    def confirm(self, named: Named) -> None:
+        """Note the text of the live version, if that is one of these: an update that failed names no version."""
+        for number, text in named:
+            if number == self._live():
+                self._texts[number] = text
 
     def text_of(self, version: int) -> str:
         """The text that a client gave a version; its number without one."""
@@ -51,14 +66,17 @@ class VersionNames:
         return False
 
     def _number_of(self, text: str) -> int:
-        number, live = self._numbers.get(text), self._live()
-        if number is not None and (number > live or self._texts.get(number) == text):
-            return number
-        return self._note(text, live + 1)
-
-    def _note(self, text: str, number: int) -> int:
-        if len(self._numbers) >= _MAX_KEPT:
-            oldest = next(iter(self._numbers))
-            self._texts.pop(self._numbers.pop(oldest), None)
-        self._numbers[text], self._texts[number] = number, text
+        number, live = self._numbers.get(text, 0), self._live()
+        if number <= live and self._texts.get(number) != text:
+            number = live + 1
+        self._numbers[text] = number
+        if len(self._numbers) > _MAX_KEPT:
+            self._texts.pop(self._numbers.pop(next(iter(self._numbers))), None)
         return number
+
+
+@cache
+def _fields_of(kind: Any) -> tuple[str, ...]:
+    """The version fields of a kind of bodies."""
+    known = kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else ()
+    return tuple(field for field in known if field in (*_OF_UPDATES, _OF_LIVE))

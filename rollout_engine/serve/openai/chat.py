@@ -60,7 +60,7 @@ async def create(served: Served, asked: Asked) -> Reply | Events:
     """Answer a conversation."""
     lora = await served.adapter_of(asked.body.model)
     renders = asked.body.required_prefix_token_ids is not None  # a conversation, several times
-    call = await (run_in_thread if renders else asked.read)(_Call, served, asked, lora)
+    call = await (run_in_thread if renders else asked.read_fields)(_Call, served, asked, lora)
     if asked.body.stream:
         return Events(call.events())
     return Reply(await call.reply())

@@ -52,7 +52,7 @@ class CompletionBody(SamplingFields, kw_only=True):
 
 async def create(served: Served, asked: Asked) -> Reply | Events:
     """Complete prompts of text or token ids."""
-    call = await asked.read(_Call, served, asked, await served.adapter_of(asked.body.model))
+    call = await asked.read_fields(_Call, served, asked, await served.adapter_of(asked.body.model))
     if asked.body.stream:
         return Events(call.events())
     return Reply(await call.reply())

@@ -60,8 +60,8 @@ async def tokenize(served: Served, asked: Asked) -> Reply:
             prompt["add_special_tokens"] = body.add_special_tokens
     prompt = await with_rendered_text(served, prompt)
     check_text_size(served, prompt)
-    token_ids = await asked.read(served.engine.frontend.inputs.token_ids_of, prompt)
-    texts = await asked.read(served.codec.hf.convert_ids_to_tokens, token_ids) if body.return_token_strs else None
+    token_ids = await asked.read_texts(served.engine.frontend.inputs.token_ids_of, prompt)
+    texts = await asked.read_texts(served.codec.hf.convert_ids_to_tokens, token_ids) if body.return_token_strs else None
     count = {"count": len(token_ids), "max_model_len": served.max_model_len}
     return Reply({**count, "tokens": token_ids, "token_strs": texts})
 
@@ -78,7 +78,7 @@ async def detokenize(served: Served, asked: Asked) -> Reply:
     """Text of token ids."""
     body: DetokenizeBody = asked.body
     served.check_model(body.model)
-    return Reply({"prompt": await asked.read(_text, served, body)})
+    return Reply({"prompt": await asked.read_texts(_text, served, body)})
 
 
 def _text(served: Served, body: DetokenizeBody) -> str:

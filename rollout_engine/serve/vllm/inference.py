@@ -71,7 +71,7 @@ class InferenceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 async def generate(served: Served, asked: Asked) -> Reply | Events:
     """Complete a prompt of token ids by token ids."""
-    call = await asked.read(_Call, served, asked, await _adapter(served, asked.body))
+    call = await asked.read_fields(_Call, served, asked, await _adapter(served, asked.body))
     if asked.body.stream:
         return Events(call.events())
     return Reply(await call.reply())

@@ -42,6 +42,7 @@ def test_a_long_text_that_is_to_be_truncated_is_encoded(client):
     "path, body",
     [
         ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": ["many words"] * 1000, "max_tokens": 1}),
         ("/v1/chat/completions", {"messages": MESSAGES}),
         ("/v1/chat/completions", {**TURNS, "required_prefix_token_ids": [5, 6, 7]}),
         ("/tokenize", {"prompt": LONG}),

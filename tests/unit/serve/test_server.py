@@ -117,7 +117,7 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing(server,
         return streams
 
     monkeypatch.setattr(frontend, "add_request", add_late)
-    monkeypatch.setattr(generation, "_MANY_BYTES", 0)  # from here on prompts are encoded on a thread
+    monkeypatch.setattr(generation, "MANY_BYTES", 0)  # from here on prompts are encoded on a thread
     policy.pause_generation(mode="keep")
     body = b'{"prompt": "x", "max_tokens": 3}'
     host, port = server.url.removeprefix("http://").split(":")

@@ -55,18 +55,26 @@ def test_the_path_of_an_update_from_disk_is_the_models(client, other_weights, tm
     assert client.send("GET", "/server_info").json()["model_path"] == str(tmp_path)
 
 
+def test_an_update_that_failed_names_no_version(client, other_weights, tmp_path):
+    client.problem("/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "lost"})
+    save_file(other_weights, tmp_path / "model.safetensors")
+    client.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
+    assert client.send("GET", "/get_weight_version").json() == {"weight_version": "1"}
+
+
 def test_a_text_stands_for_one_version_until_another_has_taken_its_number():
     live = [0]
     names = VersionNames(lambda: live[0])
 
-    def number_of(text):
+    def read(text):
         body = UpdateBody(weight_dir="x", weight_version=text)
-        names.read(body)
-        return body.weight_version
+        return names.read(body), body.weight_version
 
-    assert [number_of("a"), number_of("a"), number_of("weight_v000042"), number_of("default")] == [
-        *(1, 1, "weight_v000042", "default"),
-    ]
-    assert number_of("b") == 1  # "a" was never committed
+    assert [read(text)[1] for text in ("a", "a", "weight_v000042", "default")] == [1, 1, "weight_v000042", "default"]
+    named, number = read("b")
+    assert number == 1  # "a" was never committed
+    names.confirm(named)
+    assert names.text_of(1) == "1"  # nor is "b" yet
     live[0] = 1
-    assert (number_of("b"), number_of("a")) == (1, 2) and names.text_of(1) == "b" and names.text_of(9) == "9"
+    names.confirm(named)
+    assert (read("b")[1], read("a")[1]) == (1, 2) and names.text_of(1) == "b" and names.text_of(9) == "9"
