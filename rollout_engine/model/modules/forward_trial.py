@@ -11,8 +11,9 @@ ATTENTION_NAME = "rollout_engine_pattern"
 """The attention function that a forward in a trial finds in its configuration."""
 NUM_TOKENS = 3
 """Tokens of a trial."""
-_ANYWHERE = {"config", "layer_idx", "training", "hidden_size"}
 READS_POSITIONS = "computes with positions"
+"""Part of the reason of a forward that operates on positions."""
+_ANYWHERE = {"config", "layer_idx", "training", "hidden_size"}
 _ATTENTION = (
     _ANYWHERE
     | {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "scaling", "sliding_window", "use_rope"}
