@@ -127,7 +127,7 @@ void rotate_row(T* x, const T* cos, const T* sin, int64_t size) {
 // x * factor, rounded, over `x`.
 template <typename T>
 void scale_row(T* x, T factor, int64_t size) {
-    const F by = vec::set1(vec::load(&factor, 1)[0]);
+    const F by = vec::set1(vec::sum(vec::load(&factor, 1)));  // the other elements are zeros
     map(x, x, x, size, [by](F v, F) LAMBDA_INLINE { return v * by; });
 }
 

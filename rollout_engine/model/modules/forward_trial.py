@@ -1,0 +1,128 @@
+"""Runs the forward of one module over parts of known results, and records what it reads and where it differs."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ATTENTION_NAME = "rollout_engine_pattern"
+"""The attention function that a forward in a trial finds in its configuration."""
+NUM_TOKENS = 3
+"""Tokens of a trial."""
+READS_POSITIONS = "computes with positions"
+"""Part of the reason of a forward that operates on positions."""
+_ANYWHERE = {"config", "layer_idx", "training", "hidden_size"}
+_ATTENTION = (
+    _ANYWHERE
+    | {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "scaling", "sliding_window", "use_rope"}
+    | {"num_heads", "num_attention_heads", "num_key_value_heads", "num_key_value_groups", "is_causal"}
+    | {"attention_dropout", "residual_dropout", "layer_type", "attention_type"}
+    | {"config._attn_implementation", "config.sliding_window"}
+)
+_KNOWN = {
+    "attention": _ATTENTION,
+    "scaled attention": _ATTENTION | {"config.rope_parameters"},
+    "layer": _ANYWHERE
+    | {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "residual_multiplier", "residual_dropout"}
+    | {"layer_type", "attention_type", "gradient_checkpointing"},
+    "base": _ANYWHERE
+    | {"embed_tokens", "layers", "norm", "rotary_emb", "gradient_checkpointing", "has_sliding_layers"}
+    | {"embedding_multiplier"}
+    | {"config._attn_implementation", "config.is_causal", "config.layer_types", "config.num_hidden_layers"}
+    | {"config.sliding_window"},
+    "head": _ANYWHERE
+    | {"model", "lm_head", "vocab_size", "num_experts", "num_experts_per_tok", "router_aux_loss_coef"}
+    | {"config.output_router_logits", "config.logits_scaling"},
+}
+"""Names that a forward may read: its parts, sizes, and numbers that act on every token alike."""
+
+
+class _Trial:
+    """A module in whose place forwards read: `parts` replace its own, names that are read are recorded."""
+
+    def __init__(self, target: Any, parts: dict[str, object], prefix: str = "", reads: set[str] | None = None) -> None:
+        self.__dict__.update(_target=target, _parts=parts, _prefix=prefix, _reads=set() if reads is None else reads)
+
+    @property
+    def __class__(self) -> Any:  # for `super()`
+        return type(self._target)
+
+    def __getattr__(self, name: str) -> Any:
+        self._reads.add(self._prefix + name)
+        if name in self._parts:
+            return self._parts[name]
+        value = getattr(self._target, name)
+        is_config = name == "config" and not self._prefix
+        return _Trial(value, {"_attn_implementation": ATTENTION_NAME}, "config.", self._reads) if is_config else value
+
+
+class Mismatch(Exception):
+    """A forward does something that Llama's does not, as the end of a sentence that begins with its class."""
+
+
+def unmatched_reason(kind: str, module: nn.Module, run: Callable[["Forward"], None]) -> str | None:
+    """Why the forward of `module` is not that of its `kind`, which `run` tries; None where it is.
+
+    `run` raises `Mismatch`, by `require`, if the forward computes something else.
+    """
+    name = type(module).__name__
+    if "forward" in vars(module):
+        return f"the forward of {name} was replaced"
+    trial = Forward(module)
+    try:
+        with torch.no_grad():
+            run(trial)
+    except Mismatch as problem:
+        return f"{name} {problem}"
+    except Exception as problem:  # foreign modules may fail in any way
+        return f"{name} does not run as Llama's does ({type(problem).__name__}: {problem})"
+    if strangers := sorted(trial.reads - _KNOWN[kind]):
+        return f"{name} reads {', '.join(strangers)}, which its pattern does not allow"
+    return None
+
+
+class Forward:
+    """Calls the forward of `module` over other parts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._function = inspect.unwrap(type(module).forward)
+        self.reads: set[str] = set()
+        self.children = dict(module.named_children())
+
+    def __call__(self, parts: dict[str, object], *args: Any, **kwargs: Any) -> Any:
+        return self._function(_Trial(self._module, parts, reads=self.reads), *args, **kwargs)
+
+
+class _WatchedPositions(Tensor):
+    """Positions; an operation on them is a `Mismatch`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # a shape, a device
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise Mismatch(f"{READS_POSITIONS} ({getattr(func, '__name__', func)})")
+
+
+def watched_positions() -> Tensor:
+    """Positions int64 [1, T] that allow no operation."""
+    return torch.arange(NUM_TOKENS)[None].as_subclass(_WatchedPositions)
+
+
+def waves(*shape: int, phase: float) -> Tensor:
+    """Fixed irregular numbers; nothing is drawn from torch's generator."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) * 0.7 + phase).square().sin().view(shape)
+
+
+def require(condition: bool, otherwise: str) -> None:
+    """Raise `Mismatch` with `otherwise`, unless `condition` holds."""
+    if not condition:
+        raise Mismatch(otherwise)
+
+
+def require_same(found: Tensor, wanted: Tensor, otherwise: str) -> None:
+    """Raise `Mismatch` with `otherwise`, unless the tensors are equal up to round-off."""
+    require(found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=1e-6), otherwise)
