@@ -2,7 +2,7 @@
 
 An exact count would read every live weight once more, most of them from packed copies. Here up to 1,024 elements of up
 to 128 tensors are compared with those of the update before; at first with those that were loaded. A tensor is chosen
-by its size, so that every element of the model counts alike. That takes 2 ms, whatever the size of the model.
+by its size, so that every element of the model counts alike. That takes about 2 ms, whatever the size of the model.
 """
 
 import math

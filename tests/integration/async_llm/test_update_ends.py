@@ -42,6 +42,25 @@ async def begin_without_sending(engine, version, rendezvous, **options):
     assert accepted is True
 
 
+def test_the_end_of_a_refused_update_does_not_report_the_one_before(engine, tmp_path):
+    publish(tmp_path, tiny_weights(0), engine.policy_version + 1)
+
+    async def run():
+        for options, refused in (({}, False), ({"timeout": -1.0}, True)):
+            staged = ask(engine, "stage_weights", path=str(tmp_path), version=None, options=options)
+            with pytest.raises(errors.RolloutEngineError) if refused else contextlib.nullcontext():
+                await staged
+        with pytest.raises(errors.LifecycleError, match="begun no update"):
+            await ask(engine, "end_weight_update")
+
+    async def run_ended():
+        await ask(engine, "stage_weights", path=str(tmp_path), version=None, options={})
+        assert (await ask(engine, "end_weight_update")).version == engine.policy_version
+
+    asyncio.run(run_ended())
+    asyncio.run(run())
+
+
 def test_an_update_whose_sender_never_comes_keeps_others_out_and_ends_by_its_deadline(engine):
     """The core gives up, and the next update is taken."""
     rendezvous = {"transport": "gloo", "directory": engine.address}
