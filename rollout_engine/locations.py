@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
 )
 
 from rollout_engine.errors import ConfigError
+from sync.own_files import require_regular
 
 DESCRIPTION_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -33,6 +34,7 @@ def find_directory(name: str, *, weights: bool, field: str = "model") -> Path:
     """
     path = Path(located(field, name))
     if path.is_dir():
+        _check_kinds(path, field)
         return path
     wanted = DESCRIPTION_FILES + (WEIGHT_FILES if weights else [])
     try:
@@ -43,6 +45,17 @@ def find_directory(name: str, *, weights: bool, field: str = "model") -> Path:
         raise ConfigError(
             f"{field}='{name}': {missing}, and as a hub id it could not be fetched: {reason}. {advice}."
         ) from None
+
+
+def _check_kinds(directory: Path, field: str) -> None:
+    """Raise `ConfigError` for a pipe or device in place of a file that is read: opening one may block indefinitely."""
+    for path in directory.iterdir():
+        is_read = any(path.match(pattern) for pattern in DESCRIPTION_FILES + WEIGHT_FILES)
+        if is_read and path.exists() and not path.is_dir():
+            try:
+                require_regular(path)
+            except OSError as problem:
+                raise ConfigError(f"{field}='{directory}': {path} cannot be opened: {problem.strerror}.") from None
 
 
 def located(field: str, name: str) -> str:

@@ -16,7 +16,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -32,7 +32,8 @@ def start_process(command: Sequence[str], **options: Any) -> "subprocess.Popen[b
     Raises as `Popen` does, and `RetryableError` if the system starts no thread.
     """
     outcome: Future[subprocess.Popen[bytes]] = Future()
-    _Starter.of_this_process().work.put((partial(subprocess.Popen, command, **options), outcome))
+    work = partial(_start_as, _processors(), partial(subprocess.Popen, command, **options))
+    _Starter.of_this_process().work.put((work, outcome))
     interrupt: BaseException | None = None
     while not outcome.done():  # also if interrupted: the child inherits descriptors that the caller would close
         try:
@@ -65,6 +66,18 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
         if os.getppid() != parent:  # it ended before
             os.kill(os.getpid(), number)
+
+
+def _processors() -> set[int]:
+    """The processors that this thread may use, where the system says."""
+    return os.sched_getaffinity(0) if sys.platform == "linux" else set()
+
+
+def _start_as(processors: set[int], start: Callable[[], Any]) -> Any:
+    """Start a process that may use these processors: it inherits them from the thread that starts it."""
+    if sys.platform == "linux" and processors != _processors():
+        os.sched_setaffinity(0, processors)
+    return start()
 
 
 class _Starter:

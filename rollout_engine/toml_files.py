@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollout_engine.errors import ConfigError
+from sync.own_files import read_regular
 
 _MOST_BYTES = 1 << 20
 Key = tuple[str | int, ...]
@@ -27,13 +28,10 @@ class TomlFile(NamedTuple):
         """Read a file. Raises `ConfigError`, pointing to `example`, unless it can be read and is TOML."""
         name = os.fspath(path)
         try:
-            with open(name, "rb") as file:
-                found = file.read(_MOST_BYTES + 1)
+            found = read_regular(name, _MOST_BYTES)
         except (OSError, ValueError) as problem:  # a name with a zero byte is a ValueError
             why = getattr(problem, "strerror", None) or problem
             raise ConfigError(f"{name} cannot be read: {why}. Give a TOML file, as {example}.") from None
-        if len(found) > _MOST_BYTES:
-            raise ConfigError(f"{name} is too long: expected at most {_MOST_BYTES} bytes of TOML, as {example}.")
         try:
             text = found.decode()
             return cls(name, tomllib.loads(text), text)

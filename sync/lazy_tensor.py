@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sync.digests import PIECE_BYTES, Digest, tensor_bytes
-from sync.errors import GatherFailed
+from sync.errors import GatherFailed, SyncError
 
 Fetch = Callable[[memoryview, int], None]
 """`fetch(out, start)` fills `out` with the bytes from `start` on."""
@@ -75,8 +75,13 @@ class FileTensor(LazyTensor):
         self.fetch, self.check, self._check_digest = fetch, check, check_digest
 
     def materialize(self) -> Tensor:
-        """Read the file. Raises `ChecksumMismatch`."""
-        out = torch.empty(self.shape, dtype=self.dtype)
+        """Read the file. Raises `ChecksumMismatch`, and `SyncError` if there is no memory for it."""
+        try:
+            out = torch.empty(self.shape, dtype=self.dtype)
+        except RuntimeError as problem:  # torch's own word for it
+            num_bytes = math.prod(self.shape) * self.dtype.itemsize
+            what = f"A tensor of shape {tuple(self.shape)} and dtype {self.dtype} takes {num_bytes} bytes"
+            raise SyncError(f"{what}, more than this process can have: {str(problem).splitlines()[0]}.") from None
         memory = tensor_bytes(out)
         if self._check_digest is None:
             self.fetch(memory, 0)

@@ -61,9 +61,14 @@ def open_directory(path: AnyPath, *, dir_fd: int | None = None, closed_to: int =
     return directory
 
 
+def require_regular(path: AnyPath) -> None:
+    """Raise `OSError` unless there is a regular file of any user."""
+    _check_kind(os.stat(path), path, stat.S_IFREG)
+
+
 def open_regular(path: AnyPath) -> int:
     """Open a regular file of any user for reading. Links are followed, as caches of checkpoints are made of them."""
-    _check_kind(os.stat(path), path, stat.S_IFREG)
+    require_regular(path)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         _check_kind(os.fstat(file), path, stat.S_IFREG)
@@ -71,6 +76,15 @@ def open_regular(path: AnyPath) -> int:
         os.close(file)
         raise
     return file
+
+
+def read_regular(path: AnyPath, max_bytes: int) -> bytes:
+    """All bytes of a regular file of any user; more than `max_bytes` are an `OSError`."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise _refused(path, f"it has more than {max_bytes} bytes")
+    return content
 
 
 @contextmanager

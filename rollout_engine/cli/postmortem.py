@@ -2,6 +2,7 @@
 
 rollout-engine postmortem FILE
 rollout-engine postmortem FILE --replay     without a model: does the scheduler alone fail?
+rollout-engine postmortem FILE.stacks       of a core whose native code crashed: where its threads were
 """
 
 import argparse
@@ -9,7 +10,9 @@ import time
 from pathlib import Path
 
 from rollout_engine.cli.schedule_replay import replay
+from rollout_engine.errors import RequestError
 from rollout_engine.process.post_mortem import (
+    STACKS_SUFFIX,
     AddLine,
     CallLine,
     EndLine,
@@ -18,6 +21,7 @@ from rollout_engine.process.post_mortem import (
     LiveLine,
     StepLine,
     read_post_mortem,
+    read_stacks,
 )
 
 _NUM_NAMED = 8
@@ -26,13 +30,16 @@ _NUM_NAMED = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `postmortem`."""
-    parser.add_argument("file", type=Path, help="the file, named *.jsonl")
+    parser.add_argument("file", type=Path, help="the file, named *.jsonl or *.stacks")
     parser.add_argument("--last", type=int, default=20, metavar="N", help="lines to print, the last ones (default 20)")
     parser.add_argument("--replay", action="store_true", help="replay the schedule without a model")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the header and the last lines, or replay all of them."""
+    """Print the header and the last lines, or replay all of them; of a crash print the stacks."""
+    if arguments.file.suffix == STACKS_SUFFIX:
+        _print_stacks(arguments.file, replays=arguments.replay)
+        return
     lines = read_post_mortem(arguments.file)
     header, *rest = lines
     assert isinstance(header, Header), "checked when it was read"
@@ -49,6 +56,13 @@ def run(arguments: argparse.Namespace) -> None:
     entries = [line for line in rest if not isinstance(line, LiveLine)]
     for line in entries[max(len(entries) - arguments.last, 0) :]:
         print(_shown(line))
+
+
+def _print_stacks(file: Path, *, replays: bool) -> None:
+    if replays:
+        hint = "A crash leaves the stacks of its threads, and no steps."
+        raise RequestError.for_field("--replay", str(file), "with a file named *.jsonl", hint)
+    print(f"native code of a core crashed, or a hanging one was ended; where its threads were:\n{read_stacks(file)}")
 
 
 def _print_replay(lines: list[Line], *, is_whole: bool) -> None:

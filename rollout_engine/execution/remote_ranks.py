@@ -9,6 +9,7 @@ noticed by TCP's keepalive.
 import hmac
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -32,6 +33,9 @@ _NUM_SOCKETS = 4
 _CONNECT_SECONDS = 120.0
 """How long a process that has begun may take to import this package and connect."""
 _HELLO_SECONDS = 2.0
+"""How long a connection may take to say who it is."""
+_MAX_WAITING = 256
+"""Connections that may take so long at the same time."""
 _POLL_SECONDS = 0.5
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _LOST_MILLISECONDS = 30_000
@@ -88,9 +92,8 @@ class RemoteLauncher(RankLauncher):
     def __init__(self, host: str, num_ranks: int) -> None:
         """`host`: an address of this machine that the others reach."""
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, 0), family=family)
-        self._listener.settimeout(_POLL_SECONDS)
-        self._place = Rendezvous(host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))
+        self._door = Door(socket.create_server((host, 0), family=family))
+        self._place = Rendezvous(host, self._door.port, secrets.token_hex(_TOKEN_BYTES))
         self._meeting_point, self.rendezvous = (_free_address(host, family) for _ in range(2))
         self.meeting = GroupMeeting(self._meeting_point, 0, num_ranks)
 
@@ -120,26 +123,18 @@ class RemoteLauncher(RankLauncher):
                 process.end()
 
     def close(self) -> None:
-        self._listener.close()
+        self._door.close()
         self.meeting.break_()
 
     def _accept(self, ends: dict[int, dict[int, socket.socket]]) -> None:
-        """Take one connection, if one comes soon, and close that of a stranger."""
-        try:
-            end, _ = self._listener.accept()
-        except TimeoutError:
-            return
-        try:
-            end.settimeout(_HELLO_SECONDS)
-            token, rank, place = _HELLO.unpack(_exactly(end, _HELLO.size))
-        except OSError:
-            end.close()
-            return
-        is_ours = hmac.compare_digest(token, bytes.fromhex(self._place.token))
-        if not is_ours or place in (known := ends.get(rank, {})) or rank not in ends or place >= _NUM_SOCKETS:
-            end.close()
-            return
-        known[place] = _kept_alive(end)
+        """Take the connections that soon say which rank they belong to, and close those of strangers."""
+        for end, hello in self._door.arrivals(_POLL_SECONDS):
+            token, rank, place = _HELLO.unpack(hello)
+            is_ours = hmac.compare_digest(token, bytes.fromhex(self._place.token))
+            if not is_ours or place in (known := ends.get(rank, {})) or rank not in ends or place >= _NUM_SOCKETS:
+                end.close()
+            else:
+                known[place] = _kept_alive(end)
 
     def _require_coming(self, rank: int, process: RemoteProcess, deadline: float) -> None:
         if process.has_ended():
@@ -149,6 +144,70 @@ class RemoteLauncher(RankLauncher):
                 f"rank {rank} ({process.name}) has not connected to {self._place.host}:{self._place.port} within "
                 f"{_CONNECT_SECONDS:g} s. Let the machines of the ranks reach one another over TCP, on any port."
             )
+
+
+class Door:
+    """A listening socket, and connections that have not said all of their hello: none keeps another one waiting."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._listener.setblocking(False)
+        self.port: int = listener.getsockname()[1]
+        self._waiting: dict[int, tuple[socket.socket, bytearray, float]] = {}
+        """Descriptor -> connection, the bytes of its hello so far, and until when it may say the rest; oldest first."""
+
+    def arrivals(self, seconds: float) -> Iterator[tuple[socket.socket, bytes]]:
+        """Wait up to `seconds` for something to happen; yield the connections whose hello is whole."""
+        poller = select.poll()
+        for descriptor in (self._listener.fileno(), *self._waiting):
+            poller.register(descriptor, select.POLLIN)
+        for descriptor, _ in poller.poll(int(1000 * seconds)):
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif (whole := self._read(descriptor)) is not None:
+                yield whole
+        now = time.monotonic()
+        for descriptor in [each for each, (_, _, deadline) in self._waiting.items() if now > deadline]:
+            self._waiting.pop(descriptor)[0].close()
+
+    def close(self) -> None:
+        """Close the socket, and all connections that wait."""
+        self._listener.close()
+        for end, _, _ in self._waiting.values():
+            end.close()
+        self._waiting.clear()
+
+    def _accept(self) -> None:
+        """Take one connection. Of too many that wait, the oldest is closed."""
+        try:
+            end, _ = self._listener.accept()
+        except OSError:  # it has gone again, or there is no descriptor for it now
+            return
+        end.setblocking(False)
+        if len(self._waiting) >= _MAX_WAITING:
+            self._waiting.pop(next(iter(self._waiting)))[0].close()
+        self._waiting[end.fileno()] = end, bytearray(), time.monotonic() + _HELLO_SECONDS
+
+    def _read(self, descriptor: int) -> tuple[socket.socket, bytes] | None:
+        """Read what a connection says. Returns it once it has said all of its hello."""
+        found = self._waiting.get(descriptor)
+        if found is None:  # the oldest of too many
+            return None
+        end, hello, _ = found
+        try:
+            received = end.recv(_HELLO.size - len(hello))
+        except BlockingIOError:
+            return None
+        except OSError:
+            received = b""
+        hello += received
+        if received and len(hello) < _HELLO.size:
+            return None
+        del self._waiting[descriptor]
+        if not received:
+            end.close()
+            return None
+        return end, bytes(hello)
 
 
 class Channels(NamedTuple):
@@ -189,15 +248,6 @@ def _kept_alive(end: socket.socket) -> socket.socket:
         if hasattr(socket, name):
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return end
-
-
-def _exactly(end: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        if not (received := end.recv(count - len(data))):
-            raise ConnectionError("the other end is gone")
-        data += received
-    return data
 
 
 def _free_address(host: str, family: int) -> str:

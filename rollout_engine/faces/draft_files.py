@@ -28,6 +28,7 @@ from rollout_engine.messages import KeptSamples
 from rollout_engine.text.tokenizer import TextCodec
 from rollout_engine.whole_files import whole_file
 from sync.digests import Digest
+from sync.own_files import open_regular
 
 VERSION = 1
 """The version of the format that is written; older versions are read."""
@@ -98,7 +99,7 @@ def load_drafts(frontend: HasDrafts, path: str | os.PathLike[str], *, timeout: f
     """
     max_tokens = _require_kept(frontend, "load_drafts")
     source = _as_path("load_drafts", path)
-    with _os_errors("load_drafts", source, _A_FILE), open(source, "rb") as file:
+    with _os_errors("load_drafts", source, _A_FILE), os.fdopen(open_regular(source), "rb") as file:
         try:
             samples = _read(file, frontend, max_tokens)
         except ValueError as problem:

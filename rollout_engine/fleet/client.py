@@ -172,8 +172,9 @@ class FleetClient:
         self.require_usable()
         check_count(num_replicas)
         with self._updates.one_at_a_time():
-            if (num_more := num_replicas - len(self._brain.wanted)) > 0:
-                self._supervisor.check(num_more)  # it may take seconds: outputs go on
+            num_present = len(self._brain.wanted)
+            if (num_more := num_replicas - num_present) > 0:
+                self._supervisor.check(num_more, num_present)  # it may take seconds: outputs go on
             with self._lock:
                 self.require_usable()
                 self._dispatcher.do(self._brain.scaled(num_replicas, time.monotonic()))

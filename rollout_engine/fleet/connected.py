@@ -70,10 +70,10 @@ class ConnectedProvider:
         """The configuration as it is: the cores run already."""
         return config
 
-    def check(self, num_replicas: int, config: EngineConfig) -> None:
+    def check(self, num_more: int, config: EngineConfig, num_present: int = 0) -> None:
         """Raise `ConfigError` for more replicas than there are addresses left."""
-        if num_replicas > len(self._free):
-            what = f"{num_replicas} more replicas were asked for, and {len(self._free)} of the {self._num_cores} cores"
+        if num_more > len(self._free):
+            what = f"{num_more} more replicas were asked for, and {len(self._free)} of the {self._num_cores} cores"
             raise ConfigError(f"{what} that were connected are free: start more cores, and connect to all of them.")
 
     def start(self, index: int, config: EngineConfig) -> ConnectedReplica:

@@ -1,5 +1,6 @@
 """Replicas that are processes of this machine."""
 
+import logging
 import os
 import platform
 
@@ -8,6 +9,11 @@ import msgspec
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
+
+logger = logging.getLogger("rollout_engine")
+
+_MAX_PER_PROCESSOR = 4
+"""Replicas for each processor, each a process with a model of its own."""
 
 
 class ProcessReplica:
@@ -35,12 +41,17 @@ class ProcessProvider:
         """The configuration of each of so many replicas: its share of this machine's processors, unless it says."""
         return with_threads(config, len(os.sched_getaffinity(0)) // num_replicas)
 
-    def check(self, num_replicas: int, config: EngineConfig) -> None:
-        """Raise `ConfigError` for more replicas than processors."""
-        num_processors = len(os.sched_getaffinity(0))
+    def check(self, num_more: int, config: EngineConfig, num_present: int = 0) -> None:
+        """Raise `ConfigError` for far more replicas than processors, and log a warning for some more."""
+        num_processors, num_replicas = len(os.sched_getaffinity(0)), num_present + num_more
+        what = f"num_replicas={num_replicas} is more than the {num_processors} processors of this machine"
+        if num_replicas > num_processors * _MAX_PER_PROCESSOR:
+            raise ConfigError(
+                f"{what} carry: at most {_MAX_PER_PROCESSOR} replicas on each are started. Ask for fewer, or spread "
+                "them over a cluster (placement='ray')."
+            )
         if num_replicas > num_processors:
-            what = f"num_replicas={num_replicas} is more than the {num_processors} processors of this machine"
-            raise ConfigError(f"{what}: each replica computes on one at least. Ask for fewer.")
+            logger.warning("%s: they take turns on them, and each step takes longer", what)
 
     def start(self, index: int, config: EngineConfig) -> ProcessReplica:
         """Start a core and wait until its model is loaded."""

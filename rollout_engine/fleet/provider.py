@@ -44,8 +44,11 @@ class Provider(Protocol):
         """The configuration of each of so many replicas: its share of the processors, unless `config` says."""
         ...
 
-    def check(self, num_replicas: int, config: EngineConfig) -> None:
-        """Raise `ConfigError` where there is no room for so many more: how many were asked for, and fit, and where."""
+    def check(self, num_more: int, config: EngineConfig, num_present: int = 0) -> None:
+        """Raise `ConfigError` if there is no room for `num_more` replicas in addition to `num_present`.
+
+        It says how many were asked for, how many fit, and where. The rule is the same at the start and when scaled.
+        """
 
     def start(self, index: int, config: EngineConfig) -> Replica:
         """Start the replica of that index. Returns once its model is loaded; several threads may call it at once.

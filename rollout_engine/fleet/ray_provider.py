@@ -97,14 +97,14 @@ class RayProvider:
         self._require_open()
         return config if config.device == "cuda" else with_threads(config, self._cluster.num_cpus_each(num_replicas))
 
-    def check(self, num_replicas: int, config: EngineConfig | None = None) -> None:
-        """Raise `ConfigError` unless the cluster has room for `num_replicas` more: asked, free, where.
+    def check(self, num_more: int, config: EngineConfig | None = None, num_present: int = 0) -> None:
+        """Raise `ConfigError` unless the cluster has room for `num_more` replicas: asked, free, where.
 
         Without their configuration it looks for one CPU each.
         """
         self._require_open()
         bundle = Bundle(1, 0) if config is None else Bundle.for_config(config)
-        self._cluster.require_room(bundle, num_replicas)
+        self._cluster.require_room(bundle, num_more)
 
     def start(self, index: int, config: EngineConfig) -> RayReplica:
         """Start a replica; return once its model is loaded and this process is connected to it.

@@ -63,9 +63,9 @@ class Supervisor:
         """Whether nothing starts any more."""
         return self._closing.is_set()
 
-    def check(self, num_replicas: int) -> None:
-        """Raise `ConfigError` where there is no room for so many replicas."""
-        self._provider.check(num_replicas, self._config)
+    def check(self, num_more: int, num_present: int) -> None:
+        """Raise `ConfigError` if there is no room for `num_more` replicas in addition to `num_present`."""
+        self._provider.check(num_more, self._config, num_present)
 
     def note_order(self, verb: str, arguments: Mapping[str, Any]) -> Callable[[], None]:
         """Remember the state that a call puts the replicas into; the function returned takes that back."""

@@ -120,7 +120,7 @@ class GrammarCompiler:
             grammar.compiled.set_result((self._vocabulary, self._vocabulary.begin(given)))
         except (GrammarError, RequestError) as problem:
             grammar.compiled.set_exception(GrammarError(str(problem)))
-        except Exception as problem:  # a tokenizer's files may raise anything
+        except BaseException as problem:  # a tokenizer's files may raise anything, and a panic of Rust is no Exception
             grammar.compiled.set_exception(GrammarError(f"{type(problem).__name__}: {problem}"))
 
 

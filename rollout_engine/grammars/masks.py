@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.grammars.python_masks import ALL, Wanted, follow
+from rollout_engine.grammars.python_masks import Wanted, follow
 from rollout_engine.grammars.state import GrammarState
 from rollout_engine.grammars.vocabulary import Vocabulary
 from rollout_engine.kernels.cpu.grammar import Followed, Matchers, Outcome
@@ -58,13 +58,13 @@ class GrammarBatch:
 
         `tried`: a token for each place, int64, negative for none. Where it may come no mask is filled, and what is
         there means nothing: to ask for one token takes a fraction of the time. Masks of a sequence that has failed, and
-        those behind its end, allow all.
+        those behind its end, allow all; if no sequence has a grammar that compiled, there is none: [places, 0].
         """
         if tried is None:
             tried = np.full(self.num_places, -1)
         vocabulary, _, native = self._columns_now()
         if vocabulary is None:
-            return np.full((self.num_places, 1), ALL, np.uint32), tried < 0
+            return np.empty((self.num_places, 0), np.uint32), np.zeros(self.num_places, np.bool_)
         tokens = self._tokens()
         if native is None:
             masks, is_filled, found = self._masks_in_python(vocabulary, *tokens, tried)

@@ -12,10 +12,11 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollout_engine.errors import RequestError, RetryableError
+from rollout_engine.errors import LifecycleError, RequestError, RetryableError
 from rollout_engine.grammars.trial_wire import Answer, Setup, Trial, receive, send
 from rollout_engine.grammars.vocabulary import GrammarError, require_llguidance
 from rollout_engine.parent_death import module_command, start_process
@@ -58,7 +59,10 @@ class GrammarTrials:
             return True
 
     def require(self, given: Mapping[str, Any]) -> None:
-        """Raise `RequestError` unless structured outputs compile. Blocks for the time of a trial."""
+        """Raise `RequestError` unless structured outputs compile. Blocks for the time of a trial.
+
+        Raises `LifecycleError` if `close` is called meanwhile.
+        """
         require_llguidance(given)
         text = text_of(given)
         with self._lock:
@@ -72,29 +76,43 @@ class GrammarTrials:
 
     def _try(self, text: str) -> str:
         for is_last in (False, True):
+            known = next(iter(self._processes), None)
+            process = known or self._start()
             try:
-                if not self._processes:
-                    self._start()
-                return self._processes[0].ask(Trial(text))
+                if known is None:
+                    self._set_up(process)
+                return process.ask(Trial(text))
             except GrammarError as problem:
+                self._end(process)
                 return f"The tokenizer cannot be read: {problem}."
             except (OSError, EOFError):
-                was_idle, reason = self._end()
+                was_idle, reason = self._end(process)
                 if is_last or not was_idle:
                     return reason
         raise AssertionError("two processes were asked")
 
-    def _start(self) -> None:
+    def _start(self) -> "_TrialProcess":
         process = _TrialProcess()
         self._processes.append(process)
+        if not self.close.alive:
+            self._end(process)
+            raise _closed()
+        return process
+
+    def _set_up(self, process: "_TrialProcess") -> None:
         setup = Setup(self._read_tokenizer(), self._vocab_size, self._eos_token_ids, MAX_SECONDS)
         if problem := process.ask(setup):
-            self._end()
             raise GrammarError(problem)
 
-    def _end(self) -> tuple[bool, str]:
-        """End the process, which has not answered. Returns whether it had ended itself, and why for users."""
-        process = self._processes.pop()
+    def _end(self, process: "_TrialProcess") -> tuple[bool, str]:
+        """End the process, which has not answered. Returns whether it had ended itself, and why for users.
+
+        Raises `LifecycleError` if `close` has ended it.
+        """
+        try:
+            self._processes.remove(process)
+        except ValueError:
+            raise _closed() from None
         status = process.end()
         if status == 0:
             return True, "The process that compiles grammars ended; send the request again."
@@ -138,14 +156,21 @@ class _TrialProcess:
 
     def end(self) -> int:
         """End it. Returns its exit status, or minus the signal that ended it; 0 in a forked child, not its owner."""
-        self._connection.close()
         if not self._owner.is_current:
+            self._connection.close()  # this copy alone
             return 0
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # `ask` may wait on another thread
+        self._connection.close()
         try:
             return self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+
+def _closed() -> LifecycleError:
+    return LifecycleError("structured_outputs: the engine was shut down while it tried the grammar; make a new one.")
 
 
 def _end_all(processes: list[_TrialProcess]) -> None:

@@ -7,6 +7,7 @@ life for `hang_seconds`, its interpreter none for `step_deadline`, or it sends w
 
 import logging
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -57,6 +58,7 @@ _LIMITS = Limits()
 _CONNECT_SECONDS = 10.0
 _DISCONNECT_SECONDS = 5.0
 """How long zmq may take to notice the end of a connection, once the core's process is gone."""
+_KILLED = " (SIGKILL, as the system sends it when memory runs out; no file of its last steps is left)"
 _STATUS_SECONDS = 5.0
 """How long to wait for the exit status of a core's process that has closed its files."""
 
@@ -221,7 +223,8 @@ class ClientSocket:
             return farewell or self._link.why_lost()
         if status is None:
             return "its process cannot be reached"
-        return f"its process has ended with status {status}{self._process.keep_stacks(abort=False)}"
+        killed = _KILLED if status == -signal.SIGKILL else ""
+        return f"its process has ended with status {status}{killed}{self._process.keep_stacks(abort=False)}"
 
     def _send_outbox(self) -> None:
         for answer in self._outbox.send(self._link, self.limits):

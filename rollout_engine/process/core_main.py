@@ -62,13 +62,13 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch, parent: int) -
         settings.config.check()
         executor = make_executor(settings.config)
         core = RecordedCore(traced(executor, settings.config), core_config(settings.config, executor.info))
-        max_clients = descriptors.num_clients_possible(2 if settings.listen else 1)
+        connections = descriptors.connections_possible(2 if settings.listen else 1)
         io = CoreSocket(
             directory,
             lifeline.socket,
             heartbeat_seconds=settings.heartbeat_seconds,
             max_backlog_bytes=settings.max_backlog_bytes,
-            max_clients=max_clients,
+            connections=connections,
             listen=settings.listen,
             keys=settings.keys,
         )
@@ -81,7 +81,7 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch, parent: int) -
     end_on_signals(io.inbox)
     io.on_turn, proc.on_step, proc.on_verb = pulse.turn, pulse.step, core.record_verb
     watch.end()
-    descriptors.write_places(directory, max_clients)
+    descriptors.write_places(directory, connections.num_clients)
     try:
         if settings.config.step_deadline is not None:
             StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, core, io, directory))

@@ -23,11 +23,12 @@ from rollout_engine.engine.health import IoStats
 from rollout_engine.errors import ConfigError
 from rollout_engine.process.authentication import Authenticator, make_token
 from rollout_engine.process.core_launcher import address_in
-from rollout_engine.process.descriptors import MAX_CLIENTS
+from rollout_engine.process.descriptors import MOST_CONNECTIONS, Connections
 from rollout_engine.process.inbox import ClientLeft, FromClient, Inbox, Stop
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.parts import receive
 from rollout_engine.process.peers import Peers
+from rollout_engine.process.strangers import GREETING, Strangers
 from rollout_engine.process.tcp_address import listen_on
 from rollout_engine.process.waker import Waker
 from rollout_engine.process.wire import (
@@ -71,12 +72,12 @@ class CoreSocket:
         *,
         heartbeat_seconds: float,
         max_backlog_bytes: int,
-        max_clients: int = MAX_CLIENTS,
+        connections: Connections = MOST_CONNECTIONS,
         listen: str = "",
         keys: Keys | None = None,
     ) -> None:
         """Take clients in `directory`, and at the TCP address `listen` those with the keys. Raises `ConfigError`."""
-        self._max_clients = max_clients
+        self._max_clients = connections.num_clients
         self.inbox = Inbox()
         self.cancelled: set[tuple[int, int]] = set()
         """(client, number) of calls that were cancelled by a message that is still in the inbox."""
@@ -89,7 +90,7 @@ class CoreSocket:
         """Answers a call at once, on this thread; False: it is for the inbox."""
         self.on_cancel: Callable[[int, int | None], None] = lambda client_index, number: None
         """Called on this thread with the number of a cancelled call, and with None for a client that has left."""
-        self._lifeline, self._parent = lifeline, os.getppid()
+        self._directory, self._lifeline, self._parent = directory, lifeline, os.getppid()
         self._heartbeat_seconds = heartbeat_seconds
         self._ready: Callable[[], Ready] | None = None
         self._outbox: deque[tuple[int | None, Any]] = deque()
@@ -109,8 +110,11 @@ class CoreSocket:
         self._authenticator = Authenticator(self._context, make_token(directory), keys)
         self._authenticator.guard(self._router)
         self._router.bind(address_in(directory))
-        self.address = self._listen(listen, keys) if listen else ""
+        self._strangers = Strangers(self._context, self._router, connections.num_strangers)
+        self.address = ""
         """Where it listens on TCP."""
+        if listen:
+            self.address = self._listen(listen, keys)
         self._peers = Peers(self._router, self.stats, self._on_left, max_backlog_bytes=max_backlog_bytes)
         self._thread = threading.Thread(target=self._run, name="core-socket", daemon=True)
 
@@ -159,6 +163,10 @@ class CoreSocket:
             raise
 
     def _free(self) -> None:
+        self._router.unbind(address_in(self._directory))
+        if self.address:
+            self._router.unbind(self.address)
+        self._strangers.close()
         self._router.close()
         self._authenticator.close()
         self._context.term()
@@ -176,6 +184,7 @@ class CoreSocket:
         poller.register(self._waker, zmq.POLLIN)
         poller.register(self._lifeline, zmq.POLLIN)
         poller.register(self._authenticator.socket, zmq.POLLIN)
+        poller.register(self._strangers.socket, zmq.POLLIN)
         next_beat = 0.0
         while self._farewell is None:
             poller.register(self._router, 0 if self.inbox.is_full else zmq.POLLIN)
@@ -184,6 +193,8 @@ class CoreSocket:
             if self._waker.fileno() in events:
                 self._waker.drain()
             self._authenticator.answer()
+            if self._strangers.socket in events:
+                self._strangers.look()
             self._send_outbox()
             if self._router in events:
                 self._receive()
@@ -210,9 +221,13 @@ class CoreSocket:
                 identity, *frames = receive(self._router)
             except zmq.Again:
                 return
-            self._take(bytes(identity), frames)
+            if frames == [GREETING]:
+                self._strangers.greet(identity)
+            else:
+                self._take(identity, frames)
 
-    def _take(self, identity: bytes, frames: Sequence[Frame]) -> None:
+    def _take(self, sender: Frame, frames: Sequence[Frame]) -> None:
+        identity = bytes(sender)
         peer = self._peers.get(identity)
         try:
             message = (peer or self._peers.stranger(identity)).assembler.read(frames)
@@ -228,6 +243,8 @@ class CoreSocket:
             return
         if peer is None:
             self._welcome(identity, message)
+            if self._peers.get(identity) is not None:
+                self._strangers.greet(sender)
         elif isinstance(message, Goodbye):
             self._peers.forget(peer)
         else:

@@ -9,6 +9,7 @@ import os
 import random
 import resource
 from pathlib import Path
+from typing import NamedTuple
 
 from rollout_engine.errors import ConfigError, RetryableError
 from sync.shared_files import try_lock
@@ -19,8 +20,10 @@ CLIENT_DESCRIPTORS = 24
 """Descriptors that a client opens, 14 or over TCP some more, and a few for others that open some at the same time."""
 CORE_DESCRIPTORS = 40
 """What the parent of a core opens for it, its client included."""
+MAX_STRANGERS = 2048
+"""Most connections to a core that no client has shown to be its own."""
 _RESERVE = 64
-"""What a core keeps for all but its clients: files, weights on their way, connections that are being refused."""
+"""What a core keeps for all but connections: files, and weights on their way."""
 _ENOUGH = 1 << 16
 """Limit that no core needs to exceed."""
 
@@ -33,18 +36,34 @@ def raise_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def num_clients_possible(num_connections: int = 1) -> int:
-    """How many clients with so many connections this process has descriptors for. Raises `ConfigError` where none."""
+class Connections(NamedTuple):
+    """How many connections a core takes."""
+
+    num_clients: int
+    num_strangers: int
+    """Connections at the same time that no client has shown to be its own."""
+
+
+MOST_CONNECTIONS = Connections(MAX_CLIENTS, MAX_STRANGERS)
+
+
+def connections_possible(num_connections: int = 1) -> Connections:
+    """The clients, of so many connections each, and strangers that this process has descriptors for.
+
+    Raises `ConfigError` if there are none for a client.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _ENOUGH if soft == resource.RLIM_INFINITY else soft
     used = len(os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"))
-    count = (limit - used - _RESERVE) // num_connections
-    if count < 1:
+    free = limit - used - _RESERVE
+    num_strangers = min(free // 4, MAX_STRANGERS)
+    num_clients = (free - num_strangers) // num_connections
+    if num_clients < 1:
         what = (
             f"a core has {limit} file descriptors, uses {used} of them and keeps {_RESERVE}: none is left for a client"
         )
         raise ConfigError(f"{what}. Raise the hard limit (ulimit -Hn).")
-    return min(count, MAX_CLIENTS)
+    return Connections(min(num_clients, MAX_CLIENTS), num_strangers)
 
 
 def require(count: int, what: str) -> None:

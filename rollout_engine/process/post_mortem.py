@@ -25,9 +25,16 @@ from rollout_engine.engine.history import Added, Called, Live, RecordedCore, Sch
 from rollout_engine.errors import RequestError
 from rollout_engine.kernels.cpu.build import cache_directory
 from rollout_engine.messages import EngineCoreRequest
+from sync.own_files import read_regular
 
 FORMAT = 1
+STACKS_SUFFIX = ".stacks"
+"""Ends the names of files with the stacks of a crash."""
 _STACKS = "stacks"
+_STACKS_BEGIN = ("Fatal Python error", "Current thread", "Thread 0x")
+"""Words with which `faulthandler` begins."""
+_MOST_BYTES = 1 << 28
+"""Longest file that is read."""
 _NUM_KEPT = 16
 """Files that are kept, the last ones."""
 
@@ -133,12 +140,23 @@ def read_post_mortem(path: Path) -> list[Line]:
     """Read a file. Raises `RequestError` for another kind of file."""
     decoder = msgspec.json.Decoder(Line)
     try:
-        lines: list[Line] = [decoder.decode(line) for line in path.read_bytes().splitlines()]
+        lines: list[Line] = [decoder.decode(line) for line in read_regular(path, _MOST_BYTES).splitlines()]
     except (OSError, msgspec.MsgspecError) as problem:
         raise RequestError(f"{path} is no post-mortem file: {problem}.", field="file", value=str(path)) from None
     if not lines or not isinstance(lines[0], Header) or lines[0].format != FORMAT:
         raise RequestError(f"{path} is no post-mortem file of format {FORMAT}.", field="file", value=str(path))
     return lines
+
+
+def read_stacks(path: Path) -> str:
+    """Read the stacks that a crash has left. Raises `RequestError` for another kind of file."""
+    try:
+        text = read_regular(path, _MOST_BYTES).decode(errors="replace").strip()
+    except OSError as problem:
+        raise RequestError(f"{path} cannot be read: {problem}.", field="file", value=str(path)) from None
+    if not text.startswith(_STACKS_BEGIN):
+        raise RequestError(f"{path} does not begin as stacks of a crash do.", field="file", value=str(path))
+    return text
 
 
 def catch_crashes(directory: str) -> None:
@@ -149,7 +167,7 @@ def catch_crashes(directory: str) -> None:
 
 def keep_stacks(directory: str, pid: int) -> Path | None:
     """Move the stacks that the core `pid` left in its directory beside the post-mortem files. None: it left none."""
-    source, path = Path(directory) / _STACKS, _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{pid}.stacks"
+    source, path = Path(directory) / _STACKS, _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{pid}{STACKS_SUFFIX}"
     try:
         if not source.stat().st_size:
             return None

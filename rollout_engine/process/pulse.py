@@ -20,6 +20,7 @@ from pathlib import Path
 import zmq
 
 from rollout_engine.kernels.cpu.heartbeat import start_heartbeat
+from rollout_engine.process.strangers import GREETING
 
 logger = logging.getLogger("rollout_engine")
 
@@ -147,7 +148,9 @@ class RemotePulse(SignsOfLife):
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * (hang_seconds - interval)))
         self._socket, self._monitor = socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._lost_at = math.inf
+        socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
+        socket.send(GREETING, zmq.NOBLOCK)
 
     def look(self, now: float, *, heard: bool) -> None:
         """Look whether zmq has given the connection up."""

@@ -56,7 +56,7 @@ _BALANCERS = {"requests": '["requests"]', "prefix-aware": '["prefix-aware", "req
 class _SleepingProcesses(ProcessProvider):
     """Processes that need no processor of their own."""
 
-    def check(self, num_replicas: int, config: EngineConfig) -> None:
+    def check(self, num_more: int, config: EngineConfig, num_present: int = 0) -> None:
         pass
 
 

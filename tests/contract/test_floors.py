@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encodi
 OUTSIDE = ("sync", "worker_ext", "envs_adapters")
 EVERYTHING = ("rollout_engine", *OUTSIDE)
 UNDER_THE_LEAVES = ("sync", "worker_ext", "rollout_engine.kernels")
-LEAVES_IMPORT = ("sync.errors", "sync.described_types")
+LEAVES_IMPORT = ("sync.errors", "sync.described_types", "sync.own_files")
 
 
 def _names(cell: str) -> list[str]:

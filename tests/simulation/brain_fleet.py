@@ -35,7 +35,7 @@ class EventSupervisor:
         """A replica that has started."""
         return make_member(self._world, index, f"{index}.{next(self._numbers)}")
 
-    def check(self, num_replicas: int) -> None:
+    def check(self, num_more: int, num_present: int) -> None:
         """Find room for every replica."""
 
     def start(self, index: int, at: float, fleet: FleetClient) -> None:

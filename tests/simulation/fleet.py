@@ -59,11 +59,11 @@ class SimulatedProvider:
         """All that were ever started."""
         self.is_shut_down = False
 
-    def check(self, num_replicas: int, config: EngineConfig) -> None:
+    def check(self, num_more: int, config: EngineConfig, num_present: int = 0) -> None:
         """Raise `ConfigError` where there is no room for so many more."""
         alive = len(self.alive)
-        if num_replicas + alive > MAX_REPLICAS:
-            raise ConfigError(f"{num_replicas} more replicas, beside {alive}, are more than {MAX_REPLICAS}.")
+        if num_more + alive > MAX_REPLICAS:
+            raise ConfigError(f"{num_more} more replicas, beside {alive}, are more than {MAX_REPLICAS}.")
 
     def share(self, config: EngineConfig, num_replicas: int) -> EngineConfig:
         """Leave the configuration as it is: simulated cores share nothing."""

@@ -1,5 +1,7 @@
 """Engine options in a TOML file: what they become, and how mistakes are answered."""
 
+import os
+
 import pytest
 
 from rollout_engine import ConfigError, EngineConfig
@@ -90,7 +92,7 @@ def test_a_mistake_of_the_call_does_not_blame_the_file(written):
         (b"model = \n", "is not TOML: Invalid value (at line 1"),
         (b"model = '\xff'\n", "is not TOML: 'utf-8' codec"),
         (b"a = " + b"[" * 100_000, "is not TOML"),
-        (b"#" * (1 << 21), "is too long: expected at most 1048576 bytes of TOML"),
+        (b"#" * (1 << 21), "cannot be read: it has more than 1048576 bytes"),
         (None, "cannot be read: No such file or directory. Give a TOML file, as `rollout-engine tune` writes."),
     ],
     ids=["cut", "bytes", "deep", "large", "missing"],
@@ -102,6 +104,12 @@ def test_what_is_no_toml_file_is_refused(tmp_path, content, message):
     with pytest.raises(ConfigError) as refused:
         EngineConfig.load(path)
     assert message in str(refused.value)
+
+
+def test_a_pipe_is_no_toml_file_and_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "engine.toml")
+    with pytest.raises(ConfigError, match="cannot be read: it is a named pipe, not a regular file"):
+        EngineConfig.load(tmp_path / "engine.toml")
 
 
 def test_commands_take_a_file_and_let_options_beside_it_win(written):

@@ -1,5 +1,7 @@
 """A path that does not exist is blamed itself, wherever a model or a tokenizer is named; the hub is asked once."""
 
+import os
+
 import huggingface_hub
 import pytest
 from httpx2 import ProxyError, Request, Response
@@ -39,6 +41,13 @@ def test_a_directory_is_taken_with_its_home_and_a_hub_id_is_left_as_it_is(tmp_pa
     assert located("model", "~/model") == str(tmp_path / "model")
     assert located("model", "organisation/name") == "organisation/name"
     assert located("model", "name") == "name"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_pipe_among_the_files_of_a_checkpoint_is_refused_before_it_is_read(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name} cannot be opened: it is a named pipe, not a regular file"):
+        find_directory(str(tmp_path), weights=True)
 
 
 def test_a_file_is_no_directory(tmp_path):

@@ -77,6 +77,16 @@ def test_a_forked_process_starts_children_too():
     assert os.waitpid(fork, 0)[1] == 0
 
 
+def test_a_child_may_use_the_processors_of_the_thread_that_asks_for_it():
+    start_process(["true"]).wait()
+    before = os.sched_getaffinity(0)
+    for processors in ({min(before)}, before):
+        os.sched_setaffinity(0, processors)
+        command = [sys.executable, "-S", "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+        with start_process(command, stdout=subprocess.PIPE) as child:
+            assert child.stdout.read().decode().strip() == str(sorted(processors))
+
+
 def test_a_command_that_cannot_be_run_raises_where_it_was_asked_for(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent"):
         start_process([str(tmp_path / "absent")])

@@ -8,7 +8,7 @@ What a configuration asks for that is not computed here is refused by its name.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +18,16 @@ from torch import Tensor
 
 from rollout_engine.errors import RequestError
 from rollout_engine.lora_request import LoRARequest
+from rollout_engine.model.adapters.name_patterns import PatternError, name_pattern
 from sync.checkpoint import read_tensor_file
 from sync.errors import SyncError
+from sync.own_files import read_regular
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_STEPS = 1 << 25
+"""Most steps to match all patterns of an adapter with all names: some seconds."""
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<linear>.+)\.lora_(?P<matrix>[AB])(?:\.[^.]+)?\.weight")
 _REFUSED = {
     "alora_invocation_tokens": "an activated LoRA depends on the tokens before",
@@ -57,7 +62,9 @@ def read_adapter(request: LoRARequest) -> dict[str, LinearAdapter]:
     """The matrices of an adapter by the name of the linear. Raises `RequestError` naming what cannot be served."""
     config, tensors = _values(request)
     _check_config(config)
-    return {name: _linear(name, config, *pair) for name, pair in _pairs(tensors).items()}
+    pairs = _pairs(tensors)
+    _check_patterns(config, pairs)
+    return {name: _linear(name, config, *pair) for name, pair in pairs.items()}
 
 
 @contextmanager
@@ -102,9 +109,7 @@ def _values(request: LoRARequest) -> tuple[Mapping[str, Any], dict[str, Any]]:
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_FILE
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_CONFIG_BYTES)
-        return msgspec.json.decode(content, type=dict[str, Any])
+        return msgspec.json.decode(read_regular(path, _MAX_CONFIG_BYTES), type=dict[str, Any])
     except OSError as problem:
         raise _unreadable(path, f"cannot be read ({problem.strerror or problem})") from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
@@ -144,7 +149,7 @@ def _check_config(config: Mapping[str, Any]) -> None:
     if not isinstance(config.get("use_rslora") or False, bool):
         hint = "It decides whether lora_alpha is divided by the rank or by its root."
         raise RequestError.for_field("config.use_rslora", config["use_rslora"], "a bool", hint)
-    for name in ("rank_pattern", "alpha_pattern"):
+    for name in _PATTERNS:
         if not isinstance(config.get(name) or {}, Mapping):
             raise RequestError.for_field(f"config.{name}", config[name], "a dict of names and numbers")
 
@@ -180,6 +185,20 @@ def _complete(found: Mapping[str, dict[str, Tensor]]) -> Iterator[tuple[str, tup
         yield linear, (matrices["A"], matrices["B"])
 
 
+def _check_patterns(config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuse patterns that are not read, and such as take too long to match with all names."""
+    num_chars, num_steps = sum(map(len, names)), 0
+    for option in _PATTERNS:
+        for pattern in config.get(option) or {}:
+            try:
+                num_steps += name_pattern(str(pattern)).num_states * num_chars
+                if num_steps > _MAX_STEPS:
+                    raise PatternError("with those before it, it takes too long to match with all names")
+            except PatternError as problem:
+                hint = "Name the module as peft does: 'q_proj' or 'layers.3.mlp.down_proj'."
+                raise RequestError.for_field(f"config.{option}", pattern, f"a pattern ({problem})", hint) from None
+
+
 def _linear(name: str, config: Mapping[str, Any], a: Tensor, b: Tensor) -> LinearAdapter:
     rank = len(a)
     if b.shape[1] != rank or not rank:
@@ -199,9 +218,6 @@ def _linear(name: str, config: Mapping[str, Any], a: Tensor, b: Tensor) -> Linea
 def _of_pattern(config: Mapping[str, Any], option: str, name: str, fallback: str, default: Any) -> tuple[str, Any]:
     """The entry that fits a linear's name, as peft looks it up, and its value: of the first pattern, or `fallback`."""
     for pattern, value in (config.get(option) or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", name):
-                return f"config.{option}['{pattern}']", value
-        except re.error as problem:
-            raise RequestError.for_field(f"config.{option}", pattern, f"a pattern ({problem})") from None
+        if name_pattern(str(pattern)).fits(name):
+            return f"config.{option}['{pattern}']", value
     return f"config.{fallback}", config.get(fallback, default)

@@ -105,8 +105,10 @@ def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
     if not restricted:
         return failures
     masked = MaskedRows(restricted)
-    masks, _ = masked.masks()
-    some = logits[masked.rows]
-    forbid(some, masks[masked.places])
-    logits[masked.rows] = some
+    masks, is_filled = masked.masks()
+    if is_filled.any():
+        rows = masked.rows[is_filled]
+        some = logits[rows]
+        forbid(some, masks[masked.places[is_filled]])
+        logits[rows] = some
     return failures | masked.failures()

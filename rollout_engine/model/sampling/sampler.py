@@ -156,10 +156,11 @@ def _restrict(
     if prepared is None or not masked.batch.restrict(prepared, masked.row_at, tries_first):
         tried = np.where(tries_first, stats.tokens.numpy(), -1)[masked.rows]
         masks, is_refused = masked.masks(tried)
-        places = np.full(len(tries_first), -1)
-        places[masked.rows[is_refused]] = masked.places[is_refused]
-        found = TokenMasks(torch.from_numpy(masks.view(np.int32)), torch.from_numpy(places))
-        redraw(*rows.for_second_draws(tries_first), found, stats, kept)
+        if is_refused.any():
+            places = np.full(len(tries_first), -1)
+            places[masked.rows[is_refused]] = masked.places[is_refused]
+            found = TokenMasks(torch.from_numpy(masks.view(np.int32)), torch.from_numpy(places))
+            redraw(*rows.for_second_draws(tries_first), found, stats, kept)
     failed = masked.failures()
     if stats.tokens.min() < 0:
         failed = dict.fromkeys((stats.tokens < 0).nonzero()[:, 0].tolist(), NONE_LEFT) | failed

@@ -126,7 +126,7 @@ class FakeProvider:
     def share(self, config, num_replicas):
         return config
 
-    def check(self, num_replicas, config):
+    def check(self, num_more, config, num_present=0):
         pass
 
     def start(self, index, config):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from rollout_engine import RequestError
+from rollout_engine import LifecycleError, RequestError
 from rollout_engine.grammars.tokenizer_file import serialized
 from rollout_engine.grammars.trials import GrammarTrials
 from rollout_engine.testing import byte_tokenizer
@@ -118,6 +118,34 @@ def test_many_threads_share_one_process(trials):
     for thread in threads:
         thread.join()
     assert not problems and len(trials._processes) == 1
+
+
+def test_a_trial_that_the_end_of_the_engine_interrupts_says_so(trials):
+    reading, may_read, found = threading.Event(), threading.Event(), []
+
+    def read():
+        reading.set()
+        may_read.wait()
+        return serialized(byte_tokenizer())
+
+    def require():
+        try:
+            trials.require(GOOD)
+        except Exception as problem:
+            found.append(problem)
+
+    trials._read_tokenizer = read
+    waiting = threading.Thread(target=require)
+    waiting.start()
+    reading.wait()
+    trials.close()
+    may_read.set()
+    waiting.join()
+    for given in (GOOD, {"regex": "b"}):  # no process is started any more
+        with pytest.raises(LifecycleError, match="the engine was shut down while it tried the grammar"):
+            trials.require(given)
+    (problem,) = found
+    assert isinstance(problem, LifecycleError) and not trials._processes
 
 
 @pytest.mark.slow

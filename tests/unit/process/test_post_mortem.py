@@ -1,6 +1,8 @@
 """Post-mortem files: what a core remembers, written, read, printed and replayed."""
 
 import random
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -148,6 +150,34 @@ def test_a_fault_of_the_scheduler_fails_alone_and_one_of_the_model_does_not(fold
     assert (
         "the scheduler fails alone:" in capsys.readouterr().out or replay(post_mortem.read_post_mortem(path)).difference
     )
+
+
+CRASHING = """
+import ctypes, sys
+from rollout_engine.process.post_mortem import catch_crashes
+catch_crashes(sys.argv[1])
+ctypes.string_at(0)
+"""
+
+
+def test_the_stacks_of_a_crash_are_printed(folder, tmp_path, capsys):
+    with subprocess.Popen([sys.executable, "-c", CRASHING, str(tmp_path)]) as core:
+        assert core.wait() < 0
+    path = post_mortem.keep_stacks(str(tmp_path), core.pid)
+    assert main(["postmortem", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "native code of a core crashed" in printed and "Fatal Python error" in printed and "string_at" in printed
+    assert main(["postmortem", str(path), "--replay"]) != 0
+    assert "must be with a file named *.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"", b"hello", b"\xff"])
+def test_what_holds_no_stacks_is_refused(tmp_path, content):
+    path = tmp_path / "a.stacks"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RequestError, match=r"a\.stacks"):
+        post_mortem.read_stacks(path)
 
 
 def test_the_last_steps_are_printed_and_prompts_are_not_in_the_file(folder, capsys):

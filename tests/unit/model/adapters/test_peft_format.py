@@ -1,6 +1,8 @@
 """Adapters in PEFT's format: what is read, and what is refused by its name."""
 
+import json
 import math
+import os
 
 import pytest
 import torch
@@ -88,6 +90,40 @@ def test_a_rank_pattern_is_followed(adapter):
 def test_options_that_are_not_served_are_named(adapter, option, value):
     with pytest.raises(RequestError, match=rf"config\.{option}"):
         read_adapter(_with(adapter, **{option.partition("\\")[0]: value}))
+
+
+@pytest.mark.parametrize(
+    "file, reason",
+    [("adapter_config.json", "it is a named pipe, not a regular file"), ("adapter_model.safetensors", "a named pipe")],
+)
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(adapter, tmp_path, file, reason):
+    saved = save_adapter(tmp_path, adapter)
+    (tmp_path / file).unlink()
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(RequestError, match=f"{file} .*{reason}"):
+        read_adapter(saved)
+
+
+def test_files_beyond_all_measure_are_refused(adapter, tmp_path):
+    saved = save_adapter(tmp_path, adapter)
+    os.truncate(tmp_path / "adapter_config.json", 1 << 40)
+    with pytest.raises(RequestError, match="it has more than 1048576 bytes"):
+        read_adapter(saved)
+    save_adapter(tmp_path, adapter)
+    header = json.dumps({f"{Q}.lora_A.weight": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}})
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    os.truncate(path, 8 + len(header) + (1 << 40))
+    with pytest.raises(RequestError, match="takes 1099511627776 bytes, more than this process can have"):
+        read_adapter(saved)
+
+
+def test_patterns_that_take_too_long_are_refused(adapter):
+    slow = "(a|.*b)*" * 100
+    patterns = {f"{slow}{number}": 8 for number in range(1000)}
+    with pytest.raises(RequestError, match=r"config\.rank_pattern=.* it takes too long to match"):
+        read_adapter(_with(adapter, rank_pattern=patterns))
+    assert read_adapter(_with(adapter, rank_pattern={slow: 8})).keys() == read_adapter(adapter).keys()
 
 
 def test_errors_say_which_adapter_they_refuse(adapter, tmp_path):

@@ -1,11 +1,14 @@
 """Rows that grammars restrict: which token is drawn, with which probability."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from rollout_engine import SamplingParams
+from rollout_engine.grammars import compiler
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.tokenizer_file import serialized
 from rollout_engine.grammars.vocabulary import Vocabulary
@@ -51,6 +54,30 @@ def logits_of(num_rows, letters=0.0, seed=0):
 
 def restricted(**settings):
     return SamplingParams(structured_outputs=FORM, logprobs=0, **settings)
+
+
+@pytest.mark.parametrize("fate", ["late", "panics"])
+@pytest.mark.parametrize("settings", [{}, dict(temperature=0.0), dict(top_k=5), dict(logprobs_mode="processed")])
+def test_a_grammar_that_is_not_compiled_in_time_fails_its_own_row_alone(monkeypatch, fate, settings):
+    def load():
+        if fate == "panics":
+            raise BaseException("a panic")
+        may_load.wait()
+        raise ValueError("too late")
+
+    monkeypatch.setattr(compiler, "_MAX_COMPILE_SECONDS", 0.0 if fate == "late" else 60.0)
+    may_load, grammars, logits = threading.Event(), GrammarCompiler(load), logits_of(3)
+    plain = SamplingParams(logprobs=0)
+    params = [restricted(**settings), plain, SamplingParams(structured_outputs={"regex": "[0-9]"}, **settings)]
+    try:
+        out = sample(logits.clone(), batch_of(params), edits_of(params, grammars))
+    finally:
+        may_load.set()
+        grammars.close()
+    free = sample(logits, batch_of([plain] * 3))
+    reason = "it was not compiled in 0 s" if fate == "late" else "BaseException: a panic"
+    assert set(out.errors) == {0, 2} and all(reason in error for error in out.errors.values())
+    assert (out.token_ids[1], out.logprobs[1]) == (free.token_ids[1], free.logprobs[1])
 
 
 @pytest.mark.parametrize("letters", [0.0, 2.0, 12.0])
