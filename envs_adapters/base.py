@@ -52,8 +52,9 @@ class Action(msgspec.Struct, frozen=True):
     token_ids: list[int] = []
     """As sampled, end token included."""
     tool_calls: list[ToolCall] = []
-    """Calls found in the text, where the episode has tools."""
+    """Calls in the text of tools that the environment gave as JSON schemas."""
     broken_calls: list[BrokenCall] = []
+    """Parts meant as calls, of an answer without any call that could be read."""
     seat: int = 0
     """Which player answers."""
     is_cut: bool = False

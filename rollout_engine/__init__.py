@@ -66,6 +66,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.fleet.replica_health import ReplicaHealth as ReplicaHealth
     from rollout_engine.lora_request import LoRAInfo as LoRAInfo
     from rollout_engine.lora_request import LoRARequest as LoRARequest
+    from rollout_engine.master_weights import float32_masters as float32_masters
     from rollout_engine.metrics import EngineMetrics as EngineMetrics
     from rollout_engine.metrics import StatLogger as StatLogger
     from rollout_engine.model.sampling.logits_processors import LogitsProcessor as LogitsProcessor
@@ -136,6 +137,7 @@ _NAMES = {
     "rollout_engine.fleet.replica_health": ("ReplicaHealth",),
     "rollout_engine.telemetry.stat_loggers": ("PrometheusLogger",),
     "rollout_engine.tracking.step_log": ("StepLog",),
+    "rollout_engine.master_weights": ("float32_masters",),
     "rollout_engine.metrics": ("EngineMetrics", "StatLogger"),
     "rollout_engine.model.sampling.logits_processors": ("LogitsProcessor", "SequenceView"),
     "rollout_engine.outputs": (

@@ -74,3 +74,10 @@ def _is_found_as(module: str, file: str) -> bool:
     except (ImportError, ValueError):
         return False
     return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
+
+
+def function_name(function: object) -> str:
+    """The name of a function or any other callable, for errors; a text is a name already."""
+    return (
+        function if isinstance(function, str) else str(getattr(function, "__qualname__", type(function).__qualname__))
+    )

@@ -24,6 +24,8 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "fl
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**50)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
+_MAX_TEMPLATE = 1 << 20
+"""Characters of a chat template."""
 ClassNames = Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
 
 
@@ -34,6 +36,25 @@ def _read_path(value: Any) -> Any:
             "the model there (save_pretrained), and send its weights later by update_weights(model)."
         )
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _read_template(value: Any) -> Any:
+    """Read a chat template as its text, from the text or the path of a file. Raises `ConfigError`."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or ("{" in path and path is value):
+        return path
+    if not os.path.isfile(path):
+        raise ConfigError(
+            refused("chat_template", path, "a Jinja template or the path of a file with one", "No such file.")
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MAX_TEMPLATE + 1)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"chat_template: {path!r} cannot be read: {problem}.") from None
+    if "{" not in text:
+        raise ConfigError(refused("chat_template", path, "a file with a Jinja template", "It has no {{ or {%."))
+    return text
 
 
 def _read_dtype(value: Any) -> Any:
@@ -83,6 +104,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     readings = {
         "model": _read_path,
         "tokenizer": _read_path,
+        "chat_template": _read_template,
         "profiler_dir": _read_path,
         "step_trace": _read_path,
         "dtype": _read_dtype,
@@ -96,6 +118,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Directory of a checkpoint, or a hub id."""
     tokenizer: Text | None = None
     """Directory or hub id of the tokenizer; None: the model's."""
+    chat_template: Annotated[str, msgspec.Meta(max_length=_MAX_TEMPLATE)] | None = None
+    """Chat template in place of the tokenizer's: a Jinja template, or the path of a file with one, which is read when
+    the options are made. Calls and requests may still name another."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of weights and activations. "auto": the checkpoint's; float32 on a CPU without native bfloat16. Also
     torch's own (`torch.bfloat16`) and the short names "bf16", "fp16", "half", "fp32", "float"."""
@@ -266,6 +291,11 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             bound = "the URL of an OTLP/HTTP collector, http://... or https://..."
             raise ConfigError(refused("otlp_traces_endpoint", self.otlp_traces_endpoint, bound))
         self._check_ranks()
+        if self.chat_template is not None and self.skip_tokenizer_init:
+            raise ConfigError(
+                "chat_template and skip_tokenizer_init=True are both set: without a tokenizer no conversation is "
+                "rendered. Give one of them."
+            )
         if not self.model:
             raise ConfigError(refused("model", self.model, "a checkpoint directory or a hub id"))
 

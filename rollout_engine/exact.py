@@ -1,7 +1,8 @@
 """The trainer's side of the numerics contract: the engine's own arithmetic, with gradients.
 
     model = exact.enable(AutoModelForCausalLM.from_pretrained(...))            # .to("cuda"), before it is enabled
-    logprobs = exact.token_logprobs(model, batch["tokens", "full"], batch["masks", "all_attention_mask"])
+    logprobs = exact.token_logprobs(model, batch)
+    logprobs = exact.token_logprobs(model, batch["tokens", "full"], batch["masks", "all_attention_mask"])  # the same
 
 `logprobs[:, i]` belongs to token `i + 1` and equals the engine's `batch["log_probs", "full"][:, i + 1]` bit for bit,
 wherever a token's whole context was computed under the trainer's current weights. On-policy ratios are exactly 1.0.
@@ -14,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from rollout_engine import routing
@@ -42,8 +44,18 @@ from rollout_engine.model.training.adapted_layers import (
 )
 from rollout_engine.model.training.call_checks import install_checks, refuse_moved, warn_of_adapted_head, warn_once
 from rollout_engine.model.training.prefix_trial import shares_prefixes
+from rollout_engine.model.training.rollout_inputs import rollout_inputs
 from rollout_engine.model.training.token_batch import token_batch
-from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, mismatches, rollout_note
+from rollout_engine.provenance import (
+    LogprobsNote,
+    RolloutNote,
+    attach,
+    mismatches,
+    note_sent,
+    rollout_note,
+    sent_weights,
+    weights_state,
+)
 
 __all__ = ["ExactReport", "check", "enable", "logprobs_of", "token_logprobs", "token_logprobs_and_entropies"]
 
@@ -88,17 +100,19 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
         install_checks(causal_lm.base_model, device)
         refuse_long_batches(causal_lm.base_model)
         causal_lm._rollout_engine_exact = _Enabled(arithmetic, device.type)
+        if sent_weights(wrapped) is None:
+            note_sent(wrapped, weights_state(wrapped), None)
     return wrapped
 
 
 def token_logprobs(
     model: nn.Module,
-    input_ids: Tensor,
+    input_ids: Tensor | TensorDictBase,
     attention_mask: Tensor | None = None,
     *,
     cu_seqlens: Tensor | None = None,
     position_ids: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     routed_experts: Tensor | None = None,
 ) -> Tensor:
     """Log-probs of next tokens: input_ids, any integers [B, T] -> float32 [B, T - 1], differentiable.
@@ -107,17 +121,23 @@ def token_logprobs(
     token i + 1 begins a sequence. Temperature 0 counts as 1, as in the engine.
 
     Args:
+        input_ids: token ids; or a batch that `RolloutPolicy.rollout` returned, padded or packed, in place of it and of
+            the next three. If the model has the adapter that sampled, no other one may be active then.
         attention_mask: [B, T], padding on either side or between tokens. None: no padding.
         cu_seqlens: int [N + 1] for packed rows: sequence j is `input_ids[0, cu_seqlens[j]:cu_seqlens[j + 1]]`, B = 1.
         position_ids: int [B, T] for packed rows: positions count up, and restart at 0 where a sequence begins.
             Padding may only follow the sequences of a row. Give either this or `cu_seqlens`.
+        temperature: None: that of the batch's log-probs; with ids 1.
         routed_experts: integers [B, T or T - 1, L, k]: experts that the routers of a mixture of experts choose, such as
             `batch["routed_experts"]`; -1: their own choice. Rows that begin alike are then computed apart.
 
-    Raises `ValueError` for ids beyond the model's vocabulary, and for shapes, masks and positions that do not fit
-    together. Warns, once per model, where the model is not exact, and where the rollout that `input_ids` come from had
-    another dtype or temperature.
+    Raises `ValueError` for ids beyond the model's vocabulary, for shapes, masks and positions that do not fit together,
+    and for a batch without a temperature (a plain TensorDict), or of another adapter. Warns, once per model, if the
+    model is not exact, and if the rollout that `input_ids` come from had another dtype or temperature.
     """
+    if isinstance(input_ids, TensorDictBase):
+        others = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, position_ids=position_ids)
+        input_ids, attention_mask, cu_seqlens, temperature = rollout_inputs(model, input_ids, temperature, **others)
     rollout = rollout_note(input_ids)
     input_ids, mask = token_batch(model, input_ids, attention_mask)
     positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
@@ -137,10 +157,10 @@ def token_logprobs(
 
 def token_logprobs_and_entropies(
     model: nn.Module,
-    input_ids: Tensor,
+    input_ids: Tensor | TensorDictBase,
     attention_mask: Tensor | None = None,
     *,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     routed_experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs as `token_logprobs` returns them, and from the same forward the entropies of their distributions.
@@ -148,6 +168,9 @@ def token_logprobs_and_entropies(
     Both float32 [B, T - 1]. Entropies, in nats, are 0 where log-probs are, and carry no gradient. Arguments, errors and
     warnings are those of `token_logprobs`, except that rows cannot be packed.
     """
+    if isinstance(input_ids, TensorDictBase):
+        given = rollout_inputs(model, input_ids, temperature, attention_mask=attention_mask)
+        input_ids, attention_mask, temperature = given.input_ids, given.attention_mask, given.temperature
     rollout = rollout_note(input_ids)
     input_ids, mask = token_batch(model, input_ids, attention_mask)
     temperature = temperature or 1.0
@@ -173,7 +196,8 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) 
 def _note(model: nn.Module, temperature: float) -> LogprobsNote:
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     fp32_head = dtype != "float32" and has_float32_head(model)
-    return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head, active_adapters(model))
+    adapters, sent = active_adapters(model), sent_weights(model)
+    return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head, adapters, sent)
 
 
 class _LeftRows(NamedTuple):

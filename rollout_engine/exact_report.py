@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollout_engine.provenance import LogprobsNote, logprobs_note, mismatches, rollout_note
+from rollout_engine.provenance import LogprobsNote, Sent, logprobs_note, mismatches, rollout_note
 
 
 class ExactReport(NamedTuple):
@@ -65,7 +65,7 @@ def check(batch: Any, logprobs: Tensor, temperature: float = 1.0) -> ExactReport
     different = compared & (ours != theirs)
     places = different.nonzero()
     gaps = (ours - theirs)[different].abs().nan_to_num(torch.inf)
-    found = _Differences(batch, ours, theirs, compared, different, gaps, _adapters(logprobs))
+    found = _Differences(batch, ours, theirs, compared, different, gaps, _adapters(logprobs), _sent(logprobs))
     return ExactReport(
         num_tokens=int(compared.sum()),
         num_different=len(places),
@@ -87,6 +87,8 @@ class _Differences(NamedTuple):
     gaps: Tensor
     adapters: frozenset[str | None]
     """Names of the adapters that the compared log-probs are under, None for the base alone; empty: not known."""
+    sent: Sent | None
+    """What had become of the trainer's weights since they were sent, when the log-probs were computed."""
 
 
 def _adapters(logprobs: Tensor) -> frozenset[str | None]:
@@ -94,12 +96,17 @@ def _adapters(logprobs: Tensor) -> frozenset[str | None]:
     return frozenset() if note is None else note.adapters
 
 
+def _sent(logprobs: Tensor) -> Sent | None:
+    note = logprobs_note(logprobs)
+    return None if note is None else note.sent
+
+
 def _cause(found: _Differences, logprobs: Tensor, temperature: float) -> str:
     if text := _from_notes(found, logprobs, temperature):
         return text
     if num := int(found.ours[found.compared].isnan().sum()):
         return f"{num} of the trainer's log-probs are NaN: check its weights and gradients."
-    causes = _shifted, _packed_as_one, _of_no_temperature, _other_version, _by_size
+    causes = _shifted, _packed_as_one, _of_no_temperature, _other_version, _stepped, _by_size
     return next(text for cause in causes if (text := cause(found)))
 
 
@@ -161,6 +168,20 @@ def _other_version(found: _Differences) -> str:
     return (
         f"Tokens sampled by {_versions(equal)} are equal, those by {_versions(differing)} are not: the trainer has the "
         f"weights of {_versions(equal)}. Compare each token with log-probs under its own version."
+    )
+
+
+def _stepped(found: _Differences) -> str:
+    """Parameters that were written to since the version that sampled was sent: what later epochs of PPO compute."""
+    sent, versions = found.sent, set(found.batch["policy_version"][:, 1:][found.compared].tolist())
+    if sent is None or not sent.is_changed or sent.version not in (None, *versions) or len(versions) > 1:
+        return ""
+    since = "exact.enable" if sent.version is None else f"update_weights sent {_versions(versions)}"
+    return (
+        f"Differences of this size come from weights that are not those of {_versions(versions)}, which is expected "
+        f"here: the trainer's were written to since {since}, as by the optimizer steps of earlier minibatches or "
+        "epochs on this rollout. To check exactness, compare before the first step on a rollout. If the rollout was "
+        "made after these steps, update_weights was not called before it."
     )
 
 

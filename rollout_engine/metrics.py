@@ -135,6 +135,8 @@ class CoreStats(msgspec.Struct):
     num_surplus_tokens: int = 0
     """Computed tokens of sequences that had ended while the step was in flight; what they sampled is dropped."""
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
+    step_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_TOKENS))
+    """Tokens computed in a step."""
 
     def add_pause(self, seconds: float) -> None:
         """Count a pause that took `seconds` to complete."""
@@ -164,6 +166,18 @@ class RequestStats(msgspec.Struct):
     """Per request."""
     generation_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_TOKENS))
     """Per request, all samples."""
+    inference_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_LONG))
+    """Per request, seconds from the start of its first step to its end."""
+    prefill_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
+    """Of these, up to the first sampled token."""
+    decode_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_LONG))
+    """The rest of these."""
+    token_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
+    """Per request, mean of the seconds between two tokens of a sample."""
+    asked_samples: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_TOKENS))
+    """`n` of a request."""
+    asked_max_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_TOKENS))
+    """`max_tokens` of a request that gives it."""
     staleness: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_VERSIONS))
     """Per sample with tokens, at its end."""
     rollout_staleness: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_VERSIONS))

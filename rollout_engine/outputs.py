@@ -192,6 +192,13 @@ class UpdateReport(msgspec.Struct, frozen=True):
     """The report of each replica of a fleet, by its index; the times above are then the longest of them."""
     num_bytes_sent: int = 0
     """Bytes of the tensors and pieces that the engine took: those that had changed, or all `num_bytes`."""
+    adapter: Literal["merged", "alone"] | None = None
+    """How the active adapters of a `PeftModel` arrived: "merged" into the weights; "alone", beside the base's, by
+    merge=False. None: the source had none."""
+    changed_share: float | None = None
+    """Share of the model's elements that differ from those before, in the engine's dtype: an estimate from up to 1,024
+    elements of each of 128 tensors (`weights/changed_share.py`). None: not known, as on devices and over ranks, and
+    where the weights before had arrived under other names or were forgotten."""
 
 
 def _dicts(

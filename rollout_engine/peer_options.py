@@ -20,7 +20,6 @@ _QUANTIZATION = "checkpoints are not quantized; quantization='int8' rounds the w
 
 ENGINE_PEERS: Peers = {
     "vLLM's": {
-        "chat_template": "give it to generate, chat or rollout",
         "compilation_config": "see compile=... and cuda_graphs=...",
         "cpu_offload_gb": "weights stay where the model runs; leave it out",
         "data_parallel_size": _SEVERAL_ENGINES,
@@ -220,7 +219,7 @@ POOLING_PEERS: Peers = {
 
 CALL_PEERS: Peers = {
     "vLLM's": {
-        "chat_template_content_format": "text parts become one str, as every template reads it; leave it out",
+        "chat_template_content_format": "parts reach templates that read them, others get one str; leave it out",
         "guided_options_request": _GRAMMAR,
         "mm_processor_kwargs": "prompts are text or token ids only; leave it out",
         "prompt_token_ids": "give the lists of ids as prompts",

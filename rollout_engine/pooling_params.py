@@ -7,6 +7,7 @@ import msgspec
 from rollout_engine._structs import UserStruct
 from rollout_engine.errors import RequestError, did_you_mean
 from rollout_engine.peer_options import POOLING_PEERS
+from rollout_engine.sampling_params import TruncationSide
 
 PoolingKind = Literal["last", "mean", "cls", "token", "classify", "reward"]
 KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
@@ -70,7 +71,10 @@ class PoolingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields
     """Token ids that mark the ends of steps: "token", "classify" and "reward" return a row for each of them in the
     prompt, in order, and no other."""
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Keep only the last so many prompt tokens. -1: as many as fit the engine's `max_model_len`."""
+    """Keep only so many prompt tokens, the last ones or by `truncation_side` the first. -1: as many as fit the engine's
+    `max_model_len`."""
+    truncation_side: TruncationSide = "left"
+    """The end of the prompt at which `truncate_prompt_tokens` cuts: "left" keeps its last tokens, "right" its first."""
 
     def check(self) -> None:
         ids = self.step_token_ids

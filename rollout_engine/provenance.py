@@ -1,12 +1,13 @@
 """Notes on tensor objects: how the tokens of a rollout, or the log-probs of a trainer, were computed.
 
 A note belongs to one tensor object; what torch computes from it (slices, copies, moved tensors) has none. Parts,
-clones, moved copies and concatenations of a `RolloutBatch` get those of the whole. Notes only serve to report mistakes
-early, never to decide what is computed.
+clones, moved copies and concatenations of a `RolloutBatch` get those of the whole. Notes serve to report mistakes
+early, and do not decide what is computed, but for `EpisodesNote`: it gives arguments of `advantages` their defaults.
 """
 
+import zlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollout_engine.outputs import Quantization
 
@@ -26,6 +27,8 @@ class RolloutNote(NamedTuple):
     """How the engine rounded the weights of layers; None: not at all."""
     adapters: frozenset[str | None] = frozenset()
     """Names of the adapters that sampled, None for the base alone; empty: not known."""
+    live_version: int | None = None
+    """Version of the live weights when the rollout was returned; of several rollouts the newest. None: not known."""
 
 
 class LogprobsNote(NamedTuple):
@@ -39,13 +42,36 @@ class LogprobsNote(NamedTuple):
     """Whether a model of another dtype computed float32 logits."""
     adapters: frozenset[str | None] = frozenset()
     """Names of the adapters that were active, None for the base alone."""
+    sent: "Sent | None" = None
+    """Whether the model still has the weights that were sent last; None: not known."""
+
+
+class Sent(NamedTuple):
+    """What became of a model's weights since `update_weights` sent them, or else since `exact.enable`."""
+
+    version: int | None
+    """Version as which they were sent; None: they were not."""
+    is_changed: bool
+    """Whether they were written to since, as by an optimizer step."""
+
+
+class EpisodesNote(NamedTuple):
+    """Note on the "group_id" of a batch whose rows are not one episode each, or some of whose episodes failed."""
+
+    episode_ids: tuple[int, ...]
+    """Episode of each row."""
+    is_counted: tuple[bool, ...]
+    """Whether the row's episode counts in the statistics of its group: it has not failed."""
 
 
 _NAME = "_rollout_engine_note"
+_SENT = "_rollout_engine_sent"
+"""Attribute of a model's first parameter, the same object inside any wrapper: (version, state) when it was sent."""
+_NUM_COMPARED = 4
 
 
-def attach(tensor: object, note: RolloutNote | LogprobsNote) -> None:
-    """Attach a note to `tensor`, replacing any other."""
+def attach(tensor: object, note: RolloutNote | LogprobsNote | EpisodesNote | None) -> None:
+    """Attach a note to `tensor`, replacing any other; None removes it."""
     setattr(tensor, _NAME, note)
 
 
@@ -65,9 +91,11 @@ def joined(notes: Iterable[RolloutNote | None]) -> RolloutNote | None:
     if not known or len(known) < len(found):
         return None
     same_temperature = len({note.temperature for note in known}) == 1
+    versions = [note.live_version for note in known if note.live_version is not None]
     return known[0]._replace(
         temperature=known[0].temperature if same_temperature else None,
         adapters=frozenset().union(*(note.adapters for note in known)),
+        live_version=max(versions) if len(versions) == len(known) else None,
     )
 
 
@@ -75,6 +103,43 @@ def logprobs_note(tensor: object) -> LogprobsNote | None:
     """The note on log-probs, if there is one."""
     note = getattr(tensor, _NAME, None)
     return note if isinstance(note, LogprobsNote) else None
+
+
+def episodes_note(tensor: object) -> EpisodesNote | None:
+    """The note on group ids, if there is one."""
+    note = getattr(tensor, _NAME, None)
+    return note if isinstance(note, EpisodesNote) else None
+
+
+def weights_state(model: Any) -> tuple[int, int, int] | None:
+    """A state that differs once an optimizer has stepped; None for what is no module of parameters.
+
+    Number of parameters, torch's counts of writes, and a checksum of the first values of those on the CPU, since fused
+    optimizers are not counted.
+    """
+    try:
+        parameters = list(model.parameters())
+        writes = sum(parameter._version for parameter in parameters)
+    except (AttributeError, TypeError, RuntimeError):  # no module, or tensors of inference mode
+        return None
+    near = [p.detach() for p in parameters if type(p).__name__ == "Parameter" and p.is_cpu and p.is_contiguous()]
+    values = repr([tensor.view(-1)[:_NUM_COMPARED].tolist() for tensor in near])
+    return (len(parameters), writes, zlib.crc32(values.encode())) if parameters else None
+
+
+def note_sent(model: Any, state: tuple[int, int, int] | None, version: int | None) -> None:
+    """Note that the weights of `model` were sent as a version (None: enabled) when they had this state."""
+    if state is not None:
+        setattr(next(iter(model.parameters())), _SENT, (version, state))
+
+
+def sent_weights(model: Any) -> Sent | None:
+    """What became of the weights since `note_sent`; None if it is not known."""
+    now = weights_state(model)
+    found = None if now is None else getattr(next(iter(model.parameters())), _SENT, None)
+    if now is None or found is None or found[1][0] != now[0]:
+        return None
+    return Sent(found[0], found[1] != now)
 
 
 def mismatches(trainer: LogprobsNote, rollout: RolloutNote) -> Iterator[str]:

@@ -1,21 +1,21 @@
 """Reward functions of users: how they are called, for any library's signature, and how their rewards are summed.
 
-As in TRL, a function gets those of `prompts`, `completions` and `completion_ids` that it names, or all with `**kwargs`.
-It gets all three by position, in that order, if it takes `*args`, or if its first three parameters are neither columns
-nor these names in another order. Columns are passed by name, to functions that name them and to those with `**kwargs`.
+As in TRL, a function gets those of `prompts`, `completions` and `completion_ids` that it names, or all with `**kwargs`,
+and columns likewise. Parameters that callers cannot name (`/`, `*args`) get the three lists in that order. A parameter
+of any other name is a column: if the rollout does not have it, `check_columns` raises.
 """
 
 import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
-from rollout_engine.errors import RequestError, RewardError
+from rollout_engine.errors import RequestError, RewardError, did_you_mean
 
 RewardFunction: TypeAlias = Callable[..., Iterable[float | None] | Awaitable[Iterable[float | None]]]
 """Returns one number per completion, or None where the function does not apply.
@@ -27,9 +27,15 @@ RewardFunctions: TypeAlias = RewardFunction | Sequence[RewardFunction]
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of every reward function, besides columns."""
 
+_NO_REWARD = "which is not finite in float32, the dtype of a batch's rewards"
+
 _COPIED = (list, dict, set, bytearray, np.ndarray)
 """Types that a reward function might modify, beside tensors. Objects of the user's own classes are passed without a
 copy."""
+
+
+LARGEST_REWARD = 3.4028234663852886e38
+"""Largest float32: rewards are float32 in batches."""
 
 
 class RewardCall:
@@ -38,38 +44,26 @@ class RewardCall:
     def __init__(self, function: RewardFunction, name: str, weight: float) -> None:
         self.function, self.name, self.weight = function, name, weight
         parameters = _parameters(function)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._names = {p.name for p in named}
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._takes_places = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        self._names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        self._places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
+        self._places = _places(parameters)
+        by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+        self._needed = by_place[len(ARGUMENTS) :] + [p.name for p in named if p.default is p.empty]
 
     def __call__(self, arguments: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
         """Call the function; `arguments` holds the lists of `ARGUMENTS`, `columns` one list per column."""
-        taken = {name: values for name, values in columns.items() if self.takes(name)}
-        if self._is_positional(columns):
-            return self.function(*(arguments[name] for name in ARGUMENTS), **taken)
-        return self.function(**{name: values for name, values in arguments.items() if self.takes(name)}, **taken)
+        places = [arguments[name] for name in self._places]
+        by_name = {name: values for name, values in arguments.items() if name not in self._places}
+        return self.function(*places, **{k: v for k, v in {**by_name, **columns}.items() if self.takes(k)})
 
     def missing(self, columns: Iterable[str]) -> list[str]:
         """Parameters without a default that are no column and no argument of every reward function."""
-        if self._is_positional(columns):
-            return [name for name in self._needed if name not in (*self._places, *columns)]
         return [name for name in self._needed if name not in (*ARGUMENTS, *columns)]
 
     def takes(self, name: str) -> bool:
         """Whether the function accepts an argument of that name."""
         return self._takes_all or name in self._names
-
-    @property
-    def _needed(self) -> list[str]:
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return [p.name for p in _parameters(self.function) if p.kind in kinds and p.default is p.empty]
-
-    def _is_positional(self, columns: Iterable[str]) -> bool:
-        if self._takes_places:
-            return True
-        out_of_place = [name for i, name in enumerate(self._places) if name in ARGUMENTS and name != ARGUMENTS[i]]
-        return len(self._places) == 3 and not out_of_place and not set(self._places) & set(columns)
 
 
 def is_listed(reward_fn: object) -> TypeGuard[Sequence[RewardFunction]]:
@@ -96,14 +90,21 @@ def reward_calls(reward_fn: RewardFunctions, weights: Sequence[float] | None) ->
     return [RewardCall(*each) for each in zip(functions, names, map(float, weights), strict=True)]
 
 
-def check_columns(calls: Sequence[RewardCall], columns: Iterable[str]) -> None:
-    """Raise `RewardError` for a column that no function accepts: probably misspelt in one place."""
+def check_columns(calls: Sequence[RewardCall], columns: Collection[str]) -> None:
+    """Raise `RewardError` for a column that no function accepts, and for a parameter that is no column."""
     for name in columns:
         if not any(call.takes(name) for call in calls):
             takers = ", ".join(call.name for call in calls)
             raise RewardError(
                 f"No reward function takes the column '{name}' (asked: {takers}). Name it among the function's "
                 "arguments, or add **kwargs."
+            )
+    for call in calls:
+        if missing := call.missing(columns):
+            hint = did_you_mean(missing[0], [*ARGUMENTS, *columns]) or f"Give it as columns={{'{missing[0]}': [...]}}."
+            raise RewardError(
+                f"The reward function '{call.name}' needs '{missing[0]}', which is no column. Arguments are passed by "
+                f"name: {', '.join(ARGUMENTS)}, and the columns: {', '.join(columns) or 'none'}. {hint}"
             )
 
 
@@ -139,7 +140,7 @@ def checked_rewards(answer: object, num: int, where: str, label: str) -> list[fl
 
 def weighted_sum(calls: Sequence[RewardCall], each: Sequence[Sequence[float | None]], where: str) -> list[float]:
     """Per sample, the sum of weight times reward over the functions that apply. Raises `RewardError` if none does."""
-    sums = []
+    sums = list[float]()
     for sample, rewards in enumerate(zip(*each, strict=True)):
         if all(reward is None for reward in rewards):
             raise RewardError(
@@ -147,15 +148,39 @@ def weighted_sum(calls: Sequence[RewardCall], each: Sequence[Sequence[float | No
                 "function does not apply; at least one must."
             )
         pairs = zip(calls, rewards, strict=True)
-        sums.append(sum((call.weight * reward for call, reward in pairs if reward is not None), 0.0))
+        total = sum((call.weight * reward for call, reward in pairs if reward is not None), 0.0)
+        if not is_reward(total):
+            raise RewardError(f"{where}, sample {sample}: the weighted sum of the rewards is {total!r}, {_NO_REWARD}.")
+        sums.append(total)
     return sums
+
+
+def is_reward(number: float) -> bool:
+    """Whether `number` is finite, in float32 too."""
+    return abs(number) <= LARGEST_REWARD
 
 
 def _number(value: Any, where: str, index: int) -> float:
     plain = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
-    if not isinstance(plain, numbers.Real) or not math.isfinite(plain):
-        raise RewardError(f"{where}, sample {index}: the reward is {plain!r:.80}, not a finite number.")
-    return float(plain)
+    try:
+        number = float(plain) if isinstance(plain, numbers.Real) else math.nan
+        problem = "not a finite number" if not math.isfinite(number) else "" if is_reward(number) else _NO_REWARD
+    except OverflowError:  # an int
+        number, problem = math.inf, _NO_REWARD
+    if problem:
+        raise RewardError(f"{where}, sample {index}: the reward is {plain!r:.80}, {problem}.")
+    return number
+
+
+def _places(parameters: Sequence[inspect.Parameter]) -> Sequence[str]:
+    """Which of `ARGUMENTS` are passed by position: to `/` parameters, and to `*args` behind the others."""
+    kinds = [p.kind for p in parameters]
+    num_unnamed = kinds.count(inspect.Parameter.POSITIONAL_ONLY)
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        before = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if tuple(before) == ARGUMENTS[num_unnamed:][: len(before)]:
+            return ARGUMENTS
+    return ARGUMENTS[:num_unnamed]
 
 
 def _parameters(function: RewardFunction) -> list[inspect.Parameter]:

@@ -7,7 +7,7 @@ wait (for a server, say) overlap with generation and with one another.
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from inspect import CORO_CREATED, getcoroutinestate, isawaitable, iscoroutine
@@ -63,11 +63,14 @@ class RewardCaller:
         self._loop = loop
         self._thread: _LoopThread | None = None
 
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise `RewardError` for columns that do not fit the functions. Call it before anything is sampled."""
+        check_columns(self._calls, columns)
+
     def start(self, group: int, prompt: object, output: RequestOutput, columns: Mapping[str, Any]) -> Future[Rewards]:
         """Start computing the rewards of a finished group, number `group`; `columns` holds its value of each column."""
         num, rewards, answers = len(output.outputs), Future[Rewards](), list[Any]()
         try:
-            check_columns(self._calls, columns)
             for call in self._calls:
                 answers.append(self._call(call, group, prompt, output, columns))
             if any(map(isawaitable, answers)):

@@ -65,7 +65,7 @@ class GroupBatcher:
     def note(self, temperature: float | None, adapters: Iterable[str | None], *, is_packed: bool) -> RolloutNote:
         """The note on what the engine computed under these adapters (None: the base alone)."""
         known = self._dtype, temperature, is_packed, self._fp32_head, self._quantization
-        return RolloutNote(*known, frozenset(adapters))
+        return RolloutNote(*known, frozenset(adapters), self._frontend.client.policy_version)
 
     def _batch_of_prompts(self, groups: Sequence[Group], layout: Layout) -> RolloutBatch:
         rewards = [group.rewards for group in groups if group.rewards is not None]

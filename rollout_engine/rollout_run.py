@@ -119,8 +119,9 @@ class RolloutRun:
     def start(self, task: GroupTask) -> GroupTask:
         """Queue the request of one more group. Returns the task with the seed that its request has got.
 
-        Raises `RequestError`, naming the prompt, when the engine refuses it.
+        Raises `RequestError`, naming the prompt, when the engine refuses it, and `RewardError` for unfit columns.
         """
+        self._check_columns([task])
         try:
             request_id = self._reader.add(task.input, task.params, None, num_kept=task.num_kept)
         except RequestError as error:
@@ -136,6 +137,7 @@ class RolloutRun:
         sequence, `RetryableError` for an aborted one, and `RewardError` for a failed reward.
         """
         if self._waiting:
+            self._check_columns(self._waiting)
             inputs, params = ([getattr(task, name) for task in self._waiting] for name in ("input", "params"))
             kept, sessions = ([getattr(task, name) for task in self._waiting] for name in ("num_kept", "session_id"))
             request_ids = self._reader.add_all(inputs, params, num_kept=kept, session_id=sessions)
@@ -181,6 +183,12 @@ class RolloutRun:
         if unfinished:
             with suppress(LifecycleError):
                 self._reader.abort(unfinished)
+
+    def _check_columns(self, tasks: Sequence[GroupTask]) -> None:
+        """Raise `RewardError` before anything is sampled if columns and reward functions do not fit."""
+        if self._caller is not None:
+            for columns in {tuple(task.columns) for task in tasks}:
+                self._caller.check_columns(columns)
 
     def _rewarded(self) -> list[Group]:
         if self._rewarding and not self._running and not self._cancelled:

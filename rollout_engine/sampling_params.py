@@ -40,6 +40,7 @@ _MAX_EXTRA_ARGS_DEPTH = 16
 
 LogprobsMode = Literal["tempered", "raw", "processed"]
 OutputKind = Literal["cumulative", "delta", "final_only"]
+TruncationSide = Literal["left", "right"]
 
 
 class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):  # type: ignore[metaclass]
@@ -57,6 +58,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         "stop_token_ids": lambda value: [value] if type(value) is int else value,
         "logprob_token_ids": lambda value: [value] if type(value) is int else value,
         "top_k": lambda value: 0 if type(value) is int and value == -1 else value,
+        "logprobs_mode": lambda value: value.removesuffix("_logprobs") if isinstance(value, str) else value,
     }
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] = 1
@@ -127,8 +129,10 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     include_stop_str_in_output: bool = False
     """Keep the stop string or stop token that ended the completion in its text."""
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=MAX_COUNT)] | None = None
-    """Keep only the last so many prompt tokens. -1: as many as leave room for `max_tokens` (for one, if that is None)
-    within the engine's `max_model_len`."""
+    """Keep only so many prompt tokens, the last ones or by `truncation_side` the first. -1: as many as leave room for
+    `max_tokens` (for one, if that is None) within the engine's `max_model_len`."""
+    truncation_side: TruncationSide = "left"
+    """The end of the prompt at which `truncate_prompt_tokens` cuts: "left" keeps its last tokens, "right" its first."""
     extra_args: dict[str, Any] | None = None
     """Arguments for the engine's logits processors: numbers, strings, None, lists and dicts of them."""
     output_kind: OutputKind = "cumulative"

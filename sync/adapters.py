@@ -8,7 +8,7 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor | LazyTensor]]:
             _warn_once(model)
             layer = layers.setdefault(id(adapted[0]), _MergedLayer(path, adapted))
             yield plain, _Merged(layer, rest.removeprefix(prefix), tensor)
+
+
+def has_merged(tensors: Iterable[Tensor | LazyTensor]) -> bool:
+    """Whether any of a source's tensors has an adapter merged into it."""
+    return any(isinstance(tensor, _Merged) for tensor in tensors)
 
 
 class _Merged(LazyTensor):
@@ -210,5 +215,6 @@ def _warn_once(model: nn.Module) -> None:
     logger.warning(
         "The model's active adapters (PEFT) are merged into the weights that are sent; its own are not touched. Its "
         "forward adds an adapter's product instead, which rounds otherwise: log-probs agree to the bit only while it "
-        "is merged as well, between merge_adapter() and unmerge_adapter()."
+        "is merged as well, between merge_adapter() and unmerge_adapter(). An engine with max_loras takes the adapter "
+        "alone, and computes as exact.enable(model) does: update_weights(model, merge=False)."
     )

@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from rollout_engine.kernels.cpu.gemm import supports
 from rollout_engine.kernels.linear import _plan
+from rollout_engine.text.input_processor import InputProcessor
+from tests.draws import DRAWS, USUAL_NEXT_SEED
 from tests.warm_cores import WarmCores
 
 # An example may take as long as a busy machine makes it take.
@@ -31,6 +33,24 @@ if not torch.cuda.is_available():
 def pytest_collection_finish():
     """No collection of garbage walks the modules and tests, millions of objects, again."""
     gc.freeze()
+
+
+def pytest_runtest_setup(item):
+    DRAWS.begin(item.nodeid)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def draws_by_test():
+    """Requests without a seed draw by their test's name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InputProcessor, "next_seed", DRAWS.as_method())
+        yield
+
+
+@pytest.fixture
+def usual_draws(monkeypatch):
+    """Requests without a seed draw as those of users do, by the engine's seed and their number."""
+    monkeypatch.setattr(InputProcessor, "next_seed", USUAL_NEXT_SEED)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -67,7 +87,7 @@ def own_products():
 @pytest.fixture(autouse=True)
 def fixed_state():
     """Seeded, single-threaded (several threads on a busy machine wait for one another), and restored afterwards."""
-    torch.manual_seed(0)
+    torch.manual_seed(DRAWS.torch_seed())
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(1)

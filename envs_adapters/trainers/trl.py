@@ -12,6 +12,7 @@ weights between steps of an engine that goes on generating.
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -23,7 +24,10 @@ from envs_adapters.trainers.trl_settings import TRL, require, require_use, sampl
 from envs_adapters.trainers.trl_weights import PolicyWeightTransfer, StoreWeightTransfer
 from rollout_engine.errors import ConfigError
 from rollout_engine.policy import RolloutPolicy
+from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import mix
+
+logger = logging.getLogger("rollout_engine")
 
 __all__ = [
     "ExactLogprobs",
@@ -111,6 +115,9 @@ class Completion(NamedTuple):
     """Of the weights that sampled its last token."""
 
 
+_NO_ANSWER = Completion([], [], -1)
+
+
 class PolicyGeneration:
     """The generations of one trainer by one policy, as TRL calls them (`trainer.vllm_generation`).
 
@@ -150,12 +157,21 @@ class PolicyGeneration:
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
         """One completion of each of `prompts`, token ids in which each prompt occurs `num_generations` times in a row.
 
+        A completion has at most as many tokens as fit behind its prompt: TRL's tool loop asks for
+        `max_completion_length` of them behind the result of a tool, and cuts off what is too much. If that result
+        leaves no room at all (`num_generations=1`), the completion is empty, with a warning.
+
         Returns prompt ids and completion ids, one list per prompt, then the log-prob and the id of each sampled token,
         each in a list of its own, where vLLM would also put those of other tokens.
         """
         _refuse_images(images)
         with profiler or nullcontext():
-            completions = self.complete(prompts)
+            fit = [prompt for prompt in prompts if num_generations > 1 or len(prompt) < self._max_model_len]
+            made = iter(self.complete(fit, shortens=True) if fit else ())
+            completions = [next(made) if len(prompt) < self._max_model_len else _NO_ANSWER for prompt in prompts]
+        if len(fit) < len(prompts):
+            what = "%d of %d prompts with a tool's result fill max_model_len=%d: their answers are empty."
+            logger.warning(what, len(prompts) - len(fit), len(prompts), self._max_model_len)
         return (
             prompts,
             [each.token_ids for each in completions],
@@ -163,13 +179,16 @@ class PolicyGeneration:
             [[[token] for token in each.token_ids] for each in completions],
         )
 
-    def complete(self, prompts: Sequence[list[int]]) -> list[Completion]:
-        """One completion of each prompt; equal prompts in a row are one group, whose prompt is computed once."""
+    def complete(self, prompts: Sequence[list[int]], *, shortens: bool = False) -> list[Completion]:
+        """One completion of each prompt; equal prompts in a row are one group, whose prompt is computed once.
+
+        `shortens`: a completion may have fewer tokens than the trainer asks for if no more fit behind its prompt.
+        """
         self.sync_weights()
         groups = [(prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)]
         batch = self.policy.rollout(
             [{"prompt_token_ids": prompt} for prompt, _ in groups],
-            [self._params.clone(n=size) for _, size in groups],
+            [self._params_of(prompt, shortens).clone(n=size) for prompt, size in groups],
             seed=self._next_seed(),
             use_tqdm=False,
         )
@@ -182,6 +201,16 @@ class PolicyGeneration:
             strict=True,
         )
         return [Completion(tokens[:n], logprobs[:n], version) for n, tokens, logprobs, version in rows]
+
+    @property
+    def _max_model_len(self) -> int:
+        return self.policy.frontend.client.info.max_model_len
+
+    def _params_of(self, prompt: list[int], shortens: bool) -> SamplingParams:
+        room = self._max_model_len - len(prompt)
+        if not shortens or room < 1 or (self._params.max_tokens or 0) <= room:
+            return self._params
+        return self._params.clone(max_tokens=room, min_tokens=min(self._params.min_tokens, room))
 
     def _next_seed(self) -> int:
         step = self.trainer.state.global_step

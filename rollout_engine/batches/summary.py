@@ -20,17 +20,21 @@ from tensordict.base import _register_tensor_class
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
+from rollout_engine.batches.episodes import counted, episodes
 from rollout_engine.batches.layout import is_packed, leaves, num_sequences
 from rollout_engine.batches.notebook import LISTED_KEYS, html
-from rollout_engine.provenance import attach, joined, rollout_note
+from rollout_engine.provenance import EpisodesNote, attach, joined, rollout_note
 
 WIDTH, MAX_KEYS, MAX_TEXT = 110, 24, 40
 _TOKENS = ("tokens", "full")
 """Key of the tensor that the note is on."""
+_GROUPS = "group_id"
 
 
 class RolloutBatch(TensorDict):  # type: ignore[misc]
     """A TensorDict whose `repr` shows, on one screen, what the rollout contains besides its shapes.
+
+    `batch["group_id"]` brings to `advantages` which rows are of one episode, and which failed.
 
     Indexing, `to`, `reshape`, `stack` and the like return a `RolloutBatch`; `to_tensordict()` returns a plain one.
     `memmap` and `save` write a plain TensorDict, which loads where this library is not installed.
@@ -50,7 +54,10 @@ class RolloutBatch(TensorDict):  # type: ignore[misc]
         return html(self) if _is_listed(self) else f"<pre>{escape(repr(self))}</pre>"
 
     def __getitem__(self, index: Any) -> Any:
-        return self._noted(super().__getitem__(index))
+        found = super().__getitem__(index)
+        if isinstance(index, str) and index == _GROUPS:
+            attach(found, _episodes_note(self))
+        return self._noted(found)
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         """A copy, as of `TensorDict.clone`."""
@@ -85,6 +92,18 @@ def with_note(batch: Any, sources: Iterable[TensorDictBase]) -> Any:
     return batch
 
 
+def _episodes_note(batch: TensorDictBase) -> EpisodesNote | None:
+    """The note on its group ids; None if each row is an episode of its own and none failed."""
+    if "episode_id" not in batch.keys() or batch.get(_GROUPS).dim() != 1:
+        return None
+    try:
+        ids, is_counted = batch.get("episode_id").tolist(), counted(batch)
+        is_plain = len(episodes(batch)) == len(ids) and all(is_counted)
+    except RuntimeError:  # tensors without values: on the meta device, or inside vmap
+        return None
+    return None if is_plain else EpisodesNote(tuple(ids), tuple(is_counted))
+
+
 def _plain(batch: TensorDictBase) -> TensorDict:
     return TensorDict(dict(batch.items()), batch_size=batch.batch_size, device=batch.device)
 
@@ -116,7 +135,9 @@ def _is_listed(batch: RolloutBatch) -> bool:
 
 def _counts(batch: RolloutBatch) -> str:
     """The rest of the first line, after the class name."""
-    counts = [f"sequences {num_sequences(batch)}", f"groups {len(batch['group_id'].unique())}"]
+    num_rows, num_episodes = num_sequences(batch), len(episodes(batch))
+    counts = [f"sequences {num_rows}", *([f"episodes {num_episodes}"] if num_episodes < num_rows else [])]
+    counts.append(f"groups {len(batch['group_id'].unique())}")
     sampled = batch["masks", "all_assistant_mask"]
     counts.append(f"sampled tokens {int(sampled.sum())}")
     versions = batch["policy_version"][sampled].unique().tolist()
@@ -127,13 +148,14 @@ def _counts(batch: RolloutBatch) -> str:
 
 def _facts(batch: RolloutBatch) -> Iterator[str]:
     """Lines on finish reasons, rewards and the first sample, as far as the batch has them."""
-    keys = batch.keys(include_nested=True)
+    keys, first_rows = batch.keys(include_nested=True), [rows[0] for rows in episodes(batch)]
     column = "ended_by" if "ended_by" in keys else "finish_reason"  # of an episode, or of one answer
     if column in keys:
-        ends = Counter(map(str, batch[column]))
+        given = list(batch[column])
+        ends = Counter(str(given[row]) for row in first_rows)
         yield "ended by: " + ", ".join(f"{reason} {times}" for reason, times in ends.most_common())
-    if ("next", "reward") in keys and batch["next", "reward"].numel():
-        rewards = batch["next", "reward"].float()
+    if ("next", "reward") in keys and (rows := [row for row in first_rows if counted(batch)[row]]):
+        rewards = batch["next", "reward"][rows].float()
         yield f"reward: mean {rewards.mean():.4g}, from {rewards.min():.4g} to {rewards.max():.4g}"
     if ("text", "response") in keys and num_sequences(batch):
         yield f"first: {_short(batch['text', 'prompt'][0])} -> {_short(batch['text', 'response'][0])}"

@@ -23,6 +23,7 @@ from transformers import AutoConfig
 import rollout_engine
 from rollout_engine.cli import ceilings, machine
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
+from rollout_engine.cli.terminal import announced
 from rollout_engine.errors import RequestError
 from rollout_engine.locations import find_directory
 
@@ -56,7 +57,9 @@ def run(arguments: argparse.Namespace) -> None:
     if params.max_tokens is None:
         raise RequestError.for_field("max_tokens", None, "a number: every completion gets as many tokens")
     work = ceilings.Work(arguments.prompts, params.n, arguments.prompt_tokens, params.max_tokens)
-    with rollout_engine.LLM(arguments.model, **(_ENGINE | overrides.engine)) as llm:
+    with announced(f"loading {arguments.model}"):
+        llm = rollout_engine.LLM(arguments.model, **(_ENGINE | overrides.engine))
+    with llm:
         dtype = next(iter(llm.get_model_metadata().values()))[0]
         rates = list(_rounds(llm, arguments.model, work, params, arguments.rounds))
     limits = ceilings.measure(arguments.model, getattr(torch, dtype), work)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
+from rollout_engine.cli.terminal import announced
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.process.core_launcher import CoreProcess
@@ -46,7 +47,8 @@ def run(arguments: argparse.Namespace) -> None:
         keys=keys,
     )
     try:
-        ready = process.wait_ready(START_SECONDS)
+        with announced(f"starting a core of {arguments.model}"):
+            ready = process.wait_ready(START_SECONDS)
         _pass_signals_on(process)
         print(ready.address, flush=True)
         print(f"key file {arguments.key_file}, core process {ready.pid}, {ready.info.choices}", flush=True)

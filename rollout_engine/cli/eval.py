@@ -14,6 +14,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from rollout_engine.cli.terminal import announced, sampling
 from rollout_engine.evaluation.sweep_file import read_sweep_file
 from rollout_engine.policy import RolloutPolicy
 
@@ -33,9 +34,11 @@ def run(arguments: argparse.Namespace) -> None:
     file = read_sweep_file(arguments.file, arguments.overrides)
     sys.path.insert(0, str(arguments.file.parent.resolve()))  # functions that the file names
     file.check()
-    with file.located(), RolloutPolicy.from_pretrained(file.model, **file.engine) as policy:
-        resume, shown = not arguments.no_resume, sys.stderr.isatty()
-        report = policy.evaluate(**file.arguments, resume=resume, use_tqdm=shown)
+    with file.located():
+        with announced(f"loading {file.model}"):
+            policy = RolloutPolicy.from_pretrained(file.model, **file.engine)
+        with policy, sampling(len(file.arguments["tasks"]), "task") as shown:
+            report = policy.evaluate(**file.arguments, resume=not arguments.no_resume, use_tqdm=shown)
     out = Path(file.arguments["out"])
     report.to_jsonl(out / "table.jsonl")
     report.to_html(out / "report.html")

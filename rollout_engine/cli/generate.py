@@ -6,12 +6,12 @@ rollout-engine generate path --file questions.jsonl --chat --json n=4 logprobs=0
 
 import argparse
 import json
-import sys
 from typing import Any
 
 import rollout_engine
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.prompts import add_prompts, read_prompts
+from rollout_engine.cli.terminal import announced, sampling
 from rollout_engine.outputs import CompletionOutput, RequestOutput
 
 
@@ -31,8 +31,10 @@ def run(arguments: argparse.Namespace) -> None:
     prompts = [each.prompt for each in given]
     if arguments.chat:
         prompts = [{"messages": [{"role": "user", "content": p}]} if isinstance(p, str) else p for p in prompts]
-    with rollout_engine.LLM(arguments.model, **overrides.engine) as llm:
-        results = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    with announced(f"loading {arguments.model}"):
+        llm = rollout_engine.LLM(arguments.model, **overrides.engine)
+    with llm, sampling(len(prompts), "prompt") as shown:
+        results = llm.generate(prompts, params, use_tqdm=shown)
     for each, result in zip(given, results, strict=True):
         if arguments.json:
             print(json.dumps(_as_json(result, each.columns), ensure_ascii=False))

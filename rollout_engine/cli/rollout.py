@@ -13,6 +13,7 @@ import rollout_engine
 from rollout_engine.cli.out_file import check_out
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.prompts import add_prompts, read_prompts
+from rollout_engine.cli.terminal import announced, sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +30,12 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.out is not None:
         check_out(arguments.out, "rollouts.jsonl")
     params = rollout_engine.SamplingParams(**overrides.sampling)
-    with rollout_engine.RolloutPolicy.from_pretrained(arguments.model, **overrides.engine) as policy:
+    with announced(f"loading {arguments.model}"):
+        policy = rollout_engine.RolloutPolicy.from_pretrained(arguments.model, **overrides.engine)
+    with policy, sampling(len(given), "prompt") as shown:
         names = dict.fromkeys(name for each in given for name in each.columns)
         columns = {name: [each.columns.get(name) for each in given] for name in names}
-        batch = policy.rollout([each.prompt for each in given], params, columns=columns, use_tqdm=sys.stderr.isatty())
+        batch = policy.rollout([each.prompt for each in given], params, columns=columns, use_tqdm=shown)
     rollout_engine.to_jsonl(batch, arguments.out or sys.stdout)
     if arguments.out is not None:
         print(f"{batch.shape[0]} samples in {arguments.out}", file=sys.stderr)

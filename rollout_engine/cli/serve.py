@@ -2,6 +2,7 @@
 
     rollout-engine serve Qwen/Qwen3-0.6B
     rollout-engine serve path/of/checkpoint --port 8000 --replicas 2 dtype=bfloat16 max_model_len=4096
+    rollout-engine serve path/of/checkpoint --chat-template template.jinja
     rollout-engine serve path/of/checkpoint --host 0.0.0.0 --api-key KEY --admin-key OTHER_KEY
 
 It listens on this machine alone unless --host says otherwise, which needs both keys. SIGTERM and Ctrl-C let open
@@ -13,12 +14,22 @@ import os
 from typing import Any
 
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
+from rollout_engine.cli.terminal import announced, number_of
 from rollout_engine.errors import ConfigError
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.server import HttpServer, check_server
 
 _KEYS = {"api_key": "ROLLOUT_ENGINE_API_KEY", "admin_key": "ROLLOUT_ENGINE_ADMIN_KEY"}
+_LIMITS: dict[str, type[int] | type[float]] = {
+    "max_body_bytes": int,
+    "max_weight_bytes": int,
+    "max_open_body_bytes": int,
+    "body_seconds": float,
+    "max_connections": int,
+    "drain_seconds": float,
+}
+"""Options that bound what clients may take."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", help=f"key of clients that generate; also from ${_KEYS['api_key']}")
     parser.add_argument("--admin-key", help=f"key for control and weights; also from ${_KEYS['admin_key']}")
     parser.add_argument("--served-model-name", help="name that clients give (the model's path or id)")
+    parser.add_argument("--chat-template", help="a Jinja template, or a file with one, in place of the tokenizer's")
     parser.add_argument("--return-tokens-as-token-ids", action="store_true", help='log-probs name tokens "token_id:7"')
     parser.add_argument("--logprobs-mode", default="tempered", help="tempered, processed or raw (tempered)")
+    parser.add_argument(
+        "--trust-request-chat-template", action="store_true", help="requests may bring a chat_template, a program"
+    )
     parser.add_argument("--allowed-origins", nargs="*", default=[], help="web pages whose scripts may call")
+    for name, kind in _LIMITS.items():
+        default = getattr(ServeOptions(), name)
+        parser.add_argument(_option(name), type=kind, default=default, help=f"as ServeOptions.{name} ({default})")
     add_overrides(parser)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -42,18 +64,24 @@ def run(arguments: argparse.Namespace) -> None:
     if overrides.sampling:
         names = ", ".join(overrides.sampling)
         raise ConfigError(f"{names}: sampling params come with each request; a server takes fields of EngineConfig.")
+    template = arguments.chat_template
+    if template is not None and overrides.engine.setdefault("chat_template", template) != template:
+        raise ConfigError("--chat-template and chat_template= are both set: give one of them.")
     keys: dict[str, Any] = {name: getattr(arguments, name) or os.environ.get(_KEYS[name]) for name in _KEYS}
     options = ServeOptions(
         host=arguments.host,
         port=arguments.port,
         served_model_name=arguments.served_model_name,
+        trust_request_chat_template=arguments.trust_request_chat_template,
         allowed_origins=arguments.allowed_origins,
         logprobs_mode=arguments.logprobs_mode,
         return_tokens_as_token_ids=arguments.return_tokens_as_token_ids,
+        **{name: getattr(arguments, name) for name in _LIMITS},
         **keys,
     )
     check_server(options)
-    engine = AsyncLLM(arguments.model, num_replicas=arguments.replicas, **overrides.engine)
+    with announced(f"starting {number_of(arguments.replicas, 'replica')} of {arguments.model}"):
+        engine = AsyncLLM(arguments.model, num_replicas=arguments.replicas, **overrides.engine)
     try:
         server = HttpServer(engine, options)
         print(f"{server.url} serves {server.app.served.model}", flush=True)

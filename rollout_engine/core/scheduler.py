@@ -107,6 +107,7 @@ class Scheduler:
         """Record a completed step, whose tokens the sequences have, and publish the blocks it filled."""
         stats, block_size = self.stats, self.tables.block_size
         stats.num_steps += 1
+        stats.step_tokens.observe(sum([row.num_scheduled_tokens for row in step.work.scheduled]))
         for row, sequence in zip(step.work.scheduled, step.rows, strict=True):
             start, num_tokens = row.num_computed_tokens, row.num_scheduled_tokens
             stats.num_tokens_computed += num_tokens

@@ -36,7 +36,7 @@ class Route(NamedTuple):
             raise RequestError.for_field("session_id", session_id, "a str that is not empty, or None")
         check_text_size("session_id", session_id, _MAX_SESSION_ID_BYTES)
         if replica_index is not None:
-            what = f"session_id={session_id!r:.80} and replica_index={replica_index} both choose the replica"
+            what = f"session_id={session_id!r:.80} and the index {replica_index} of a replica both choose the replica"
             raise RequestError(f"{what}: give one of them.", field="session_id", value=session_id)
         return cls(session_id)
 

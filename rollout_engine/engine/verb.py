@@ -15,6 +15,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from rollout_engine._structs import arguments_struct
+from rollout_engine.class_names import function_name
 from rollout_engine.errors import CallTimeoutError, RequestError, RolloutEngineError, refused
 from rollout_engine.metrics import CoreStats
 from sync.described_types import describe_types
@@ -64,6 +65,8 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it still answers after shutdown, where the core is in this process: it only reads numbers."""
     public: bool = True
     """Whether faces have a method of this name."""
+    public_name: str = ""
+    """Name of the method that users call for it, if that has another name; errors begin with it."""
     crosses: bool = True
     """Whether arguments and result can cross to another process."""
     combine: Callable[[Sequence[Any]], Any] | None = None
@@ -98,7 +101,7 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
 
     def title(self, arguments: Mapping[str, Any]) -> str:
         """Name of what is called, as errors say it: for `collective_rpc` that of the method."""
-        return str(arguments.get("method", self.name))
+        return function_name(arguments.get("method", self.name))
 
     def seconds(self, arguments: Mapping[str, Any]) -> float | None:
         """How long the caller waits; None: for ever. Raises `RequestError` for what is no number of seconds."""

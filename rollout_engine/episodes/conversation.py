@@ -14,13 +14,18 @@ import msgspec
 from envs_adapters.base import Message
 from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput
+from rollout_engine.text.chat_turns import RewrittenTurns, once_followed
 
 
 class Turns(Protocol):
     """The prompts of conversations: `ChatTurns` or `TextTurns`."""
 
-    def prompt(self, messages: list[Message]) -> list[int]: ...
-    def glue(self, messages: list[Message], sampled: Sequence[int]) -> list[int]: ...
+    @property
+    def needs_messages(self) -> bool: ...
+    def text(self, messages: list[Message]) -> str: ...
+    def begin(self, messages: list[Message], text: str) -> list[int]: ...
+    def message(self, text: str) -> Message: ...
+    def between(self, shown: str, now: str, said: str, sampled: Sequence[int]) -> list[int]: ...
     def rewriting(self, roles: Sequence[str]) -> str | None: ...
 
 
@@ -62,6 +67,8 @@ class Conversation:
         """One per turn."""
         self._turns, self._branches = turns, branches
         self._unread: list[Message] = []
+        self._shown = ""
+        """The text of the last prompt."""
         self._early_reward = 0.0
         """Given before the first turn."""
 
@@ -78,20 +85,21 @@ class Conversation:
         """Token ids of the next turn's prompt. Raises `RequestError` where the conversation cannot be continued."""
         assert self._turns is not None, "a policy plays this seat"
         unread, self._unread = self._unread, []
-        if not self.rows:
-            if not unread:
-                raise RequestError("The environment gave nothing to answer: reset returned no text.", field="messages")
-            self.rows.append(Row(self._turns.prompt(self.messages)))
-            return self.rows[0].prompt
-        rewriting = self._turns.rewriting([message["role"] for message in unread])
-        if rewriting is not None:
-            if not self._branches:
-                raise rewritten(rewriting)
-            self.rows.append(Row(self._turns.prompt(self.messages)))
-            return self.rows[-1].prompt
-        row = self.rows[-1]
-        row.add_glue(self._turns.glue(unread, row.samples[-1][1].token_ids))
-        return row.prompt + row.response
+        if not unread and (self._turns.needs_messages or not self.rows):
+            gave = "step returned no message" if self.rows else "reset returned no text"
+            raise RequestError(f"The environment gave nothing to answer: {gave}.", field="messages")
+        shown, self._shown = self._shown, self._turns.text(self.messages)
+        if self.rows:
+            row = self.rows[-1]
+            sample = row.samples[-1][1]
+            try:
+                row.add_glue(self._turns.between(shown, self._shown, sample.text, sample.token_ids))
+                return row.prompt + row.response
+            except RewrittenTurns as problem:
+                if not self._branches:
+                    raise rewritten(once_followed([each["role"] for each in unread], problem.how)) from problem
+        self.rows.append(Row(self._turns.begin(self.messages, self._shown)))
+        return self.rows[-1].prompt
 
     def answer(self, sample: CompletionOutput) -> None:
         """Add the policy's answer."""
@@ -100,7 +108,7 @@ class Conversation:
 
     def say(self, text: str) -> None:
         """Add the words of an answer, and the reward that came before any."""
-        self.messages.append({"role": "assistant", "content": text})
+        self.messages.append(self._turns.message(text) if self._turns else {"role": "assistant", "content": text})
         self.rewards.append(self._early_reward)
         self._early_reward = 0.0
 

@@ -6,9 +6,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from envs_adapters.base import Action, EnvSpec, Message, Observation
+from envs_adapters.base import Action, EnvSpec, Observation
 from rollout_engine.episodes.observations import ObservationError, as_num_seats, as_observation
-from rollout_engine.episodes.tool_functions import ToolFunction, tool_functions, tool_messages, tool_name, tool_schemas
+from rollout_engine.episodes.tool_functions import ToolFunction, tool_functions, tool_messages, tool_schemas
 from rollout_engine.errors import error_text, text_of
 
 T = TypeVar("T")
@@ -27,6 +27,8 @@ class Began(msgspec.Struct):
     tools: list[dict[str, Any]]
     """JSON schemas of the environment's tools."""
     num_seats: int
+    functions: list[str] = []
+    """Names of the tools that are functions: their calls are made by the host."""
 
 
 class EnvFailure(msgspec.Struct):
@@ -48,8 +50,6 @@ class EnvHost:
         """Whether one of its methods is `async def` or has returned an awaitable: it belongs on an event loop."""
         self._functions: dict[str, ToolFunction] = {}
         self._tools: list[dict[str, Any]] = []
-        self._schema_names: set[str] = set()
-        """Names of the tools that `step` answers itself."""
         self._num_seats, self._is_over = 1, False
 
     def reset(self, seed: int) -> Began | Awaitable[Began]:
@@ -68,18 +68,13 @@ class EnvHost:
         """Answer an action: calls of the environment's functions here, everything else by its `step`."""
         if self._is_over:
             raise ObservationError("the episode had ended before this step.")
-        mine = [call for call in action.tool_calls if call.name not in self._schema_names]
-        if not any(call.name in self._functions for call in mine):
+        calls = action.tool_calls
+        if not calls or not all(call.name in self._functions for call in calls):
             return self._step(action)
-        others = [call for call in action.tool_calls if call.name in self._schema_names]
-
-        def go_on(messages: list[Message]) -> Observed:
-            if not others:
-                return as_observation(Observation(messages, seat=action.seat), self._num_seats, action.seat)
-            rest = msgspec.structs.replace(action, tool_calls=others)
-            return self._then(self._step(rest), lambda observation: _after(messages, observation))
-
-        return self._then(tool_messages(self._functions, mine), go_on)
+        return self._then(
+            tool_messages(self._functions, calls),
+            lambda messages: as_observation(Observation(messages, seat=action.seat), self._num_seats, action.seat),
+        )
 
     @property
     def has_close(self) -> bool:
@@ -99,8 +94,7 @@ class EnvHost:
         tools = list(getattr(env, "tools", None) or ())
         self._functions = tool_functions(tools)
         self._tools = tool_schemas(tools, self._functions)
-        self._schema_names = {tool_name(tool) for tool in tools} - self._functions.keys()
-        return Began(self._checked(value, None), self._tools, self._num_seats)
+        return Began(self._checked(value, None), self._tools, self._num_seats, list(self._functions))
 
     def _step(self, action: Action) -> Observed:
         return self._then(self._env.step(action), lambda value: self._checked(value, action.seat))
@@ -155,10 +149,3 @@ def name_of_env(spec: EnvSpec) -> str:
 async def _await_both(value: Awaitable[Any], go_on: Callable[[Any], T | Awaitable[T]]) -> T:
     result = go_on(await value)
     return await result if isinstance(result, Awaitable) else result
-
-
-def _after(messages: list[Message], observation: Observation) -> Observation:
-    """The observation with the messages of tools before its own."""
-    said = observation.messages
-    own = [{"role": "user", "content": said}] if isinstance(said, str) and said else list(said or ())
-    return msgspec.structs.replace(observation, messages=[*messages, *own])

@@ -6,11 +6,13 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from envs_adapters.base import Action, Message, Observation, ToolCall
+from rollout_engine.episodes.call_results import CallResults, Maker
 from rollout_engine.episodes.conversation import Conversation
-from rollout_engine.episodes.tool_calls import ToolCalls
+from rollout_engine.episodes.tool_calls import PROMPT_END, ToolCalls
 from rollout_engine.episodes.tool_functions import tool_name
 from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput
+from rollout_engine.reward_functions import is_reward
 from rollout_engine.seeds import mix
 
 EndedBy: TypeAlias = Literal["terminated", "truncated", "max_turns", "max_episode_tokens", "episode_timeout", "error"]
@@ -45,7 +47,7 @@ class Act(msgspec.Struct, frozen=True):
 
 
 class UseTools(msgspec.Struct, frozen=True):
-    """Tools of the rollout are to be called: none of the calls is of a tool of the environment's."""
+    """Tools of the rollout are to be called."""
 
     calls: list[ToolCall]
 
@@ -62,8 +64,8 @@ class Rules(msgspec.Struct, frozen=True):
     """Most tokens of a seat's rows, prompt included; None for a seat that a function plays."""
     new_conversation: Callable[[int, list[dict[str, Any]]], Conversation]
     """Makes a seat's conversation; the environment's tools are given."""
-    find_calls: Callable[[int, CompletionOutput, list[dict[str, Any]]], ToolCalls]
-    """Finds the tool calls in an answer."""
+    find_calls: Callable[[int, CompletionOutput, list[dict[str, Any]], list[int]], ToolCalls]
+    """Finds the tool calls in a seat's answer, given the environment's tools and the ids that end the prompt."""
     min_room: int = 1
     """Tokens that every answer must have room for."""
     own_tools: frozenset[str] = frozenset()
@@ -92,7 +94,12 @@ class Episode:
         """Token ids of the first prompt of all; None before it."""
         self._rules, self._tools = rules, list[dict[str, Any]]()
         """Schemas of the environment's tools."""
-        self._env_tools = set[str]()
+        self._makers: dict[str, Maker] = dict.fromkeys(rules.own_tools, "rollout")
+        """Name of a tool -> who makes its calls."""
+        self._action, self._results = Action(""), CallResults(ToolCalls(), {})
+        """The last answer, without its calls; and their results, until its seat has read them."""
+        self._prompt_end: list[int] = []
+        """The last token ids of the last prompt."""
         self.seat = 0
         """Who acts now, or acted last."""
 
@@ -111,11 +118,15 @@ class Episode:
         """Sequence seed of a turn: `SamplingParams(seed=..., n=1)` replays it."""
         return seed_of_turn(mix(self.seed, _SEATS + seat) if seat else self.seed, turn)
 
-    def began(self, observation: Observation, tools: list[dict[str, Any]], num_seats: int) -> Next:
-        """The environment has been reset."""
-        self._tools, self._env_tools = tools, set(map(tool_name, tools))
+    def began(self, observation: Observation, tools: list[dict[str, Any]], functions: list[str], seats: int) -> Next:
+        """The environment has been reset. `functions`: names of the tools whose calls its `step` does not answer."""
+        self._tools = tools
+        for name in map(tool_name, tools):
+            if name in self._makers:
+                return self.fail(f"The rollout and the environment both have a tool '{name}': rename one of them.")
+            self._makers[name] = "functions" if name in functions else "step"
         try:
-            self.seats = {seat: self._rules.new_conversation(seat, tools) for seat in range(num_seats)}
+            self.seats = {seat: self._rules.new_conversation(seat, tools) for seat in range(seats)}
         except RequestError as error:
             return self.fail(str(error))
         return self.observed(observation)
@@ -124,14 +135,19 @@ class Episode:
         """A policy has answered."""
         if sample.finish_reason == "error":
             return self.fail(f"The engine failed: {sample.error}")
-        conversation = self.seats[self.seat]
-        conversation.answer(sample)
-        found = self._rules.find_calls(self.seat, sample, self._tools)
-        if found.calls and self._rules.own_tools and not any(call.name in self._env_tools for call in found.calls):
-            return UseTools(found.calls)
+        self.seats[self.seat].answer(sample)
+        parsed = self._rules.find_calls(self.seat, sample, self._tools, self._prompt_end)
         is_cut = sample.finish_reason == "length"
-        token_ids = list(sample.token_ids)
-        return Act(Action(sample.text, token_ids, found.calls, found.broken, self.seat, is_cut))
+        self._action = Action(sample.text, list(sample.token_ids), seat=self.seat, is_cut=is_cut)
+        if not parsed.calls:
+            return Act(msgspec.structs.replace(self._action, broken_calls=parsed.broken))
+        self._results = CallResults(parsed, self._makers)
+        return self._make_calls()
+
+    def called(self, messages: list[Message]) -> Next:
+        """Functions of the rollout or of the environment have been called."""
+        self._results.add(messages)
+        return self._make_calls()
 
     def consulted(self, text: str) -> Next:
         """A function has answered."""
@@ -139,27 +155,49 @@ class Episode:
         return Act(Action(text, seat=self.seat))
 
     def observed(self, observation: Observation) -> Next:
-        """The environment has taken a step, or its tools or the rollout's have answered."""
+        """The environment has taken a step, or called its functions."""
+        messages = observation.messages
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}] if messages else []
+        if self._results.maker == "functions":
+            return self.called([*messages])
         self.info, self.is_truncated = observation.info, observation.truncated
         rewards = observation.reward
         for seat, reward in (rewards if isinstance(rewards, Mapping) else {self.seat: rewards}).items():
             if seat not in self.seats:
                 return self.fail(f"The environment rewards seat {seat}, but has {len(self.seats)} seats.")
+            if not is_reward(total := self.seats[seat].total_reward + reward):
+                return self.fail(f"The rewards of seat {seat} add up to {total:g}, which is not finite in float32.")
             self.seats[seat].reward(reward)
         if observation.seat not in self.seats:
             return self.fail(f"Seat {observation.seat} is to act, but the environment has {len(self.seats)} seats.")
+        others = self._results.add(messages) if observation.seat == self.seat else [*messages]
+        self._read_results()
         self.seat = observation.seat
-        messages = observation.messages
-        conversation = self.seats[self.seat]
-        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
-        conversation.read([message for message in said if message.get("content") != ""])
+        self.seats[self.seat].read(others)
         if observation.terminated or observation.truncated:
             return self.end("terminated" if observation.terminated else "truncated")
+        return self._next_turn()
+
+    def _make_calls(self) -> Next:
+        """Have the next calls of an answer made; once all have been, its seat takes its next turn."""
+        calls = self._results.next_calls()
+        if calls is None:
+            self._read_results()
+            return self._next_turn()
+        if self._results.maker == "rollout":
+            return UseTools(calls)
+        return Act(msgspec.structs.replace(self._action, tool_calls=calls))
+
+    def _read_results(self) -> None:
+        """Let the seat that made calls read their results."""
+        self.seats[self.seat].read(self._results.messages)
+        self._results = CallResults(ToolCalls(), {})
+
+    def _next_turn(self) -> Next:
+        conversation = self.seats[self.seat]
         if conversation.num_turns >= self._rules.max_turns:
             return self.end("max_turns")
-        return self._next_turn(conversation)
-
-    def _next_turn(self, conversation: Conversation) -> Next:
         limit = self._rules.max_tokens(self.seat)
         if limit is None:
             return Consult(self.seat, list(conversation.messages))
@@ -175,6 +213,7 @@ class Episode:
             return self.fail(f"The first prompt has {len(token_ids)} tokens, which leaves no room of {limit}.")
         if room < self._rules.min_room:
             return self.end("max_episode_tokens")
+        self._prompt_end = token_ids[-PROMPT_END:]
         return Ask(self.seat, token_ids, self.turn_seed(self.seat, conversation.num_turns), room)
 
     def fail(self, reason: str) -> Next:

@@ -9,6 +9,7 @@ from typing import Any
 from envs_adapters.base import Message, Observation
 from rollout_engine._structs import plain
 from rollout_engine.errors import refused, text_of
+from rollout_engine.reward_functions import is_reward
 
 MAX_TEXT_BYTES = 1 << 20
 """Text of one observation, as UTF-8."""
@@ -153,7 +154,7 @@ def _rewards(reward: Any, num_seats: int, seat: int | None) -> dict[int, float]:
 
 
 def _number(value: Any) -> float:
-    if type(value) is float and math.isfinite(value):
+    if type(value) is float and is_reward(value):
         return value
     try:
         read = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
@@ -162,6 +163,8 @@ def _number(value: Any) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise ObservationError(refused("reward", value, f"a finite number, or a dict of them, not {_kind(value)}"))
+    if not is_reward(number):
+        raise ObservationError(refused("reward", value, "finite in float32, the dtype of a batch's rewards"))
     return number
 
 

@@ -41,10 +41,11 @@ class EpisodeOptions(TypedDict, total=False):
     episode_timeout: float | None
     """Seconds of one episode at most, waiting included; then it is truncated. None: no limit."""
     on_rewrite: OnRewrite
-    """Where the chat template rewrites earlier turns (drops their thinking, for example): "refuse", the default, raises
-    `RequestError`; "branch" begins a row of its own for each turn whose past was rewritten."""
+    """If the chat template rewrites earlier turns (drops their thinking, for example): "refuse", the default, ends the
+    episode with an error, before anything is sampled if that is certain; "branch" begins a row of its own for each turn
+    whose past was rewritten."""
     tool_format: ToolFormat | None
-    """How the policy writes tool calls: "hermes", "llama3" or "xml"; None: as the chat template teaches."""
+    """How the policy writes tool calls: "hermes", "llama3", "xml", "seed" or "glm"; None: as the template teaches."""
     seats: Mapping[int, Any] | None
     """Who plays which seat of an environment of several players: another `RolloutPolicy`, or a function from the
     seat's messages to a text. Seats not named are played by this policy (self-play)."""

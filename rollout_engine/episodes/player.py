@@ -1,12 +1,19 @@
 """A policy that plays: the turns of many episodes at one engine."""
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 from rollout_engine.episodes.conversation import Conversation, Turns, rewritten
 from rollout_engine.episodes.episode import Ask
 from rollout_engine.episodes.plan import EpisodePlan
-from rollout_engine.episodes.tool_calls import ToolCalls, ToolFormat, format_of_template, parse_typed_calls
+from rollout_engine.episodes.taught_format import taught_format
+from rollout_engine.episodes.tool_calls import (
+    ToolCalls,
+    ToolFormat,
+    opens_thinking,
+    parse_typed_calls,
+)
+from rollout_engine.episodes.tool_functions import tool_name
 from rollout_engine.errors import LifecycleError, RequestError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.reader import Reader
@@ -21,27 +28,32 @@ from rollout_engine.text.tokenizer import TextCodec
 class Player:
     """Asks one engine for the turns of episodes, and reads its answers."""
 
-    def __init__(self, frontend: Frontend, plan: EpisodePlan, *, session: str) -> None:
-        """`session`: begins the names of its sessions. Raises `RequestError` for a template that does not fit."""
+    def __init__(self, frontend: Frontend, plan: EpisodePlan, *, session: str, lora: str | None = None) -> None:
+        """`session`: begins the names of its sessions. `lora`: name of an adapter of its engine; None: the base alone.
+
+        Raises `RequestError` for a template that does not fit.
+        """
         if frontend.inputs.codec is None:
             raise LifecycleError("Environments speak in text: this engine has no tokenizer (skip_tokenizer_init=True).")
         self.reader = Reader(frontend)
         longest = frontend.client.info.max_model_len
         self.max_tokens = min(plan.max_episode_tokens or longest, longest)
         self._codec: TextCodec = frontend.inputs.codec
-        self._plan, self._session = plan, session
+        self._plan, self._session, self._lora = plan, session, lora
         self._turns: dict[str, Turns] = {}
         """Tools, as JSON -> the prompts of conversations with these tools."""
         self._has_template = bool(plan.chat.get("chat_template") or self._codec.hf.chat_template)
         self._form = plan.tool_format or self._taught_form()
+        self._require_form(self._all_tools([]))
         self._asked: list[tuple[int, Ask]] = []
         """Episodes whose turns are to be queued."""
         self._open: dict[str, tuple[int, Ask]] = {}
         """Request id -> the episode that it is a turn of."""
         self._requests: dict[int, str] = {}
         """The inverse."""
-        if plan.max_turns > 1 and not plan.spec.is_single_turn and plan.on_rewrite == "refuse":
-            self._require_unchanged_turns()
+        self._refuses = plan.max_turns > 1 and not plan.spec.is_single_turn and plan.on_rewrite == "refuse"
+        if self._refuses:
+            self._require_unchanged_turns(self._turns_with([]), may_call=True)
 
     def __len__(self) -> int:
         """Turns that have been queued and not read."""
@@ -49,13 +61,18 @@ class Player:
 
     def conversation(self, tools: list[dict[str, Any]]) -> Conversation:
         """Begin the conversation of a seat. Raises `RequestError`."""
-        return Conversation(self._turns_with(tools), branches=self._plan.on_rewrite == "branch")
+        turns = self._turns_with(tools)
+        if self._refuses:
+            self._require_unchanged_turns(turns, may_call=bool(tools or self._plan.tools))
+        return Conversation(turns, branches=self._plan.on_rewrite == "branch")
 
-    def find_calls(self, sample: CompletionOutput, tools: list[dict[str, Any]]) -> ToolCalls:
-        """Find the calls in an answer."""
+    def find_calls(self, sample: CompletionOutput, tools: list[dict[str, Any]], prompt_end: list[int]) -> ToolCalls:
+        """Find the calls in an answer to a prompt that ends with the ids `prompt_end`."""
         if self._form is None or not (tools or self._plan.tools):
             return ToolCalls()
-        return parse_typed_calls(self._codec.decode(sample.token_ids), self._form, self._all_tools(tools))
+        is_thinking = opens_thinking(self._codec.decode(prompt_end))
+        text, schemas = self._codec.decode(sample.token_ids), self._all_tools(tools)
+        return parse_typed_calls(text, self._form, schemas, is_thinking=is_thinking)
 
     def ask(self, key: int, ask: Ask) -> None:
         """Have the next `queue` ask for an episode's turn."""
@@ -67,7 +84,7 @@ class Player:
             return
         asked, self._asked = self._asked, []
         request_ids = self.reader.add_all(
-            with_lora([{"prompt_token_ids": ask.token_ids} for _, ask in asked], self._plan.lora),
+            with_lora([{"prompt_token_ids": ask.token_ids} for _, ask in asked], self._lora),
             [self._params_within(ask.room) for _, ask in asked],
             session_id=[f"{self._session}-{key}-{ask.seat}" for key, ask in asked],
             seeds=[ask.seed for _, ask in asked],
@@ -122,21 +139,35 @@ class Player:
         return [*(tool.schema for tool in self._plan.tools.values()), *tools]
 
     def _new_turns(self, tools: list[dict[str, Any]]) -> Turns:
+        self._require_form(tools)
         if self._has_template:
             return ChatTurns(self._codec, **self._plan.chat, **({"tools": tools} if tools else {}))
         if tools:
             raise RequestError.for_field("tools", tools, "absent: this tokenizer has no chat template to show them")
         return TextTurns(self._codec)
 
+    def _require_form(self, tools: list[dict[str, Any]]) -> None:
+        if tools and self._has_template and self._form is None:
+            forms = " or ".join(map(repr, get_args(ToolFormat)))
+            hint = f"Give tool_format={forms}: the form in which the policy writes calls."
+            bound = "absent: the chat template teaches no form of calls that is read here"
+            raise RequestError.for_field("tools", list(map(tool_name, tools)), bound, hint)
+
     def _taught_form(self) -> ToolFormat | None:
         if not self._has_template:
             return None
-        template = self._plan.chat.get("chat_template") or self._codec.hf.chat_template
-        return format_of_template(str(template))
+        return taught_format(self._codec, self._plan.chat.get("chat_template"))
 
-    def _require_unchanged_turns(self) -> None:
-        roles = [("user",), *([("tool",)] if self._plan.tools else [])]
-        turns = self._turns_with([])
-        for how in map(turns.rewriting, roles):
-            if how is not None:
-                raise rewritten(how)
+    def _require_unchanged_turns(self, turns: Turns, *, may_call: bool) -> None:
+        """Raise `RequestError` if the template rewrites turns before a user and, with `may_call`, before a tool too."""
+        found: list[RequestError] = []
+        for role in ("user", "tool") if may_call else ("user",):
+            try:
+                how = turns.rewriting([role])
+            except RequestError as problem:  # a template may refuse a role
+                found.append(problem)
+                continue
+            if how is None:
+                return
+            found.append(rewritten(how))
+        raise found[0]

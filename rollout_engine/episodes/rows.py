@@ -1,7 +1,7 @@
 """Conversion of episodes to the TensorDict that trainers read: the keys of `rollout_engine.rollout_batch`, and these.
 
-One row for each seat that a policy plays; with on_rewrite="branch" one for each branch. The response is all that
-follows the first prompt; B rows, T longest full, in the packed layout [1, N] as there.
+One row for each seat that a policy plays, this one or another; with on_rewrite="branch" one for each branch. The
+response is all that follows the first prompt; B rows, T longest full, in the packed layout [1, N] as there.
 
     key                     shape               meaning
     ("masks", "turn")       [B, T]              int64; the seat's turn that sampled a token, -1 elsewhere

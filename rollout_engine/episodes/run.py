@@ -51,18 +51,24 @@ class EpisodeGroup(msgspec.Struct, frozen=True):
 
     @property
     def total_rewards(self) -> list[float]:
-        """Returns of the episodes' first seats."""
-        return [episode.seats[0].total_reward for episode in self.episodes if episode.seats]
+        """Returns of the first seats of the episodes that did not fail."""
+        return [each.seats[0].total_reward for each in self.episodes if each.seats and each.error is None]
 
 
 class EpisodeRun:
     """Plays episodes: call `advance` until not `unfinished`, and `close` in any case."""
 
-    def __init__(self, frontend: Frontend, plan: EpisodePlan, kept_workers: KeptWorkers) -> None:
-        """Raises `RequestError` where the chat template cannot continue conversations."""
+    def __init__(
+        self, frontend: Frontend, plan: EpisodePlan, kept_workers: KeptWorkers, *, may_all_fail: bool = False
+    ) -> None:
+        """`may_all_fail`: only warn if every episode fails, as for those of a larger set that are played again.
+
+        Raises `RequestError` if the chat template cannot continue conversations.
+        """
+        self._may_all_fail = may_all_fail
         self._plan, session = plan, f"episodes-{plan.seed:x}"
-        self._own = Player(frontend, plan, session=session)
-        """Plays all seats but these."""
+        self._own = Player(frontend, plan, session=session, lora=plan.lora)
+        """Plays all seats but these, whose engines have adapters of their own."""
         opponents = plan.opponents.items()
         self._others = {seat: Player(o, plan, session=session) for seat, o in opponents if isinstance(o, Frontend)}
         self._functions = {seat: o for seat, o in opponents if not isinstance(o, Frontend)}
@@ -120,7 +126,7 @@ class EpisodeRun:
     def advance(self) -> list[EpisodeGroup]:
         """Do all that can be done now, then compute a step or wait a moment. Returns the groups that are complete.
 
-        Raises `EpisodeError` where every episode failed, with the first fault as its cause.
+        Raises `EpisodeError` if every episode failed, with the first fault as its cause, unless `may_all_fail`.
         """
         self._start()
         self._has_news.clear()
@@ -176,11 +182,11 @@ class EpisodeRun:
             self._causes[episode.key] = result.exception
             return episode.fail(result.reason)
         if isinstance(result, Began):
-            return episode.began(result.observation, result.tools, result.num_seats)
+            return episode.began(result.observation, result.tools, result.functions, result.num_seats)
         if isinstance(result, Observation):
             return episode.observed(result)
         if isinstance(result, list):
-            return episode.observed(Observation(result))
+            return episode.called(result)
         if isinstance(result, str):
             return episode.consulted(result)
         return episode.fail(f"The function of seat {episode.seat} returned {type(result).__name__}, not a text.")
@@ -235,7 +241,7 @@ class EpisodeRun:
 
     def _report_failures(self) -> None:
         (reason, cause), count = self._failures[0], self._num_episodes
-        if len(self._failures) == count:
+        if len(self._failures) == count and not self._may_all_fail:
             which = "The episode failed" if count == 1 else f"All {count} episodes failed; the first"
             raise EpisodeError(f"{which}: {reason}") from cause
         logger.warning("%d of %d episodes failed; the first: %s", len(self._failures), count, reason)
@@ -249,8 +255,10 @@ class EpisodeRun:
     def _new_conversation(self, seat: int, tools: list[dict[str, Any]]) -> Conversation:
         return Conversation(None) if seat in self._functions else self._player(seat).conversation(tools)
 
-    def _find_calls(self, seat: int, sample: CompletionOutput, tools: list[dict[str, Any]]) -> ToolCalls:
-        return self._player(seat).find_calls(sample, tools)
+    def _find_calls(
+        self, seat: int, sample: CompletionOutput, tools: list[dict[str, Any]], prompt_end: list[int]
+    ) -> ToolCalls:
+        return self._player(seat).find_calls(sample, tools, prompt_end)
 
     def _wake(self) -> None:
         self._has_news.set()

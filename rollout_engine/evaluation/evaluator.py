@@ -15,7 +15,7 @@ from rollout_engine.episodes.kept_workers import KeptWorkers
 from rollout_engine.episodes.plan import EpisodePlan
 from rollout_engine.episodes.run import EpisodeRun
 from rollout_engine.errors import RequestError, RewardError, RolloutEngineError
-from rollout_engine.evaluation.ledger import Cell, Ledger
+from rollout_engine.evaluation.ledger import Cell, Ledger, num_sampled
 from rollout_engine.evaluation.progress import EvalProgress
 from rollout_engine.evaluation.sweep import Checkpoint, Setting, Sweep, seed_of
 from rollout_engine.evaluation.tasks import PreparedTask
@@ -98,7 +98,8 @@ class Evaluator:
         found = []
         for task, setting in itertools.product(self._tasks, self._settings):
             cell = Cell(checkpoint.name, task.name, setting.name)
-            prompts = [i for i in range(task.num_prompts) if len(ledger.has(cell, i)) < self._num_samples]
+            wanted = range(self._num_samples)
+            prompts = [i for i in range(task.num_prompts) if not all(ledger.has(cell, i, index) for index in wanted)]
             if prompts:
                 found.append(_Missing(task, setting, cell, tuple(prompts)))
         return found
@@ -112,7 +113,7 @@ class Evaluator:
             runs = []
             for missing in cells:
                 with _named(missing):
-                    runs.append((missing, self._run_of(missing, lora)))
+                    runs.append((missing, self._run_of(missing, lora, may_all_fail=ledger.has_any(missing.cell))))
                 stack.callback(runs[-1][1].close)
             for missing, run in _turns(runs):
                 deliver()
@@ -153,7 +154,7 @@ class Evaluator:
         version = self._first_version + self._names.index(checkpoint.name) if noted is None else noted
         self._policy.update_weights(checkpoint.source, version=max(version, self._policy.policy_version + 1))
 
-    def _run_of(self, missing: _Missing, lora: str | None) -> AnyRun:
+    def _run_of(self, missing: _Missing, lora: str | None, *, may_all_fail: bool) -> AnyRun:
         task, params, chat = missing.task, missing.setting.params, dict(missing.task.task.chat)
         seed = seed_of(self._seed, task.name, missing.setting.name)
         frontend: Any = self._policy.frontend
@@ -164,18 +165,21 @@ class Evaluator:
             plan = msgspec.structs.replace(
                 plan, first_env_seed=first, starts=starts, num_episodes=len(starts), lora=lora
             )
-            return EpisodeRun(frontend, plan, self._kept_workers)
+            return EpisodeRun(frontend, plan, self._kept_workers, may_all_fail=may_all_fail)
         given: Any = (task.prompts, params, self._num_samples, task.columns, seed, chat, None, None, lora)
         groups = RolloutPlan.of(*given).tasks()
         wanted, weights = [groups[prompt] for prompt in missing.prompts], task.task.reward_weights
         return RolloutRun(frontend, wanted, task.reward_fn, reward_weights=weights, keeps_aborted=True)
 
     def _samples_of(self, missing: _Missing, group: AnyGroup, lines: LoggedSamples) -> list[dict[str, Any]]:
-        """The lines of a group: of episodes with several seats, those of the first that the policy plays."""
-        found: dict[int, dict[str, Any]] = {}
+        """The lines of a group: of an episode of several rows the last one of the first seat that the policy plays."""
+        rows: dict[int, list[dict[str, Any]]] = {}
         for sample in lines.of(self._batcher.samples(group), group.params):
-            found.setdefault(sample["sample_index"], sample)
-        for sample in found.values():
+            of_episode = rows.setdefault(sample["sample_index"], [])
+            if not of_episode or of_episode[0].get("seat") == sample.get("seat"):
+                of_episode.append(sample)
+        found = [of_episode[-1] for of_episode in rows.values()]
+        for sample in found:
             info = sample.pop("info", None) or {}  # of any kind, not JSON's alone
             sample.pop("episode_id", None)  # another number in an evaluation that is resumed
             sample["group_id"] = group.index
@@ -183,8 +187,9 @@ class Evaluator:
                 **missing.cell._asdict(),
                 "correct": bool(np.float32(sample["reward"]) >= np.float32(missing.task.task.correct_from)),
                 "answer": _answer(missing.task, sample["response"], info),
+                "num_tokens": sum(map(num_sampled, rows[sample["sample_index"]])),
             }
-        return list(found.values())
+        return found
 
 
 def _is_as_noted(checkpoint: Checkpoint, noted: Mapping[str, Any]) -> bool:

@@ -5,10 +5,12 @@ A directory with
     sweep.json       what is evaluated: digests of tasks, settings, checkpoints and the engine
     samples.jsonl    one sample a line, a file of rollouts like any other (`rollout_engine.rollout_log`): `read_jsonl`,
                      `view` and `replay` take it. "evaluation" says whose sample it is: checkpoint, task and setting,
-                     whether it is "correct", and the "answer" that it votes for. "group_id" is the prompt's number.
+                     whether it is "correct", the "answer" that it votes for, and its "num_tokens". "group_id" is the
+                     prompt's number.
 
-A line that a killed process left half written is cut off, and its sample is made again. Seeds depend on task, setting,
-prompt and index alone, so a resumed evaluation has the samples of one that nothing disturbed.
+Of an episode of several rows the line is that of the last one. A line that a killed process left half written is cut
+off, and its sample is made again; so is an episode that failed, whose new line then counts. Seeds depend on task,
+setting, prompt and index alone, so a resumed evaluation has the samples of one that nothing disturbed.
 """
 
 import fcntl
@@ -32,6 +34,7 @@ SAMPLES = "samples.jsonl"
 _PLAN = "sweep.json"
 _ENGINE_BITS = ("dtype", "fp32_head", "quantization", "deterministic", "logits_processors")
 """Settings of an engine that decide what is drawn."""
+_FAILED = {"error": "not made yet"}
 
 
 class Cell(NamedTuple):
@@ -47,6 +50,22 @@ class Cell(NamedTuple):
         return cls(*(sample["evaluation"][name] for name in cls._fields))
 
 
+def key_of(sample: Mapping[str, Any]) -> tuple[Cell, int, int]:
+    """Cell, prompt and index of a sample."""
+    return Cell.of(sample), sample["group_id"], sample["sample_index"]
+
+
+def has_failed(sample: Mapping[str, Any]) -> bool:
+    """Whether it is an episode that failed."""
+    return sample.get("error") is not None
+
+
+def num_sampled(line: Mapping[str, Any]) -> int:
+    """Sampled tokens of a line; of an episode, if an evaluation has noted them, in all its rows."""
+    versions = line["policy_version"]
+    return line.get("evaluation", {}).get("num_tokens", len(versions) - versions.count(-1))  # type: ignore[no-any-return]
+
+
 class Ledger:
     """The samples of an evaluation. Without a directory they are in memory alone."""
 
@@ -56,8 +75,7 @@ class Ledger:
         Raises `RequestError` where the directory holds another evaluation, or another process writes to it.
         """
         self.plan = {"schema": SCHEMA, **plan}
-        self.samples: list[dict[str, Any]] = []
-        self._known: dict[tuple[Cell, int], set[int]] = {}
+        self._samples: dict[tuple[Cell, int, int], dict[str, Any]] = {}
         self._directory = None if out is None else Path(out)
         self._file: BinaryIO | None = None
         if self._directory is None:
@@ -78,20 +96,26 @@ class Ledger:
             self.close()
             raise
 
-    def has(self, cell: Cell, prompt: int) -> set[int]:
-        """Indexes of the samples of a prompt that are there."""
-        return self._known.get((cell, prompt), set())
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """All samples, each once."""
+        return list(self._samples.values())
+
+    def has(self, cell: Cell, prompt: int, index: int) -> bool:
+        """Whether a sample of a prompt is there and has not failed."""
+        return not has_failed(self._samples.get((cell, prompt, index), _FAILED))
+
+    def has_any(self, cell: Cell) -> bool:
+        """Whether there is a sample of the cell that has not failed."""
+        return any(key[0] == cell and not has_failed(sample) for key, sample in self._samples.items())
 
     def add(self, samples: Iterable[dict[str, Any]]) -> int:
-        """Append the samples of one group that are not there yet. Returns how many were."""
-        new = [
-            sample for sample in samples if sample["sample_index"] not in self.has(Cell.of(sample), sample["group_id"])
-        ]
+        """Append the samples of one group that are not there yet, or failed. Returns how many were."""
+        new = {key: sample for sample in samples if not self.has(*(key := key_of(sample)))}
         if self._file is not None:
-            self._file.write("".join(line_of(sample) + "\n" for sample in new).encode())
+            self._file.write("".join(line_of(sample) + "\n" for sample in new.values()).encode())
             self._file.flush()
-        for sample in new:
-            self._count(sample)
+        self._samples |= new
         return len(new)
 
     def note_checkpoint(self, name: str, facts: dict[str, Any]) -> None:
@@ -140,12 +164,7 @@ class Ledger:
             self.plan[name] = before[name] | self.plan[name]
         for name, facts in before["checkpoints"].items():
             self.plan["checkpoints"][name] = facts
-        for sample in samples:
-            self._count(sample)
-
-    def _count(self, sample: dict[str, Any]) -> None:
-        self.samples.append(sample)
-        self._known.setdefault((Cell.of(sample), sample["group_id"]), set()).add(sample["sample_index"])
+        self._samples = {key_of(sample): sample for sample in samples}
 
 
 def read_ledger(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -164,14 +183,13 @@ def read_ledger(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], list
         hint = "A newer rollout-engine wrote it: read it with that one."
         raise RequestError.for_field(f"{path}: schema", schema, f"at most {SCHEMA}", hint)
     lines = read_jsonl(Path(directory) / SAMPLES) if (Path(directory) / SAMPLES).exists() else []
-    samples, known = [], set()
+    samples: dict[tuple[Cell, int, int], dict[str, Any]] = {}
     for sample in lines:
         if "evaluation" not in sample:
             raise RequestError(f"{directory}/{SAMPLES} has a rollout of no evaluation: group {sample['group_id']}.")
-        if (which := (Cell.of(sample), sample["group_id"], sample["sample_index"])) not in known:
-            known.add(which)
-            samples.append(sample)
-    return plan, samples
+        if has_failed(samples.get(key := key_of(sample), _FAILED)):
+            samples[key] = sample
+    return plan, list(samples.values())
 
 
 def _cut_last_line(file: BinaryIO, path: Path) -> None:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from rollout_engine.errors import ConfigError
+from rollout_engine.evaluation.ledger import num_sampled
 
 _COLUMNS = {
     "checkpoint": "string",
@@ -58,7 +59,7 @@ def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
     return own | {
         **{name: _text(evaluation[name]) for name in ("checkpoint", "task", "setting", "correct", "answer")},
         "prompt_index": sample["group_id"],
-        "num_tokens": len(sampled),
+        "num_tokens": num_sampled(sample),
         "policy_versions": sorted(set(sampled)),
     }
 

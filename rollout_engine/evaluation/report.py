@@ -10,7 +10,7 @@ import numpy as np
 
 from rollout_engine.errors import RequestError
 from rollout_engine.evaluation.intervals import mean_interval, paired_difference
-from rollout_engine.evaluation.ledger import Cell, read_ledger
+from rollout_engine.evaluation.ledger import Cell, has_failed, num_sampled, read_ledger
 from rollout_engine.evaluation.page import write_report
 from rollout_engine.evaluation.parquet import write_parquet
 from rollout_engine.evaluation.votes import majority_at_k, pass_at_k
@@ -40,7 +40,8 @@ class EvalReport:
         self.table: list[Row] = [row for cell, prompts in by_prompt.items() for row in self._estimates(cell, prompts)]
         """A dict for each checkpoint, task, setting and metric: its mean over prompts ("value"), the ends of its 95 %
         interval ("low", "high"; None with one prompt), "num_prompts", "num_samples", and the policy "versions" that
-        sampled. Metrics: "mean" (of rewards), "pass@k", "maj@k", "length" (tokens), "truncated" (share)."""
+        sampled. Metrics: "mean" (of rewards), "pass@k", "maj@k", "length" (tokens), "truncated" (share), and of
+        environments "failed" (share of episodes that failed, which the other metrics leave out)."""
         self.differences: list[Row] = list(self._differences())
         """A dict for each task, setting and metric, and each checkpoint beside the first and the one before it: "value"
         ("checkpoint" minus "baseline", over the prompts of both), "low", "high", "p_value", "num_prompts"."""
@@ -88,7 +89,8 @@ class EvalReport:
         versions = sorted(set().union(*(sample["policy_version"] for sample in samples)) - {-1})
         for metric, values in self._values[cell].items():
             estimate = mean_interval(np.array(list(values.values())))
-            counts = {"num_prompts": len(values), "num_samples": len(samples), "versions": versions}
+            num_samples = sum(metric == "failed" or not has_failed(sample) for sample in samples)
+            counts = {"num_prompts": len(values), "num_samples": num_samples, "versions": versions}
             yield {**cell._asdict(), "metric": metric, **estimate._asdict(), **counts}
 
     def _differences(self) -> Iterable[Row]:
@@ -125,15 +127,19 @@ def _by_prompt(samples: Iterable[dict[str, Any]]) -> dict[Cell, _Prompts]:
 
 
 def _values(prompts: _Prompts, ks: Sequence[int]) -> dict[str, dict[int, float]]:
-    """Metric -> prompt -> its value. Prompts with fewer than k samples have no pass@k."""
+    """Metric -> prompt -> its value. Prompts with fewer than k samples that did not fail have no pass@k."""
     found: dict[str, dict[int, float]] = {"mean": {}}
-    found |= {f"{name}@{k}": {} for name in ("pass", "maj") for k in ks} | {"length": {}, "truncated": {}}
-    for prompt, samples in prompts.items():
+    found |= {f"{name}@{k}": {} for name in ("pass", "maj") for k in ks} | {"length": {}, "truncated": {}, "failed": {}}
+    for prompt, group in prompts.items():
+        if "error" in group[0]:
+            found["failed"][prompt] = _mean(map(has_failed, group))
+        samples = [sample for sample in group if not has_failed(sample)]
+        if not samples:
+            continue
         correct = [sample["evaluation"]["correct"] for sample in samples]
         answers = [sample["evaluation"]["answer"] for sample in samples]
-        versions_of = [sample["policy_version"] for sample in samples]
         found["mean"][prompt] = _mean(sample["reward"] for sample in samples)
-        found["length"][prompt] = _mean(len(versions) - versions.count(-1) for versions in versions_of)
+        found["length"][prompt] = _mean(map(num_sampled, samples))
         found["truncated"][prompt] = _mean(sample["truncated"] for sample in samples)
         for k in ks:
             if k <= len(samples):

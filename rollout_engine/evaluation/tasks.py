@@ -14,6 +14,7 @@ from envs_adapters.families import make_env
 from envs_adapters.rows import RowTable, check_function, read_rows
 from rollout_engine._structs import UserStruct
 from rollout_engine.episodes.plan import EPISODE_KEYS
+from rollout_engine.episodes.tool_functions import tool_functions, tool_schemas
 from rollout_engine.errors import RequestError, unknown_name
 from rollout_engine.reward_functions import is_listed
 from rollout_engine.rollout_plan import split_row
@@ -188,15 +189,30 @@ def _function(field: str, given: Any) -> Any:
 
 
 def _digest(task: EvalTask, told: Any) -> str:
-    return sha256(json.dumps([task.correct_from, task.chat, told], sort_keys=True, default=repr).encode()).hexdigest()
+    described = [task.correct_from, _plain(_with_schemas(task.chat)), told]
+    return sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _with_schemas(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options with the schemas of tools that are functions: these are in the prompts."""
+    tools = options.get("tools")
+    if not isinstance(tools, list | tuple):
+        return options
+    return {**options, "tools": tool_schemas(tools, tool_functions(tools))}
 
 
 def _plain(value: Any) -> Any:
-    """`value` for a digest: what JSON has no form for is told by its name or its type, never by its address."""
+    """`value` for a digest that is the same in every process: functions and objects by name or type, not by address."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(each) for each in value), key=repr)
     if value is None or isinstance(value, str | int | float):
         return value
-    return value.tolist() if hasattr(value, "tolist") else getattr(value, "__qualname__", type(value).__qualname__)
+    if isinstance(value, bytes | os.PathLike):
+        return repr(value)
+    return (
+        _plain(value.tolist()) if hasattr(value, "tolist") else getattr(value, "__qualname__", type(value).__qualname__)
+    )

@@ -116,6 +116,11 @@ class InlineExecutor:
         with self.worker.update.called_by(caller):
             return [self.worker.extensions.call(method, args, kwargs)]
 
+    def call_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Results of `function(worker, *args, **kwargs)`, one per rank. Raises as `Extensions.call_function`."""
+        self._wait_until_idle()
+        return [self.worker.extensions.call_function(function, args, kwargs)]
+
     def caller_left(self, caller: int) -> None:
         """Roll back the weight update that `caller` has begun. Blocks while a call is at work on it."""
         self.worker.update.caller_left(caller)

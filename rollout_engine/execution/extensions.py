@@ -9,8 +9,8 @@ Only names in the table can be called; nothing else of a worker can be reached.
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, get_origin, get_type_hints
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_origin, get_type_hints
 import msgspec
 
 from rollout_engine._structs import arguments_struct
-from rollout_engine.class_names import find_class
+from rollout_engine.class_names import find_class, function_name
 from rollout_engine.errors import (
     ConfigError,
     RetryableError,
@@ -96,7 +96,7 @@ class Extensions:
     """An instance of each class of a table, for one worker. Only methods that run beside steps may run concurrently."""
 
     def __init__(self, table: ExtensionTable, worker: WorkerLike) -> None:
-        self._methods, self._rank = table.methods, worker.rank
+        self._methods, self._rank, self._worker = table.methods, worker.rank, worker
         self._instances = {kind: _instantiate(kind, worker) for kind in table.classes}
 
     def call(self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -109,10 +109,22 @@ class Extensions:
         if method is None:
             raise RPCError(unknown_name("method of worker extensions", str(name)[:80], self._methods), method=str(name))
         arguments = self._bind(name, method, args, kwargs or {})
-        try:
+        with self._as_rpc_errors(name):
             with as_weight_errors(), _watched(name, method.owner):
                 value = getattr(self._instances[method.owner], name)(**arguments)
             return msgspec.convert(value, method.result, dec_hook=_unchanged)
+
+    def call_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Result of `function(worker, *args, **kwargs)`. Raises as `call` for a method that runs."""
+        name = function_name(function)
+        with self._as_rpc_errors(name), as_weight_errors(), UserCode(lambda: f"the function {name} of collective_rpc"):
+            return function(self._worker, *args, **kwargs)
+
+    @contextmanager
+    def _as_rpc_errors(self, name: str) -> Iterator[None]:
+        """Inside, errors that are not ours are raised as `RPCError`."""
+        try:
+            yield
         except RolloutEngineError:
             raise
         except (Exception, SystemExit) as error:

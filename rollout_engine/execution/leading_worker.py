@@ -39,7 +39,7 @@ class LeadingWorker(Worker):
         held = self._own.weights
         parts = RankParts(held, loaded.cut.parts, self._team.seat.exchange.window)
         weights = TeamWeights(self._team, held, parts, loaded.cut.whole)
-        checks = ManifestChecks(loaded.cut.whole, loaded.aliases)
+        checks = ManifestChecks(loaded.cut.whole, loaded.aliases, loaded.names)
         resident.updater = WeightUpdater(weights, checks, weights.writer)
         return resident
 

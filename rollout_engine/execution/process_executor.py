@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout_engine.class_names import function_name
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import RPCError
 from rollout_engine.execution.device_rank_team import DeviceRankTeam
@@ -109,6 +110,12 @@ class ProcessExecutor(InlineExecutor):
         except TypeError as problem:
             raise RPCError(f"{method}: its arguments cannot travel to other ranks: {problem}.", method=method) from None
         return self._team.ask(message, lambda: self.worker.extensions.call(method, args, kwargs))
+
+    def call_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Raise `RPCError`: the other ranks are other processes."""
+        name = function_name(function)
+        what = f"collective_rpc: {name}: a function cannot be sent to the other {self._team.num_ranks - 1} ranks"
+        raise RPCError(f"{what}: call a method of a worker extension by its name.", method=name)
 
     def require_adapters(self, verb: str) -> Adapters:
         super().require_adapters(verb)

@@ -17,6 +17,7 @@ class ResidentWeights:
             loaded.aliases,
             backend.packed,
             backend.shadow_memory,
+            loaded.names,
             prepare=lambda: self._memory.take_back(),
             writer=kernel_writer(device, backend.upload),
         )

@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.local_client import LocalClient
-from rollout_engine.errors import EngineDeadError, LifecycleError
+from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.faces.replica_methods import fleet_of
@@ -138,6 +138,7 @@ class AsyncLLM(AsyncVerbs):
         session_id: str | None = None,
         lora_request: LoRALike | None = None,
         trace_headers: TraceHeaders | None = None,
+        data_parallel_rank: int | None = None,
         **chat: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield what a request brings, by `output_kind`; the last output has `finished=True`.
@@ -145,13 +146,16 @@ class AsyncLLM(AsyncVerbs):
         A reader slower than the engine gets at once what has gathered since its last output. Leaving the iteration,
         cancelling it, dropping the generator or closing its event loop aborts the request. Lower `priority` runs first.
         Raises `RequestError`, nothing queued, and `EngineDeadError`. `session_id`, `trace_headers` as in
-        `LLMEngine.add_request`, `lora_request` and `chat` as in `LLM.generate`.
+        `LLMEngine.add_request`, `lora_request` and `chat` as in `LLM.generate`. `data_parallel_rank`: the index of the
+        replica that is to begin with the request; if it is lost, another one continues. None: the balancer chooses.
+        `RetryableError` while that replica takes no requests. An engine without replicas has rank 0 alone.
         """
         check_chat_arguments(chat, self.generate)
         refuse_pooling(sampling_params)
         prompt = with_lora(with_chat_options(prompt, chat), lora_request)
         await self._ensure_lora(lora_request)
         options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
+        options["replica_index"] = self._replica_of(data_parallel_rank)
         outputs = self._outputs(prompt, sampling_params, request_id, options)
         async with aclosing(outputs):
             async for output in outputs:
@@ -167,6 +171,7 @@ class AsyncLLM(AsyncVerbs):
         session_id: str | None = None,
         lora_request: LoRALike | None = None,
         trace_headers: TraceHeaders | None = None,
+        data_parallel_rank: int | None = None,
         **chat: Unpack[ChatOptions],
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Pool one prompt, as `LLM.encode` does; yields one output, with `finished=True`.
@@ -178,10 +183,24 @@ class AsyncLLM(AsyncVerbs):
         prompt = with_lora(with_chat_options(prompt, chat), lora_request)
         await self._ensure_lora(lora_request)
         options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
+        options["replica_index"] = self._replica_of(data_parallel_rank)
         outputs = self._outputs(prompt, params, request_id, options)
         async with aclosing(outputs):
             async for output in outputs:
                 yield PoolingRequestOutput.of(output)
+
+    def _replica_of(self, data_parallel_rank: int | None) -> int | None:
+        """The replica of a rank; None without one. Raises `RequestError`, and `RetryableError` if it does not serve."""
+        client = self.frontend.client
+        if data_parallel_rank is None:
+            return None
+        if isinstance(client, FleetClient):
+            client.calls.require_serving(data_parallel_rank, "data_parallel_rank")
+            return data_parallel_rank
+        if type(data_parallel_rank) is not int or data_parallel_rank != 0:
+            bound = "0 or None for an engine without replicas (num_replicas)"
+            raise RequestError.for_field("data_parallel_rank", data_parallel_rank, bound)
+        return None
 
     async def _ensure_lora(self, lora_request: LoRALike | None) -> None:
         if isinstance(lora_request, LoRARequest) and lora_request.has_values:

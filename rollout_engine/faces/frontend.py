@@ -23,6 +23,7 @@ from rollout_engine.fleet.client import FleetClient
 from rollout_engine.lora_request import LoRALike, LoRARequest
 from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput
+from rollout_engine.pooling_params import supported_tasks
 from rollout_engine.process.client_routing import first_sequence_of
 from rollout_engine.results.open_streams import OpenStreams, Stream
 from rollout_engine.results.request_ids import RequestIds, as_request_ids
@@ -126,20 +127,22 @@ class Frontend:
         *,
         priority: int = 0,
         session_id: str | None = None,
+        replica_index: int | None = None,
         trace_headers: TraceHeaders | None = None,
         num_kept: int | None = None,
         seed: int | None = None,
     ) -> Stream:
         """Queue a request; `wake(stream)` is called, perhaps on another thread, when there is something to take of it.
 
-        `num_kept`: of its samples, return the first so many to end, and abort the others then. None: return all.
-        `seed`: in place of the params' if given. Raises `RequestError`, nothing queued, and `EngineDeadError`.
+        `replica_index`: the replica of a fleet that is to begin with it. `num_kept`: of its samples, return the first
+        so many to end, and abort the others then. None: return all. `seed`: in place of the params' if given. Raises
+        `RequestError`, nothing queued, and `EngineDeadError`.
         """
         self.client.require_usable()
         self.spans.check_headers(trace_headers)
-        route = Route.checked(session_id)
+        route = Route.checked(session_id, replica_index)
+        checked = self.inputs.check(prompt, params)  # without the lock: a long text takes its time
         with held(), self._admitting:
-            checked = self.inputs.check(prompt, params)
             return self._queue(checked, request_id, wake, priority, route, trace_headers, num_kept, seed)
 
     def add_requests(
@@ -169,13 +172,13 @@ class Frontend:
         streams: list[Stream] = []
         with held():
             try:
+                with allowed():  # reading many prompts takes its time; so nobody waits for it
+                    checked = self.inputs.check_batch(prompts, params)
+                    if check_all is not None:
+                        check_all(checked)
+                    priorities = one_each("priority", priority, len(checked), "an int")
+                    sessions = one_each("session_id", session_id, len(checked), "a str")
                 with self._admitting:
-                    with allowed():  # reading many prompts takes its time
-                        checked = self.inputs.check_batch(prompts, params)
-                        if check_all is not None:
-                            check_all(checked)
-                        priorities = one_each("priority", priority, len(checked), "an int")
-                        sessions = one_each("session_id", session_id, len(checked), "a str")
                     for index, each in enumerate(checked):
                         try:
                             route = Route.checked(sessions[index], replica_index)
@@ -258,6 +261,15 @@ class Frontend:
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling settings that the checkpoint's generation_config.json recommends; nothing applies them by itself."""
         return self.inputs.default_params()
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """The kinds of requests that the model serves: "generate", and those of `PoolingParams(kind=...)`."""
+        info = self.client.info
+        return tuple(supported_tasks(info.generates, info.pooling))
+
+    def is_tracing_enabled(self) -> bool:
+        """Whether spans of requests and verbs are recorded (`EngineConfig.otlp_traces_endpoint`)."""
+        return self.spans.is_enabled
 
     def ensure_loras(self, lora: LoRALike | Sequence[LoRALike | None] | None, timeout: float | None = None) -> None:
         """Load the adapters that a call brings along, where the engine has not these revisions. Blocks.

@@ -14,6 +14,7 @@ from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import PoolingRequestOutput, RequestOutput
 from rollout_engine.pooling_params import PoolingLike, as_pooling_params, pooling_only, refuse_pooling
 from rollout_engine.sampling_params import SamplingLike
+from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.conversations import ChatOptions, is_conversation
 from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options, with_lora
 
@@ -52,6 +53,7 @@ class LLM(BlockingVerbs):
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
+        trace_headers: TraceHeaders | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """One finished `RequestOutput` per prompt, in order. Several threads may call it at once.
@@ -64,9 +66,10 @@ class LLM(BlockingVerbs):
         `priority`: one for all prompts, or a list with one each; lower runs first. `session_id`, the same way, as
         in `LLMEngine.add_request`: it has an effect over replicas only. `lora_request`: the adapter, one for all or one
         each, None for the base model: the name of one that the engine has, or a `LoRARequest` with its path or tensors,
-        which is added first (`add_lora`) unless it is there in this revision. `chat`: the options of `ChatOptions`
-        (`tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt`, `continue_final_message`), for
-        prompts that are conversations.
+        which is added first (`add_lora`) unless it is there in this revision. `trace_headers` (W3C `traceparent`) make
+        the spans of all these requests, if there are any, part of the caller's trace. `chat`: the options of
+        `ChatOptions` (`tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt`,
+        `continue_final_message`), for prompts that are conversations.
 
         Raises `LifecycleError` while paused or asleep, since it would wait for ever; paused by another thread once it
         has begun, it waits for that thread to resume. `DirtyWeightsError` while the weights are incomplete.
@@ -83,6 +86,7 @@ class LLM(BlockingVerbs):
             use_tqdm=use_tqdm,
             priority=priority,
             session_id=session_id,
+            trace_headers=trace_headers,
         )
 
     def chat(
@@ -93,6 +97,7 @@ class LLM(BlockingVerbs):
         use_tqdm: bool = True,
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
+        trace_headers: TraceHeaders | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """`generate` for one conversation or a list of them, through the tokenizer's chat template."""
@@ -101,9 +106,8 @@ class LLM(BlockingVerbs):
             raise RequestError.for_field("messages", messages, "a conversation (a list of dict), or a list of them")
         conversations = [messages] if is_conversation(messages) else messages
         prompts = [{"messages": conversation} for conversation in conversations]
-        return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, session_id=session_id, lora_request=lora_request, **chat
-        )
+        options: Any = dict(session_id=session_id, lora_request=lora_request, trace_headers=trace_headers)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options, **chat)
 
     def encode(
         self,
@@ -114,6 +118,7 @@ class LLM(BlockingVerbs):
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
+        trace_headers: TraceHeaders | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[PoolingRequestOutput]:
         """Pool each prompt to hidden states, or to what the checkpoint's head computes: one output each, in order.
@@ -128,7 +133,8 @@ class LLM(BlockingVerbs):
         self.frontend.require_running("encode")
         self.frontend.ensure_loras(lora_request)
         run = GenerateRun(self.frontend, "encode")
-        found = generate(run, prompts, params, use_tqdm=use_tqdm, priority=priority, session_id=session_id)
+        options: Any = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
+        found = generate(run, prompts, params, use_tqdm=use_tqdm, **options)
         return [PoolingRequestOutput.of(output) for output in found]
 
     def reward(
@@ -138,14 +144,17 @@ class LLM(BlockingVerbs):
         step_token_ids: Sequence[int] | None = None,
         use_tqdm: bool = True,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
+        trace_headers: TraceHeaders | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[PoolingRequestOutput]:
         """`encode` with kind="reward": `outputs.data` is [1], or [S] with `step_token_ids`, one for each in the prompt.
 
         Raises `RequestError` where the checkpoint has no head with one label.
         """
+        check_chat_arguments(chat, self.reward)
         params = as_pooling_params({"kind": "reward", "step_token_ids": step_token_ids})
-        return self.encode(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request, **chat)
+        options: Any = dict(lora_request=lora_request, trace_headers=trace_headers)
+        return self.encode(prompts, params, use_tqdm=use_tqdm, **options, **chat)
 
     def get_num_unfinished_requests(self, *, timeout: float | None = None) -> int:
         """Requests whose finished output has not been returned. It never waits for `timeout`."""

@@ -83,15 +83,17 @@ class LLMEngine(BlockingVerbs):
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
+        trace_headers: TraceHeaders | None = None,
     ) -> list[str]:
         """Queue one prompt or a list of them, under new ids, which are returned in order.
 
-        `params`, `priority`, `session_id`, `lora_request`: one for all or one each. All are checked before any is
-        queued: `RequestError` names the index.
+        `params`, `priority`, `session_id`, `lora_request`: one for all or one each; `trace_headers`: of all. All are
+        checked before any is queued: `RequestError` names the index.
         """
         prompts = with_lora(prompts, lora_request)
         self.frontend.ensure_loras(lora_request)
-        return self._add(partial(self._reader.add_all, prompts, params, priority=priority, session_id=session_id))
+        options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
+        return self._add(partial(self._reader.add_all, prompts, params, **options))
 
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns what it brought, by `output_kind`, and the results of aborts since the last.

@@ -24,6 +24,7 @@ from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import PoolingRequestOutput, RequestOutput
 from rollout_engine.pooling_params import PoolingLike, pooling_only
 from rollout_engine.sampling_params import SamplingLike
+from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.conversations import ChatOptions
 from rollout_engine.text.prompts import Prompt, check_chat_arguments, chosen_prompts, with_chat_options, with_lora
 from rollout_engine.threads import run_in_thread
@@ -130,6 +131,7 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
+        trace_headers: TraceHeaders | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """One finished `RequestOutput` per prompt, in order, as `LLM.generate` gives them.
@@ -143,7 +145,7 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
                 `GenerateTimeoutError` says how far it came; it has the outputs that were complete.
             replica_index: the replica that is to begin with these requests; if it is lost, they go on at others. None:
                 the balancer chooses for each prompt.
-            priority, session_id, lora_request, chat: as for `LLM.generate`.
+            priority, session_id, lora_request, trace_headers, chat: as for `LLM.generate`.
 
         Raises `RequestError`, nothing queued; `RetryableError` where the replica of that index takes no requests now;
         `LifecycleError` while paused or asleep.
@@ -163,6 +165,7 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
             replica_index=replica_index,
             priority=priority,
             session_id=session_id,
+            trace_headers=trace_headers,
         )
 
     async def agenerate(
@@ -176,6 +179,7 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
+        trace_headers: TraceHeaders | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """`generate` for an event loop, which stays free; cancelling it aborts the requests.
@@ -197,6 +201,7 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
             replica_index=replica_index,
             priority=priority,
             session_id=session_id,
+            trace_headers=trace_headers,
         )
 
     def encode(
@@ -210,6 +215,7 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
+        trace_headers: TraceHeaders | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[PoolingRequestOutput]:
         """Pool each prompt, as `LLM.encode` does: one output each, in order.
@@ -223,7 +229,9 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         self.frontend.require_running("encode", run.seconds_left)
         prompts = with_lora(with_chat_options(prompts, chat), lora_request)
         self.frontend.ensure_loras(lora_request)
-        options: Any = dict(replica_index=replica_index, priority=priority, session_id=session_id)
+        options: Any = dict(
+            replica_index=replica_index, priority=priority, session_id=session_id, trace_headers=trace_headers
+        )
         return [
             PoolingRequestOutput.of(output) for output in generate(run, prompts, params, use_tqdm=use_tqdm, **options)
         ]

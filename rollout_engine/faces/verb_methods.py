@@ -15,6 +15,7 @@ from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.interrupts import held
 from rollout_engine.engine.verb import Arguments, Verb
 from rollout_engine.faces.frontend import Frontend
+from rollout_engine.faces.known_arguments import check_methods
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.threads import run_in_thread
 
@@ -34,10 +35,16 @@ def blocking(function: Callable[Concatenate[EngineDriver, P], R]) -> Callable[Co
     verb = verbs.VERBS[function.__name__]
 
     def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
-        arguments = verb.bind(args, kwargs)
-        return wait_for(self.frontend, verb, arguments, lambda: self.frontend.client.call(verb.name, arguments))
+        chosen, arguments = _bound(verb, args, kwargs)
+        return wait_for(self.frontend, chosen, arguments, lambda: self.frontend.client.call(chosen.name, arguments))
 
     return _documented(method, function)
+
+
+def _bound(verb: Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Verb, Arguments]:
+    """The verb to call, with its arguments: a function given to `collective_rpc` has one of its own."""
+    arguments = verb.bind(args, kwargs)
+    return (verbs.VERBS["call_function"] if callable(arguments.get("method")) else verb), arguments
 
 
 def wait_for(frontend: Frontend, verb: Verb, arguments: Arguments, call: Callable[[], CallFuture]) -> Any:
@@ -50,10 +57,10 @@ def awaitable(
     function: Callable[Concatenate[EngineDriver, P], R],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
     """Make the method of a face that calls a verb and awaits its result."""
-    verb = verbs.VERBS[function.__name__]
+    of_function = verbs.VERBS[function.__name__]
 
     async def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
-        arguments = verb.bind(args, kwargs)
+        verb, arguments = _bound(of_function, args, kwargs)
         with self.frontend.span(verb, arguments):
             waker, done = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
             result = self.frontend.client.call(verb.name, arguments)
@@ -103,10 +110,17 @@ def _documented(method: Callable[..., Any], function: Callable[..., Any]) -> Cal
 
 
 class Face:
-    """The base of all faces: a front end, and its shutdown."""
+    """The base of all faces: a front end, and its shutdown.
+
+    Keyword arguments that a method does not have raise `RequestError`, which names the nearest.
+    """
 
     frontend: Frontend
     """Requests and results of this face's client."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_methods(cls)
 
     @property
     def policy_version(self) -> int:
@@ -162,6 +176,8 @@ class BlockingVerbs(Face):
     do_log_stats = of_frontend(Frontend.do_log_stats)
     get_tokenizer = of_frontend(Frontend.get_tokenizer)
     get_default_sampling_params = of_frontend(Frontend.get_default_sampling_params)
+    get_supported_tasks = of_frontend(Frontend.get_supported_tasks)
+    is_tracing_enabled = of_frontend(Frontend.is_tracing_enabled)
 
 
 class AsyncVerbs(Face):
@@ -199,3 +215,5 @@ class AsyncVerbs(Face):
     do_log_stats = of_frontend_async(Frontend.do_log_stats)
     get_tokenizer = of_frontend_async(Frontend.get_tokenizer)
     get_default_sampling_params = of_frontend_async(Frontend.get_default_sampling_params)
+    get_supported_tasks = of_frontend_async(Frontend.get_supported_tasks)
+    is_tracing_enabled = of_frontend_async(Frontend.is_tracing_enabled)

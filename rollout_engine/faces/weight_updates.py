@@ -4,6 +4,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import msgspec
 
 from rollout_engine._structs import plain
 from rollout_engine.engine.client import EngineClient
@@ -11,9 +14,15 @@ from rollout_engine.errors import ManifestMismatchError, WeightUpdateError, as_w
 from rollout_engine.faces.adapter_updates import update_adapter
 from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
+from rollout_engine.provenance import note_sent, weights_state
 from rollout_engine.telemetry.spans import Spans
+from sync.adapters import has_merged
 from sync.base import WeightSource
+from sync.change_notice import ChangeNotice
 from sync.source import gathers_finished, read_source
+
+_notices: "WeakKeyDictionary[HasUpdates, ChangeNotice]" = WeakKeyDictionary()
+"""The notice of each front end, which is logged once."""
 
 
 class HasUpdates(Protocol):
@@ -82,7 +91,11 @@ def update_weights(
         mode=mode, kv=kv, staging=staging, transport=transport, reset_version=reset_version,
         allow_nonfinite=allow_nonfinite, timeout=timeout, partial=partial, delta=delta, draft=draft,
     )  # fmt: skip
-    return _carry_out_of(merge)(frontend, source, version, options)
+    state = weights_state(source)
+    report = _carry_out_of(merge)(frontend, source, version, options)
+    if not draft:
+        note_sent(source, state, report.version)
+    return report
 
 
 def _carry_out_of(merge: object) -> Callable[[HasUpdates, WeightSource, int | None, UpdateOptions], UpdateReport]:
@@ -101,7 +114,12 @@ def _carry_out(frontend: HasUpdates, source: WeightSource, version: int | None, 
     with as_weight_errors():
         pairs = read_source(source)
     with as_weight_errors(), gathers_finished(pairs):
-        return send(pairs)
+        report = send(pairs)
+    if has_merged(tensor for _, tensor in pairs):
+        return msgspec.structs.replace(report, adapter="merged")
+    if not options.partial and report.changed_share is not None:
+        _notice_of(frontend).warn_if_hardly_changed(pairs, report.changed_share)
+    return report
 
 
 @contextmanager
@@ -120,4 +138,11 @@ def _naming_draft_model(frontend: HasUpdates, options: UpdateOptions) -> Iterato
 def _carry_out_adapter(
     frontend: HasUpdates, source: WeightSource, version: int | None, options: UpdateOptions
 ) -> UpdateReport:
-    return frontend.spans.update(lambda: update_adapter(frontend.client, source, plain(version), options))
+    report = frontend.spans.update(lambda: update_adapter(frontend.client, source, plain(version), options))
+    return msgspec.structs.replace(report, adapter="alone")
+
+
+def _notice_of(frontend: HasUpdates) -> ChangeNotice:
+    if frontend not in _notices:
+        _notices[frontend] = ChangeNotice()
+    return _notices[frontend]

@@ -98,12 +98,15 @@ class FleetCalls:
         verb = msgspec.structs.replace(_checked(name, arguments), combine=lambda results: results[0], needs_all=True)
         return call_all(verb, arguments, [member.client], self._is_over)
 
-    def require_serving(self, replica: int) -> None:
-        """Raise `RequestError` unless a replica is there, and `RetryableError` unless it takes requests."""
+    def require_serving(self, replica: int, argument: str = "replica_index") -> None:
+        """Raise `RequestError` unless a replica is there, and `RetryableError` unless it takes requests.
+
+        `argument`: the name that the caller's argument has.
+        """
         with self._lock:
-            self._require_there(replica)
+            self._require_there(replica, argument)
             if self._brain.replicas[replica].state is not ReplicaState.SYNCED:
-                raise RetryableError(self._not_now(replica, "takes no requests"))
+                raise RetryableError(self._not_now(replica, "takes no requests", argument))
 
     def balancer_stats(self) -> BalancerStats:
         """How requests were routed so far, and what is in flight."""
@@ -127,17 +130,17 @@ class FleetCalls:
             what = f"{name}: no replica of the fleet {what} at the moment"
             raise RetryableError(f"{what}; they are started again: call it again a little later.")
 
-    def _require_there(self, replica: int) -> None:
+    def _require_there(self, replica: int, argument: str = "replica_index") -> None:
         wanted = self._brain.wanted
         if type(replica) is not int or replica not in wanted:
             known = ", ".join(map(str, wanted))
-            raise RequestError.for_field("replica_index", replica, f"the index of a replica: one of {known}")
+            raise RequestError.for_field(argument, replica, f"the index of a replica: one of {known}")
 
-    def _not_now(self, replica: int, what: str) -> str:
+    def _not_now(self, replica: int, what: str, argument: str = "replica_index") -> str:
         found = self._brain.replicas[replica]
         problem = f" ({found.problem})" if found.problem else ""
-        advice = "call again a little later, or leave replica_index out"
-        return f"replica_index={replica}: that replica is {found.state} and {what} at the moment{problem}; {advice}."
+        advice = f"call again a little later, or leave {argument} out"
+        return f"{argument}={replica}: that replica is {found.state} and {what} at the moment{problem}; {advice}."
 
 
 def _checked(name: str, arguments: Mapping[str, Any]) -> Verb:

@@ -61,13 +61,13 @@ class Publication:
             if version is None and not is_store(Path(path)):  # a store has a version of its own
                 version = live_version + 1
             return path, version
-        _, metadata = member.client.call("get_live_weights", {"draft": self._draft}).result()
+        _, metadata, names = member.client.call("get_live_weights", {"draft": self._draft}).result()
         version = live_version + 1 if version is None else version
         with as_weight_errors():
             if self._directory is None or self._sender is None:
                 self._directory = StoreDirectory()
                 self._sender = StoreSender(self._directory.path, reset_version=True)
-            pairs = read_source(source)
+            pairs = names.used(read_source(source), metadata)
             check_source(pairs, metadata)
             self._cast_notice.warn_if_cast(pairs, metadata)
             self._sender.offer(pairs, version, metadata)

@@ -5,53 +5,45 @@ of the connection to `rollout_engine.grammars.trials`, whose messages it answers
 """
 
 import random
-import resource
-import signal
-import socket
-import sys
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 import numpy as np
-import psutil
 
 from rollout_engine.errors import RequestError
-from rollout_engine.grammars.trial_wire import Answer, Setup, Trial, receive, send
+from rollout_engine.grammars.bounded_process import answer_orders, bound_memory, bound_seconds
+from rollout_engine.grammars.trial_wire import Answer, Setup, Trial
 from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary, readable
 
 _MORE_BYTES = 2 << 30
 """Memory that it may take beyond what it has with the tokenizer."""
-_IDLE_SECONDS = 60.0
-"""After so long without an order it ends itself."""
 _NUM_WALKED = 32
 """Tokens of a random output whose masks are computed."""
 
 
 def main() -> None:
     """Answer until the other end is gone, or nothing has come for a minute."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.settimeout(_IDLE_SECONDS)
-    vocabulary: Vocabulary | GrammarError = GrammarError("it has no tokenizer yet")
-    seconds = 0.0
-    while True:
+    answer_orders(Setup | Trial, _Trials().answer)
+
+
+class _Trials:
+    def __init__(self) -> None:
+        self._vocabulary: Vocabulary | GrammarError = GrammarError("it has no tokenizer yet")
+        self._seconds = 0.0
+
+    def answer(self, order: Setup | Trial) -> Answer:
+        if isinstance(order, Trial):
+            bound_seconds(self._seconds)
+            problem = _problem(self._vocabulary, order.text)
+            bound_seconds(0.0)
+            return Answer(problem)
+        self._seconds = order.seconds
         try:
-            order = receive(connection, Setup | Trial)
-        except (EOFError, OSError):
-            return
-        if isinstance(order, Setup):
-            seconds = order.seconds
-            try:
-                vocabulary = Vocabulary(order.tokenizer, order.vocab_size, order.eos_token_ids)
-            except (GrammarError, RequestError) as error:
-                vocabulary = GrammarError(str(error))
-            _bound_memory()
-            send(connection, Answer(str(vocabulary) if isinstance(vocabulary, GrammarError) else ""))
-        else:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF then ends the process
-            problem = _problem(vocabulary, order.text)
-            signal.setitimer(signal.ITIMER_PROF, 0.0)
-            send(connection, Answer(problem))
+            self._vocabulary = Vocabulary(order.tokenizer, order.vocab_size, order.eos_token_ids)
+        except (GrammarError, RequestError) as error:
+            self._vocabulary = GrammarError(str(error))
+        bound_memory(_MORE_BYTES)
+        return Answer(str(self._vocabulary) if isinstance(self._vocabulary, GrammarError) else "")
 
 
 def _problem(vocabulary: Vocabulary | GrammarError, text: str) -> str:
@@ -80,13 +72,6 @@ def _walk(matcher: Any, num_words: int) -> None:
             raise GrammarError(readable(matcher.get_error()))
         if not len(allowed):
             raise GrammarError("no output has this form" if not place else "some outputs cannot go on, nor end")
-
-
-def _bound_memory() -> None:
-    with suppress(OSError, ValueError):  # where the system has no such bound
-        now = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (now + _MORE_BYTES, now + _MORE_BYTES))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 if __name__ == "__main__":

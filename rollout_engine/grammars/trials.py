@@ -4,24 +4,17 @@ require ── Trial ──> trial_main: compiles it, and the masks of a random 
         <── Answer, or the process ends: the grammar is refused, and the next one gets another process
 """
 
-import os
 import signal
-import socket
-import subprocess
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from rollout_engine.errors import LifecycleError, RequestError, RetryableError
-from rollout_engine.grammars.trial_wire import Answer, Setup, Trial, receive, send
+from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.grammars.bounded_process import BoundedProcess, end_with
+from rollout_engine.grammars.trial_wire import Answer, Setup, Trial
 from rollout_engine.grammars.vocabulary import GrammarError, require_llguidance
-from rollout_engine.parent_death import module_command, start_process
 from rollout_engine.structured_outputs import text_of
-from sync.owner_process import OwnerProcess
 
 MAX_SECONDS = 0.8
 """Computing time of a trial."""
@@ -46,9 +39,9 @@ class GrammarTrials:
         self._vocab_size, self._eos_token_ids = vocab_size, list(eos_token_ids)
         self._known: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
-        self._processes: list[_TrialProcess] = []
+        self._processes: list[BoundedProcess] = []
         """One, or none."""
-        self.close = weakref.finalize(self, _end_all, self._processes)
+        self.close = end_with(self, self._processes)
         """End the process."""
 
     def knows(self, given: Mapping[str, Any]) -> bool:
@@ -65,14 +58,20 @@ class GrammarTrials:
         """
         require_llguidance(given)
         text = text_of(given)
+        problem = self._known.get(text)  # without the lock: a trial holds it for its time
+        if problem is None:
+            problem = self._answer(text)
+        if problem:
+            raise RequestError.for_field("structured_outputs", given, "a grammar that can be compiled", problem)
+
+    def _answer(self, text: str) -> str:
         with self._lock:
             problem = self._known.get(text)
             if problem is None:
                 problem = self._known[text] = self._try(text)
                 if len(self._known) > _MAX_KNOWN:
                     self._known.popitem(last=False)
-        if problem:
-            raise RequestError.for_field("structured_outputs", given, "a grammar that can be compiled", problem)
+        return problem
 
     def _try(self, text: str) -> str:
         for is_last in (False, True):
@@ -81,7 +80,7 @@ class GrammarTrials:
             try:
                 if known is None:
                     self._set_up(process)
-                return process.ask(Trial(text))
+                return process.ask(Trial(text), Answer).problem
             except GrammarError as problem:
                 self._end(process)
                 return f"The tokenizer cannot be read: {problem}."
@@ -91,20 +90,20 @@ class GrammarTrials:
                     return reason
         raise AssertionError("two processes were asked")
 
-    def _start(self) -> "_TrialProcess":
-        process = _TrialProcess()
+    def _start(self) -> BoundedProcess:
+        process = BoundedProcess(_MODULE, "compiles grammars", _PATIENCE)
         self._processes.append(process)
         if not self.close.alive:
             self._end(process)
             raise _closed()
         return process
 
-    def _set_up(self, process: "_TrialProcess") -> None:
+    def _set_up(self, process: BoundedProcess) -> None:
         setup = Setup(self._read_tokenizer(), self._vocab_size, self._eos_token_ids, MAX_SECONDS)
-        if problem := process.ask(setup):
+        if problem := process.ask(setup, Answer).problem:
             raise GrammarError(problem)
 
-    def _end(self, process: "_TrialProcess") -> tuple[bool, str]:
+    def _end(self, process: BoundedProcess) -> tuple[bool, str]:
         """End the process, which has not answered. Returns whether it had ended itself, and why for users.
 
         Raises `LifecycleError` if `close` has ended it.
@@ -121,58 +120,5 @@ class GrammarTrials:
         return False, f"It takes too much memory or time to compile (status {status}): give a smaller or simpler one."
 
 
-class _TrialProcess:
-    """A process that compiles grammars, held from here."""
-
-    def __init__(self) -> None:
-        """Raises `RetryableError` where the system starts no process."""
-        here, there = socket.socketpair()
-        root = str(Path(__file__).parents[2])
-        try:
-            self._process = start_process(
-                module_command(_MODULE, [str(there.fileno())]),
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # where memory ends, Rust says so there
-                pass_fds=[there.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
-                start_new_session=True,  # Ctrl-C is the parent's to handle
-            )
-        except OSError as problem:
-            here.close()
-            what = f"A process that compiles grammars cannot start ({problem})"
-            raise RetryableError(f"{what}: end processes, or allow more, and send the request again.") from problem
-        finally:
-            there.close()
-        here.settimeout(_PATIENCE)
-        self._connection, self._owner = here, OwnerProcess()
-
-    def ask(self, order: Setup | Trial) -> str:
-        """The problem that it answers with; empty for none. Raises `OSError` and `EOFError` where it does not."""
-        if not self._owner.is_current:
-            raise EOFError(self._owner.error_message("the process that compiles grammars"))
-        send(self._connection, order)
-        answer: Answer = receive(self._connection, Answer)
-        return answer.problem
-
-    def end(self) -> int:
-        """End it. Returns its exit status, or minus the signal that ended it; 0 in a forked child, not its owner."""
-        if not self._owner.is_current:
-            self._connection.close()  # this copy alone
-            return 0
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # `ask` may wait on another thread
-        self._connection.close()
-        try:
-            return self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-
 def _closed() -> LifecycleError:
     return LifecycleError("structured_outputs: the engine was shut down while it tried the grammar; make a new one.")
-
-
-def _end_all(processes: list[_TrialProcess]) -> None:
-    while processes:
-        processes.pop().end()

@@ -142,8 +142,8 @@ class ProcessClient:
         verb = VERBS.get(name) or WEIGHT_VERBS[name]
         if not verb.crosses:
             self.require_usable()
-            advice = "call a method of a worker extension by collective_rpc, or use an engine in this process"
-            raise LifecycleError(f"{name}: functions do not cross processes; {advice}.")
+            advice = "call a method of a worker extension by its name, or use an engine in this process"
+            raise LifecycleError(f"{verb.public_name or name}: functions do not cross processes; {advice}.")
         try:
             packed = pack(dict(arguments))
             struct_bytes = len(packed.body) + len(name) + _CALL_BYTES + _ARRAY_BYTES * len(packed.arrays)

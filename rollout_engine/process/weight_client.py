@@ -141,10 +141,10 @@ class WeightClient:
             self._directory = ""
 
     def _push(self, source: WeightSource, version: int | None, transport: str, options: UpdateOptions) -> UpdateReport:
-        live, metadata = self._ask("get_live_weights", options.timeout, draft=options.draft)
+        live, metadata, names = self._ask("get_live_weights", options.timeout, draft=options.draft)
         with as_weight_errors():
             rendezvous, sender = self._connected(transport, metadata, options.timeout)
-            pairs = read_source(source)
+            pairs = names.used(read_source(source), metadata)
             check_source(pairs, metadata)
             self._cast_notice.warn_if_cast(pairs, metadata)
             if not options.delta:

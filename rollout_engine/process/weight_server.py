@@ -24,6 +24,7 @@ from rollout_engine.process.background import run_in_background
 from rollout_engine.process.weight_rendezvous import Rendezvous
 from rollout_engine.weights.update import apply_update, update_from_source
 from sync.base import WeightReceiver
+from sync.checkpoint_names import CheckpointNames
 from sync.errors import TransferTimeout
 from sync.manifest import WeightManifest
 
@@ -43,10 +44,12 @@ class ServingDriver(EngineDriver):
 
 
 @WEIGHT_VERBS.add(public=False)
-def get_live_weights(driver: ServingDriver, draft: bool = False) -> tuple[int, dict[str, tuple[str, tuple[int, ...]]]]:
-    """Version of the live weights, or of the draft model's, and name -> (dtype, shape) of each."""
+def get_live_weights(
+    driver: ServingDriver, draft: bool = False
+) -> tuple[int, dict[str, tuple[str, tuple[int, ...]]], CheckpointNames]:
+    """Version of the live weights, or of the draft model's, name -> (dtype, shape) of each, and further names."""
     updater = driver.executor.updater_for(draft=draft)
-    return updater.version if draft else driver.core.policy_version, updater.metadata()
+    return updater.version if draft else driver.core.policy_version, updater.metadata(), updater.names
 
 
 @WEIGHT_VERBS.add(public=False)

@@ -193,7 +193,7 @@ class OutputProcessor:
         request.num_live -= 1
         self._timer.ended(sequence_id, sample.finish_reason, sample.policy_versions, live_version)
         if request.num_live == 0:
-            self._timer.finished(request.metrics, request.num_prompt_tokens, request.num_tokens)
+            self._timer.finished(request.metrics, request.num_prompt_tokens, request.num_tokens, request.params)
             self._on_closed(request, None)
 
     def _end_surplus(self, requests: Iterable[OpenRequest], live_version: int) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from rollout_engine.metrics import RequestStats, staleness
 from rollout_engine.outputs import FinishReason, RequestMetrics
+from rollout_engine.sampling_params import SamplingParams
 
 
 class RequestTimer:
@@ -52,7 +53,9 @@ class RequestTimer:
         if policy_versions:
             self.stats.staleness.observe(staleness(live_version, policy_versions))
 
-    def finished(self, metrics: RequestMetrics, num_prompt_tokens: int, num_generation_tokens: int) -> None:
+    def finished(
+        self, metrics: RequestMetrics, num_prompt_tokens: int, num_generation_tokens: int, params: SamplingParams
+    ) -> None:
         """Record the end of a request's last sample."""
         metrics.finished_time = time.monotonic()
         self.stats.request_seconds.observe(metrics.finished_time - metrics.arrival_time)
@@ -60,6 +63,22 @@ class RequestTimer:
         self.stats.generation_tokens.observe(num_generation_tokens)
         if metrics.first_token_time is not None:
             self.stats.time_to_first_token_seconds.observe(metrics.first_token_time - metrics.arrival_time)
+        self.stats.asked_samples.observe(params.n)
+        if params.max_tokens is not None:
+            self.stats.asked_max_tokens.observe(params.max_tokens)
+        self._add_phases(metrics, metrics.finished_time, num_generation_tokens, params.n)
+
+    def _add_phases(self, metrics: RequestMetrics, end: float, num_generation_tokens: int, num_samples: int) -> None:
+        start, first = metrics.scheduled_time, metrics.first_token_time
+        if start is None:
+            return
+        self.stats.inference_seconds.observe(end - start)
+        if first is None:
+            return
+        self.stats.prefill_seconds.observe(first - start)
+        self.stats.decode_seconds.observe(end - first)
+        if num_generation_tokens > num_samples:
+            self.stats.token_seconds.observe((end - first) * num_samples / (num_generation_tokens - num_samples))
 
     def discarded(self, sequence_ids: Iterable[int]) -> None:
         """Forget these sequences: nobody reads them any more."""

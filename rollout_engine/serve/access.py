@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem
-from rollout_engine.serve.route import Access
+from rollout_engine.serve.route import Access, Reply
 
 
 class Guard:
-    """Refuses requests that may not be made."""
+    """Refuses requests that may not be made, and lets pages of allowed origins read the answers."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
@@ -34,14 +34,34 @@ class Guard:
             message = f"This route needs {which}, and {what} came: send the header 'Authorization: Bearer KEY'."
             raise HttpProblem(401, message, headers={"www-authenticate": "Bearer"})
 
-    def _check_origin(self, headers: Mapping[str, str]) -> None:
-        """A page in a browser may send requests to this machine: not without leave.
+    def headers_for_pages(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Headers of a response by which a browser lets the scripts of an allowed page read it; none for others."""
+        origin = headers.get("origin")
+        if origin not in self._options.allowed_origins:
+            return {}
+        return {"access-control-allow-origin": origin, "access-control-expose-headers": "*", "vary": "origin"}
 
-        Under a name that its own server gives this machine, the browser would call it the page's own origin.
+    def answer_preflight(self, headers: Mapping[str, str]) -> Reply:
+        """The response to a browser that asks whether a page may send a request. Raises `HttpProblem` 403."""
+        self._check_origin(headers)
+        asked = headers.get("access-control-request-headers", "")
+        more = {"access-control-allow-headers": asked} if asked else {}
+        return Reply(None, headers={"access-control-allow-methods": "GET, POST, PUT", **more})
+
+    def _check_origin(self, headers: Mapping[str, str]) -> None:
+        """A page in a browser may send requests to this machine: refuse those of pages that are not allowed.
+
+        Browsers name a page in `Origin` when one of its scripts or forms calls. Images, links and frames have none:
+        then `Sec-Fetch-Site` shows that another page asks ("same-site" is another port of this machine). Under a name
+        that its own server gives this machine, the browser would call it the page's own origin: see `Host`.
         """
         origin = headers.get("origin")
         if origin is not None and origin not in self._options.allowed_origins:
             raise HttpProblem(403, f"Pages of {origin!r:.200} may not call: start the server with --allowed-origins.")
+        site = headers.get("sec-fetch-site", "none")
+        if origin is None and site not in ("none", "same-origin"):
+            what = f"Another page has your browser send this request ('Sec-Fetch-Site: {site:.40}')"
+            raise HttpProblem(403, f"{what}: open the address itself, or start the server with --allowed-origins.")
         if not self._is_local or self._client_keys:
             return
         host = headers.get("host", "")

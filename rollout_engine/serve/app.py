@@ -13,7 +13,7 @@ from rollout_engine.errors import RolloutEngineError, did_you_mean
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.serve.access import Guard
-from rollout_engine.serve.bodies import read_body
+from rollout_engine.serve.bodies import OpenBytes, read_body
 from rollout_engine.serve.http_exchange import EXCHANGE, HttpExchange
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem, problem_body, problem_reply
@@ -49,8 +49,9 @@ class App:
     """
 
     def __init__(self, engine: Face, options: ServeOptions | None = None) -> None:
-        self.served = Served(AsyncLLM.from_engine(engine), options or ServeOptions())
-        self._guard = Guard(self.served.options)
+        self.served = Served(AsyncLLM.from_engine(engine), options or ServeOptions(), ROUTES)
+        self.guard = Guard(self.served.options)
+        self.open_bytes = OpenBytes(self.served.options.max_open_body_bytes)
         self._routes: dict[str, dict[str, Route]] = {}
         for route in ROUTES:
             self._routes.setdefault(route.path, {}).update(dict.fromkeys(route.methods, route))
@@ -73,12 +74,9 @@ class App:
         route = rows.get("GET" if method == "HEAD" else method)
         if route is None:
             allowed = ", ".join(sorted(rows))
-            raise HttpProblem(405, f"{path} takes {allowed}, not {method:.20}.", headers={"allow": allowed})
+            hint = " A GET changes nothing here: send a POST." if method in ("GET", "HEAD") else ""
+            raise HttpProblem(405, f"{path} takes {allowed}, not {method:.20}.{hint}", headers={"allow": allowed})
         return route
-
-    def check(self, route: Route, headers: dict[str, str]) -> None:
-        """Raise `HttpProblem` for who may not call."""
-        self._guard.check(route.access, headers)
 
 
 class _Answer:
@@ -131,21 +129,24 @@ class _Answer:
 
     async def _reply(self) -> Reply | None:
         """Have the handler answer; events are written here. None: the response is out, or nobody reads it."""
+        if self._scope["method"] == "OPTIONS" and "access-control-request-method" in self._headers:
+            return self._app.guard.answer_preflight(self._headers)
         route = self._app.route(self._scope["path"], self._scope["method"])
         self._dialect = route.dialect
         if self._exchange is not None and self._exchange.is_surplus:
             raise HttpProblem(503, _FULL % self._served.options.max_connections)
-        self._app.check(route, self._headers)
+        self._app.guard.check(route.access, self._headers)
         data = await self._read(route)
         if data is None:
             return None
-        asked = Asked(
-            read_body(route, data, self._scope["query_string"].decode("latin-1")), self._headers, self._request_id
-        )
+        body = read_body(route, data, self._scope["query_string"].decode("latin-1"))
+        named = self._served.versions.read(body)
+        asked = Asked(body, self._headers, self._request_id, len(data))
         del data  # a stream may be open for long
         stop_watching = self._watch_client()
         try:
             reply = await route.handler(self._served, asked)
+            self._served.versions.confirm(named)
             if isinstance(reply, Events):
                 await self._write_events(reply)
                 return None
@@ -194,23 +195,27 @@ class _Answer:
             return data
         try:
             async with asyncio.timeout(None if route.is_large else options.body_seconds):
-                return await self._read_parts(limit)
+                return await self._read_parts(limit, OpenBytes(limit) if route.is_large else self._app.open_bytes)
         except TimeoutError:
             message = f"The body did not come within {options.body_seconds:g} seconds."
             raise HttpProblem(408, message, headers={"connection": "close"}) from None
 
-    async def _read_parts(self, limit: int) -> bytes | None:
+    async def _read_parts(self, limit: int, open_bytes: OpenBytes) -> bytes | None:
         parts, size, more = [], 0, True
-        while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                return None
-            part, more = message.get("body", b""), message.get("more_body", False)
-            size += len(part)
-            if size > limit:
-                raise self._too_long(limit)
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        try:
+            while more:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                part, more = message.get("body", b""), message.get("more_body", False)
+                size += len(part)
+                if size > limit:
+                    raise self._too_long(limit)
+                open_bytes.add(len(part))
+                parts.append(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+        finally:
+            open_bytes.count -= size
 
     def _too_long(self, limit: int) -> HttpProblem:
         return HttpProblem(413, f"The body is longer than {limit} bytes.", headers={"connection": "close"})
@@ -221,8 +226,15 @@ class _Answer:
         return problem_reply(problem, self._dialect)
 
     async def _write(self, reply: Reply) -> None:
-        body = reply.body
-        data = b"" if body is None else body if isinstance(body, bytes) else _encoded(body)
+        try:
+            data = _encoded(reply.body)
+        except (
+            ValueError,
+            TypeError,
+            RecursionError,
+        ) as problem:  # no client waits for an answer that cannot be written
+            reply = self._problem(problem)
+            data = _encoded(reply.body)
         await self._begin(reply.status, reply.content_type, reply.headers, len(data))
         await self._send({"type": "http.response.body", "body": b"" if self._scope["method"] == "HEAD" else data})
 
@@ -255,11 +267,14 @@ class _Answer:
         ]
         if length is not None:
             raw.append((b"content-length", b"%d" % length))
+        headers = self._app.guard.headers_for_pages(self._headers) | headers
         raw += [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
 
 def _encoded(body: Any) -> bytes:
+    if body is None or isinstance(body, bytes):
+        return body or b""
     return body.encode() if isinstance(body, str) else _encode(body)
 
 

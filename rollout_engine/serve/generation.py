@@ -10,18 +10,18 @@ from rollout_engine.outputs import RequestOutput
 from rollout_engine.pooling_params import PoolingParams
 from rollout_engine.results.open_streams import Stream
 from rollout_engine.serve.problems import HttpProblem
-from rollout_engine.serve.prompt_bounds import check_prompt_logprobs
-from rollout_engine.serve.route import Asked
+from rollout_engine.serve.prompt_bounds import check_prompt_logprobs, check_text_size
+from rollout_engine.serve.request_templates import with_rendered_text
+from rollout_engine.serve.route import LONG_BYTES, MANY_BYTES, Asked
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
 from rollout_engine.text.input_processor import CheckedPrompt, Params
+from rollout_engine.text.pooled_prompt import closed_conversation
 from rollout_engine.text.prompts import with_lora
 from rollout_engine.threads import run_in_thread
 
 Check: TypeAlias = Callable[[Sequence[CheckedPrompt]], None]
 """Raises for prompts, as token ids, that are not to be queued together."""
-_LONG_BYTES = 1 << 16
-"""From so many characters of text on, prompts are encoded beside the event loop."""
 
 
 class Generation:
@@ -81,9 +81,8 @@ class Generation:
         lora: str | None = None,
     ) -> None:
         """Queue prompts that are pooled, as `start` does others."""
-        await self._queue(
-            with_lora(list(prompts), lora), [params] * len(prompts), [None] * len(prompts), priority, session_id
-        )
+        closed = [closed_conversation(each) if isinstance(each, dict) else each for each in prompts]
+        await self._queue(with_lora(closed, lora), [params] * len(closed), [None] * len(closed), priority, session_id)
 
     async def _queue(
         self,
@@ -98,10 +97,13 @@ class Generation:
         session = session_id or self._asked.session_id
         options = {"priority": priority, "session_id": session, "trace_headers": self._asked.trace_headers}
         inputs = self._served.engine.frontend.inputs
+        prompts = [await with_rendered_text(self._served, each) for each in prompts]
+        for prompt in prompts:
+            check_text_size(self._served, prompt)
         for each in params:
             if inputs.has_new_grammar(each):
                 await run_in_thread(inputs.try_grammar, each)
-        if sum(map(_num_characters, prompts)) > _LONG_BYTES:
+        if self._asked.num_bytes > MANY_BYTES or _are_long(prompts, self._asked):
             streams = await run_in_thread(self._add, prompts, params, seeds, options, check)
         else:
             streams = self._add(prompts, params, seeds, options, check)
@@ -183,11 +185,9 @@ def failed(output: RequestOutput) -> HttpProblem | None:
     return None
 
 
-def _num_characters(prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(prompt)
-    if isinstance(prompt, dict) and "prompt_token_ids" not in prompt:
-        if isinstance(prompt.get("prompt"), str):
-            return len(prompt["prompt"])
-        return sum(len(str(message)) for message in prompt.get("messages", ()))
-    return 0
+def _are_long(prompts: Sequence[Any], asked: Asked) -> bool:
+    """Whether encoding the prompts of a call takes so long that other requests should not wait for it."""
+    texts = [each.get("prompt", "") if isinstance(each, dict) else each for each in prompts]
+    if sum(len(text) for text in texts if isinstance(text, str)) > LONG_BYTES:
+        return True
+    return asked.is_long and any(isinstance(each, dict) and "messages" in each for each in prompts)

@@ -13,7 +13,7 @@ async def health(served: Served, asked: Asked) -> Reply:
         raise HttpProblem(503, f"The engine is gone: {problem}")
     if served.is_ending:
         raise HttpProblem(503, "The server is stopping.")
-    return Reply({"status": "ok", "weight_version": served.weight_version, "is_paused": served.refuses is not None})
+    return Reply({"status": "ok", "weight_version": served.weight_version, "is_paused": served.is_paused})
 
 
 async def health_generate(served: Served, asked: Asked) -> Reply:

@@ -33,6 +33,9 @@ class Connection(Protocol):
     def answered(self) -> None:
         """Go on: the answer is complete."""
 
+    def close_after(self, *, has_body: bool) -> None:
+        """Close the connection behind an answer. `has_body`: whether all of its request has come."""
+
 
 class HttpExchange:
     """A request, whose body comes while it is answered, and its answer."""
@@ -78,6 +81,11 @@ class HttpExchange:
         if not self.is_complete:
             self._body += data
             self._wake()
+        return len(self._body)
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes of the body that wait to be received."""
         return len(self._body)
 
     def end_body(self) -> None:
@@ -141,7 +149,7 @@ class HttpExchange:
             self.is_complete, self._body = True, b""
             self._wake()
             if not self.keep_alive:
-                connection.transport.close()
+                connection.close_after(has_body=self.has_body)
             connection.answered()
 
     def _head_of(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:

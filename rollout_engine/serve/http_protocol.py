@@ -16,11 +16,13 @@ from rollout_engine.serve.problems import HttpProblem, problem_body
 
 _MAX_HEADER_BYTES = 64 << 10
 _MAX_WAITING_BYTES = 64 << 10
-"""Bytes of a body that nobody has received yet: more is left in the socket."""
+"""Bytes of bodies that nobody has received yet: more is left in the socket."""
 _MAX_WAITING_REQUESTS = 16
 """Requests behind the one that is answered. With room for more, it is noticed that their client leaves."""
 _HEADER_SECONDS = 30.0
 _KEEP_ALIVE_SECONDS = 75.0
+_LINGER_SECONDS = 2.0
+"""How long a client that is refused may go on sending. Closed at once, its machine might drop the answer unread."""
 _PROBE_SECONDS = 0.05
 """From the end of what a client sends to the second look whether it still reads; each later one waits twice as long."""
 _VERSIONS = {"asgi": {"version": "3.0", "spec_version": "2.3"}}
@@ -46,7 +48,8 @@ class HttpConnection(asyncio.Protocol):
     """The package that parses requests."""
     __slots__ = (
         *("_answering", "_app", "_arriving", "_expects_continue", "_has_header", "_headers", "_is_in_header"),
-        *("_is_paused", "_is_surplus", "_loop", "_num_bytes", "_parser", "_timer", "_url", "_waiting", "_written"),
+        *("_is_lingering", "_is_paused", "_is_surplus", "_loop", "_num_bytes", "_parser", "_timer", "_url"),
+        *("_waiting", "_written"),
         *("connections", "tasks", "transport"),
     )
 
@@ -59,8 +62,9 @@ class HttpConnection(asyncio.Protocol):
         self._parser: Any = self.httptools.HttpRequestParser(self)
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._url, self._headers = b"", list[tuple[bytes, bytes]]()
-        self._expects_continue = self._is_paused = False
-        """Whether the client waits for leave to send its body; whether it is not read from."""
+        self._expects_continue = self._is_paused = self._is_lingering = False
+        """Whether the client waits for leave to send its body; whether it is not read from; whether it has its last
+        answer, and what it still sends is dropped."""
         self._has_header = self._is_in_header = False
         """Whether a request's header is complete and its body is not; whether a header has begun."""
         self._num_bytes = 0
@@ -88,6 +92,8 @@ class HttpConnection(asyncio.Protocol):
         self._parser = self._arriving = self._answering = None  # each refers to this connection
 
     def data_received(self, data: bytes) -> None:
+        if self._is_lingering:
+            return
         if not self._has_header:
             self._num_bytes += len(data)
             if self._num_bytes > _MAX_HEADER_BYTES and b"\r\n\r\n" not in data:
@@ -167,7 +173,10 @@ class HttpConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """httptools: a part of the body."""
         assert self._arriving is not None, "its header is complete"
-        if self._arriving.add_body(body) > _MAX_WAITING_BYTES:
+        num_waiting = self._arriving.add_body(body)
+        if self._waiting:
+            num_waiting = sum(exchange.num_waiting_bytes for exchange, _ in self._waiting)
+        if num_waiting > _MAX_WAITING_BYTES:
             self._pause_reading()
 
     def on_message_complete(self) -> None:
@@ -179,7 +188,7 @@ class HttpConnection(asyncio.Protocol):
     def answered(self) -> None:
         """Answer the next request, or wait for it."""
         self._answering = None
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_lingering:
             return
         self.resume_reading()
         if self._waiting:
@@ -187,6 +196,18 @@ class HttpConnection(asyncio.Protocol):
             self._answering.start(self._app, scope)
         elif self._timer is None and not self._is_in_header:
             self._timer = self._loop.call_later(_KEEP_ALIVE_SECONDS, self.transport.close)
+
+    def close_after(self, *, has_body: bool) -> None:
+        """Close the connection behind an answer. `has_body`: whether all of its request has come."""
+        if has_body:
+            self.transport.close()
+        elif not self._is_lingering:
+            self._is_lingering = True
+            self._stop_timer()
+            self._waiting.clear()
+            self.transport.write_eof()
+            self.resume_reading()
+            self._timer = self._loop.call_later(_LINGER_SECONDS, self.transport.close)
 
     def shutdown(self) -> None:
         """uvicorn: close once the requests that have come are answered."""
@@ -250,7 +271,7 @@ class HttpConnection(asyncio.Protocol):
         if not self.transport.is_closing():
             if self._answering is None or not self._answering.has_begun:
                 self.transport.write(_refusal(status, message))
-            self.transport.close()
+            self.close_after(has_body=False)
         self._leave()
 
 

@@ -44,12 +44,17 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest body of a request, but for those that bring weights."""
     max_weight_bytes: Positive = 64 << 30
     """Longest body of a request that brings weights."""
+    max_open_body_bytes: Positive = 1 << 30
+    """Bytes of all bodies that are being received, weights excepted. A body that needs more is answered 503."""
     body_seconds: Seconds = 60.0
     """Within which a client must have sent its request, a body with weights excepted."""
     max_connections: Positive = 65_536
     """Connections beyond these are answered 503."""
     drain_seconds: Seconds = 30.0
     """How long open requests may take to end once the server is told to stop."""
+    trust_request_chat_template: bool = False
+    """Whether requests may bring a `chat_template` of their own. A template is a program: it is rendered in a process
+    apart, for at most a second of computing and 512 MiB. Names of the tokenizer's own templates are always taken."""
     allowed_origins: list[str] = []
     """Web pages whose scripts may call ("https://example.org"). Browsers' requests from any other are refused."""
 

@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from rollout_engine.engine import verbs
 from rollout_engine.errors import LifecycleError, ManifestMismatchError, RequestError, as_weight_errors
 from rollout_engine.faces.async_llm import AsyncLLM
+from rollout_engine.faces.verb_methods import awaitable
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.serve.plain_group import PlainGroup
 from rollout_engine.serve.request_log import logger
@@ -18,6 +20,7 @@ from sync.manifest import TensorSpec, check_distinct, counted, first_names
 
 _MOST_TIMES = 2
 """Bytes that may gather, in times of the live weights: a float32 trainer of a bfloat16 engine sends twice as many."""
+_get_missing_weights = awaitable(verbs.get_missing_weights)
 _NUMBER = re.compile(r"(?:weight_)?v?(\d{1,18})", re.ASCII)
 
 
@@ -30,10 +33,13 @@ class PendingUpdate:
         """Brings tensors, once a trainer has asked for one."""
         self._tensors: dict[str, Tensor] = {}
         self._num_bytes = 0
-        self._shapes: dict[str, tuple[int, ...]] = {}
         self._most_bytes = 0.0
-        self.last: UpdateReport | None = None
-        """Report of the last update that came by this door."""
+        self._last: UpdateReport | None = None
+        """Report of the last update that was committed here."""
+        self._last_names: set[str] = set()
+        """Names of its tensors, if they were a whole update and arrived as tensors, until another one begins."""
+        self._is_reported = True
+        """Whether no client may still end that update, to have its report."""
         self._is_receiving = False
         self.waits_for_end = False
         """Whether a client has begun an update, and will say when it ends."""
@@ -46,10 +52,19 @@ class PendingUpdate:
         return bool(self._tensors)
 
     async def missing(self) -> list[str]:
-        """Names of the model's weights that have not come."""
-        if not self._shapes:
-            await self._learn_shapes()
-        return [name for name in self._shapes if name not in self._tensors]
+        """Names of the weights that the update lacks to be a whole one: tied weights count once."""
+        return await self._missing_beside(self._tensors)
+
+    async def have_arrived_late(self) -> bool:
+        """Whether the tensors are further names of weights that the last update brought, as a tied head's is.
+
+        A client that sends in several calls may bring these after the call that completed the update.
+        """
+        if not self._last_names or self._last is None or self._version not in (None, self._last.version):
+            return False
+        if not self._last_names.isdisjoint(self._tensors):
+            return False
+        return self._tensors.keys() <= (await self._engine.get_model_metadata()).keys()
 
     def begin(self) -> None:
         """Forget what an update that was never finished has left."""
@@ -60,9 +75,9 @@ class PendingUpdate:
         self.waits_for_end = True
 
     def drop(self) -> None:
-        """Forget all that has come."""
+        """Forget all tensors, and that the last update is still to be reported."""
         self._tensors, self._num_bytes, self._version = {}, 0, None
-        self.waits_for_end = False
+        self.waits_for_end, self._is_reported, self._last_names = False, True, set()
 
     def expect(self, version: Any) -> None:
         """Note the version of the tensors that come next. Raises `ManifestMismatchError` for parts of two updates."""
@@ -104,15 +119,48 @@ class PendingUpdate:
         await self._check([TensorSpec(*each, "") for each in shapes])
         self._keep(pairs)
 
-    async def commit(self, version: Any = None, **options: Any) -> UpdateReport:
+    async def commit(self, version: Any = None, *, partial: bool = False) -> UpdateReport:
         """Have the engine take what has come, as `update_weights`, and forget it here.
 
         Raises the weight errors; the old weights serve on.
         """
         tensors = self._tensors
         self.drop()
-        self.last = await self._engine.update_weights(tensors, version=as_version(version), **options)
-        return self.last
+        report = await self._engine.update_weights(tensors, version=as_version(version), partial=partial)
+        self._last, self._is_reported = report, False
+        self._last_names = set() if partial else set(tensors)
+        return report
+
+    async def commit_late(self) -> UpdateReport:
+        """Have the engine compare late tensors with its weights, which are those of the last update already.
+
+        Raises `StaleVersionError` where they differ.
+        """
+        assert self._last is not None, "an update precedes late tensors"
+        names = self._last_names | self._tensors.keys()
+        report = await self.commit(self._last.version, partial=True)
+        self._last_names = names
+        return report
+
+    async def end(self, verb: str, version: Any) -> UpdateReport:
+        """Commit what is there, as `commit`; or report the update that was committed since a client last ended one.
+
+        Asked again with that update's version, it reports the same. Raises `LifecycleError` if no tensors of a further
+        update have arrived: the report of an earlier one would say that they are live.
+        """
+        number = as_version(version)
+        if self.is_begun:
+            report = await self.commit(number)
+        elif self._last is not None and not self.waits_for_end and self._may_report(self._last, number):
+            report = self._last
+        else:
+            live = "" if self._last is None else f" The last update was that to version {self._last.version}."
+            raise LifecycleError(f"{verb}: no tensors have arrived for this update: send them first.{live}")
+        self._is_reported = True
+        return report
+
+    def _may_report(self, last: UpdateReport, version: int | None) -> bool:
+        return version == last.version or (version is None and not self._is_reported)
 
     async def load(self, path: str, version: Any = None, **options: Any) -> UpdateReport:
         """Have the engine take a published store or a safetensors checkpoint. Raises as `commit`."""
@@ -121,14 +169,16 @@ class PendingUpdate:
             hint = f"A relative path is looked for in the server's working directory, {os.getcwd()}."
             raise RequestError.for_field("weight_dir", path, "a directory that this server can read", hint)
         self.drop()
-        self.last = await self._engine.update_weights(path, version=number, **options)
-        return self.last
+        self._last = await self._engine.update_weights(path, version=number, **options)
+        self._is_reported = False
+        return self._last
 
     async def _check(self, specs: Sequence[TensorSpec]) -> None:
         if self._is_receiving:
             raise LifecycleError("Another call is receiving weights: they come one after the other.")
-        if not self._shapes:
-            await self._learn_shapes()
+        self._is_reported = True
+        if not self._most_bytes:
+            await self._learn_size()
         with as_weight_errors():
             check_distinct([spec.name for spec in specs], "announced")
             for spec in specs:
@@ -146,12 +196,19 @@ class PendingUpdate:
         self._tensors.update(pairs)
         self._num_bytes += sum(tensor.nbytes for _, tensor in pairs)
 
-    async def _learn_shapes(self) -> None:
+    async def weights(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype, shape) of every weight of the model, once."""
         metadata = await self._engine.get_model_metadata()
-        self._shapes = {name: tuple(shape) for name, (_, shape) in metadata.items()}
-        self._most_bytes = _MOST_TIMES * sum(
-            TensorSpec(name, tuple(shape), dtype, "").num_bytes for name, (dtype, shape) in metadata.items()
-        )
+        return {name: metadata[name] for name in await self._missing_beside(())}
+
+    async def _missing_beside(self, names: Iterable[str]) -> list[str]:
+        missing: list[str] = await _get_missing_weights(self._engine, list(names))
+        return missing
+
+    async def _learn_size(self) -> None:
+        weights = (await self.weights()).items()
+        sizes = (TensorSpec(name, tuple(shape), dtype, "").num_bytes for name, (dtype, shape) in weights)
+        self._most_bytes = _MOST_TIMES * sum(sizes)
 
 
 def as_version(given: Any) -> int | None:

@@ -1,10 +1,15 @@
-"""The bound on log-probs of prompts in the answer to one HTTP call."""
+"""Bounds on the texts of one HTTP call, and on log-probs of prompts in the answer to it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rollout_engine.errors import RequestError
 from rollout_engine.sampling_params import MAX_PROMPT_LOGPROB_VALUES
+from rollout_engine.serve.served import Served
 from rollout_engine.text.input_processor import CheckedPrompt
+
+_TEXT_CHARS, _CHARS_PER_TOKEN = 1 << 22, 64
+"""Characters that one text may have at least, and for each token of the longest sequence."""
 
 
 def check_prompt_logprobs(prompts: Sequence[CheckedPrompt], vocab_size: int, *, repeats: bool) -> None:
@@ -25,3 +30,29 @@ def check_prompt_logprobs(prompts: Sequence[CheckedPrompt], vocab_size: int, *, 
         hint = f"{what}. Send fewer prompts a call, or ask for a smaller n or fewer log-probs."
         bound = f"at most {MAX_PROMPT_LOGPROB_VALUES} log-probs of prompts in one answer"
         raise RequestError.for_field("prompt_logprobs", most, bound, hint)
+
+
+def check_text_size(served: Served, prompt: Any) -> None:
+    """Raise `RequestError` for a prompt with more characters than are encoded for one request.
+
+    Few tokenizers let us prove how many characters a token may stand for; encoding takes some hundred bytes for each.
+    """
+    most = max(_TEXT_CHARS, _CHARS_PER_TOKEN * served.max_model_len)
+    if isinstance(prompt, dict) and "messages" in prompt:
+        size, field = _num_chars(prompt["messages"]), "messages"
+    else:
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        size, field = len(text) if isinstance(text, str) else 0, "prompt"
+    if size > most:
+        raise RequestError.for_field(field, f"{size} characters", f"at most {most} characters in one request")
+
+
+def _num_chars(messages: Any) -> int:
+    """Characters of the contents of messages that are texts, or lists of parts."""
+    count = 0
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else [content]
+        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        count += sum(len(text) for text in texts if isinstance(text, str))
+    return count

@@ -2,11 +2,22 @@
 
 import enum
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
+from rollout_engine.threads import run_in_thread
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
 Dialect: TypeAlias = Literal["openai", "vllm", "sglang"]
+
+
+LONG_BYTES = 1 << 13
+"""From so many bytes of a body, or characters of a text, on, texts are encoded beside the event loop."""
+MANY_BYTES = 1 << 20
+"""From so many bytes of a body on, its fields and token ids are checked there too."""
 
 
 class Access(enum.Enum):
@@ -28,6 +39,22 @@ class Asked(msgspec.Struct):
     """Names in lower case."""
     request_id: str
     """The client's X-Request-Id, or a new one."""
+    num_bytes: int = 0
+    """Of the request's body."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether reading the texts of the body takes so long that other requests should not wait for it."""
+        return self.num_bytes > LONG_BYTES
+
+    async def read_texts(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The result of a function that encodes texts of the body; on a thread if they are long."""
+        return await run_in_thread(function, *args, **kwargs) if self.is_long else function(*args, **kwargs)
+
+    async def read_fields(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The result of a function that reads the fields of the body; on a thread if it is very long."""
+        is_slow = self.num_bytes > MANY_BYTES
+        return await run_in_thread(function, *args, **kwargs) if is_slow else function(*args, **kwargs)
 
     @property
     def session_id(self) -> str | None:

@@ -5,7 +5,7 @@ The application, the test of who may call what, and docs/server.md come from it.
 
 from typing import Any
 
-from rollout_engine.serve import health, telemetry
+from rollout_engine.serve import health, openapi, telemetry
 from rollout_engine.serve.openai import chat, completions, models
 from rollout_engine.serve.pooling import embeddings, scores
 from rollout_engine.serve.pooling.call import IGNORED as POOLING_IGNORED
@@ -35,8 +35,11 @@ ROUTES: tuple[Route, ...] = (
     _row("GET", "/health", "openai", "anyone", health.health),
     _row("GET POST", "/ping", "vllm", "anyone", health.health),
     _row("GET", "/liveness", "vllm", "anyone", health.health),
+    _row("GET", "/readiness", "vllm", "anyone", health.health),
     _row("GET", "/health_generate", "sglang", "client", health.health_generate, "check_health"),
 
+    _row("GET", "/version", "vllm", "client", openapi.get_version),
+    _row("GET", "/openapi.json", "vllm", "client", openapi.openapi),
     _row("GET", "/metrics", "openai", "client", telemetry.metrics, "get_metrics"),
     _row("POST", "/start_profile", "sglang", "admin", telemetry.start_profile, "start_profile",
          body=telemetry.ProfileBody),
@@ -84,7 +87,7 @@ ROUTES: tuple[Route, ...] = (
          body=weights.FinishBody),
     _row("POST", "/fetch_weights", "vllm", "admin", weights.fetch_weights, "update_weights", body=weights.FetchBody),
     _row("GET", "/weight_info", "vllm", "client", weights.weight_info, "get_model_metadata"),
-    _row("GET POST", "/weight_checker", "vllm", "admin", weights.weight_checker, "collective_rpc",
+    _row("POST", "/weight_checker", "vllm", "admin", weights.weight_checker, "collective_rpc",
          body=weights.CheckerBody),
     _row("POST", "/v1/load_lora_adapter", "vllm", "admin", control.load_lora, "add_lora", body=control.LoadLoraBody),
     _row("POST", "/v1/unload_lora_adapter", "vllm", "admin", control.unload_lora, "remove_lora",
@@ -108,11 +111,11 @@ ROUTES: tuple[Route, ...] = (
          body=sglang.PauseBody),
     _row("POST", "/continue_generation", "sglang", "admin", sglang.continue_generation, "resume_generation",
          body=sglang.ContinueBody),
-    _row("GET POST", "/flush_cache", "sglang", "admin", sglang.flush_cache, "reset_prefix_cache",
-         body=sglang.FlushBody),
-    _row("GET POST", "/release_memory_occupation", "sglang", "admin", sglang.release_memory_occupation, "sleep",
+    _row("POST", "/flush_cache", "sglang", "admin", sglang.flush_cache, "reset_prefix_cache", body=sglang.FlushBody),
+    _row("GET", "/flush_cache", "sglang", "client", sglang.is_idle, "get_metrics", body=sglang.FlushBody),
+    _row("POST", "/release_memory_occupation", "sglang", "admin", sglang.release_memory_occupation, "sleep",
          body=sglang.MemoryBody),
-    _row("GET POST", "/resume_memory_occupation", "sglang", "admin", sglang.resume_memory_occupation, "wake_up",
+    _row("POST", "/resume_memory_occupation", "sglang", "admin", sglang.resume_memory_occupation, "wake_up",
          body=sglang.MemoryBody),
     _row("POST", "/abort_request", "sglang", "admin", sglang.abort_request, "abort", body=sglang.AbortBody),
     _row("POST", "/init_weights_update_group", "sglang", "admin", sglang_weights.init_weights_update_group,

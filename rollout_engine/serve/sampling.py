@@ -41,6 +41,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: Any = None
     include_stop_str_in_output: Any = None
     truncate_prompt_tokens: Any = None
+    truncation_side: Any = None
     extra_args: Any = None
     speculation: Any = None
     structured_outputs: Any = None
@@ -49,6 +50,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
 
 
 _OWN_NAMES = frozenset(SamplingFields.__struct_fields__) - {"seed"}
@@ -110,7 +114,8 @@ def _with_int_keys(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seed(seed: Any) -> int | None:
-    if seed is None:
+    """64 bits of a body's seed. None: one is drawn, also for -1, as clients of vLLM write it."""
+    if seed is None or (type(seed) is int and seed == -1):
         return None
     if type(seed) is not int or not MIN_SEED <= seed <= MAX_SEED:
         SamplingParams(seed=seed)  # raises

@@ -1,33 +1,43 @@
 """The engine behind a server, and what the server itself remembers."""
 
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
+from rollout_engine.episodes.taught_format import taught_format
+from rollout_engine.episodes.tool_calls import ToolFormat
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.outputs import TokenTexts
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.pending_update import PendingUpdate
 from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.route import Route
 from rollout_engine.serve.sampling import SettingsReader
+from rollout_engine.serve.version_names import VersionNames
+from rollout_engine.text.request_templates import RequestTemplates
 from rollout_engine.text.tokenizer import TextCodec
 
 
 class Served:
     """One engine and its server's state; everything here is used on the event loop alone."""
 
-    def __init__(self, engine: AsyncLLM, options: ServeOptions) -> None:
-        self.engine, self.options = engine, options
+    def __init__(self, engine: AsyncLLM, options: ServeOptions, routes: Sequence[Route] = ()) -> None:
+        self.engine, self.options, self.routes = engine, options, routes
         self.model = options.served_model_name or engine.frontend.client.info.config.model
+        self.model_path = engine.frontend.client.info.config.model
+        """Where the weights were read last from a checkpoint, as clients of SGLang ask for it."""
         self.started = int(time.time())
-        self.refuses: str | None = None
-        """Why no request may come in now: paused by a mode that ends or drains what runs. None: they may."""
+        self.is_paused = False
+        """Whether a client has paused the engine, or put it to sleep; /health shows it without asking the engine."""
         self.released: frozenset[str] = frozenset()
         """Memory that clients have had released by its tag: "kv_cache", "weights"."""
         self.is_ending = False
         """Whether the server has been told to stop."""
         self.settings = SettingsReader(options.logprobs_mode)
+        self.templates = RequestTemplates()
         self.updates = PendingUpdate(engine)
+        self.versions = VersionNames(lambda: self.weight_version)
+        """Texts that clients have given versions."""
         self.known_digests: dict[str, str] | None = None
         """Of the weights, when a client last asked to remember them."""
         self._token_texts: TokenTexts | None = None
@@ -37,6 +47,11 @@ class Served:
     def weight_version(self) -> int:
         """Version of the live weights."""
         return self.engine.policy_version
+
+    @property
+    def version_text(self) -> str:
+        """The same as clients of SGLang read it: the text that a client gave it, or its number."""
+        return self.versions.text_of(self.weight_version)
 
     @property
     def max_model_len(self) -> int:
@@ -68,6 +83,11 @@ class Served:
             self._token_texts = TokenTexts(None if codec is None else codec.hf)
         return self._token_texts
 
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The form of tool calls that the tokenizer's chat template teaches. Raises `RequestError` if there is none."""
+        return taught_format(self.codec, None)
+
     def check_model(self, name: str | None) -> None:
         """Raise `HttpProblem` 404 for a model that is not served here. None and "" mean the one that is."""
         if name and name != self.model and name != "default":
@@ -88,21 +108,9 @@ class Served:
         return name
 
     def check_open(self) -> None:
-        """Raise `HttpProblem` 503 while no request may come in."""
+        """Raise `HttpProblem` 503 once no request may come in. While the engine is paused they may, and wait."""
         if self.is_ending:
             raise HttpProblem(503, "The server is stopping: send the request elsewhere.")
-        if self.refuses is not None:
-            raise HttpProblem(503, f"Generation is paused ({self.refuses}): send the request again once it is resumed.")
-
-    @asynccontextmanager
-    async def refusing(self, reason: str | None) -> AsyncIterator[None]:
-        """From here on let no request in, for this reason, unless the block fails. None: they may come."""
-        before, self.refuses = self.refuses, reason or self.refuses
-        try:
-            yield
-        except BaseException:
-            self.refuses = before
-            raise
 
     def not_supported(self, message: str) -> HttpProblem:
         """The problem 501 of a route that exists to say so."""

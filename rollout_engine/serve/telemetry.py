@@ -18,9 +18,17 @@ _ACTIVITIES = {"CPU", "GPU", "CUDA"}
 async def metrics(served: Served, asked: Asked) -> Reply:
     """Metrics for Prometheus: `rollout_engine_*`, and those of `vllm:*` and `sglang:*` that dashboards read."""
     found, model = await served.engine.get_metrics(), served.model
+    info = served.engine.frontend.client.info
+    cache = {
+        "block_size": str(info.block_size),
+        "cache_dtype": info.dtype,
+        "enable_prefix_caching": str(info.config.enable_prefix_caching),
+        "gpu_memory_utilization": str(info.config.gpu_memory_utilization),
+        "num_gpu_blocks": str(info.num_blocks),
+    }
     families = [
         *own_families(found, {"engine": "0"}),
-        *vllm_families(found, model),
+        *vllm_families(found, model, cache),
         *sglang_families(found, model),
     ]
     return Reply(as_text(families), content_type=CONTENT_TYPE_LATEST)

@@ -3,7 +3,7 @@
 Buckets are ours, values are what the name says there; a name whose value an engine does not have is absent.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.metrics_core import Metric
 
@@ -11,8 +11,11 @@ from rollout_engine.metrics import EngineMetrics
 from rollout_engine.telemetry.prometheus import counter, counters, gauge, histogram, positions
 
 
-def vllm_families(metrics: EngineMetrics, model: str) -> Iterator[Metric]:
-    """Metrics by the names of vLLM's V1 engine, labelled `model_name` and `engine`."""
+def vllm_families(metrics: EngineMetrics, model: str, cache: Mapping[str, str]) -> Iterator[Metric]:
+    """Metrics by the names of vLLM's V1 engine, labelled `model_name` and `engine`.
+
+    `cache`: the settings of the KV cache, labels of `cache_config_info`.
+    """
     core, requests, labels = metrics.core, metrics.requests, {"model_name": model, "engine": "0"}
     counts = core.counters
     for name, text, value in (
@@ -21,6 +24,10 @@ def vllm_families(metrics: EngineMetrics, model: str) -> Iterator[Metric]:
         ("kv_cache_usage_perc", "KV cache usage, from 0 to 1.", core.cache_usage),
     ):
         yield gauge(f"vllm:{name}", text, value, labels)
+    # Sequences wait for a place in the batch, and for nothing else.
+    by_reason = {**labels, "reason": "capacity"}
+    yield gauge("vllm:num_requests_waiting_by_reason", "The same, by its reason.", core.num_waiting, by_reason)
+    yield gauge("vllm:cache_config_info", "Settings of the KV cache.", 1.0, {"engine": "0", **cache})
     for name, text, value in (
         ("num_preemptions", "Running sequences that lost their blocks.", counts.num_preemptions),
         ("prompt_tokens", "Prompt tokens of requests that ended, cached ones too.", requests.prompt_tokens.sum),
@@ -40,8 +47,16 @@ def vllm_families(metrics: EngineMetrics, model: str) -> Iterator[Metric]:
         ("inter_token_latency_seconds", "Between two tokens of a sample.", requests.inter_token_seconds),
         ("e2e_request_latency_seconds", "From arrival to the end.", requests.request_seconds),
         ("request_queue_time_seconds", "From arrival to the first step.", requests.queue_seconds),
+        ("request_inference_time_seconds", "From the first step to the end.", requests.inference_seconds),
+        ("request_prefill_time_seconds", "From the first step to the first token.", requests.prefill_seconds),
+        ("request_decode_time_seconds", "From the first token to the end.", requests.decode_seconds),
+        ("request_time_per_output_token_seconds", "Mean of a request.", requests.token_seconds),
+        ("time_per_output_token_seconds", "The older name of inter_token_latency.", requests.inter_token_seconds),
         ("request_prompt_tokens", "Prompt tokens of a request.", requests.prompt_tokens),
         ("request_generation_tokens", "Sampled tokens of a request.", requests.generation_tokens),
+        ("request_params_n", "n of a request.", requests.asked_samples),
+        ("request_params_max_tokens", "max_tokens of a request that gives it.", requests.asked_max_tokens),
+        ("iteration_tokens_total", "Tokens computed in a step.", counts.step_tokens),
     ):
         yield histogram(f"vllm:{name}", text, values, labels)
 

@@ -29,6 +29,9 @@ TraceHeaders = Mapping[str, str]
 class Spans:
     """Records nothing; used by an engine without `otlp_traces_endpoint`."""
 
+    is_enabled = False
+    """Whether anything is recorded."""
+
     def __init__(self) -> None:
         self._has_warned = False
 
@@ -70,6 +73,8 @@ class OpenTelemetrySpans(Spans):
 
     Those of requests have the attributes of OpenTelemetry's conventions for generative AI. `model`: name of the model.
     """
+
+    is_enabled = True
 
     def __init__(self, provider: Any, model: str = "") -> None:
         from opentelemetry.context import Context

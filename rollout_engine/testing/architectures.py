@@ -7,6 +7,8 @@ _THREE_HEADS = dict(hidden_size=48, num_attention_heads=3, num_key_value_heads=3
 _EXPERTS = dict(num_experts=5, num_local_experts=5, num_experts_per_tok=2, moe_intermediate_size=40)
 _YARN = dict(rope_type="yarn", rope_theta=150000.0, factor=4.0, original_max_position_embeddings=512)
 
+_SCALED_QUERIES = _YARN | dict(original_max_position_embeddings=48, llama_4_scaling_beta=0.1)
+
 SIZES: dict[str, dict[str, Any]] = {
     "llama": _HEADS,
     "qwen2": _HEADS,
@@ -37,6 +39,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "glm": _HEADS,
     "glm4": _HEADS,
     "nemotron": _HEADS,
+    "ministral3": _HEADS | dict(rope_parameters=_SCALED_QUERIES),
     "deepseek_v3": dict(
         hidden_size=48,
         num_attention_heads=3,
@@ -55,4 +58,4 @@ SIZES: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1,
     ),
 }
-"""Arguments for `tiny_config`: odd numbers of heads, few experts, windows shorter than a prompt."""
+"""Arguments for `tiny_config`: odd numbers of heads, few experts, windows and lengths shorter than a prompt."""

@@ -1,9 +1,11 @@
 """Checks the form of conversations: their messages and the options of their chat template.
 
 A message is a dictionary with "role" and "content"; templates may read further keys ("tool_calls", "name",
-"reasoning_content"). Content is text, or OpenAI's list of parts, of which only text parts can be served.
+"reasoning_content"). Content is text, or OpenAI's list of parts, of which only text parts can be served. Tool calls may
+be in OpenAI's form, with arguments as JSON text, or in transformers', with an object.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
@@ -22,6 +24,7 @@ _TEMPLATE_ARGUMENTS = {
     "continue_final_message",
     "tokenize",
     "tokenizer_kwargs",
+    "sanitize_control_tokens",
     "return_dict",
     "return_tensors",
     "return_assistant_tokens_mask",
@@ -60,7 +63,11 @@ def is_conversation(value: Any) -> bool:
 
 
 def as_messages(value: Any) -> list[dict[str, Any]]:
-    """Return a conversation's messages, text parts joined by newlines. Raises `RequestError` naming the message."""
+    """Return a conversation's messages in the one form that is rendered. Raises `RequestError` naming the message.
+
+    Content is a str, or a list of {"type": "text", "text": ...}. Arguments of tool calls are objects. Keys whose value
+    is None are left out, and so is an empty "tool_calls": templates ask whether a key is there.
+    """
     if not isinstance(value, list | tuple) or not value:
         raise RequestError.for_field("messages", value, "a list of at least one message")
     return [_as_message(message, f"messages[{i}]") for i, message in enumerate(value)]
@@ -93,22 +100,68 @@ def _as_message(message: Any, field: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         hint = "A list of conversations is a list of prompts." if isinstance(message, list | tuple) else ""
         raise RequestError.for_field(field, message, "a message: a dict with 'role' and 'content'", hint)
-    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    role, content = message.get("role"), message.get("content")
+    if len(message) == 2 and isinstance(role, str) and role and isinstance(content, str):  # nearly all: nothing to do
+        return dict(message)
     if "role" not in message:
         raise RequestError.for_field(field, dict(message), "a message with 'role'")
     if not isinstance(role, str) or not role:
         raise RequestError.for_field(f"{field}['role']", role, "a str: 'system', 'user', 'assistant' or 'tool'")
-    if content is None and role == "assistant" and isinstance(calls, list | tuple) and calls:
-        return dict(message)
+    kept = {key: each for key, each in message.items() if each is not None and key != "tool_calls"}
+    if kept.get("function_call"):
+        hint = "It is OpenAI's former name; no chat template reads it."
+        raise RequestError.for_field(f"{field}['function_call']", kept["function_call"], "given as tool_calls", hint)
+    calls = _tool_calls(message.get("tool_calls"), f"{field}['tool_calls']")
+    if calls:
+        kept["tool_calls"] = calls
+    if content is None and calls:
+        return {**kept, "content": ""}
     if "content" not in message:
         raise RequestError.for_field(field, dict(message), "a message with 'content'")
     if isinstance(content, list | tuple):
         parts = [_text_of(part, f"{field}['content'][{i}]") for i, part in enumerate(content)]
-        return {**message, "content": "\n".join(parts)}
+        return {**kept, "content": [{"type": "text", "text": text} for text in parts] or ""}
     if not isinstance(content, str):
         hint = "Write data as text first (json.dumps)." if isinstance(content, dict) else ""
         raise RequestError.for_field(f"{field}['content']", content, "a str, or a list of text parts", hint)
-    return dict(message)
+    return kept
+
+
+def _tool_calls(calls: Any, field: str) -> list[dict[str, Any]]:
+    """Return the tool calls of a message with arguments as objects; none for None. Raises `RequestError`."""
+    if calls is None:
+        return []
+    if not isinstance(calls, list | tuple):
+        raise RequestError.for_field(field, calls, "a list of tool calls")
+    return [_tool_call(call, f"{field}[{i}]") for i, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, field: str) -> dict[str, Any]:
+    """Return one call, {"type": "function", "function": {"name", "arguments"}} or {"name", "arguments"} alone."""
+    is_wrapped = isinstance(call, Mapping) and "function" in call
+    function = call["function"] if is_wrapped else call
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        bound = "a tool call, {'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
+        raise RequestError.for_field(field, call, bound)
+    place = f"{field}['function']['arguments']" if is_wrapped else f"{field}['arguments']"
+    function = {**function, "arguments": _arguments(function.get("arguments"), place)}
+    return {**call, "function": function} if is_wrapped else function
+
+
+def _arguments(arguments: Any, field: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object: OpenAI's clients send them back as JSON text."""
+    if arguments is None or arguments == "":
+        return {}
+    given = arguments
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as problem:
+            bound = f"an object, or one as JSON text ({problem})"
+            raise RequestError.for_field(field, arguments, bound) from None
+    if not isinstance(given, Mapping):
+        raise RequestError.for_field(field, arguments, "an object, or one as JSON text")
+    return dict(given)
 
 
 def _text_of(part: Any, field: str) -> str:

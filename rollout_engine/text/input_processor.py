@@ -19,7 +19,7 @@ from rollout_engine.seeds import mix, unsigned
 from rollout_engine.text.conversations import CHAT_KEYS
 from rollout_engine.text.default_params import read_default_params
 from rollout_engine.text.pooled_prompt import closed_conversation, pooled_tokens
-from rollout_engine.text.prompts import Prompt, as_batch, as_fields, as_token_ids
+from rollout_engine.text.prompts import Prompt, as_batch, as_fields, as_token_ids, truncated
 from rollout_engine.text.tokenizer import TextCodec
 from rollout_engine.text.vocabulary_fit import end_ids, warn_of_larger_tokenizer
 
@@ -117,8 +117,8 @@ class InputProcessor:
     ) -> Self:
         """Make the processor of one engine. `seed`: the root of its requests' seeds; None: the config's.
 
-        Where the checkpoint names no end ids, the tokenizer's end token ends sequences, and a warning is logged. So is
-        one for a tokenizer that is larger than the vocabulary.
+        The end ids of the checkpoint and the tokenizer's end token end sequences; a warning is logged if they differ,
+        and for a tokenizer that is larger than the vocabulary.
         """
         if codec is not None:
             warn_of_larger_tokenizer(codec, sizes.vocab_size)
@@ -176,7 +176,7 @@ class InputProcessor:
 
     def token_ids_of(self, prompt: Any) -> list[int]:
         """Token ids of one prompt of any kind, of any length. Raises `RequestError`."""
-        return self._encode(as_fields(prompt))[1]
+        return self._encode(as_fields(prompt), truncates=True)[1]
 
     def next_seed(self) -> int:
         """Draw a seed from the engine's own, as a request without one would."""
@@ -214,7 +214,7 @@ class InputProcessor:
         check_generation(self._generates)
         params, bad_words = self._prepare(as_sampling_params(params))
         fields = as_fields(prompt)
-        text, token_ids = self._encode(fields)
+        text, token_ids = self._encode(fields, truncates=params.truncate_prompt_tokens is not None)
         token_ids = self._truncated(token_ids, params)
         if not token_ids:
             raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
@@ -233,7 +233,7 @@ class InputProcessor:
     def _check_pooling(self, prompt: Any, params: PoolingParams) -> CheckedPrompt:
         self._check_ids("step_token_ids", params.step_token_ids or ())
         fields = closed_conversation(as_fields(prompt))
-        text, token_ids = self._encode(fields)
+        text, token_ids = self._encode(fields, truncates=params.truncate_prompt_tokens is not None)
         return CheckedPrompt(
             text=text,
             token_ids=pooled_tokens(token_ids, params, self._pooling, self._max_model_len),
@@ -308,30 +308,31 @@ class InputProcessor:
             as_token_ids(ids, "bad_words as token ids", self._vocab_size)
         return [ids for _, ids in spelt]
 
-    def _encode(self, fields: dict[str, Any]) -> tuple[str | None, list[int]]:
+    def _encode(self, fields: dict[str, Any], *, truncates: bool) -> tuple[str | None, list[int]]:
+        """The text and ids of a prompt. Unless it is truncated, a long text that is too long is refused early."""
         if "prompt_token_ids" in fields:
             return None, as_token_ids(fields["prompt_token_ids"], "prompt_token_ids", self._vocab_size)
-        kind = "prompt" if "prompt" in fields else "messages"
+        kind, most = "prompt" if "prompt" in fields else "messages", None if truncates else self._max_model_len
         if self.codec is None:
             bound = "token ids: the engine has no tokenizer (skip_tokenizer_init=True)"
             raise RequestError.for_field(kind, fields[kind], bound)
         if kind == "prompt":
             text, adds = fields["prompt"], fields.get("add_special_tokens")
-            token_ids = self.codec.encode(text, add_special_tokens=adds is None or adds)
+            token_ids = self.codec.encode(text, add_special_tokens=adds is None or adds, most=most)
         else:
             options = {key: fields[key] for key in CHAT_KEYS if key in fields}
-            text, token_ids = self.codec.encode_chat(fields["messages"], **options)
+            text, token_ids = self.codec.encode_chat(fields["messages"], most=most, **options)
         return text, as_token_ids(token_ids, f"{kind} as token ids", self._vocab_size)
 
     def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """Return the end of a prompt that `truncate_prompt_tokens` keeps."""
+        """Return the part of a prompt that `truncate_prompt_tokens` keeps."""
         most = params.truncate_prompt_tokens
         if most == -1:
             most = self._max_model_len - max(params.max_tokens or 1, params.min_tokens)
             if most < 1:
                 bound = f"below max_model_len={self._max_model_len}, to leave room for the prompt"
                 raise RequestError.for_field("max_tokens", params.max_tokens, bound)
-        return token_ids if most is None else token_ids[-most:]
+        return truncated(token_ids, most, params.truncation_side)
 
     def _room(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Resolve `max_tokens`: as many as fit where it is None, or is shortened to what fits."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from rollout_engine.errors import RequestError
 from rollout_engine.pooling_params import PoolingInfo, PoolingParams, check_pooling
+from rollout_engine.text.prompts import truncated
 
 
 def pooled_tokens(
@@ -15,8 +16,7 @@ def pooled_tokens(
     dropped. Where all are pad tokens it is read at the first.
     """
     most = max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-    if most is not None:
-        token_ids = token_ids[-most:]
+    token_ids = truncated(token_ids, most, params.truncation_side)
     if not token_ids:
         raise RequestError.for_field("prompt", token_ids, "at least one token long", "It is empty.")
     if len(token_ids) > max_model_len:

@@ -20,8 +20,9 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import RequestError, check_text_size, unknown_name
 from rollout_engine.lora_request import LoRALike, as_lora_request
 from rollout_engine.messages import MAX_CACHE_SALT_BYTES
-from rollout_engine.peer_options import CALL_PEERS, SAMPLING_PEERS, peer_option
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.peer_options import CALL_PEERS, POOLING_PEERS, SAMPLING_PEERS, peer_option
+from rollout_engine.pooling_params import PoolingParams
+from rollout_engine.sampling_params import SamplingParams, TruncationSide
 from rollout_engine.text.conversations import (
     CHAT_KEYS,
     PROMPT_KINDS,
@@ -35,6 +36,7 @@ from rollout_engine.text.conversations import (
 Prompt = str | list[int] | list[dict[str, Any]] | dict[str, Any]
 
 PROMPT_KEYS = (*PROMPT_KINDS, *CHAT_KEYS, "add_special_tokens", "cache_salt", "lora_request")
+_POOLING_VERBS = ("encode", "reward")
 _PEERS = {
     "vLLM's": dict.fromkeys(
         ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt"),
@@ -148,6 +150,13 @@ def adapter_name(prompt: Any) -> str | None:
     return None if lora is None else as_lora_request(lora).name
 
 
+def truncated(token_ids: list[int], most: int | None, side: TruncationSide) -> list[int]:
+    """Cut a prompt to `most` tokens at its left or right end; None leaves it whole."""
+    if most is None:
+        return token_ids
+    return token_ids[-most:] if side == "left" else token_ids[:most]
+
+
 def as_token_ids(value: Any, field: str, vocab_size: int) -> list[int]:
     """Return a new list of ids in [0, vocab_size). Raises `RequestError` naming the first bad position."""
     if _is_array(value) and value.ndim == 1:
@@ -225,12 +234,16 @@ def _unknown_key(key: str, fields: dict[str, Any]) -> str:
 
 def _unknown_argument(name: str, verb: Callable[..., Any], known: Sequence[str]) -> str:
     unknown = f"'{name}' is not an argument of {verb.__name__}:"
-    if name in SamplingParams.__struct_fields__:
+    own = [key for key, each in inspect.signature(verb).parameters.items() if each.kind != each.VAR_KEYWORD]
+    pools = verb.__name__ in _POOLING_VERBS
+    if pools and name in PoolingParams.__struct_fields__:
+        where = "give" if "pooling_params" in own else "call encode, and give"
+        return f"{unknown} {where} pooling_params=PoolingParams({name}=...)."
+    if not pools and name in SamplingParams.__struct_fields__:
         return f"{unknown} give sampling_params=SamplingParams({name}=...)."
     if name in EngineConfig.__struct_fields__:
         return f"{unknown} it is an option of the engine, given when that is made."
-    own = [key for key, each in inspect.signature(verb).parameters.items() if each.kind != each.VAR_KEYWORD]
-    peers = peer_option(CALL_PEERS, name) or peer_option(SAMPLING_PEERS, name)
+    peers = peer_option(CALL_PEERS, name) or peer_option(POOLING_PEERS if pools else SAMPLING_PEERS, name)
     return peers or unknown_name(f"argument of {verb.__name__}", name, [*own, *known])
 
 

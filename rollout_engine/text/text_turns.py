@@ -4,31 +4,38 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_engine.errors import RequestError
+from rollout_engine.text.chat_rendering import text_of
 from rollout_engine.text.tokenizer import TextCodec
 
 
 class TextTurns:
     """The prompts of episodes in plain text, as `ChatTurns` gives those of conversations."""
 
+    needs_messages = False
+
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of the text, with the special tokens that the tokenizer adds. Raises `RequestError`."""
-        return self._codec.encode(_text(messages))
+    def text(self, messages: Sequence[dict[str, Any]]) -> str:
+        """All that was said. Raises `RequestError` for a message that is neither read nor an answer."""
+        for message in messages:
+            if message["role"] not in ("user", "assistant"):
+                bound = "'user' for a tokenizer without a chat template, to which everything is plain text"
+                raise RequestError.for_field("role", message["role"], bound, "Or give chat_template=...")
+        return "".join(text_of(message["content"]) for message in messages)
 
-    def glue(self, messages: Sequence[dict[str, Any]], sampled: Sequence[int]) -> list[int]:
+    def begin(self, messages: Sequence[dict[str, Any]], text: str) -> list[int]:
+        """Token ids of `text(messages)` as a prompt, with the tokenizer's special tokens. Raises `RequestError`."""
+        return self._codec.encode(text)
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The message of an answer."""
+        return {"role": "assistant", "content": text}
+
+    def between(self, shown: str, now: str, said: str, sampled: Sequence[int]) -> list[int]:
         """Token ids of the text between an answer and the next one. Raises `RequestError`."""
-        text = _text(messages)
+        text = now[len(shown) + len(said) :]
         return self._codec.encode(text, add_special_tokens=False) if text else []
 
     def rewriting(self, roles: Sequence[str]) -> None:
         """Nothing rewrites plain text."""
-
-
-def _text(messages: Sequence[dict[str, Any]]) -> str:
-    for message in messages:
-        if message["role"] != "user":
-            bound = "'user' for a tokenizer without a chat template, to which everything is plain text"
-            raise RequestError.for_field("role", message["role"], bound, "Or give chat_template=...")
-    return "".join(message["content"] for message in messages)

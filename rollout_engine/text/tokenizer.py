@@ -2,7 +2,9 @@
 
 import logging
 import re
+import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.locations import find_directory
+from rollout_engine.text.chat_rendering import ChatRenderer, check_template
+from rollout_engine.text.long_texts import LONG_CHARS, LongTexts
+from rollout_engine.text.shown_tools import first_unshown, refuse_unshown
 from rollout_engine.text.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
 
 logger = logging.getLogger("rollout_engine")
@@ -20,6 +25,9 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """A token of one byte, of tokenizers that spell characters without a token of their own by bytes."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space in the tokens of SentencePiece."""
+
+_MAX_WARNINGS = 256
+"""Different warnings that one tokenizer logs: requests of strangers bring names without end."""
 
 
 class TextCodec:
@@ -30,8 +38,13 @@ class TextCodec:
         added = hf.added_tokens_decoder
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._spelled = re.compile("|".join(re.escape(self._added[token_id]) for token_id in self._special))
         self._warned: set[str] = set()
+        self._chats = ChatRenderer(hf, self.warn_once)
         self._backend = _backend(hf)
+        self._long_texts: LongTexts | None = None
+        self._encoding = threading.Lock()
+        """Held while `hf` encodes: it sets its own truncation and padding, for all threads."""
         self._tables = {}
         if hf.is_fast and type(hf.backend_tokenizer.decoder).__name__ == "ByteLevel":
             for skipped in (frozenset[int](), self._special):
@@ -45,7 +58,11 @@ class TextCodec:
         """
         if config.skip_tokenizer_init:
             return None
-        return cls.from_pretrained(*_named(config), directory)
+        codec = cls.from_pretrained(*_named(config), directory)
+        if config.chat_template is not None:
+            codec.hf.chat_template = config.chat_template
+            check_template(codec.hf)
+        return codec
 
     @classmethod
     def from_pretrained(cls, name: str, field: str = "tokenizer", directory: Path | None = None) -> "TextCodec":
@@ -63,12 +80,15 @@ class TextCodec:
             raise _cannot_load(name, "it has no vocabulary; are its files (tokenizer.json) there?")
         return cls(hf)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a prompt, with the special tokens that the tokenizer adds. Raises `RequestError`."""
-        token_ids = self._encode(text, add_special_tokens=add_special_tokens)
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Return the ids of a prompt, with the special tokens that the tokenizer adds. Raises `RequestError`.
+
+        `most`: the longest sequence. A long text with more tokens is refused, if possible before it is encoded.
+        """
+        token_ids = self._encode(text, add_special_tokens=add_special_tokens, most=most)
         first = self.hf.bos_token_id
         if first is not None and token_ids[:2] == [first, first]:
-            self._warn_once(
+            self.warn_once(
                 f"A prompt's text begins with {self.hf.bos_token!r}, which the tokenizer adds by itself: it is there "
                 'twice. Give {"prompt": text, "add_special_tokens": False}, or the conversation itself.'
             )
@@ -79,6 +99,23 @@ class TextCodec:
         token = self.hf.added_tokens_decoder.get(token_id)
         return token is not None and not (token.lstrip or token.normalized or token.single_word)
 
+    def without_end(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the ids of an answer without the special tokens that end it."""
+        end = len(token_ids)
+        while end and token_ids[end - 1] in self._special:
+            end -= 1
+        return list(token_ids[:end])
+
+    def has_template(self, name: str) -> bool:
+        """Whether the tokenizer has a chat template of this name."""
+        return isinstance(self.hf.chat_template, dict) and name in self.hf.chat_template
+
+    def warn_once(self, text: str) -> None:
+        """Log a warning, once for each text."""
+        if text not in self._warned and len(self._warned) < _MAX_WARNINGS:
+            self._warned.add(text)
+            logger.warning("%s", text)
+
     def encode_word(self, word: str) -> list[list[int]]:
         """Return the ids of a word alone, and after a space where those differ. Raises `RequestError`."""
         texts = (word, f" {word.lstrip()}")
@@ -86,44 +123,36 @@ class TextCodec:
         return [plain] if spaced == plain else [plain, spaced]
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, most: int | None = None, **options: Any
     ) -> tuple[str, list[int]]:
-        """Render a conversation as (text, ids); options as in `ChatOptions`. Raises `RequestError`."""
-        text = self.render_chat(messages, tools, **options)
-        return text, self._encode(text, add_special_tokens=False)
+        """Render a conversation as (text, ids); options as in `ChatOptions`, `most` as in `encode`.
 
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None = None,
-        *,
-        chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = False,
-    ) -> str:
-        """Render a conversation as text; options as in `ChatOptions`. Raises `RequestError`."""
-        variables = chat_template_kwargs or {}
-        self._warn_of_unread(self._template(chat_template, tools), [*variables, *(["tools"] if tools else [])])
-        opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
-        try:
-            return str(
-                self.hf.apply_chat_template(
-                    messages,
-                    tools=tools,
-                    chat_template=chat_template,
-                    add_generation_prompt=opens,
-                    continue_final_message=bool(continue_final_message),
-                    tokenize=False,
-                    **variables,
-                )
-            )
-        except Exception as problem:  # a template is a program: it may raise anything
-            raise RequestError(
-                f"The chat template cannot render these messages: {type(problem).__name__}: {problem}",
-                field="messages",
-                value=messages,
-            ) from problem
+        Raises `RequestError`, also for tools that the prompt does not show.
+        """
+        text = self.render_chat(messages, tools, **options)
+        self.require_shown_tools(text, messages, tools, **options)
+        return text, self._encode(text, add_special_tokens=False, most=most)
+
+    def render_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> str:
+        """Render messages that `as_messages` returned as text; options as in `ChatOptions`. Raises `RequestError`."""
+        return self._chats.render(messages, tools, **options)
+
+    def shows_tools(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> bool:
+        """Whether the prompt of a conversation shows its tools. Raises `RequestError`."""
+        text = self.render_chat(messages, tools, **options)
+        return self._unshown(text, messages, tools, **options) is None
+
+    def require_shown_tools(
+        self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any
+    ) -> None:
+        """Raise `RequestError` for tools that `text`, the prompt of a conversation, does not show."""
+        unshown = self._unshown(text, messages, tools, **options)
+        if tools and unshown is not None:
+            raise refuse_unshown(tools, unshown)
+
+    def find_template(self, named: str | None, tools: Sequence[Any] | None) -> str:
+        """Return the text of the chat template that is used, or will be with these tools. Raises `RequestError`."""
+        return self._chats.find_template(named, tools)
 
     def new_stream(
         self,
@@ -139,40 +168,44 @@ class TextCodec:
         unspaced = {} if skip_special_tokens or spaces_between_special_tokens else self._added
         return WindowStream(self.decode, skipped, prompt_token_ids, unspaced)
 
-    def _encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+    def _unshown(
+        self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any
+    ) -> str | None:
+        return first_unshown(text, tools, partial(self.render_chat, messages, None, **options)) if tools else None
+
+    def _encode(
+        self, text: str, *, add_special_tokens: bool, field: str = "prompt", most: int | None = None
+    ) -> list[int]:
         backend = self._backend
         try:
             if backend is None or backend.truncation or backend.padding:
-                return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+                with self._encoding:
+                    return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+            if len(text) >= LONG_CHARS:
+                return self._encode_long(self._long_texts_of(backend), text, add_special_tokens, most)
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except RequestError:
+            raise
         except Exception as problem:  # for example a lone surrogate, which is not valid text
             bound = f"text the tokenizer can encode ({type(problem).__name__}: {problem})"
             raise RequestError.for_field(field, text, bound) from problem
 
-    def _template(self, named: str | None, tools: list[Any] | None) -> str:
-        """Return the text of the chat template that will be used. Raises `RequestError` where there is none."""
-        own = self.hf.chat_template
-        if named is not None and "{" not in named and not (isinstance(own, dict) and named in own):
-            names = f", or one of the tokenizer's: {', '.join(own)}" if isinstance(own, dict) else ""
-            raise RequestError.for_field("chat_template", named, f"a Jinja template{names}", "A path is not read.")
-        if named is None and own is None:
-            bound = "text or token ids: this tokenizer has no chat template"
-            raise RequestError.for_field("messages", "a conversation", bound, "Or give chat_template=...")
-        try:
-            return str(self.hf.get_chat_template(named, tools))
-        except ValueError as problem:  # several templates, and no default among them
-            raise RequestError.for_field("chat_template", named, f"one of {', '.join(own)}", str(problem)) from None
+    def _encode_long(self, texts: LongTexts, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
+        if most is not None and texts.exceeds(text, most):
+            hint = f"No token stands for more than {texts.max_chars_per_token} characters. See truncate_prompt_tokens."
+            raise RequestError.for_field(
+                "prompt", f"{len(text)} characters", f"at most max_model_len={most} tokens long", hint
+            )
+        token_ids, is_whole = texts.encode(text, add_special_tokens, most)
+        if not is_whole:
+            got, bound = f"{len(text)} characters, more than {most} tokens", f"at most max_model_len={most} tokens long"
+            raise RequestError.for_field("prompt", got, bound, "See truncate_prompt_tokens.")
+        return token_ids
 
-    def _warn_of_unread(self, template: str, names: list[str]) -> None:
-        """Warn of each variable in `names` that a template never reads."""
-        for name in names:
-            if not re.search(rf"\b{re.escape(name)}\b", template):
-                self._warn_once(f"The chat template never reads '{name}': giving it changes no prompt.")
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            logger.warning("%s", text)
+    def _long_texts_of(self, backend: Tokenizer) -> LongTexts:
+        if self._long_texts is None:
+            self._long_texts = LongTexts(backend)
+        return self._long_texts
 
     def bytes_of(self, token_id: int) -> bytes:
         """Bytes that a token adds to a text in UTF-8, which need not be whole characters; none for unknown ids."""
@@ -183,6 +216,10 @@ class TextCodec:
             return bytes.fromhex(byte[1])
         text = token.replace(_SPACE, " ") if _SPACE in token else self.decode([token_id])  # decoded alone it lacks some
         return text.encode()
+
+    def remove_special_tokens(self, text: str) -> str:
+        """Return a text without the special tokens that are spelled in it."""
+        return self._spelled.sub("", text) if self._special else text
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of ids, special tokens included."""

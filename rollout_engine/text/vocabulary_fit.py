@@ -9,28 +9,33 @@ logger = logging.getLogger("rollout_engine")
 
 
 def end_ids(named: Sequence[int], codec: TextCodec | None, vocab_size: int) -> list[int]:
-    """Return the ids that end a sequence: those the checkpoint `named`, else the tokenizer's end token (logged)."""
+    """Return the ids that end a sequence: those the checkpoint `named`, and the tokenizer's end token, as in vLLM.
+
+    Logs a warning if the tokenizer's is not among those of the checkpoint.
+    """
     known = [token_id for token_id in named if 0 <= token_id < vocab_size]
     if len(known) < len(named):
         beyond = sorted(set(named) - set(known))
         logger.warning("eos_token_id %s of the checkpoint cannot be sampled: its vocabulary is %d.", beyond, vocab_size)
-    if known:
-        return known
     end_id = None if codec is None else codec.hf.eos_token_id
     if codec is None or end_id is None or end_id >= vocab_size:
-        logger.warning(
-            "No id ends a sequence: neither generation_config.json nor config.json names a usable eos_token_id%s. "
-            "Sequences end at max_tokens, stop strings or stop_token_ids alone.",
-            "" if codec is None else ", nor does the tokenizer",
-        )
-        return []
+        if not known:
+            logger.warning(
+                "No id ends a sequence: neither generation_config.json nor config.json names a usable eos_token_id%s. "
+                "Sequences end at max_tokens, stop strings or stop_token_ids alone.",
+                "" if codec is None else ", nor does the tokenizer",
+            )
+        return known
+    if end_id in known:
+        return known
     logger.warning(
-        "The checkpoint names no usable eos_token_id: the tokenizer's end token %r (id %d) ends sequences. "
-        "ignore_eos=True lets them go on.",
+        "The checkpoint's eos_token_id is %s, the tokenizer's end token %r (id %d): %s. ignore_eos=True ignores both.",
+        known or "missing",
         codec.hf.eos_token,
         end_id,
+        "each of them ends sequences, as in vLLM" if known else "that one ends sequences",
     )
-    return [end_id]
+    return [*known, end_id]
 
 
 def warn_of_larger_tokenizer(codec: TextCodec, vocab_size: int) -> None:

@@ -37,12 +37,17 @@ class WatchedSample(NamedTuple):
 
     where: str
     reward: float | None
+    is_counted: bool
+    """Whether its reward counts: not that of an episode that failed, or that an earlier row has."""
+    turns: tuple[int, int]
+    """First and last turn of the row in its episode; (-1, -1) of other samples."""
     num_tokens: int
     """Sampled ones."""
     mean_log_prob: float
-    oldest: int
-    """Oldest version that sampled it; -1 without a token."""
+    age: int | None
+    """Versions between its oldest token and the newest one of its file so far; None without a token."""
     newest: int
+    """Newest version that sampled it; -1 without a token."""
     text: str
     """Beginning of its response."""
 
@@ -63,7 +68,8 @@ class RunWatch:
         """The newest samples."""
         self.num_samples = self.num_tokens = self.num_bad_lines = 0
         self._windows: deque[LoggedStep] = deque(maxlen=_MOST_STEPS)
-        self._newest_version = -1
+        self._newest_versions: dict[Path, int] = {}
+        """Of the samples of each file so far."""
         self._reads: deque[tuple[float, int]] = deque(maxlen=64)
         """(time, tokens read by then) of the latest calls of `read`."""
 
@@ -77,7 +83,7 @@ class RunWatch:
                 if path.name == NAME:
                     self._add_step(line)
                 else:
-                    self._add_sample(line)
+                    self._add_sample(path, line)
         if was_behind or self.is_behind:
             self._reads.clear()  # what is caught up with does not come in now
         self._reads.append((self._clock(), self.num_tokens))
@@ -125,10 +131,11 @@ class RunWatch:
         else:
             self.steps.append(step)
 
-    def _add_sample(self, line: bytes) -> None:
+    def _add_sample(self, path: Path, line: bytes) -> None:
         sample = parse_sample(line)
         try:
-            watched = None if sample is None else _watched(sample)
+            last = self.samples[-1] if self.samples else None
+            watched = None if sample is None else _watched(sample, last, self._newest_versions.get(path, -1))
         except (TypeError, ValueError, OverflowError):  # lists of something else than numbers
             watched = None
         if watched is None:
@@ -136,31 +143,37 @@ class RunWatch:
             return
         self.num_samples += 1
         self.num_tokens += watched.num_tokens
-        self._newest_version = max(self._newest_version, watched.newest)
+        self._newest_versions[path] = max(self._newest_versions.get(path, -1), watched.newest)
         self.samples.append(watched)
         if self.num_samples % _WINDOW == 0:
-            numbers: dict[str, float | None] = dict(_means(list(self.samples), self._newest_version))
+            numbers: dict[str, float | None] = dict(_means(list(self.samples)))
             self._windows.append(LoggedStep(self.num_samples // _WINDOW - 1, 0.0, numbers))
 
 
-def _watched(sample: dict[str, Any]) -> WatchedSample:
+def _watched(sample: dict[str, Any], last: WatchedSample | None, newest_version: int) -> WatchedSample:
+    """The numbers of a sample; `last`: the one before it, `newest_version`: the newest version before it."""
+    where = f"group {sample['group_id']}, sample {sample['sample_index']}"
+    turns = [turn for turn in sample.get("turns") or () if turn >= 0] or [-1]
+    is_same_episode = last is not None and last.where == where and -1 < last.turns[1] < min(turns)
     versions = [version for version in sample["policy_version"] if version >= 0]
     pairs = zip(sample["log_probs"], sample["policy_version"], strict=False)
     drawn = [logprob for logprob, version in pairs if version >= 0]
     response = sample.get("response")
     return WatchedSample(
-        where=f"group {sample['group_id']}, sample {sample['sample_index']}",
+        where=where,
         reward=None if sample.get("reward") is None else float(sample["reward"]),
+        is_counted=sample.get("error") is None and not is_same_episode,
+        turns=(min(turns), max(turns)),
         num_tokens=len(versions),
         mean_log_prob=math.fsum(drawn) / len(drawn) if drawn else 0.0,
-        oldest=min(versions, default=-1),
+        age=max([newest_version, *versions]) - min(versions) if versions else None,
         newest=max(versions, default=-1),
         text=response[:400] if isinstance(response, str) else f"{len(sample['response_token_ids'])} tokens",
     )
 
 
-def _means(samples: list[WatchedSample], newest_version: int) -> Iterator[tuple[str, float]]:
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
+def _means(samples: list[WatchedSample]) -> Iterator[tuple[str, float]]:
+    rewards = [sample.reward for sample in samples if sample.reward is not None and sample.is_counted]
     if rewards:
         yield "reward/mean", math.fsum(rewards) / len(rewards)
     num_tokens = sum(sample.num_tokens for sample in samples)
@@ -168,6 +181,5 @@ def _means(samples: list[WatchedSample], newest_version: int) -> Iterator[tuple[
     yield "length/max", float(max(sample.num_tokens for sample in samples))
     if num_tokens:
         yield "entropy", -math.fsum(sample.mean_log_prob * sample.num_tokens for sample in samples) / num_tokens
-    ages = [newest_version - sample.oldest for sample in samples if sample.oldest >= 0]
-    if ages:
+    if ages := [sample.age for sample in samples if sample.age is not None]:
         yield "staleness/max", float(max(ages))

@@ -1,9 +1,11 @@
 """Statistics of one training step: of its batch of rollouts, and of the engine since the step before.
 
 name                             of one step
-reward/mean std min max          rewards of its samples; reward/NAME: the mean of one reward function
-length/mean min max              sampled tokens of a sample
+reward/mean std min max          rewards of its samples; reward/NAME: the mean of one reward function. An episode of
+                                 several rows counts once, one that failed not at all
+length/mean min max              sampled tokens of a sample, of an episode in all its rows
 length/truncated                 share of samples that were cut off
+episodes/failed                  share of episodes that failed
 entropy                          nats per token: mean of -log-prob of the sampled tokens. That estimates the entropy
                                  of the distribution they were drawn from, at the temperature of the log-probs; with
                                  top-k, top-p, min-p or penalties it does not
@@ -11,7 +13,8 @@ kl                               nats per token, from the rollouts' policy to th
                                  the ratio of the trainer's probability of a token to the engine's. Exactly 0 where
                                  both are the same to the bit
 kl/max_ratio                     largest of max(r, 1 / r)
-staleness/mean max               versions between the weights that sampled a token and the live ones
+staleness/mean max               versions between the weights that sampled a token and those that were live when the
+                                 rollout was returned: 0 on policy, though the weights were updated since
 tokens                           sampled tokens
 tokens_per_second                the same, per second since the step before
 seconds                          since the step before
@@ -34,9 +37,11 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from rollout_engine.batches.episodes import counted, episodes
 from rollout_engine.batches.layout import check_batch, full_places
 from rollout_engine.errors import RequestError
 from rollout_engine.metrics import CoreStats, EngineMetrics
+from rollout_engine.provenance import rollout_note
 
 Numbers = dict[str, float]
 
@@ -46,23 +51,30 @@ def batch_statistics(
 ) -> Numbers:
     """The statistics of a batch in either layout, as far as it has what they are made of.
 
-    `live_version`: version of the live weights, for the staleness. `trainer_logprobs`: the trainer's log-probs of the
+    `live_version`: version of the live weights, for the staleness of a batch that has lost its note of it (a plain
+    TensorDict). `trainer_logprobs`: the trainer's log-probs of the
     same tokens, of the shape of batch["log_probs", "full"], or without its first column, as `exact.token_logprobs`
     returns them. Raises `RequestError` for another shape, and for what is not a rollout.
     """
     check_batch(batch)
     mask = batch["masks", "all_assistant_mask"]
-    lengths = torch.tensor([float(mask[place].sum()) for place in full_places(batch)])
+    samples, by_row = episodes(batch), [float(mask[place].sum()) for place in full_places(batch)]
+    lengths = torch.tensor([sum(by_row[row] for row in rows) for rows in samples])
     logprobs = batch["log_probs", "full"][mask].double()
     found: Numbers = {"tokens": float(len(logprobs))}
     if len(lengths):
         found |= _spread("length", lengths)
     if "truncated" in batch.keys():
-        found["length/truncated"] = float(batch["truncated"].double().mean())
+        found["length/truncated"] = float(batch["truncated"][[rows[0] for rows in samples]].double().mean())
+    if "episode_id" in batch.keys() and samples:
+        found["episodes/failed"] = sum(not counted(batch)[rows[0]] for rows in samples) / len(samples)
     if len(logprobs):
         found["entropy"] = float(-logprobs.mean())
     found |= _rewards(batch)
     versions = batch["policy_version"][mask]
+    note = rollout_note(batch["tokens", "full"])
+    if note is not None and note.live_version is not None:
+        live_version = note.live_version
     if live_version is not None and len(versions):
         ages = (live_version - versions).clamp(min=0).double()
         found |= {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
@@ -105,13 +117,14 @@ def _times(before: CoreStats, now: CoreStats) -> Iterator[tuple[str, float]]:
 
 def _rewards(batch: TensorDictBase) -> Numbers:
     keys = set(batch.keys(include_nested=True))
-    if ("next", "reward") not in keys or not batch["next", "reward"].numel():
+    rows = [rows[0] for rows in episodes(batch) if counted(batch)[rows[0]]]
+    if ("next", "reward") not in keys or not rows:
         return {}
-    rewards = batch["next", "reward"].flatten().double()
+    rewards = batch["next", "reward"][rows].flatten().double()
     found = _spread("reward", rewards) | {"reward/std": float(rewards.std(correction=0))}
     for key in keys:
         if isinstance(key, tuple) and key[0] == "rewards" and key != ("rewards", "turn"):
-            given = batch[key].flatten().double()
+            given = batch[key][rows].flatten().double()
             given = given[~given.isnan()]  # NaN: the function does not apply to the sample
             if len(given):
                 found[f"reward/{key[1]}"] = float(given.mean())

@@ -25,6 +25,11 @@ class Viewed(NamedTuple):
         return self.sample.get("reward")
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it is an episode that failed."""
+        return self.sample.get("error") is not None
+
+    @property
     def name(self) -> str:
         return f"group {self.sample['group_id']}, sample {self.sample['sample_index']}"
 
@@ -75,13 +80,13 @@ def _is_mate(last: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
 
 
 def advantages(samples: Sequence[Viewed]) -> list[float | None]:
-    """Reward minus the mean of its group; None without a reward."""
-    sums: dict[int, list[float]] = {}
+    """Reward minus the mean of its group's episodes; None without a reward, and for an episode that failed."""
+    rewards: dict[int, dict[int, float]] = {}
     for each in samples:
-        if each.reward is not None:
-            sums.setdefault(each.group, []).append(each.reward)
-    means = {group: sum(rewards) / len(rewards) for group, rewards in sums.items()}  # fsum has no inf - inf
-    return [None if each.reward is None else each.reward - means[each.group] for each in samples]
+        if each.reward is not None and not each.has_failed:
+            rewards.setdefault(each.group, {})[each.sample["sample_index"]] = each.reward
+    means = {group: sum(found.values()) / len(found) for group, found in rewards.items()}  # fsum has no inf - inf
+    return [None if each.reward is None or each.has_failed else each.reward - means[each.group] for each in samples]
 
 
 def visible(text: str) -> str:

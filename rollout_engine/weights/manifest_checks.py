@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rollout_engine.weights.coverage import Coverage
 from sync.base import Metadata
+from sync.checkpoint_names import CheckpointNames
 from sync.errors import ManifestMismatch, StaleVersion
 from sync.manifest import TensorSpec, WeightManifest, check_forms, check_known, counted, first_names
 
@@ -16,13 +17,25 @@ class ManifestChecks:
     Args:
         targets: every accepted name, the module's and the checkpoint's, as a view of live storage.
         aliases: groups of names that are one and the same view (tied weights).
+        names: the further names that a source may have.
     """
 
-    def __init__(self, targets: Mapping[str, Tensor], aliases: Iterable[Iterable[str]]) -> None:
+    def __init__(
+        self,
+        targets: Mapping[str, Tensor],
+        aliases: Iterable[Iterable[str]],
+        names: CheckpointNames = CheckpointNames(),  # noqa: B008 (it is frozen)
+    ) -> None:
+        self.names = names
         self._same_as = {name: group[0] for group in map(list, aliases) for name in group}
         self._coverage = Coverage(targets)
         self.canonical = self._coverage.canonical
         """Names that together are every weight once, in order."""
+
+    def missing(self, names: Iterable[str], live: Metadata) -> list[str]:
+        """Names that, with these of a source, are every weight; none for a source that a whole update may have."""
+        used = self.names.used(((name, None) for name in names), live)
+        return self._coverage.missing({self._owner(name) for name, _ in used if name in live})
 
     def check(self, manifest: WeightManifest, live: Metadata, *, partial: bool) -> None:
         """Raise `ManifestMismatch` unless the manifest sends every weight once, in the form of `live`.

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from rollout_engine.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.model.backend import ShadowMemory
 from rollout_engine.model.packing.packed_weights import PackedWeights
+from rollout_engine.weights.changed_share import ChangedShare
 from rollout_engine.weights.held_weights import HeldWeights, WeightHolder
 from rollout_engine.weights.known_weights import KnownWeights
 from rollout_engine.weights.lazy_tensors import LazyTensors
@@ -34,6 +36,7 @@ from rollout_engine.weights.staged_update import StagedUpdate
 from sync import errors
 from sync.base import WeightReceiver
 from sync.cast_notice import CastNotice
+from sync.checkpoint_names import CheckpointNames
 from sync.manifest import WeightManifest, total_digest
 from sync.pieces import Lacking, described, num_bytes_lacking
 from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
@@ -48,9 +51,16 @@ class WeightUpdater:
         weights: holds them and their next values.
         checks: compares manifests with them.
         writer: writes tensors that arrive to where they are staged.
+        changes: estimates how much updates change; None: nothing does.
     """
 
-    def __init__(self, weights: WeightHolder, checks: ManifestChecks, writer: TensorWriter = HOST_WRITER) -> None:
+    def __init__(
+        self,
+        weights: WeightHolder,
+        checks: ManifestChecks,
+        writer: TensorWriter = HOST_WRITER,
+        changes: ChangedShare | None = None,
+    ) -> None:
         self.weights = weights
         self._checks, self._writer = checks, writer
         self.cast_notice = CastNotice()
@@ -60,6 +70,9 @@ class WeightUpdater:
         self._staging = threading.Lock()
         """Receivers may write several tensors at once."""
         self._known = KnownWeights()
+        self._changes = changes
+        self.changed_share: float | None = None
+        """Share of the weights' elements that the last `verify` found changed, as an estimate; None: not known."""
         self.num_bytes_received = 0
         """Bytes of the tensors and pieces that the last `receive` took."""
         self.pack_seconds = 0.0
@@ -78,17 +91,32 @@ class WeightUpdater:
         aliases: Iterable[Iterable[str]],
         packed: PackedWeights,
         shadow_memory: ShadowMemory,
+        names: CheckpointNames = CheckpointNames(),  # noqa: B008 (it is frozen)
         *,
         prepare: Callable[[], object] = lambda: None,
         writer: TensorWriter = HOST_WRITER,
     ) -> "WeightUpdater":
-        """The updater of weights in this process, which `HeldWeights` holds; `targets` and `aliases` name them all."""
-        checks = ManifestChecks(targets, aliases)
-        return cls(HeldWeights(targets, packed, shadow_memory, prepare), checks, writer)
+        """The updater of weights in this process, which `HeldWeights` holds; `targets` and `aliases` name them all.
+
+        `names`: as of `ManifestChecks`.
+        """
+        checks = ManifestChecks(targets, aliases, names)
+        on_host = all(view.device.type == "cpu" for view in targets.values())
+        changes = ChangedShare({name: targets[name] for name in checks.canonical}) if on_host else None
+        return cls(HeldWeights(targets, packed, shadow_memory, prepare), checks, writer, changes)
 
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every accepted name, both namings."""
         return dict(self.weights.metadata)
+
+    @property
+    def names(self) -> CheckpointNames:
+        """The further names that a source may have."""
+        return self._checks.names
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Names that, with these of a source, are every weight; none once a whole update may be made of them."""
+        return self._checks.missing(names, self.weights.metadata)
 
     @property
     def num_live_bytes(self) -> int:
@@ -193,6 +221,7 @@ class WeightUpdater:
         """
         update = self._opened("verify")
         update.check()
+        self._measure_change(update)
         start = time.perf_counter()
         names = self._checks.canonical if update.options.partial else update.specs
         self.weights.pack(inplace=update.inplace, lacking=update.lacking, names=names)
@@ -221,6 +250,8 @@ class WeightUpdater:
             self._open = None
         self._committed = update
         is_sure = not update.options.partial  # else names that overlap others may have changed these
+        if self._changes is not None:
+            self._changes.keep(update.elements)
         self._known.replace(spec for name, spec in update.specs.items() if is_sure and update.staged[name].finite)
         self.version, self.dirty, self.forgotten = manifest.version, False, False
 
@@ -267,6 +298,8 @@ class WeightUpdater:
         self.weights.release()
         self.dirty |= forget
         self.forgotten |= forget
+        if forget and self._changes is not None:
+            self._changes.forget()
 
     @property
     def is_open(self) -> bool:
@@ -312,6 +345,12 @@ class WeightUpdater:
         carried = self._checks.canonical if update.options.partial else None
         self.weights.start(inplace=update.inplace, lacking=update.lacking, carried=carried)
         update.started = True
+
+    def _measure_change(self, update: StagedUpdate) -> None:
+        """Compare some elements of what is staged, while it is plain, with those of the live weights."""
+        if self._changes is not None:
+            staged = partial(self.weights.place, inplace=update.inplace)
+            self.changed_share, update.elements = self._changes.measure(update.specs.values(), update.lacking, staged)
 
     def _lacking(self, update: StagedUpdate) -> Lacking | None:
         """Return the pieces that the update has to bring, where it may leave the rest as it is; None: all."""

@@ -72,14 +72,14 @@ def update_from_source(
         with as_weight_errors():
             published = checked_manifest(lease_current(source))
         version = published.version if version is None else version
-        needs_cast = any(spec.dtype != metadata[spec.name][0] for spec in published.tensors if spec.name in metadata)
-        if version == published.version and not needs_cast:
+        is_as_held = all(metadata.get(spec.name, ("",))[0] == spec.dtype for spec in published.tensors)
+        if version == published.version and is_as_held:
             receiver = make_receiver("store", directory=source)
             return apply_update(updater, published, receiver, steps, options, check, hold=hold)
     sender = make_sender("inproc")
     try:
         with as_weight_errors():
-            pairs = read_source(source)
+            pairs = updater.names.used(read_source(source), metadata)
             check_source(pairs, metadata)
             updater.cast_notice.warn_if_cast(pairs, metadata)
             manifest = sender.offer(pairs, updater.version + 1 if version is None else version, metadata)
@@ -114,7 +114,7 @@ def apply_update(
         with _aborting_at_end(updater, manifest.version):
             if not updater.begin(manifest, options, inplace=inplace):
                 digest = updater.digest() if options.partial else manifest.digest
-                return UpdateReport(manifest.version, digest, 0, 0, time.perf_counter() - start, 0.0, 0)
+                return _unchanged(manifest.version, digest, time.perf_counter() - start)
             stalled = 0.0
             if inplace:
                 steps.drain(options.mode, deadline)
@@ -147,7 +147,13 @@ def apply_update(
         num_shadow_bytes,
         updater.pack_seconds,
         num_bytes_sent=updater.num_bytes_received,
+        changed_share=updater.changed_share,
     )
+
+
+def _unchanged(version: int, digest: str, seconds: float) -> UpdateReport:
+    """The report of an update to weights that are live already."""
+    return UpdateReport(version, digest, 0, 0, seconds, 0.0, 0, changed_share=0.0)
 
 
 @contextmanager

@@ -248,6 +248,31 @@ def collective_rpc(engine):
     return plain(doubled), numbers, engine.collective_rpc("get_weight_digest")
 
 
+def _add(worker, a, b=0):
+    return worker.rank + worker.vocab_size + a + b
+
+
+def _fail(worker):
+    raise KeyError("of the function")
+
+
+@scenario(method=lambda worker: None)
+def call_function(engine):
+    try:
+        found = engine.collective_rpc(_add, args=(1,), kwargs={"b": 2})
+    except LifecycleError as error:
+        assert "collective_rpc: functions do not cross processes" in str(error)
+        return [engine.frontend.client.info.vocab_size + 3]
+    for wrong, match in (
+        (dict(method=_fail), "_fail failed on rank 0: KeyError: 'of the function'"),
+        (dict(method=_add), "_add failed on rank 0: TypeError: .* missing 1 required positional argument"),
+        (dict(method=_add, args=3), "args must be a list"),
+    ):
+        with pytest.raises(RPCError, match=match):
+            engine.collective_rpc(**wrong)
+    return found
+
+
 @scenario(refused_in="asleep dirty updating", fn=lambda module: None)
 def apply_model(engine):
     try:
@@ -260,6 +285,13 @@ def apply_model(engine):
 @scenario()
 def get_model_metadata(engine):
     return engine.get_model_metadata()
+
+
+@scenario(names=[])
+def get_missing_weights(engine):
+    every = call(engine, "get_missing_weights", names=[])
+    assert len(every) > 3 and call(engine, "get_missing_weights", names=["unknown", *every[1:]]) == every[:1]
+    return every
 
 
 @scenario()

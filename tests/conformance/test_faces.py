@@ -136,10 +136,14 @@ def test_the_asynchronous_face_gives_the_same(kind, config, engine, same, expect
 async def async_work(engine):
     """Requests, one left in the middle, and verbs."""
 
-    async def last(prompt):
-        return [output async for output in engine.generate(prompt, PARAMS)][-1]
+    async def last(prompt, rank=None):
+        return [output async for output in engine.generate(prompt, PARAMS, data_parallel_rank=rank)][-1]
 
     outputs = await asyncio.gather(*map(last, PROMPTS))
+    assert samples_of([await last(PROMPTS[1], rank=0)]) == samples_of(outputs[1:2])
+    with pytest.raises(RequestError, match="data_parallel_rank=9 is not allowed"):
+        await last(PROMPTS[1], rank=9)
+    assert "generate" in await engine.get_supported_tasks() and not await engine.is_tracing_enabled()
     async for _ in engine.generate("hello", SamplingParams(max_tokens=30_000, ignore_eos=True)):
         break
     await engine.wait_for_requests_to_drain(drain_timeout=60)

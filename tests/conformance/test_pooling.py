@@ -17,6 +17,7 @@ KINDS = {
     "marked tokens": dict(kind="token", step_token_ids=[7, 50, 3]),
     "no marked token": dict(kind="token", step_token_ids=[200]),
     "truncated": dict(kind="mean", truncate_prompt_tokens=9),
+    "truncated on the right": dict(kind="mean", truncate_prompt_tokens=9, truncation_side="right"),
 }
 SHAPES = {"every token": (100, 64), "marked tokens": (2, 64), "no marked token": (0, 64)}
 REFUSED = {
@@ -40,6 +41,14 @@ def test_every_kind_of_pooling_gives_the_same(engine, same, name):
     assert found.data.dtype == np.float32 and found.data.shape == SHAPES.get(name, (64,))
     assert found.policy_version == found.kv_min_version == engine.policy_version
     same(plain(found.data))
+
+
+def test_truncation_keeps_the_end_or_the_beginning(engine):
+    def pooled(prompt, **params):
+        return plain(last_of(engine, prompt, PoolingParams(kind="mean", **params)).pooled.data)
+
+    cut = {side: pooled(PROMPT, truncate_prompt_tokens=9, truncation_side=side) for side in ("left", "right")}
+    assert cut == {"left": pooled(PROMPT[-9:]), "right": pooled(PROMPT[:9])}
 
 
 def test_a_prompt_beside_others_is_pooled_as_alone(engine):

@@ -39,8 +39,11 @@ def test_an_argument_of_another_type_is_refused_by_the_name_of_its_verb(engine, 
 
 
 @pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.public])
-def test_an_argument_that_no_method_has_is_a_type_error(engine, verb):
-    with pytest.raises(TypeError, match=rf"{verb}\(\) .*nonsense"):
+def test_an_argument_that_no_method_has_is_refused_with_the_nearest(engine, verb):
+    nearest = "Did you mean 'timeout'" if "timeout" in VERBS[verb].signature.parameters else "Known: "
+    with pytest.raises(RequestError, match=f"Unknown argument of {verb} 'timeuot'. {nearest}"):
+        getattr(engine, verb)(**SCENARIOS[verb].arguments, timeuot=1)
+    with pytest.raises(RequestError, match=f"Unknown argument of {verb} 'nonsense'"):
         getattr(engine, verb)(**SCENARIOS[verb].arguments, nonsense=1)
 
 
@@ -139,3 +142,9 @@ def test_calls_from_many_threads_are_all_answered(engine):
         step_further(engine)
         assert all(answer.result(60) is not None for answer in answers)
     last_of(engine, "hello", SHORT)
+
+
+def test_every_face_says_which_kinds_of_requests_it_serves(engine, same):
+    same(engine.get_supported_tasks())
+    assert {"generate", "last", "mean", "token"} <= set(engine.get_supported_tasks())
+    assert not engine.is_tracing_enabled()

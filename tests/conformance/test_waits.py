@@ -55,14 +55,18 @@ def late_drain(engine):
         step_until(engine, lambda: nobody_waits(engine))
 
 
-def late_rpc(engine, tmp_path):
+def count(worker):
+    pytest.fail("it ran after its caller was told that it would not")
+
+
+def late_rpc(engine, tmp_path, method="count"):
     gate = tmp_path / "gate"
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(engine.collective_rpc, "hold", timeout=60, args=[str(gate)])
         wait_until((tmp_path / "gate.begun").exists)
         for _ in range(20):
             with pytest.raises(TimeoutError, match="count: no result within 0.01 s"):
-                engine.collective_rpc("count", timeout=0.01)
+                engine.collective_rpc(method, timeout=0.01)
         gate.touch()
         held.result(60)
     step_until(engine, lambda: nobody_waits(engine))
@@ -134,6 +138,7 @@ LATE = {
     "pause_generation": late_pause,
     "sleep": late_sleep,
     "collective_rpc": late_rpc,
+    "call_function": partial(late_rpc, method=count),
     "score": late_score,
 }
 """By the name of the verb: calls that are late, and leave nobody waiting. Others are late behind what does not end."""

@@ -30,13 +30,18 @@ SIGNATURES = {
         }.items()
     },
     "AsyncLLM.from_config": "config",
-    "AsyncLLM.generate": "self prompt sampling_params request_id * priority session_id trace_headers",
+    "AsyncLLM.generate": "self prompt sampling_params request_id * priority session_id trace_headers"
+    " data_parallel_rank",
     "AsyncLLM.abort": "self request_ids",
     "AsyncLLM.score": "self prompt_token_ids completion_token_ids * temperature timeout",
     "AsyncLLM.update_weights": "self source * version kv reset_version timeout",
     **{f"AsyncLLM.{name}": "self" for name in ("check_health", "get_tokenizer", "get_metrics", "get_model_metadata")},
     **{f"AsyncLLM.{name}": "self" for name in ("get_cache_usage", "get_num_unfinished_requests", "shutdown")},
-    **{f"{owner}.get_default_sampling_params": "self" for owner in ("AsyncLLM", "LLM", "LLMEngine", "RolloutPolicy")},
+    **{
+        f"{owner}.{name}": "self"
+        for owner in ("AsyncLLM", "LLM", "LLMEngine", "RolloutPolicy")
+        for name in ("get_default_sampling_params", "get_supported_tasks", "is_tracing_enabled")
+    },
     "RolloutService.launch": "config num_replicas * balancer",
     "RolloutService.from_pretrained": "model num_devices num_replicas verbose",
     "RolloutService.generate": "self prompts sampling_params * prompt_token_ids use_tqdm timeout_seconds replica_index",
@@ -62,7 +67,7 @@ SIGNATURES = {
     **{f"{owner}.apply_model": "self fn" for owner in ("LLM", "LLMEngine", "RolloutPolicy")},
     "LLM.encode": "self prompts pooling_params *",
     "LLM.reward": "self prompts *",
-    "AsyncLLM.encode": "self prompt pooling_params request_id * priority session_id trace_headers",
+    "AsyncLLM.encode": "self prompt pooling_params request_id * priority session_id trace_headers data_parallel_rank",
     "RewardModel": "model *",
     "LLMEngine.from_config": "config",
     "LLMEngine.add_request": "self request_id prompt params * priority session_id trace_headers",
@@ -87,6 +92,7 @@ SIGNATURES = {
     "minibatches": "batch size * shuffle generator keep_groups",
     "to_jsonl": "batch path * append",
     "to_trl": "batch advantages",
+    "float32_masters": "optimizer",
     "to_trl_rollout": "batch",
     "exact.enable": "model",
     "exact.token_logprobs": "model input_ids attention_mask * temperature routed_experts",

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_engine import errors, exact
+from rollout_engine import concat, errors, exact, minibatches
+from rollout_engine.errors import RequestError
 from rollout_engine.policy import RolloutPolicy
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.testing import tiny_checkpoint, tiny_model
@@ -65,6 +66,39 @@ def test_rollout_score_and_trainer_agree_bit_for_bit(policy, checkpoint, dtype):
         assert batch["masks", "all_assistant_mask"].sum() == 9 * 24
         assert torch.equal(trainer_logprobs(trainer, batch, temperature), batch["log_probs", "full"][:, 1:])
         assert torch.equal(policy.score(batch, temperature), batch["log_probs", "full"])
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_whole_batch_brings_its_temperature_and_layout(policy, checkpoint, dtype, layout):
+    trainer = trainer_for(checkpoint, dtype)
+    batch = rollout(policy, SamplingParams(max_tokens=8, temperature=0.7, ignore_eos=True), layout=layout)
+    expected = batch["log_probs", "full"][:, 1:]
+    with torch.no_grad():
+        logprobs = exact.token_logprobs(trainer, batch)
+        assert torch.equal(logprobs[expected != 0], expected[expected != 0]) and exact.check(batch, logprobs).is_exact
+        for part in minibatches(batch, 4):
+            assert exact.check(part, exact.token_logprobs(trainer, part)).is_exact
+        if layout == "padded":
+            assert torch.equal(exact.token_logprobs_and_entropies(trainer, batch)[0], logprobs)
+        else:
+            with pytest.raises(ValueError, match="packed"):
+                exact.token_logprobs_and_entropies(trainer, batch)
+        plain = batch.to_tensordict()
+        assert torch.equal(exact.token_logprobs(trainer, plain, temperature=0.7), logprobs)
+        with pytest.raises(
+            RequestError, match="temperature=None is not allowed.*it is a plain TensorDict: give the one"
+        ):
+            exact.token_logprobs(trainer, plain)
+    with pytest.raises(RequestError, match="attention_mask=.*must be left out: the batch has it"):
+        exact.token_logprobs(trainer, batch, batch["masks", "all_attention_mask"])
+    with pytest.raises(RequestError, match=r"batch.keys\(\)=.*with \('tokens', 'full'\)"):
+        exact.token_logprobs(trainer, batch.exclude("tokens"))
+
+
+def test_a_batch_of_several_temperatures_says_that_it_has_none(policy, checkpoint, dtype):
+    both = concat([rollout(policy, SamplingParams(max_tokens=4, temperature=t)) for t in (0.7, 1.0)])
+    with pytest.raises(RequestError, match="temperature=None.*its log-probs are of several, or of edited logits"):
+        exact.token_logprobs(trainer_for(checkpoint, dtype), both)
 
 
 def test_packed_scores_equal_packed_log_probs(policy):

@@ -138,7 +138,7 @@ def test_arrays_and_tensors_go_both_ways(call, size):
         ("double", [1], r"double: Expected `ndarray`, got `int` - at `\$.array`"),
         ("count", [1], "count: takes 0 arguments, 1 came"),
         ("hold", [1], r"hold: Expected `str`, got `int` - at `\$.gate`"),
-        (print, [], "method must be a name"),
+        (3, [], "method must be a name"),
         ("count", 3, "args must be a list or a tuple"),
     ],
 )

@@ -3,7 +3,7 @@
 from tests.mistakes.table import Mistake
 
 _GROUP = "Environments"
-_DEFINE = """
+_DEFINE = '''
 class Guess:
     def __init__(self, **options):
         vars(self).update(options)
@@ -11,8 +11,16 @@ class Guess:
         return "Guess."
     def step(self, action):
         return Observation("Wrong.", reward=0.0)
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
 params = {"max_tokens": 2}
-"""
+'''
 
 
 def _mistake(code: str) -> Mistake:
@@ -37,6 +45,8 @@ ENVIRONMENT_MISTAKES = [
     _mistake("policy.rollout(None, params, env=Guess, tool_format='json')"),
     _mistake("policy.rollout(None, params, env=Guess, tools=[{'type': 'function', 'function': {'name': 'add'}}])"),
     _mistake("policy.rollout(None, params, env=Guess, tools=[lambda a: a])"),
+    _mistake("policy.rollout(None, params, env=Guess, tools=[add])"),
+    _mistake("policy.rollout(None, params, env=Guess, tools=[add], tool_format='hermes')"),
     _mistake("policy.rollout(None, params, env=Guess, seats={'1': policy})"),
     _mistake("policy.rollout(None, params, env=Guess, episode_timeout=0)"),
     _mistake("policy.rollout(None, params, env=Guess, on_rewrite='ignore')"),

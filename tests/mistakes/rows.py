@@ -113,10 +113,23 @@ MISTAKES = [
         REWARDS,
         "policy.rollout(['a'], {'max_tokens': 2}, reward_fn=lambda *given: 1 / 0)",
     ),
+    Mistake(
+        REWARDS,
+        "policy.rollout(['a'], {'max_tokens': 2}, reward_fn=lambda prompts, completions, answer: [1.0])",
+    ),
     *ENVIRONMENT_MISTAKES,
     Mistake(EXACT, "exact.enable(torch.nn.Linear(2, 2))"),
     Mistake(EXACT, "exact.enable(path)"),
-    Mistake(EXACT, "exact.token_logprobs(exact.enable(trainer), batch)", before="trainer = deepcopy(trainer)"),
+    Mistake(
+        EXACT,
+        "exact.token_logprobs(exact.enable(trainer), batch.to_tensordict())",
+        before="trainer = deepcopy(trainer)",
+    ),
+    Mistake(
+        EXACT,
+        "exact.token_logprobs(exact.enable(trainer), batch, batch['masks', 'all_attention_mask'])",
+        before="trainer = deepcopy(trainer)",
+    ),
     Mistake(
         EXACT,
         "exact.token_logprobs(exact.enable(trainer), batch['tokens', 'full'] + 300)",
@@ -234,7 +247,7 @@ MISTAKES = [
     Mistake(EXTENSIONS, "policy.collective_rpc('get_weight_norm')"),
     Mistake(EXTENSIONS, "policy.collective_rpc('get_weight_norms', args=[1])"),
     Mistake(EXTENSIONS, "policy.collective_rpc('get_weight_norms', kwargs={'name': ['a']})"),
-    Mistake(EXTENSIONS, "policy.collective_rpc(print)"),
+    Mistake(EXTENSIONS, "policy.collective_rpc(3)"),
     Mistake(EXTENSIONS, "LLM(path, worker_extensions=['my_extension:Mine'])"),
     Mistake(EXTENSIONS, "LLM(path, worker_extensions=['Mine'])"),
     Mistake(EXTENSIONS, "LLM(path, worker_extensions=[dict])"),

@@ -10,6 +10,10 @@ class Recorder:
         self._policy = policy
         self.updates, self.rollouts = [], []
 
+    @property
+    def frontend(self):
+        return self._policy.frontend
+
     def update_weights(self, *args, **kwargs):
         self.updates.append(self._policy.update_weights(*args, **kwargs))
 

@@ -9,7 +9,7 @@ from trl import GRPOTrainer  # noqa: E402
 
 from envs_adapters.trainers.trl import ExactLogprobs, attach, make_rollout_func  # noqa: E402
 from rollout_engine import RolloutPolicy, exact  # noqa: E402
-from rollout_engine.errors import ConfigError  # noqa: E402
+from rollout_engine.errors import ConfigError, RequestError  # noqa: E402
 from rollout_engine.testing import tiny_checkpoint  # noqa: E402
 from tests.trainers.recorder import Recorder  # noqa: E402
 from tests.trainers.trl_runs import PROMPTS, grpo_trainer, logged, model_of  # noqa: E402
@@ -220,3 +220,19 @@ def test_another_trl_is_named_beside_the_tested_one(checkpoint, policy, tmp_path
     del trainer.vllm_mode
     with pytest.raises(ConfigError, match="GRPOTrainer has no vllm_mode"):
         attach(trainer, policy)
+
+
+def test_a_completion_behind_a_tools_result_has_the_tokens_that_fit(checkpoint, tmp_path, caplog):
+    with RolloutPolicy.from_pretrained(checkpoint, dtype="float32", max_model_len=32) as policy:
+        generation = attach(grpo_trainer(checkpoint, tmp_path, max_completion_length=16), policy)
+        prompts = [[5 + index] * length for index, length in enumerate((10, 20, 31, 32, 40))]
+        _, completions, logprobs, _ = generation.generate(prompts, None, 1)
+        assert [len(each) for each in logprobs] == [len(each) for each in completions]
+        for prompt, completion in zip(prompts, completions, strict=True):
+            assert len(completion) <= min(16, max(32 - len(prompt), 0))
+            assert bool(completion) is (len(prompt) < 32)
+        assert "2 of 5 prompts with a tool's result fill max_model_len=32" in caplog.text
+        with pytest.raises(RequestError, match="max_model_len"):
+            generation.generate([[5] * 32] * 4, None, 4)
+        with pytest.raises(RequestError, match="max_tokens=16"):
+            generation.complete([[5] * 20])

@@ -1,5 +1,7 @@
 """Advantages equal what their papers' formulas give, written out slowly in plain Python."""
 
+import functools
+import itertools
 import random
 import statistics
 
@@ -33,7 +35,7 @@ def slow_rloo(reward, group):
 
 GROUPED = [
     (advantages.grpo, slow_grpo),
-    (lambda rewards, ids: advantages.grpo(rewards, ids, scale=False), slow_dr_grpo),
+    (functools.partial(advantages.grpo, scale=False), slow_dr_grpo),
     (advantages.rloo, slow_rloo),
 ]
 
@@ -61,6 +63,76 @@ def test_grpo_is_the_usual_expression_bit_for_bit():
 def test_equal_rewards_teach_nothing_and_integers_will_do(function):
     assert function(torch.ones(6, dtype=torch.int64), torch.tensor([0, 0, 0, 1, 1, 1])).tolist() == [0.0] * 6
     assert len(function(torch.zeros(0), torch.zeros(0, dtype=torch.int64))) == 0
+
+
+@pytest.mark.parametrize("function", [function for function, _ in GROUPED], ids=["grpo", "dr-grpo", "rloo"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_equal_rewards_get_exactly_zero_whatever_their_value(function, dtype):
+    for value, size in itertools.product([0.1, 0.35, -0.7, 12.34, -1234.1, 54321.1], [2, 3, 5, 6, 7, 12, 31]):
+        rewards = torch.cat([torch.full((size,), value), torch.tensor([0.0, 1.0])]).to(dtype)
+        found = function(rewards, torch.tensor([4] * size + [7, 7]))
+        assert not found[:size].any() and found[size:].all(), (value, size)
+
+
+@pytest.mark.parametrize("function,slow", GROUPED, ids=["grpo", "dr-grpo", "rloo"])
+@pytest.mark.parametrize("shaped", ROW_SHAPES, ids=["B", "B,1"])
+@pytest.mark.parametrize("seed", range(5))
+def test_an_episode_of_several_rows_counts_once_and_one_that_is_masked_not_at_all(function, slow, shaped, seed):
+    rng = random.Random(seed)
+    episodes = [(rng.choice([3, 8]), number, rng.gauss(0, 3), rng.random() < 0.8) for number in range(10)]
+    rows = [episode for episode in episodes for _ in range(rng.randint(1, 4))]
+    rng.shuffle(rows)
+    counted = [episode for episode in episodes if episode[3]]
+    expected = dict(zip(counted, by_group([e[2] for e in counted], [e[0] for e in counted], slow), strict=True))
+    group_ids, episode_ids, rewards, mask = (torch.tensor(column) for column in zip(*rows, strict=True))
+    given = shaped(rewards.double())
+    found = function(given, group_ids, episode_ids=episode_ids, mask=shaped(mask))
+    assert found.shape == given.shape
+    wanted = [expected.get(row, 0.0) for row in rows]
+    assert found.flatten().tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("function", [function for function, _ in GROUPED], ids=["grpo", "dr-grpo", "rloo"])
+def test_numbers_of_episodes_may_repeat_in_other_groups(function):
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    assert torch.equal(function(rewards, groups, episode_ids=torch.tensor([0, 1, 0, 1])), function(rewards, groups))
+
+
+@pytest.mark.parametrize("function", [function for function, _ in GROUPED], ids=["grpo", "dr-grpo", "rloo"])
+def test_a_group_of_which_all_or_all_but_one_are_masked_gets_zero(function):
+    rewards, groups = torch.tensor([1.0, 0.0, 2.0, 5.0]), torch.tensor([0, 0, 1, 1])
+    for mask in ([True, False, False, False], [False] * 4):
+        assert function(rewards, groups, mask=torch.tensor(mask)).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"mask": torch.ones(4)}, "mask='torch.float32' is not allowed: must be a tensor of torch.bool"),
+        ({"mask": [True] * 4}, "mask='list' is not allowed: must be a tensor of torch.bool"),
+        ({"mask": torch.ones(3).bool()}, r"mask.shape=\[3\] is not allowed: must be \[4\] or \[4, 1\]"),
+        ({"episode_ids": [0, 1, 2, 3]}, "episode_ids='list' is not allowed: must be a tensor"),
+        ({"episode_ids": torch.arange(3)}, r"episode_ids.shape=\[3\] is not allowed: must be \[4\]"),
+        ({"episode_ids": torch.zeros(4)}, "samples per group=1 is not allowed"),
+        (
+            {"episode_ids": torch.tensor([0, 0, 1, 2])},
+            r"rewards\[[01]\]=[01].0 is not allowed: must be [01].0, as in another row of its episode. To count",
+        ),
+    ],
+)
+def test_masks_and_episodes_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(RequestError, match=message):
+        advantages.grpo(torch.arange(4.0), torch.zeros(4, dtype=torch.int64), **options)
+
+
+@pytest.mark.parametrize("function", [advantages.grpo, advantages.rloo])
+def test_rewards_whose_sums_overflow_are_refused(function):
+    rewards, groups = torch.tensor([3e38, 3e38, 0.0]), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(
+        RequestError, match=r"rewards=3.0\d*e\+38 is not allowed: .* finite in torch.float32. Give rewards.d"
+    ):
+        function(rewards, groups)
+    assert function(rewards.double(), groups).isfinite().all()
 
 
 @pytest.mark.parametrize("function", [advantages.grpo, advantages.rloo])

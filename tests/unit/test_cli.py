@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout_engine.cli import doctor
+from rollout_engine.cli import doctor, terminal
 from rollout_engine.cli.ceilings import Dimensions
 from rollout_engine.cli.main import COMMANDS, main
 from rollout_engine.cli.overrides import parse_overrides
 from rollout_engine.cli.prompts import read_prompts
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.kernels import linear
+from rollout_engine.policy import RolloutPolicy
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.testing import tiny_checkpoint, tiny_config
 
@@ -197,6 +198,38 @@ def test_chat_wraps_prompts_in_messages(checkpoint, capsys):
     assert len(ids) > len("hi")
 
 
+@pytest.fixture
+def always_slow(monkeypatch):
+    """Has every command count as one that takes long."""
+    monkeypatch.setattr(terminal, "QUIET_SECONDS", 0.0)
+
+
+def test_work_that_takes_long_is_announced_and_other_work_is_not(capsys, monkeypatch):
+    with terminal.announced("quick"):
+        pass
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(terminal, "QUIET_SECONDS", 0.0)
+    shown = ""
+    with terminal.announced("slow"):
+        while not shown:  # while it works
+            shown = capsys.readouterr().err
+    assert shown == "slow ...\n" and capsys.readouterr().err == "slow: done in 0 s\n"
+    with pytest.raises(KeyError), terminal.announced("failing"):
+        raise KeyError
+
+
+def test_commands_say_what_they_wait_for(checkpoint, tmp_path, capsys, always_slow):
+    assert run("generate", checkpoint, "--prompt", "a", "--prompt", "b", "max_tokens=1", POOL) == 0
+    told = capsys.readouterr().err
+    assert f"loading {checkpoint}: done in" in told and "sampling 2 prompts: done in" in told
+    log = tmp_path / "rollouts.jsonl"
+    with RolloutPolicy.from_pretrained(checkpoint, num_kv_blocks=64) as policy:
+        policy.rollout(["a"], SamplingParams(max_tokens=1), log_to=log, use_tqdm=False)
+    assert run("replay", str(log), POOL) == 0
+    told = capsys.readouterr().err
+    assert f"loading {checkpoint}: done in" in told and "making 1 sample again: done in" in told
+
+
 @pytest.mark.parametrize("name", ["folder", "no/such/out.jsonl"])
 @pytest.mark.parametrize("command", [["rollout", "--prompt", "a"], ["tune"], ["simulate", "--measure"]], ids=" ".join)
 def test_that_a_file_cannot_be_written_is_found_before_anything_is_measured(tmp_path, capsys, name, command):
@@ -223,6 +256,19 @@ def test_serve_finds_out_before_it_loads_a_model_that_a_port_is_taken(tmp_path, 
         port = str(taken.getsockname()[1])
         assert run("serve", str(tmp_path / "no model"), "--port", port) == 2
     assert f"port={port} cannot be listened on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--chat-template", "missing.jinja"], "chat_template='missing.jinja' is not allowed"),
+        (["--chat-template", "{% if"], "chat_template is not a Jinja template: line 1"),
+        (["--chat-template", "{{ 1 }}", "chat_template={{ 2 }}"], "are both set: give one of them"),
+    ],
+)
+def test_serve_checks_its_chat_template_before_it_listens(checkpoint, options, words, capsys):
+    assert run("serve", checkpoint, "--port", "0", *options) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_rollout_writes_one_line_per_sample_that_replays(checkpoint, tmp_path, capsys):

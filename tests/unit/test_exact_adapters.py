@@ -6,8 +6,8 @@ import logging
 import pytest
 import torch
 
-from rollout_engine import RolloutPolicy, SamplingParams, exact
-from rollout_engine.errors import ConfigError
+from rollout_engine import RolloutPolicy, SamplingParams, concat, exact
+from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from tests.unit.peft_layers import PeftModel, dense
 
@@ -50,6 +50,34 @@ def test_the_trainer_has_the_engines_bits_and_gradients(tmp_path, dtype, is_enab
     ours.sum().backward()
     for parameter_name, parameter in trainer.named_parameters():
         assert (parameter.grad is not None and bool(parameter.grad.any())) == ("lora_" in parameter_name)
+
+
+def test_a_batch_is_computed_under_the_adapter_that_sampled_it_or_refused(tmp_path):
+    path, trainer = tiny_checkpoint(tmp_path), exact.enable(PeftModel(tiny_model(), name="red"))
+    with RolloutPolicy.from_pretrained(path, num_kv_blocks=256, max_model_len=256) as policy:
+        policy.add_lora(trainer.request("red"))
+        policy.add_lora(trainer.request("blue"))
+        red, blue, base = (_rollout(policy, name) for name in ("red", "blue", None))
+        with torch.no_grad():
+            assert exact.check(red, exact.token_logprobs(trainer, red)).is_exact
+            assert exact.check(blue, exact.token_logprobs(trainer, blue)).is_exact  # the trainer's name is another
+            for layer in trainer.adapters():
+                layer.disable_adapters = True
+            reference = exact.token_logprobs(trainer, red)
+            assert torch.equal(_sampled(policy.score(red), red), reference[red["masks", "all_assistant_mask"][:, 1:]])
+            assert exact.check(base, exact.token_logprobs(trainer, base)).is_exact
+    for layer in trainer.adapters():
+        layer.disable_adapters = False
+        for parts in (layer.lora_A, layer.lora_B, layer.lora_dropout):
+            parts["blue"] = copy.deepcopy(parts["red"])
+        layer.scaling["blue"], layer.active_adapters = layer.scaling["red"], ["blue"]
+    with pytest.raises(
+        RequestError, match=r"active adapter='blue' is not allowed: must be 'red', .*set_adapter\('red'\)"
+    ):
+        exact.token_logprobs(trainer, red)
+    with pytest.raises(RequestError, match="adapters that sampled the batch='blue, red' is not allowed: must be one"):
+        exact.token_logprobs(trainer, concat([red, blue]))
+    exact.token_logprobs(trainer, red["tokens", "full"], red["masks", "all_attention_mask"])
 
 
 def test_gradients_are_those_of_the_layers_before():

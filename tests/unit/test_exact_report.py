@@ -53,6 +53,36 @@ def forgotten(batch):
     return batch.to_tensordict()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+def test_a_difference_after_an_optimizer_step_is_expected_and_said_so(path, trainer, kind, how):
+    optimizer = kind(trainer.parameters(), lr=1e-3, **how)
+
+    def step(batch):
+        exact.token_logprobs(trainer, batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return exact.check(batch, exact.token_logprobs(trainer, batch))
+
+    with RolloutPolicy.from_pretrained(path, num_kv_blocks=64) as policy:
+        batch = policy.rollout(PROMPTS, PARAMS, seed=0, use_tqdm=False)
+        report = step(batch)
+        assert not report.is_exact and "not those of version 0, which is expected here: the trainer's" in report.cause
+        assert "since exact.enable, as by the optimizer steps of earlier minibatches or epochs" in str(report)
+        policy.update_weights(trainer)
+        old, batch = batch, policy.rollout(PROMPTS, PARAMS, seed=0, use_tqdm=False)
+        assert exact.check(batch, exact.token_logprobs(trainer, batch)).is_exact
+        cause = exact.check(old, exact.token_logprobs(trainer, old)).cause
+        assert "weights that are not those of version 0" in cause and "expected" not in cause
+        assert "since update_weights sent version 1, as by" in step(batch).cause
+
+
+def test_other_weights_that_were_not_written_to_are_not_expected(trainer, batch):
+    other = exact.enable(tiny_model(seed=9))
+    report = exact.check(batch, logprobs(other, batch))
+    assert not report.is_exact and "expected" not in report.cause
+
+
 def test_equal_log_probs_are_exact_in_both_layouts(trainer, rollouts):
     padded, packed = rollouts["padded"], rollouts["packed"]
     report = exact.check(padded, logprobs(trainer, padded))

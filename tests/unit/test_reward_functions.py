@@ -8,6 +8,7 @@ import pytest
 
 from rollout_engine.errors import RequestError, RewardError
 from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.reward_functions import LARGEST_REWARD
 from rollout_engine.rewards import RewardCaller
 
 CONVERSATION = [{"role": "user", "content": "hi"}]
@@ -20,6 +21,7 @@ def rewards_of(reward_fn, columns=None, prompt="the prompt", weights=None, num=2
     caller = RewardCaller(reward_fn, weights=weights)
     try:
         output = RequestOutput("r", "prompt", [1], None, samples, True, 0)
+        caller.check_columns(columns or {})
         return caller.start(3, prompt, output, columns or {}).result(timeout=300)
     finally:
         caller.close()
@@ -50,12 +52,16 @@ def in_order(prompts, completions, completion_ids, answer):
     return note(prompts=prompts, completions=completions, completion_ids=completion_ids, answer=answer)
 
 
-def other_names(questions, replies, ids, answer):
-    return note(prompts=questions, completions=replies, completion_ids=ids, answer=answer)
-
-
 def by_place_alone(a, b, c, /, **columns):
     return note(prompts=a, completions=b, completion_ids=c, **columns)
+
+
+def two_places(a, b, /, completion_ids, answer):
+    return note(prompts=a, completions=b, completion_ids=completion_ids, answer=answer)
+
+
+def rest_by_place(prompts, *rest, answer):
+    return note(prompts=prompts, completions=rest[0], completion_ids=rest[1], answer=answer)
 
 
 def any_place(*lists, **columns):
@@ -72,7 +78,8 @@ class Judge:
         return note(completions=completions, answer=answer, **kwargs)
 
 
-FULL = [everything, everything_by_name, in_order, other_names, by_place_alone, any_place, wrapped, Judge()]
+FULL = [everything, everything_by_name, in_order, by_place_alone, two_places, any_place, rest_by_place, wrapped]
+FULL.append(Judge())
 FULL.append(
     functools.partial(
         lambda scale, prompts, completions, completion_ids, answer: note(
@@ -101,6 +108,7 @@ def test_a_function_gets_all_lists_however_it_takes_them(function):
         (lambda prompts, completions: note(prompts=prompts, completions=completions), {"prompts", "completions"}),
         (lambda completions, scale=1, bonus=0: note(completions=completions), {"completions"}),
         (lambda *, completion_ids: note(completion_ids=completion_ids), {"completion_ids"}),
+        (lambda completions, *rest: note(completions=completions, rest=rest), {"completions"}),
     ],
 )
 def test_a_function_gets_by_name_what_it_names(function, expected):
@@ -193,13 +201,55 @@ def fails(completions, **kwargs):
         ([third, fails], {}, r"prompts\[3\]: the reward function 'fails' raised KeyError: 'gold'"),
         ([first, lambda *_: [1]], {}, r"prompts\[3\]: the reward function '<lambda>' returned 1 rewards, not 2"),
         ([second, second], {}, r"prompts\[3\], sample 1: the reward is None, not a finite number. None means that"),
-        (lambda completions, trainer_state: [0, 0], {}, "missing 1 required positional argument: 'trainer_state'"),
         ([in_order, in_order], {"answer": 1, "gold": 2}, r"takes the column 'gold' \(asked: in_order, in_order_2\)"),
     ],
 )
 def test_what_goes_wrong_names_the_function(reward_fn, columns, message):
     with pytest.raises(RewardError, match=message):
         rewards_of(reward_fn, columns)
+
+
+def by_answer(prompts, completions, answer):
+    raise AssertionError("called without its column")
+
+
+def of_another_trainer(solution_str, ground_truth, extra_info):
+    raise AssertionError("called without its columns")
+
+
+@pytest.mark.parametrize(
+    "reward_fn,columns,message",
+    [
+        (by_answer, {}, r"'by_answer' needs 'answer', which is no column.*the columns: none. Give it as columns="),
+        (by_answer, {"answers": 1}, r"No reward function takes the column 'answers' \(asked: by_answer\)"),
+        ([by_answer, everything], {"answers": 1}, r"needs 'answer'.*the columns: answers. Did you mean 'answers'\?"),
+        (of_another_trainer, {}, r"needs 'solution_str', which is no column. Arguments are passed by name: prompts, "),
+        (lambda completion, answer: [0, 0], {"answer": 1}, r"needs 'completion'.*Did you mean 'completions'\?"),
+        (lambda a, b, c, d, /: [0, 0], {}, r"needs 'd', which is no column"),
+        (lambda completions, trainer_state: [0, 0], {}, r"needs 'trainer_state', which is no column"),
+    ],
+)
+def test_a_parameter_without_a_column_is_refused_and_never_gets_another_list(reward_fn, columns, message):
+    with pytest.raises(RewardError, match=message):
+        rewards_of(reward_fn, columns)
+
+
+@pytest.mark.parametrize(
+    "reward_fn,weights,message",
+    [
+        (lambda *_: [1.0, 1e39], None, r"prompts\[3\], sample 1: the reward is 1e\+39, which is not finite in float32"),
+        (lambda *_: [0.0, -(10**400)], None, r"prompts\[3\], sample 1: the reward is -1\d+, which is not finite in "),
+        ([lambda *_: [3e38, 0], lambda *_: [3e38, 0]], None, r"sample 0: the weighted sum of the rewards is 6e\+38, w"),
+        ([lambda *_: [0, 3e38]], [2.0], r"sample 1: the weighted sum of the rewards is 6e\+38, which is not finite"),
+    ],
+)
+def test_a_reward_beyond_float32_is_refused(reward_fn, weights, message):
+    with pytest.raises(RewardError, match=message):
+        rewards_of(reward_fn, weights=weights)
+
+
+def test_the_largest_float32_is_a_reward():
+    assert rewards_of(lambda *_: [LARGEST_REWARD, -LARGEST_REWARD]).total == [LARGEST_REWARD, -LARGEST_REWARD]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def group(num=2):
 def rewards_of(reward_fn, columns=None, num=2):
     caller = RewardCaller(reward_fn)
     try:
+        caller.check_columns(columns or {})
         return caller.start(3, "the prompt", group(num), columns or {}).result(timeout=300).total
     finally:
         caller.close()

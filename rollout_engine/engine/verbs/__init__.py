@@ -28,7 +28,9 @@ from rollout_engine.engine.verbs.lifecycle import (
 from rollout_engine.engine.verbs.loras import add_lora, ensure_lora, list_loras, pin_lora, remove_lora, update_lora
 from rollout_engine.engine.verbs.model import (
     apply_model,
+    call_function,
     collective_rpc,
+    get_missing_weights,
     get_model_metadata,
     save_sharded_state,
     score,
@@ -63,7 +65,9 @@ __all__ = [
     "remove_lora",
     "update_lora",
     "apply_model",
+    "call_function",
     "collective_rpc",
+    "get_missing_weights",
     "get_model_metadata",
     "save_sharded_state",
     "score",

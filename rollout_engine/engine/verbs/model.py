@@ -10,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from rollout_engine._structs import plain
+from rollout_engine.class_names import function_name
 from rollout_engine.engine import combine
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.interrupts import allowed
@@ -100,11 +101,11 @@ def score(
 
 
 def _prepare_rpc(
-    method: str, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    method: str | Callable[..., Any], timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Arguments:
     wrong = None
-    if not isinstance(method, str):
-        wrong = f"method must be a name (a str), not {method!r:.80}; for a function on the model there is apply_model"
+    if not isinstance(method, str) and not callable(method):
+        wrong = f"method must be a name (a str), or in process a function of the worker, not {method!r:.80}"
     elif not isinstance(args, list | tuple):
         wrong = f"args must be a list or a tuple, not {args!r:.80}"
     elif not (kwargs is None or isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs)):
@@ -117,7 +118,7 @@ def _prepare_rpc(
 
 
 def _rpc_late(arguments: Arguments, begun: bool) -> RolloutEngineError:
-    method, timeout = arguments["method"], arguments["timeout"]
+    method, timeout = function_name(arguments["method"]), arguments["timeout"]
     fate = (
         "if it has begun it goes on to its end, and steps wait for it" if begun else "it had not begun, and never will"
     )
@@ -147,6 +148,10 @@ def collective_rpc(
 ) -> list[Any]:
     """Call a method of a worker extension (`worker_ext.base`) on every rank, between two steps.
 
+    `method`: its name; or, to an engine of one rank in this process, a function, which is called as
+    `method(worker, *args, **kwargs)` with the worker that extensions have (`worker_ext.base.WorkerLike`). Functions do
+    not cross processes (`LifecycleError`).
+
     Returns one result per rank, in order. `timeout` in seconds: `RPCTimeoutError` after it; a call that had begun goes
     on to its end, and steps wait for it. Raises `RPCError`, nothing run, for a method that does not exist or arguments
     that are not of its types; our own errors as the method raised them; any other as `RPCError` with rank and
@@ -157,6 +162,20 @@ def collective_rpc(
     """
     with allowed():  # a method may take its time
         return driver.executor.collective_rpc(method, args, kwargs or {}, caller=driver.caller)
+
+
+@VERBS.add(crosses=False, public=False, public_name="collective_rpc", late=_rpc_late, span="collective_rpc")
+def call_function(
+    driver: EngineDriver,
+    method: Callable[..., Any],
+    timeout: float | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Do as `collective_rpc` for a function of the worker, in process only."""
+    driver.core.lifecycle.require_alive("collective_rpc")
+    with allowed():
+        return driver.executor.call_function(method, args, kwargs or {})
 
 
 @VERBS.add(crosses=False)
@@ -207,6 +226,15 @@ def save_sharded_state(driver: EngineDriver, path: str, *, timeout: float | None
 def get_model_metadata(driver: EngineDriver, *, timeout: float | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name -> (dtype, shape) of every weight."""
     return driver.executor.metadata()
+
+
+@VERBS.add(public=False)
+def get_missing_weights(driver: EngineDriver, names: list[str], *, timeout: float | None = None) -> list[str]:
+    """Names that, with these of a source, are every weight once; none if these are enough for a whole update.
+
+    Tied weights and the two namings of one weight count once, whichever of their names is there.
+    """
+    return driver.executor.updater.missing(names)
 
 
 def _require_whole_weights(driver: EngineDriver, verb: str) -> None:

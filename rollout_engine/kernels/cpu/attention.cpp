@@ -132,6 +132,7 @@ void start_row(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int 
                int64_t position) {
     T* q = (T*)(s.q + (int64_t)row * z.steps);
     make_ready(c, (const T*)c.q + token * c.q_token + head * c.q_head, c.q_weight, c.q_epsilon, token, q);
+    if (c.q_factors) rows::scale_row(q, ((const T*)c.q_factors)[token], c.dk);
     if (z.dk % per_unit<T>) q[z.dk] = T{};
     memset(s.out + (int64_t)row * z.padded_dv, 0, z.padded_dv * sizeof(float));
     memset(s.total + (int64_t)row * LANES, 0, LANES * sizeof(float));

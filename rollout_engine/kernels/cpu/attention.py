@@ -244,7 +244,7 @@ class AttentionCall(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("plan", "q", "k", "v", "out", "lse", "keys", "values", "sinks", "scratch")
         ),
-        *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "cos", "sin", "q_factors")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
         ("out_token", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_heads", "num_kv_heads", "dk", "dv", "half")),

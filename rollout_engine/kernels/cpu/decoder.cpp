@@ -93,6 +93,7 @@ struct DecoderCall {
     AdapterRows adapter_rows, kept_adapter_rows;  // of the batch, and of `rows`
     void* hidden;             // [T, hidden_size]: embeddings, then the last layer's output; null, as the next two, with ends
     const void *cos, *sin;    // [T, dk]
+    const void* q_factors;    // [T] of the queries after the rotation, or null
     const DecoderEnds* ends;  // or null: the caller has looked up, and norms
     char* memory;             // decoder_bytes(), aligned to a cache line
     char* exchanged;          // decoder_exchanged_bytes(), aligned to a cache line; the same for all ranks
@@ -354,7 +355,7 @@ struct Worker {
         a.q = b.qkv, a.k = b.qkv + q_size, a.v = b.qkv + q_size + k_size, a.out = e.attended + layer.attended.first;
         a.q_token = a.k_token = a.v_token = size, a.q_head = a.k_head = a.dk, a.v_head = a.dv;
         a.out_token = row_stride<T>(layer.attended.whole);
-        a.cos = c.ends ? b.cos : c.cos, a.sin = c.ends ? b.sin : c.sin, a.scratch = b.scratch;
+        a.cos = c.ends ? b.cos : c.cos, a.sin = c.ends ? b.sin : c.sin, a.q_factors = c.q_factors, a.scratch = b.scratch;
         a.num_tokens = c.num_tokens, a.num_threads = c.num_threads;
         attention_in_team(a, team);
         meet_ranks();

@@ -183,20 +183,21 @@ class Decoder:
         plan: attention.AttentionPlan,
         adapters: tuple[DecoderAdapters, AdapterRows] | None = None,
         routed: Tensor | None = None,
+        q_factors: Tensor | None = None,
     ) -> None:
         """Turn embeddings `hidden` [T, hidden_size] into the last layer's output, in place; cos, sin [T, head_dim].
 
         `rows`: int64 [n], those whose output is wanted; the others of `hidden` hold no output afterwards. `adapters`:
         those of rows that have one. `routed`: int32 [T, layers with mixtures, top_k], is filled with the experts that
-        were chosen, the most probable first. Raises `ValueError` for tensors, adapters and rows that do not fit,
-        `BrokenTurnsError` where another rank has ended or failed.
+        were chosen, the most probable first. `q_factors` [T]: of queries, after their rotation. Raises `ValueError` for
+        tensors, adapters and rows that do not fit, `BrokenTurnsError` where another rank has ended or failed.
         """
         num_tokens, dtype = plan.num_tokens, self._dtype
         self._call.hidden = address("hidden", hidden, dtype, (num_tokens, self._hidden_size))
         self._call.cos = address("cos", cos, dtype, (num_tokens, self._head_dim))
         self._call.sin = address("sin", sin, dtype, (num_tokens, self._head_dim))
         self._call.ends = None
-        self._launch(rows, plan, adapters, routed)
+        self._launch(rows, plan, adapters, routed, q_factors)
 
     def run_between(
         self,
@@ -205,6 +206,7 @@ class Decoder:
         plan: attention.AttentionPlan,
         adapters: tuple[DecoderAdapters, AdapterRows] | None = None,
         routed: Tensor | None = None,
+        q_factors: Tensor | None = None,
     ) -> Tensor:
         """Look up the tokens, run the layers, and return rows of the last one's output, behind the norm.
 
@@ -227,7 +229,7 @@ class Decoder:
         )
         self._call.hidden = self._call.cos = self._call.sin = None
         self._call.ends = ctypes.addressof(call)
-        self._launch(rows, plan, adapters, routed)
+        self._launch(rows, plan, adapters, routed, q_factors)
         return states
 
     def _launch(
@@ -236,9 +238,11 @@ class Decoder:
         plan: attention.AttentionPlan,
         adapters: tuple[DecoderAdapters, AdapterRows] | None,
         routed: Tensor | None,
+        q_factors: Tensor | None,
     ) -> None:
         call, num_tokens = self._call, plan.num_tokens
         call.routed = None
+        call.q_factors = None if q_factors is None else address("q_factors", q_factors, self._dtype, (num_tokens,))
         if routed is not None:
             sizes = {each.call.routing.top_k for each in self._mixtures}
             if len(sizes) != 1:
@@ -414,7 +418,8 @@ class _Call(ctypes.Structure):
         *((name, c_void_p) for name in ("layers", "plan", "adapters")),
         ("adapter_rows", RowsCall),
         ("kept_adapter_rows", RowsCall),
-        *((name, c_void_p) for name in ("hidden", "cos", "sin", "ends", "memory", "exchanged", "turns")),
+        *((name, c_void_p) for name in ("hidden", "cos", "sin", "q_factors", "ends")),
+        *((name, c_void_p) for name in ("memory", "exchanged", "turns")),
         *((name, c_void_p) for name in ("routed", "rows")),
         *((name, c_int64) for name in ("num_tokens", "num_rows", "num_mixtures")),
         *((name, _Columns) for name in ("hidden_columns", "intermediate")),

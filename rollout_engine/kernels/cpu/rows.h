@@ -124,4 +124,11 @@ void rotate_row(T* x, const T* cos, const T* sin, int64_t size) {
     }
 }
 
+// x * factor, rounded, over `x`.
+template <typename T>
+void scale_row(T* x, T factor, int64_t size) {
+    const F by = vec::set1(vec::load(&factor, 1)[0]);
+    map(x, x, x, size, [by](F v, F) LAMBDA_INLINE { return v * by; });
+}
+
 }  // namespace rows

@@ -33,9 +33,11 @@ _REFUSED = {
     "alora_invocation_tokens": "an activated LoRA depends on the tokens before",
     "arrow_config": "the adapters of Arrow are mixed by the input",
     "fan_in_fan_out": "its matrices are those of transposed layers",
+    "kasa_config": "it removes small singular values of the base's weights",
     "layer_replication": "it changes the model's layers",
     "lora_bias": "it trains biases beside its matrices",
     "megatron_config": "its layers are Megatron's",
+    "monteclora_config": "its matrices are drawn",
     "modules_to_save": "it replaces whole modules",
     "target_parameters": "it adapts parameters that are no linear layers",
     "trainable_token_indices": "it replaces rows of the embedding",
@@ -44,8 +46,8 @@ _REFUSED = {
     "use_qalora": "QALoRA pools its inputs",
 }
 """Option -> why an adapter that sets it is not served."""
-_CHANGES_BASE = ("corda", "loftq", "olora", "pissa")
-"""Ways to begin an adapter that change the base's weights too."""
+_STARTS = ("eva", "gaussian", "mica", "orthogonal")
+"""Values of init_lora_weights, beside bools, that leave the base's weights as they are."""
 
 
 class LinearAdapter(NamedTuple):
@@ -143,9 +145,14 @@ def _check_config(config: Mapping[str, Any]) -> None:
         hint = "Biases that were trained beside an adapter are the base model's own: send them by update_weights."
         raise RequestError.for_field("config.bias", config["bias"], "'none'", hint)
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-        hint = "It changes the base's weights, too. Convert it to a plain LoRA as peft's documentation says."
-        raise RequestError.for_field("config.init_lora_weights", start, "a start that leaves the base alone", hint)
+    if start is not None and not isinstance(start, bool) and str(start).lower() not in _STARTS:
+        bound = f"a bool, {', '.join(map(repr, _STARTS))}, which leave the base's weights alone"
+        hint = (
+            "Others, such as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, change the base, and the engine has the unchanged "
+            "one. Convert the adapter, after which true stands here: peft_model.save_pretrained(PATH, "
+            "path_initial_model_for_weight_conversion=PATH_OF_THE_START)."
+        )
+        raise RequestError.for_field("config.init_lora_weights", start, bound, hint)
     if not isinstance(config.get("use_rslora") or False, bool):
         hint = "It decides whether lora_alpha is divided by the rank or by its root."
         raise RequestError.for_field("config.use_rslora", config["use_rslora"], "a bool", hint)

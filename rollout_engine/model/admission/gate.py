@@ -2,7 +2,8 @@
 
     1. static rules          properties that only the configuration shows
     2. structural probe      watches one forward (`geometry.probe_geometry`)
-    3. numeric self-check    compares a small copy with large weights with Hugging Face's own forward (`self_check`)
+    3. numeric self-check    compares a small copy with large weights with Hugging Face's own forward, near and far
+                             (`self_check`)
 
 Each catches faults that the others miss. What fails is refused with the reason, never served wrong.
 """
@@ -19,7 +20,6 @@ from rollout_engine.model.admission.self_check import check_numerics
 from rollout_engine.model.modules.construct import construct
 from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
 from rollout_engine.model.modules.one_thread import one_thread
-from rollout_engine.model.modules.rotary import rotary_limit
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +53,12 @@ def admit(module: PreTrainedModel) -> list[LayerGeometry]:
     try:
         with one_thread():
             geometry = probe_geometry(module)
-            check_numerics(module.config, geometry)
+            check_numerics(module, geometry)
     except Refusal as reason:
         raise _worded(module.config, reason) from None
     gate_cache.write(key, geometry)
     logger.info("%s passed the load-time gate in %.2f s.", type(module).__name__, time.perf_counter() - started)
     return geometry
-
-
-def position_limit(config: PretrainedConfig) -> int | None:
-    """Most positions of a sequence that do not depend on the batch; None where the configuration has no limit."""
-    limits = (getattr(config, "max_position_embeddings", None), rotary_limit(config))
-    return min((limit for limit in limits if limit), default=None)
 
 
 def _check_static(config: PretrainedConfig) -> None:

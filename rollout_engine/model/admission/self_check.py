@@ -1,22 +1,29 @@
 """The numeric self-check of the gate: our paged forward must compute what Hugging Face's own forward does.
 
-A small copy of the architecture (few layers, narrow, windows of 8 tokens, float32) gets weights so large that a lost
-softcap, a wrong scale or a window off by one changes the logits; usual initial weights would hide that. The logits of
-several sequences, computed in chunks and single tokens over shuffled blocks, are compared with one eager forward each.
+A small copy of the architecture (few layers, narrow, windows and original lengths of a few tokens, float32) gets
+weights so large that a lost softcap, a wrong scale or a window off by one changes the logits; usual initial weights
+would hide that. The logits of several sequences, computed in chunks and single tokens over shuffled blocks, are
+compared with one eager forward each. Others, all in one step, have their tokens at far positions, across every boundary
+that the configuration may name (`modules.positions`): there logits may change with positions, and never with the batch.
 """
 
 import copy
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rollout_engine.model.cpu.flat_batch import SequenceChunk
+from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import construct, initialize
 from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.modules.layer_watch import layers_of
+from rollout_engine.model.modules.positions import far_starts
+from rollout_engine.model.modules.rotary import rotary_limit
 from rollout_engine.model.packing.linear_groups import fuse_projections
 
 TOLERANCE = 3e-4
@@ -24,32 +31,52 @@ TOLERANCE = 3e-4
 
 _BLOCK_SIZE = 4
 _WINDOW = 8
+_LENGTHS = ("original_max_position_embeddings", "floor_scale")
+"""Fields from which on positions count otherwise, at any depth of a configuration."""
+_LENGTH = 12
+_NUM_FAR = 9
+"""Tokens of each sequence at far positions."""
+_NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index")
+"""Attributes that differ in every layer."""
 _VOCAB_SIZE = 128
 _INTERMEDIATE_SIZE = 96
 
 
-def check_numerics(config: PretrainedConfig, geometry: list[LayerGeometry]) -> None:
-    """Raise `Refusal` unless a small copy of `config`'s architecture computes the same logits both ways."""
-    twins = _small_twins(config, geometry)
-    try:
-        error = _relative_error(*twins)
-    except Exception as problem:  # ours or the module's: either way it cannot run over the paged cache
-        raise Refusal(f"its forward fails over the paged cache ({type(problem).__name__}: {problem})") from None
-    if not error <= TOLERANCE:
-        raise Refusal(
-            f"on a small copy its logits differ from transformers' own by {error:.1e} of the largest "
-            f"(allowed: {TOLERANCE:.0e})"
-        )
+def check_numerics(module: PreTrainedModel, geometry: list[LayerGeometry]) -> None:
+    """Raise `Refusal` unless a small copy of `module`'s architecture computes the same logits both ways.
+
+    The weights of `module` do not matter.
+    """
+    twins, starts = _small_twins(module, geometry), far_starts(module.config, _NUM_FAR)
+    _check_far_geometry(twins[0], twins[2], starts)
+    for place, compare in (("", _relative_error), (" at far positions", partial(_relative_far_error, starts=starts))):
+        try:
+            error = compare(*twins)
+        except Exception as problem:  # ours or the module's: either way it cannot run over the paged cache
+            raise Refusal(
+                f"its forward fails over the paged cache{place} ({type(problem).__name__}: {problem})"
+            ) from None
+        if not error <= TOLERANCE:
+            raise Refusal(
+                f"on a small copy its logits{place} differ from transformers' own by {error:.1e} of the largest "
+                f"(allowed: {TOLERANCE:.0e})"
+            )
+
+
+def _check_far_geometry(engine: PreTrainedModel, near: list[LayerGeometry], starts: list[int]) -> None:
+    for start in starts:
+        if probe_geometry(engine, start) != near:
+            raise Refusal(f"its attention has other parameters from position {start} on")
 
 
 def _small_twins(
-    config: PretrainedConfig, geometry: list[LayerGeometry]
+    module: PreTrainedModel, geometry: list[LayerGeometry]
 ) -> tuple[PreTrainedModel, PreTrainedModel, list[LayerGeometry]]:
     """Small copies with equal weights: (with our attention, with eager attention, geometry)."""
     problem: Exception | None = None
     for shrink in (_narrowed, copy.copy):
         try:
-            small = shrink(_shortened(config, geometry))
+            small = shrink(_shortened(module, geometry))
             engine = construct(small, dtype=torch.float32, attention=ATTENTION_NAME)
             _spread_weights(engine)
             small_geometry = probe_geometry(engine)
@@ -66,11 +93,13 @@ def _small_twins(
     )
 
 
-def _shortened(config: PretrainedConfig, geometry: list[LayerGeometry]) -> PretrainedConfig:
-    """The first layers, enough to include every kind, with a small vocabulary and short windows."""
-    small = copy.deepcopy(config)
+def _shortened(module: PreTrainedModel, geometry: list[LayerGeometry]) -> PretrainedConfig:
+    """The first layers, enough to include every kind, with a small vocabulary, short windows and lengths."""
+    small = copy.deepcopy(module.config)
     total = len(geometry)
-    kinds = [_kind(layer) for layer in geometry]
+    kinds: list[object] = [_kind(layer) for layer in geometry]
+    if layers := layers_of(module, total):
+        kinds = list(zip(kinds, map(_settings, layers), strict=True))
     needed = min(total, max(2, 1 + max(map(kinds.index, kinds))))
     for name, value in list(vars(small).items()):
         if isinstance(value, list) and len(value) == total:
@@ -82,7 +111,18 @@ def _shortened(config: PretrainedConfig, geometry: list[LayerGeometry]) -> Pretr
             setattr(small, name, 0)
     if getattr(small, "sliding_window", None):
         small.sliding_window = _WINDOW
+    if rotary_limit(small) is None:  # the others read no position from there on
+        _shorten_lengths(vars(small))
     return small
+
+
+def _shorten_lengths(fields: dict[str, object]) -> None:
+    """Set lengths to `_LENGTH`, so that prompts pass them."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _shorten_lengths(value)
+        elif name in _LENGTHS and isinstance(value, int | float):
+            fields[name] = _LENGTH
 
 
 def _narrowed(config: PretrainedConfig) -> PretrainedConfig:
@@ -106,6 +146,16 @@ def _kind(layer: LayerGeometry) -> tuple[object, ...]:
     group = layer.num_heads // layer.num_kv_heads
     windowed = layer.sliding_window is not None
     return layer.head_dim_k, layer.head_dim_v, layer.scale, layer.softcap, layer.has_sinks, group, windowed
+
+
+def _settings(layer: nn.Module) -> list[object]:
+    """Classes and settings of a layer's parts, such as whether it rotates or has experts; not its number."""
+    return [
+        (path, type(child).__name__, name, value)
+        for path, child in layer.named_modules()
+        for name, value in sorted(vars(child).items())
+        if isinstance(value, bool | int | float | str) and name not in _NUMBERS
+    ]
 
 
 @torch.no_grad()
@@ -137,6 +187,25 @@ def _relative_error(engine: PreTrainedModel, reference: PreTrainedModel, geometr
             computed[s][first:end] = logits
     wanted = torch.cat(expected)
     return float((torch.cat(computed) - wanted).abs().max() / wanted.abs().max())
+
+
+@torch.no_grad()
+def _relative_far_error(
+    engine: PreTrainedModel, reference: PreTrainedModel, geometry: list[LayerGeometry], *, starts: list[int]
+) -> float:
+    """As `_relative_error`, of one near sequence and one from each of `starts` on, computed in one step."""
+    starts = [0, *starts]
+    tokens = torch.randint(_VOCAB_SIZE, (len(starts), _NUM_FAR), generator=torch.Generator().manual_seed(1))
+    expected = [
+        reference(input_ids=row[None], position_ids=start + torch.arange(_NUM_FAR)[None], use_cache=False).logits[0]
+        for start, row in zip(starts, tokens, strict=True)
+    ]
+    tables = _shuffled_tables((_NUM_FAR,) * len(starts))
+    paged = CpuModel(engine, geometry, num_blocks=sum(map(len, tables)), block_size=_BLOCK_SIZE)
+    chunks = [SequenceChunk(row.tolist(), 0, table) for row, table in zip(tokens, tables, strict=True)]
+    computed = paged.forward(FlatBatch.of(chunks, starts), range(tokens.numel()))
+    wanted = torch.cat(expected)
+    return float((computed - wanted).abs().max() / wanted.abs().max())
 
 
 def _shuffled_tables(lengths: tuple[int, ...]) -> list[list[int]]:

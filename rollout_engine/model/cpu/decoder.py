@@ -91,14 +91,15 @@ class CpuDecoder:
         Returns logits of `rows`, none where there is no output head, and hidden states of `state_rows` [n, H].
         """
         decoder, parts = self._current(), self._structure
+        factors = parts.query_factors and parts.query_factors.rows(positions, parts.norm.weight)
         adapters = None if adapter_rows is None else (self._current_adapters(), adapter_rows)
         wanted = torch.cat([rows, state_rows]) if len(state_rows) else rows
         if parts.head is not None and (ends := self._ends(token_ids, positions)) is not None:
-            states = decoder.run_between(ends, wanted, plan, adapters, routed)
+            states = decoder.run_between(ends, wanted, plan, adapters, routed, factors)
             return LogitRows(states[: len(rows)], parts.head, self._vocab_size), states[len(rows) :]
         hidden = parts.embedding(token_ids)
         cos, sin = self._rotary.rows(positions, hidden)
-        decoder.run(hidden, cos, sin, wanted, plan, adapters, routed)
+        decoder.run(hidden, cos, sin, wanted, plan, adapters, routed, factors)
         states = parts.norm(hidden.index_select(0, state_rows)) if len(state_rows) else hidden[:0]
         if parts.head is None:
             return LogitRows.of(states[:0]), states

@@ -1,29 +1,35 @@
 """Decides whether a module's layers may run as one C++ call: compares every bit with what modules compute."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.cpu import attention as compiled
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
-from rollout_engine.model.cpu.flat_batch import SequenceChunk
+from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.one_thread import one_thread
+from rollout_engine.model.modules.positions import far_starts
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.ranks.seat import ELSEWHERE
 
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 4
+_NUM_PAIRS = 8
+"""Pairs of tokens at far positions in a step."""
 _FAR = 500
+_END = 1 << 16
+"""Trials stay below this position, so that their rotary tables are small: layers read no position but by these."""
 
 
 def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], cut: ModelCut | None = None) -> str | None:
     """Why the layers of `module`, made row-invariant before, must run as modules; None where they need not.
 
-    Runs two small steps each way, over a KV pool of its own. Weights must be loaded: zeros would prove nothing.
+    Runs a few small steps each way, over a KV pool of its own. Weights must be loaded: zeros would prove nothing.
     `cut`: how the module is cut over ranks, which all call this together.
     """
     with one_thread():  # bits do not depend on the number of threads
@@ -60,45 +66,56 @@ class _Disagreement(Exception):
 
 
 def _compiled_model(module: nn.Module, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> CpuModel:
-    return CpuModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, compiled=True, cut=cut)
+    return _model(module, geometry, compiled=True, cut=cut)
+
+
+def _model(module: nn.Module, geometry: Sequence[LayerGeometry], **options: Any) -> CpuModel:
+    return CpuModel(module, geometry, num_blocks=_NUM_BLOCKS + _NUM_PAIRS, block_size=_BLOCK_SIZE, **options)
 
 
 def _compare(module: nn.Module, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> None:
     """Raise `_Disagreement` where the compiled decoder gives other bits than modules."""
     ours = _compiled_model(module, geometry, cut)
-    theirs = CpuModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE)
-    for chunks in _batches(module, geometry):
-        rows = [sum(len(chunk.token_ids) for chunk in chunks[: i + 1]) - 1 for i in range(len(chunks))]
-        pairs = zip(_computed(ours, chunks, rows), _computed(theirs, chunks, rows), strict=True)
+    theirs = _model(module, geometry)
+    for batch in _batches(module, geometry):
+        rows = (batch.columns.token_starts[1:] - 1).tolist()
+        pairs = zip(_computed(ours, batch, rows), _computed(theirs, batch, rows), strict=True)
         if not all(_same_bits(*pair) for pair in pairs):
             raise _Disagreement("its logits or hidden states differ from its modules'")
     if not all(map(_same_bits, ours.kv.tensors(), theirs.kv.tensors())):
         raise _Disagreement("its keys and values differ from its modules'")
 
 
-def _computed(model: CpuModel, chunks: list[SequenceChunk], rows: list[int]) -> tuple[Tensor, Tensor]:
+def _computed(model: CpuModel, batch: FlatBatch, rows: list[int]) -> tuple[Tensor, Tensor]:
     """(logits, hidden states) of these rows."""
-    logits, states = model.forward_states(chunks, rows, rows)
+    logits, states = model.forward_states(batch, rows, rows)
     return logits.take(slice(None)), states
 
 
-def _batches(module: nn.Module, geometry: Sequence[LayerGeometry]) -> Iterator[list[SequenceChunk]]:
-    """Two prompts; then one decodes, the other goes on, and a third sequence is beyond every window.
+def _batches(module: nn.Module, geometry: Sequence[LayerGeometry]) -> Iterator[FlatBatch]:
+    """Two prompts; then one decodes, the other continues, and a third sequence is beyond every window.
 
-    The context of the third one is the first prompt's block, repeated.
+    The context of the third one is the first prompt's block, repeated. At last pairs of tokens, each on both sides of a
+    boundary that the configuration may name.
     """
     config = module.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (64,), generator=generator).tolist()
-    yield [SequenceChunk(tokens[:21], 0, [0, 1]), SequenceChunk(tokens[21:26], 0, [2])]
+    yield FlatBatch.of([SequenceChunk(tokens[:21], 0, [0, 1]), SequenceChunk(tokens[21:26], 0, [2])])
     windows = [layer.sliding_window for layer in geometry if layer.sliding_window]
     limit = getattr(config, "max_position_embeddings", None) or _FAR
     far = min(max([_FAR, *(window + _FAR for window in windows)]), max(0, limit - _BLOCK_SIZE)) // _BLOCK_SIZE
-    yield [
-        SequenceChunk(tokens[26:27], 21, [0, 1]),
-        SequenceChunk(tokens[27:35], 5, [2]),
-        SequenceChunk(tokens[35:38], far * _BLOCK_SIZE, [0] * far + [3]),
-    ]
+    yield FlatBatch.of(
+        [
+            SequenceChunk(tokens[26:27], 21, [0, 1]),
+            SequenceChunk(tokens[27:35], 5, [2]),
+            SequenceChunk(tokens[35:38], far * _BLOCK_SIZE, [0] * far + [3]),
+        ]
+    )
+    starts = far_starts(config, 2, end=_END)
+    for first in range(0, len(starts), _NUM_PAIRS):
+        some = starts[first : first + _NUM_PAIRS]
+        yield FlatBatch.of([SequenceChunk(tokens[38:40], 0, [_NUM_BLOCKS + i]) for i in range(len(some))], some)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

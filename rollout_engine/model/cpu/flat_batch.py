@@ -24,19 +24,23 @@ class FlatBatch(NamedTuple):
     """int64 [T]."""
     columns: ChunkColumns
     """Columns of N chunks."""
+    shifts: np.ndarray | None = None
+    """int64 [N], added to the positions of each chunk's tokens: how trials reach far positions with short contexts."""
 
     @classmethod
-    def of(cls, chunks: Iterable[SequenceChunk]) -> "FlatBatch":
-        """The flat batch of `chunks`, in order."""
+    def of(cls, chunks: Iterable[SequenceChunk], shifts: Sequence[int] | None = None) -> "FlatBatch":
+        """The flat batch of `chunks`, in order; `shifts` as the field."""
         chunks = list(chunks)
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         work = (Chunk(c.num_computed_tokens, len(c.token_ids), c.block_ids) for c in chunks)
-        return cls(np.array(token_ids, np.int64), ChunkColumns.of(work))
+        return cls(np.array(token_ids, np.int64), ChunkColumns.of(work), None if shifts is None else np.array(shifts))
 
     @property
     def positions(self) -> np.ndarray:
         """int64 [T], position of each token in its sequence."""
         first, starts = self.columns.first_positions, self.columns.token_starts
+        if self.shifts is not None:
+            first = first + self.shifts
         if len(first) == len(self.token_ids):
             return first
         return np.arange(len(self.token_ids)) + np.repeat(first - starts[:-1], np.diff(starts))

@@ -19,6 +19,7 @@ from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.expert_patterns import are_gated_experts, routing_of
 from rollout_engine.model.modules.module_patterns import (
     SILU_CLASSES,
+    children_of_one_dtype,
     is_gated_mlp,
     is_gelu_tanh,
     rms_norm_epsilon,
@@ -32,7 +33,7 @@ def make_row_invariant(module: nn.Module) -> None:
 
     Parameters, their names and their tying stay as they are.
     """
-    for child in list(module.modules()):
+    for child in children_of_one_dtype(module):
         if is_gated_mlp(child):
             child.__class__ = RowInvariantMLP
         elif (epsilon := rms_norm_epsilon(child)) is not None:

@@ -97,6 +97,8 @@ class CudaDecoder:
             rms_norm(k, norms.k_weight, norms.epsilon, k)
             norms = None
         rotate_and_write(q, k, v, batch.positions, batch.slots, self._parts.rotary, kv, q, norms)
+        if self._parts.query_factors is not None:
+            q.mul_(self._parts.query_factors[batch.positions][:, None, None])
         out = q.new_empty(len(q), shape.num_heads, shape.head_dim_v)
         self._attention.attend(index, q, kv, layer.attention_params, out)
         return self._adapted(out.flatten(1), layer.out, batch)

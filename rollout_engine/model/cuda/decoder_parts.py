@@ -80,6 +80,8 @@ class Parts(NamedTuple):
     layers: list[Layer]
     norm: Norm
     head: Linear
+    query_factors: Tensor | None
+    """[P] by position, of queries after their rotation; None: there are none."""
 
 
 def parts_of(module: nn.Module, geometry: Sequence[LayerGeometry], num_positions: int) -> Parts:
@@ -96,6 +98,7 @@ def parts_of(module: nn.Module, geometry: Sequence[LayerGeometry], num_positions
         layers=_layers(found.layers),
         norm=_norm(found.norm),
         head=_linear([found.head]),
+        query_factors=found.query_factors and found.query_factors.table(num_positions, weight),
     )
 
 

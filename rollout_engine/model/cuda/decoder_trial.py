@@ -15,6 +15,7 @@ from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.positions import far_starts
 from rollout_engine.model.ranks.seat import ELSEWHERE, Seat
 
 BLOCK_SIZE = 16
@@ -22,6 +23,8 @@ _SIZES = (17, 3), (1, 4)
 """Tokens of two sequences in each step: two prompts; then one decodes while the other goes on."""
 _LONGEST = 18
 """Tokens of the longer one."""
+_END = 1 << 16
+"""Trials stay below this position, so that their rotary tables are small: layers read no position but by these."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Allowed root mean square of the difference, relative to that of the logits."""
 
@@ -89,12 +92,19 @@ def _fused_model(
 
 def _compare(module: nn.Module, geometry: Sequence[LayerGeometry], *, deterministic: bool, block_size: int) -> None:
     """Raise `_Disagreement` where fused layers compute something else than modules, or than a trainer."""
-    ours = served(_fused_model(module, geometry, deterministic=deterministic, block_size=block_size))
-    theirs = served(small_model(module, geometry, block_size, fused=False, deterministic=False))
-    if (problem := disagreement(ours, theirs)) is not None:
-        raise _Disagreement(problem)
-    if deterministic and not all(map(torch.equal, ours, _trained(module))):
-        raise _Disagreement("its logits are not bit for bit those that its modules give a trainer")
+    fused = _fused_model(module, geometry, deterministic=deterministic, block_size=block_size)
+    modules = small_model(module, geometry, block_size, fused=False, deterministic=False)
+    for shift in sorted({0, _far_shift(module)}):
+        ours = served(fused, shift)
+        if (problem := disagreement(ours, served(modules, shift))) is not None:
+            raise _Disagreement(problem)
+        if deterministic and not shift and not all(map(torch.equal, ours, _trained(module))):
+            raise _Disagreement("its logits are not bit for bit those that its modules give a trainer")
+
+
+def _far_shift(module: nn.Module) -> int:
+    """A shift of the trial's positions to the model's last ones, or to those before `_END`; 0 where they are near."""
+    return max(far_starts(module.config.get_text_config(), _LONGEST, end=_END), default=0)
 
 
 def small_model(
@@ -102,7 +112,8 @@ def small_model(
 ) -> CudaModel:
     """A model of `module` with a pool just large enough for the trial's batches."""
     width = _blocks_each(block_size)
-    limits = Limits(num_tokens=64, num_sequences=4, context=width * block_size)
+    context = max(width * block_size, _far_shift(module) + _LONGEST)
+    limits = Limits(num_tokens=64, num_sequences=4, context=context)
     return CudaModel(module, geometry, num_blocks=2 * width, block_size=block_size, limits=limits, **options)
 
 
@@ -123,13 +134,14 @@ def _token_ids(module: nn.Module) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def served(model: CudaModel) -> list[Tensor]:
-    """Logits of each of the trial's sequences, computed by steps of an engine."""
+def served(model: CudaModel, shift: int = 0) -> list[Tensor]:
+    """Logits of each of the trial's sequences, computed by steps of an engine; `shift` is added to all positions."""
     token_ids = _token_ids(model.module)
     logits: list[list[Tensor]] = [[], []]
     first = [0, 0]
     for sizes in _SIZES:
         batch = _batch(token_ids, first, sizes, model.kv.block_size)
+        batch = batch._replace(positions=batch.positions + shift)
         rows = torch.arange(sum(sizes), device=model.device)
         for index, part in enumerate(model.forward(batch, rows).split(sizes)):
             logits[index].append(part)

@@ -23,7 +23,7 @@ from rollout_engine.model.cuda.experts import TrainedExperts, TrainedRouter, swa
 from rollout_engine.model.cuda.gradients import Product, gated_rows, norm_rows
 from rollout_engine.model.modules.attention_interface import rollout_attention
 from rollout_engine.model.modules.expert_patterns import are_gated_experts, routing_of
-from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
+from rollout_engine.model.modules.module_patterns import children_of_one_dtype, is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.modules.row_trial import unproven_parts
 from rollout_engine.model.packing.linear_groups import linears_by_input
 from rollout_engine.model.ranks.cut import outputs_of
@@ -33,7 +33,7 @@ _ATTENTION_NAME = "rollout_engine_on_device"
 
 def make_row_invariant(module: nn.Module) -> None:
     """Replace every `nn.Linear`, and the norms, MLPs and experts that our kernels compute, below a causal LM."""
-    for child in list(module.modules()):
+    for child in children_of_one_dtype(module):
         if hasattr(child, "inv_freq"):
             _compute_on_the_host(module, child)
             if _refuse_coarse_products not in child._forward_pre_hooks.values():

@@ -14,14 +14,16 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.locations import find_directory
-from rollout_engine.model.admission.gate import admit, build_module, position_limit
+from rollout_engine.model.admission.gate import admit, build_module
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.sharded_state import ShardedState
+from rollout_engine.model.loading.unused_names import checkpoint_names
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import initialize, place_on
 from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_of, with_labels
 from rollout_engine.model.modules.loaded_model import LoadedModel, ModelFiles
+from rollout_engine.model.modules.positions import position_limit
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.model.ranks.cut import ModelCut, cut_module
 from rollout_engine.model.ranks.part import part_of
@@ -32,8 +34,6 @@ from sync.manifest import decode_json
 
 logger = logging.getLogger(__name__)
 
-_NEVER_EXPECTED = [r"rotary_emb\.inv_freq$"]
-"""Stored by old versions of transformers; computed from the configuration now."""
 _CPU = torch.device("cpu")
 _DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_FLOATS = (*_DEVICE_DTYPES, torch.float64)
@@ -63,6 +63,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     if seat is None:
         fuse_projections(module)
     table = WeightTable.of(module)
+    names = checkpoint_names(module)
     cut, targets = None, table.views
     if is_dummy:
         initialize(module)
@@ -74,8 +75,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
         state.check_cut(directory, has_columns=cut is not None and bool(cut.columns))
         state.load(directory, 0 if seat is None else seat.rank, _each_once(table, targets))
     elif not is_dummy:
-        ignored = _NEVER_EXPECTED + list(module._keys_to_ignore_on_load_unexpected or ())
-        table.load(entries, ignored=ignored, parts=cut and cut.parts)
+        table.load(entries, names, parts=cut and cut.parts)
     with as_config_errors():
         config_file.check()
     if head_kind is not None:
@@ -90,6 +90,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
         vocab_size=vocab_size,
         targets=targets,
         aliases=table.aliases(),
+        names=names,
         files=ModelFiles(directory, xxhash.xxh3_128_hexdigest(config_file.content())),
         head_kind=head_kind,
         cut=cut,

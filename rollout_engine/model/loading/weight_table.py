@@ -5,7 +5,6 @@ write a module under checkpoint names; run on index tensors instead of weights, 
 parameter each checkpoint name denotes. Loading and weight updates both write through these views.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from rollout_engine.model.loading.checkpoint import as_config_errors
 from rollout_engine.model.ranks.part import Part, Region
 from rollout_engine.model.ranks.share import Share
 from sync.checkpoint import StoredTensor
+from sync.checkpoint_names import CheckpointNames
 from sync.digests import tensor_bytes
 from sync.manifest import counted
 
@@ -56,37 +56,41 @@ class WeightTable(NamedTuple):
         return [names for names in groups.values() if len(names) > 1]
 
     def load(
-        self, entries: list[StoredTensor], *, ignored: Iterable[str] = (), parts: Mapping[str, Part] | None = None
+        self,
+        entries: list[StoredTensor],
+        names: CheckpointNames = CheckpointNames(),  # noqa: B008 (it is frozen)
+        *,
+        parts: Mapping[str, Part] | None = None,
     ) -> None:
         """Fill every view from a checkpoint, converting between floating dtypes (to nearest, ties to even).
 
-        The checkpoint may have further names that match a regular expression of `ignored`. `parts`: fill these instead,
-        which hold something of every view. Raises `ConfigError` before
-        anything is written when a name is missing or unexpected, or a shape or dtype differs.
+        `names`: those that it may have in place of the table's, and besides. `parts`: fill these instead, which hold
+        something of every view. Raises `ConfigError` before anything is written when a name is missing or unexpected,
+        or a shape or dtype differs.
         """
-        skip = re.compile("|".join(f"({pattern})" for pattern in ignored) or r"(?!)")
-        wanted = [e for e in entries if e.name in self.views or not skip.search(e.name)]
+        with as_config_errors():
+            wanted = names.used(((entry.name, entry) for entry in entries), self.views)
         self._check(wanted)
-        self._check_complete({e.name for e in wanted})
+        self._check_complete({name for name, _ in wanted})
         written: dict[tuple[object, ...], str] = {}
         with as_config_errors():
-            for entry in wanted:
-                view = self.views[entry.name]
-                before = written.setdefault(_place(view), entry.name)
-                part = Part(view, Region(0, view.numel())) if parts is None else parts[entry.name]
-                if before == entry.name:
+            for name, entry in wanted:
+                view = self.views[name]
+                before = written.setdefault(_place(view), name)
+                part = Part(view, Region(0, view.numel())) if parts is None else parts[name]
+                if before == name:
                     _fill(part, entry)
                 elif not torch.equal(part.view.cpu(), _part_of(part, entry)):
                     raise ConfigError(
                         f"{entry.path}: '{entry.name}' and '{before}' differ, but the configuration ties them. If they "
                         "are meant to differ, set tie_word_embeddings to false in config.json."
                     )
-            for check in {entry.check for entry in wanted}:
+            for check in {entry.check for _, entry in wanted}:
                 check()
 
-    def _check(self, entries: list[StoredTensor]) -> None:
-        _refuse("not in the model", [f"{e.name} ({e.path.name})" for e in entries if e.name not in self.views])
-        known = [(e, self.views[e.name]) for e in entries]
+    def _check(self, entries: list[tuple[str, StoredTensor]]) -> None:
+        _refuse("not in the model", [f"{e.name} ({e.path.name})" for name, e in entries if name not in self.views])
+        known = [(e, self.views[name]) for name, e in entries]
         _refuse(
             "of another shape",
             [

@@ -2,8 +2,10 @@
 
 import copy
 import itertools
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -11,6 +13,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.core_model_loading import build_glob_alternation
 
 _KINDS = {
     None: AutoModelForCausalLM,
@@ -24,6 +27,7 @@ def construct(
 ) -> PreTrainedModel:
     """A causal LM in eval mode, without gradients, on the CPU. Its parameters are uninitialised memory.
 
+    `dtype`: as for `from_pretrained(dtype=...)`, which keeps some tensors of some architectures in float32.
     `head`: "sequence" or "token": with a head that classifies in place of the output head. `attention` names a
     registered attention function. `config` is not changed; the module has its own copy.
     """
@@ -35,6 +39,7 @@ def construct(
             experts_implementation="eager",
             trust_remote_code=False,
         )
+    _apply_dtype_plan(module, dtype)
     module.to_empty(device="cpu")
     module.tie_weights()
     with torch.no_grad():
@@ -44,6 +49,26 @@ def construct(
             if next(child.buffers(recurse=False), None) is not None:  # rotary frequencies, which no checkpoint has
                 module._init_weights(child)
     return module.eval().requires_grad_(False)
+
+
+def _apply_dtype_plan(module: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give stored tensors the dtypes that `from_pretrained` gives them: it reads the plan as it loads, not before."""
+    plan = module._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, pattern_of_group, _ = build_glob_alternation(list(plan))
+    for name, owner, key, tensor in list(_stored(module)):
+        match = pattern.search(name)
+        if match is not None and match.lastgroup is not None and tensor.is_floating_point():
+            planned = tensor.to(plan[pattern_of_group[match.lastgroup]])
+            setattr(owner, key, nn.Parameter(planned) if isinstance(tensor, nn.Parameter) else planned)
+
+
+def _stored(module: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """(name, module that has it, its name there, tensor) of every tensor that checkpoints have."""
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        path, _, key = name.rpartition(".")
+        yield name, module.get_submodule(path), key, tensor
 
 
 def place_on(module: PreTrainedModel, device: torch.device, *, keep_values: bool = False) -> None:

@@ -3,9 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from rollout_engine.model.modules import layer_patterns
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.layer_patterns import QueryFactors
+from rollout_engine.model.modules.positions import far_starts
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -44,6 +48,7 @@ class DecoderLayer(NamedTuple):
     mlp_norm: nn.Module
     mlp: MLP | Mixture
     geometry: LayerGeometry
+    query_factors: QueryFactors | None
 
 
 class DecoderStructure(NamedTuple):
@@ -55,6 +60,8 @@ class DecoderStructure(NamedTuple):
     norm: nn.Module
     head: nn.Module | None
     """The output head; None where a head classifies."""
+    query_factors: QueryFactors | None
+    """Multiplies the queries of every layer after their rotation; None: nothing does."""
 
 
 def decoder_structure(module: nn.Module, geometry: Sequence[LayerGeometry]) -> DecoderStructure:
@@ -64,13 +71,34 @@ def decoder_structure(module: nn.Module, geometry: Sequence[LayerGeometry]) -> D
     require(children.keys() == {"embed_tokens", "layers", "norm", "rotary_emb"}, f"{_kind(base)} has other parts")
     layers = list(children["layers"])
     require(len(layers) == len(geometry), f"{len(geometry)} of its {len(layers)} layers have attention")
+    head = module.get_output_embeddings()
+    _require_pattern(layer_patterns.base_reason(base))
+    if head is not None:
+        _require_pattern(layer_patterns.head_reason(module))
+    positions = _tried_positions(module)
+    parts = [_layer(layer, one, positions) for layer, one in zip(layers, geometry, strict=True)]
     return DecoderStructure(
         embedding=children["embed_tokens"],
         rotary=children["rotary_emb"],
-        layers=[_layer(layer, one) for layer, one in zip(layers, geometry, strict=True)],
+        layers=parts,
         norm=children["norm"],
-        head=module.get_output_embeddings(),
+        head=head,
+        query_factors=_common_factors(parts, positions),
     )
+
+
+def _tried_positions(module: nn.Module) -> Tensor:
+    """Positions int64 [T] on both sides of every boundary that the configuration may name."""
+    starts = far_starts(module.config.get_text_config(), 2)
+    return torch.tensor(sorted({0, 1, 2, *starts, *(start + 1 for start in starts)}))
+
+
+def _common_factors(layers: Sequence[DecoderLayer], positions: Tensor) -> QueryFactors | None:
+    """The factors of queries of all layers. Raises `UnsupportedStructure` where they differ."""
+    found = [layer.query_factors for layer in layers]
+    values = [torch.ones(len(positions)) if each is None else each.computed(positions, torch.float32) for each in found]
+    require(all(torch.equal(each, values[0]) for each in values), "its layers scale queries differently")
+    return found[0]
 
 
 def require(condition: bool, otherwise: str) -> None:
@@ -79,7 +107,13 @@ def require(condition: bool, otherwise: str) -> None:
         raise UnsupportedStructure(otherwise)
 
 
-def _layer(layer: nn.Module, geometry: LayerGeometry) -> DecoderLayer:
+def _require_pattern(reason: str | None) -> None:
+    """Raise `UnsupportedStructure` with `reason`, the result of a trial in `layer_patterns`, unless it is None."""
+    if reason is not None:
+        raise UnsupportedStructure(reason)
+
+
+def _layer(layer: nn.Module, geometry: LayerGeometry, positions: Tensor) -> DecoderLayer:
     children = dict(layer.named_children())
     require(children.keys() == _LAYER, f"{_kind(layer)} has other parts")
     attention, mlp = children["self_attn"], children["mlp"]
@@ -87,9 +121,14 @@ def _layer(layer: nn.Module, geometry: LayerGeometry) -> DecoderLayer:
     head_norms = [inner.pop(name) for name in ("q_norm", "k_norm") if name in inner]
     require(inner.keys() == {*_QKV, "o_proj"} and len(head_norms) != 1, f"{_kind(attention)} has other parts")
     require(not geometry.has_sinks, "its attention has sinks")
-    owners = [child for child in (layer, attention, mlp) if list(child.parameters(recurse=False))]
-    require(not owners, "its layers have parameters of their own")
+    for child in (layer, attention, mlp):
+        require(not list(child.parameters(recurse=False)), "its layers have parameters of their own")
+        require(not list(child.buffers(recurse=False)), "its layers have buffers of their own")
+    require(len({parameter.dtype for parameter in layer.parameters()}) == 1, "its weights have several dtypes")
     _check_linears(inner.values())
+    pattern = layer_patterns.attention_pattern(attention, geometry, positions)
+    _require_pattern(pattern.reason)
+    _require_pattern(layer_patterns.layer_reason(layer))
     return DecoderLayer(
         attention_norm=children["input_layernorm"],
         qkv=[inner[name] for name in _QKV],
@@ -98,6 +137,7 @@ def _layer(layer: nn.Module, geometry: LayerGeometry) -> DecoderLayer:
         mlp_norm=children["post_attention_layernorm"],
         mlp=_mlp(mlp),
         geometry=geometry,
+        query_factors=pattern.query_factors,
     )
 
 

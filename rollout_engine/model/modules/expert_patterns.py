@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rollout_engine.model.modules.experts import Routing, mixed
-from rollout_engine.model.modules.module_patterns import SILU_CLASSES, agree, copy_with
+from rollout_engine.model.modules.module_patterns import LARGE, SILU_CLASSES, agree, copy_with
 
 _NUM_EXPERTS, _TOP_K, _HIDDEN, _INTERMEDIATE = 6, 3, 8, 5
 _NO_HOOKS: dict[str, Any] = {"_forward_pre_hooks": {}, "_forward_hooks": {}}
@@ -45,8 +45,12 @@ def are_gated_experts(child: nn.Module) -> bool:
     trial, dtype = _small_experts(child), child.down_proj.dtype
     index = torch.arange(48).view(24, 2).mul(7).remainder(_NUM_EXPERTS)
     index[:, 1] = (index[:, 0] + 1 + index[:, 1] % 3) % _NUM_EXPERTS
-    inputs = _waves(24, _HIDDEN, dtype=dtype), index, _waves(24, 2, dtype=dtype).abs()
-    return agree(trial, lambda *given: mixed(*given, trial.gate_up_proj, trial.down_proj), *inputs)
+    x, weights = _waves(24, _HIDDEN, dtype=dtype), _waves(24, 2, dtype=dtype).abs()
+
+    def compute(*given: Tensor) -> Tensor:
+        return mixed(*given, trial.gate_up_proj, trial.down_proj)
+
+    return agree(trial, compute, x, index, weights) and agree(trial, compute, x * LARGE, index, weights)
 
 
 def mixture_of(child: nn.Module) -> Routing | None:
@@ -86,7 +90,9 @@ def _small_experts(child: nn.Module) -> nn.Module:
 
 
 def _has_parameters(child: nn.Module, dimensions: dict[str, int]) -> bool:
-    return {name: p.dim() for name, p in child.named_parameters(recurse=False)} == dimensions
+    """Whether these are its own parameters, and it has no buffers."""
+    own = {name: p.dim() for name, p in child.named_parameters(recurse=False)}
+    return own == dimensions and not list(child.buffers(recurse=False))
 
 
 def _waves(*shape: int, dtype: torch.dtype) -> Tensor:

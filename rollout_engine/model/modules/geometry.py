@@ -17,6 +17,8 @@ from rollout_engine.kernels.attention_params import AttentionParams
 
 _PROBE_NAME = "rollout_engine_probe"
 _NUM_TOKENS = 6
+_FAR = 1 << 20
+"""A position beyond any limit that a mask may have without naming it."""
 HARMLESS_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
 """Tensors that modules pass to attention and that follow from positions."""
 
@@ -48,17 +50,19 @@ class Refusal(Exception):
     """Why a module cannot be served, as half a sentence for `gate.admit`."""
 
 
-def probe_geometry(module: PreTrainedModel) -> list[LayerGeometry]:
+def probe_geometry(module: PreTrainedModel, first_position: int = 0) -> list[LayerGeometry]:
     """The geometry of every attention layer of a Hugging Face causal LM on the CPU, by one forward of six tokens.
 
-    Weights are not changed and their values do not matter. Raises `Refusal` unless each layer calls Hugging Face's
-    attention interface once, with causal or sliding-window attention and no extra inputs.
+    `first_position`: that of the first token; the others follow. Weights are not changed and their values do not
+    matter. Raises `Refusal` unless each layer calls Hugging Face's attention interface once, with causal or
+    sliding-window attention and no extra inputs.
     """
     calls: list[_Call] = []
     token = _calls.set(calls)
     try:
         with _attention_set_to(module, _PROBE_NAME), torch.no_grad():
-            module(input_ids=torch.arange(1, 1 + _NUM_TOKENS)[None], use_cache=False)
+            positions = {"position_ids": torch.arange(_NUM_TOKENS)[None] + first_position} if first_position else {}
+            module(input_ids=torch.arange(1, 1 + _NUM_TOKENS)[None], use_cache=False, **positions)
     except Refusal:
         raise
     except Exception as problem:  # foreign modules may fail in any way
@@ -158,9 +162,10 @@ def _probe_mask(*args: Any, mask_function: Callable[..., Any], local_size: int |
     """Replaces mask construction: evaluates `mask_function(batch, head, q, kv)` where kinds of mask differ."""
     size = local_size or 0
     edges = {size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1} if size else set()
-    queries = sorted({0, 1, 2, 3 * (size or 64)} | edges)
+    queries = sorted({0, 1, 2, 3 * (size or 64), _FAR} | edges)
     reach = size or 9
-    keys = sorted({max(0, q + d) for q in queries for d in (-reach - 1, -reach, -reach + 1, -1, 0, 1)})
+    keys = {max(0, q + d) for q in queries for d in (-reach - 1, -reach, -reach + 1, -1, 0, 1)}
+    keys = sorted(keys | {_FAR - (1 << bits) for bits in range(_FAR.bit_length())})
     q, k, zero = torch.tensor(queries)[:, None], torch.tensor(keys)[None], torch.tensor(0)
     got = torch.as_tensor(mask_function(zero, zero, q, k)).expand(len(queries), len(keys))
     if torch.equal(got, k <= q):

@@ -39,6 +39,8 @@ class LoadedModel(NamedTuple):
     """Live storage by name, the module's names and the checkpoint's: where a weight update writes."""
     aliases: list[list[str]]
     """Names of `targets` that denote the same storage: tied weights, or both namings of one weight."""
+    names: Any
+    """The further names that checkpoints and updates may have, a `sync.checkpoint_names.CheckpointNames`."""
     files: ModelFiles
     head_kind: HeadKind | None = None
     """The head that classifies in place of the output head; None in a causal LM."""

@@ -5,7 +5,7 @@ A module is run with known weights, so a norm that multiplies by (1 + weight), o
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,20 @@ from rollout_engine.kernels.norm import rms_norm
 
 SILU_CLASSES = (nn.SiLU, SiLUActivation)
 _EPSILON_NAMES = ("variance_epsilon", "eps")
+LARGE = 1e3
+"""Times an input of a trial: shows limits to which activations are clamped."""
+
+
+def children_of_one_dtype(module: nn.Module) -> Iterator[nn.Module]:
+    """Every module below `module` but those with parameters in another dtype than its first parameter.
+
+    Such a part, which a checkpoint keeps in float32, converts its input and output as it likes, and the patterns below
+    try a module in the dtype of its own weights only.
+    """
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    for child in list(module.modules()):
+        if all(p.dtype == dtype or not p.is_floating_point() for p in child.parameters(recurse=False)):
+            yield child
 
 
 def is_gated_mlp(child: nn.Module) -> bool:
@@ -25,12 +39,17 @@ def is_gated_mlp(child: nn.Module) -> bool:
     shapes = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
     if children.keys() != {*shapes, "act_fn"} or type(children["act_fn"]) not in SILU_CLASSES:
         return False
-    if list(child.parameters(recurse=False)) or any(type(children[name]) is not nn.Linear for name in shapes):
+    own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+    if own or any(type(children[name]) is not nn.Linear for name in shapes):
         return False
     small = {name: _small_linear(*shape) for name, shape in shapes.items()}
     trial = copy_with(child, _modules=small | {"act_fn": children["act_fn"]})
     x = torch.linspace(-4, 4, 24).view(3, 8)
-    return agree(trial, lambda x: small["down_proj"](gated_silu(small["gate_proj"](x), small["up_proj"](x))), x)
+
+    def compute(x: Tensor) -> Tensor:
+        return small["down_proj"](gated_silu(small["gate_proj"](x), small["up_proj"](x)))
+
+    return agree(trial, compute, x) and agree(trial, compute, x * LARGE)
 
 
 def rms_norm_epsilon(child: nn.Module) -> float | None:
@@ -39,7 +58,7 @@ def rms_norm_epsilon(child: nn.Module) -> float | None:
     if not isinstance(epsilon, float) or [name for name, _ in child.named_parameters()] != ["weight"]:
         return None
     weight = torch.linspace(-1.5, 2.5, child.weight.numel(), dtype=child.weight.dtype)
-    if weight.shape != child.weight.shape or list(child.children()):
+    if weight.shape != child.weight.shape or list(child.children()) or list(child.buffers()):
         return None
     trial = copy_with(child, _parameters=child._parameters | {"weight": nn.Parameter(weight, requires_grad=False)})
     rows = torch.linspace(-4, 5, 3 * len(weight)).view(3, -1) * torch.tensor([[1.0], [1e-2], [1e-4]])

@@ -44,6 +44,12 @@ def active_adapters(model: nn.Module) -> frozenset[str | None]:
     return frozenset(names or {None})
 
 
+def known_adapters(model: nn.Module) -> frozenset[str]:
+    """Names of all adapters of linears, active or not."""
+    layers: list[Any] = [child for child in model.modules() if _is_lora(child)]
+    return frozenset(name for layer in layers for name in layer.lora_A)
+
+
 def make_adapters_exact(model: nn.Module, kernel: Added) -> None:
     """Have every LoRA layer of a linear compute its adapter by the engine's own product, `kernel`, in place."""
     for child in model.modules():

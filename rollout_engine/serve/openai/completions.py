@@ -1,6 +1,7 @@
 """POST /v1/completions: prompts of text or token ids, completed."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,7 +11,15 @@ from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.generation import Generation, failed
 from rollout_engine.serve.openai.logprobs import text_logprobs
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
-from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage
+from rollout_engine.serve.openai.shapes import (
+    StreamOptions,
+    matched_stop,
+    now,
+    of_versions,
+    sglang_metadata,
+    total_usage,
+)
+from rollout_engine.serve.openai.text_offsets import TextOffsets
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SamplingFields, Settings
 from rollout_engine.serve.served import Served
@@ -43,7 +52,7 @@ class CompletionBody(SamplingFields, kw_only=True):
 
 async def create(served: Served, asked: Asked) -> Reply | Events:
     """Complete prompts of text or token ids."""
-    call = _Call(served, asked, await served.adapter_of(asked.body.model))
+    call = await asked.read_fields(_Call, served, asked, await served.adapter_of(asked.body.model))
     if asked.body.stream:
         return Events(call.events())
     return Reply(await call.reply())
@@ -53,8 +62,8 @@ class _Call:
     """One call: its settings, and how its outputs are written."""
 
     __slots__ = (
-        *("_asked", "_body", "_created", "_echoes", "_id", "_is_scoring", "_lora", "_prompts", "_rows"),
-        *("_served", "_settings"),
+        *("_asked", "_body", "_created", "_echoes", "_id", "_is_scoring", "_lora", "_offsets", "_prompts"),
+        *("_rows", "_served", "_settings"),
     )
 
     def __init__(self, served: Served, asked: Asked, lora: str | None) -> None:
@@ -69,6 +78,8 @@ class _Call:
         self._prompts = _prompts(body)
         self._rows: dict[int, msgspec.Raw | None] = {}
         """Index of a prompt -> its log-probs as JSON, once for all its choices."""
+        self._offsets: dict[tuple[int, int], TextOffsets] = {}
+        """Index of a prompt and of a sample -> where its next token begins in its text."""
 
     async def reply(self) -> dict[str, Any]:
         with Generation(self._served, self._asked, self._body.request_id) as generation:
@@ -81,11 +92,12 @@ class _Call:
                 raise problem
             await self._write_rows(index, result)
             choices += [self._choice(index, result, sample, 0, is_first=True) for sample in result.outputs]
-        made_by = {"weight_version": max(choice["weight_version"] for choice in choices)}
+        version = max(choice["weight_version"] for choice in choices)
+        made_by = {"weight_version": version, **sglang_metadata(self._served, version)}
         return self._response(choices, {"usage": total_usage(results, not self._is_scoring), **made_by})
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        body, finished = self._body, list[RequestOutput]()
+        body, outputs = self._body, dict[int, RequestOutput]()
         counts: dict[tuple[int, int], int] = {}
         asks = body.stream_options or StreamOptions()
         with Generation(self._served, self._asked, body.request_id) as generation:
@@ -101,11 +113,13 @@ class _Call:
                     start = counts.get(key, 0)
                     choice = self._choice(index, output, sample, start, is_first=key not in counts)
                     counts[key] = start + len(sample.token_ids)
-                    yield self._response([choice], {"usage": None} if asks.include_usage else {})
-                if output.finished:
-                    finished.append(output)
+                    outputs[index] = output
+                    yield self._response([choice], asks.usage_so_far(partial(self._usage, outputs, counts)))
         if asks.include_usage:
-            yield self._response([], {"usage": total_usage(finished, not self._is_scoring, sum(counts.values()))})
+            yield self._response([], {"usage": self._usage(outputs, counts)})
+
+    def _usage(self, outputs: Mapping[int, RequestOutput], counts: Mapping[tuple[int, int], int]) -> Any:
+        return total_usage([*outputs.values()], not self._is_scoring, sum(counts.values()))
 
     async def _start(self, generation: Generation) -> None:
         body = self._body
@@ -141,14 +155,15 @@ class _Call:
         body, served = self._body, self._served
         text, token_ids = (sample.text, sample.token_ids) if not self._is_scoring else ("", [])
         echoes = self._echoes and is_first
-        if echoes:
-            text = self._prompt_text(output) + text
+        prompt_text = self._prompt_text(output) if echoes else ""
+        text = prompt_text + text
         choice: dict[str, Any] = {
             "index": index * self._settings.params.n + sample.index,
             "text": text,
             "logprobs": None,
             "finish_reason": "length" if self._is_scoring and sample.finish_reason else sample.finish_reason,
             "stop_reason": sample.stop_reason,
+            "matched_stop": None if self._is_scoring else matched_stop(sample),
             "seed": sample.seed,
             **of_versions(sample, served.weight_version),
         }
@@ -159,6 +174,7 @@ class _Call:
                 served,
                 prompt,
                 counted,
+                self._offsets_of(index, output, sample, prompt_text if echoes else None),
                 num_top=body.logprobs,
                 as_ids=served.names_token_ids(body.return_tokens_as_token_ids),
             )
@@ -168,6 +184,18 @@ class _Call:
         if body.prompt_logprobs is not None and is_first:
             choice["prompt_logprobs"] = self._rows[index]
         return choice
+
+    def _offsets_of(
+        self, index: int, output: RequestOutput, sample: CompletionOutput, prompt_text: str | None
+    ) -> list[int]:
+        """Places of the tokens of a choice, or of those that are new. `prompt_text`: its prompt's, if it has it."""
+        key = index, sample.index
+        if key not in self._offsets:
+            codec = self._served.engine.frontend.inputs.codec
+            self._offsets[key] = TextOffsets(codec, self._settings.params, output.prompt_token_ids)
+        offsets = self._offsets[key]
+        before = [] if prompt_text is None else offsets.of_prompt(prompt_text, output.prompt_token_ids)
+        return before + ([] if self._is_scoring else offsets.of_sample(sample.token_ids))
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:

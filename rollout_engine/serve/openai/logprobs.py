@@ -25,9 +25,15 @@ def values_of(logprobs: np.ndarray) -> Any:
 
 
 def text_logprobs(
-    served: Served, prompt: RequestOutput | None, sample: CompletionOutput | None, *, num_top: int, as_ids: bool
+    served: Served,
+    prompt: RequestOutput | None,
+    sample: CompletionOutput | None,
+    offsets: list[int],
+    *,
+    num_top: int,
+    as_ids: bool,
 ) -> dict[str, Any]:
-    """The legacy shape of /v1/completions: columns of tokens, their log-probs, the most likely ones, and offsets.
+    """The legacy shape of /v1/completions: columns of tokens, their log-probs, the most likely ones, and `offsets`.
 
     `prompt`: its tokens come first, the first of them without a log-prob. `num_top`: how many of the most likely ones
     it may show, which may have been found for more; -1: all.
@@ -46,10 +52,6 @@ def text_logprobs(
         tokens += [texts[each] for each in sample.token_ids]
         values += own
         top += _top_dicts(texts, sample.token_ids, own, sample.top_logprobs)
-    offsets, length = [], 0
-    for token in tokens:
-        offsets.append(length)
-        length += len(token)
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 

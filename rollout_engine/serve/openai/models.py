@@ -7,6 +7,8 @@ import msgspec
 from rollout_engine.errors import RequestError
 from rollout_engine.pooling_params import supported_tasks
 from rollout_engine.serve.openai.chat_fields import chat_options
+from rollout_engine.serve.prompt_bounds import check_text_size
+from rollout_engine.serve.request_templates import with_rendered_text
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
 
@@ -56,8 +58,10 @@ async def tokenize(served: Served, asked: Asked) -> Reply:
         prompt = {"prompt": body.prompt}
         if body.add_special_tokens is not None:
             prompt["add_special_tokens"] = body.add_special_tokens
-    token_ids = served.engine.frontend.inputs.token_ids_of(prompt)
-    texts = served.codec.hf.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+    prompt = await with_rendered_text(served, prompt)
+    check_text_size(served, prompt)
+    token_ids = await asked.read_texts(served.engine.frontend.inputs.token_ids_of, prompt)
+    texts = await asked.read_texts(served.codec.hf.convert_ids_to_tokens, token_ids) if body.return_token_strs else None
     count = {"count": len(token_ids), "max_model_len": served.max_model_len}
     return Reply({**count, "tokens": token_ids, "token_strs": texts})
 
@@ -74,12 +78,16 @@ async def detokenize(served: Served, asked: Asked) -> Reply:
     """Text of token ids."""
     body: DetokenizeBody = asked.body
     served.check_model(body.model)
+    return Reply({"prompt": await asked.read_texts(_text, served, body)})
+
+
+def _text(served: Served, body: DetokenizeBody) -> str:
     size = served.engine.frontend.client.info.vocab_size
-    for token_id in body.tokens:
-        if not 0 <= token_id < size:
-            raise RequestError.for_field("tokens", token_id, f"token ids from 0 to {size - 1}")
+    wrong = next((each for each in body.tokens if not 0 <= each < size), None)
+    if wrong is not None:
+        raise RequestError.for_field("tokens", wrong, f"token ids from 0 to {size - 1}")
     special = set(served.codec.hf.all_special_ids) if body.skip_special_tokens else set()
-    return Reply({"prompt": served.codec.decode([each for each in body.tokens if each not in special])})
+    return served.codec.decode([each for each in body.tokens if each not in special])
 
 
 async def tokenizer_info(served: Served, asked: Asked) -> Reply:

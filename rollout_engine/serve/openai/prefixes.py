@@ -5,7 +5,7 @@ from typing import Any
 
 from rollout_engine.errors import RequestError
 from rollout_engine.serve.served import Served
-from rollout_engine.text.chat_turns import ChatTurns
+from rollout_engine.text.chat_turns import ChatTurns, RewrittenTurns, once_followed
 from rollout_engine.text.conversations import as_messages
 
 
@@ -21,8 +21,16 @@ def prompt_after(served: Served, prefix: Sequence[int], messages: Sequence[Any],
     if not prefix or not new:
         bound = "given with messages that have an answer, and at least one message after it"
         raise RequestError.for_field("required_prefix_token_ids", list(prefix)[:8], bound)
-    turns = ChatTurns(served.codec, **options)
-    rewriting = turns.rewriting([message["role"] for message in new])
+    turns, past = ChatTurns(served.codec, **options), listed[: answered[-1]]
+    opened = turns.text(past) if past else None
+    sampled, roles = served.codec.decode(served.codec.without_end(prefix)), [message["role"] for message in new]
+    try:
+        if opened is not None and sampled.startswith(opened):
+            said = sampled[len(opened) :]
+            return [*prefix, *turns.between(opened, turns.text([*past, turns.message(said), *new]), said, prefix)]
+        rewriting = turns.rewriting(roles)  # earlier answers differ from the messages: what was sampled is not known
+    except RewrittenTurns as problem:
+        rewriting = once_followed(roles, problem.how)
     if rewriting is not None:
         what = f"the chat template rewrites earlier turns ({rewriting})"
         raise RequestError(f"required_prefix_token_ids cannot be kept: {what}.", field="required_prefix_token_ids")

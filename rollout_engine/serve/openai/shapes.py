@@ -1,19 +1,30 @@
 """Parts of responses that several routes have."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.serve.served import Served
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of a streamed response."""
 
     include_usage: bool | None = None
+    """End with an event that has the usage and no choice."""
     continuous_usage_stats: bool | None = None
+    """Show in every event the usage so far, of all its choices together."""
+    include_obfuscation: bool | None = None
+    """Changes nothing: events are never padded."""
+
+    def usage_so_far(self, usage: Callable[[], Any]) -> dict[str, Any]:
+        """The field of an event that is not the last one."""
+        if self.continuous_usage_stats:
+            return {"usage": usage()}
+        return {"usage": None} if self.include_usage else {}
 
 
 def now() -> int:
@@ -47,8 +58,23 @@ def of_versions(sample: CompletionOutput, live_version: int) -> dict[str, Any]:
     return found if sample.quantization is None else found | {"quantization": sample.quantization}
 
 
-def weight_versions(sample: CompletionOutput) -> list[dict[str, Any]]:
-    """The spans as vLLM and SGLang write them."""
+def sglang_metadata(served: Served, version: int) -> dict[str, Any]:
+    """The version of the weights as SGLang's clients read it from whole responses."""
+    return {"metadata": {"weight_version": served.versions.text_of(version)}}
+
+
+def matched_stop(sample: CompletionOutput) -> int | str | None:
+    """What has ended a sample, as SGLang's clients read it: the end token's id or the stop string; None for neither."""
+    if sample.finish_reason != "stop":
+        return None
+    if sample.stop_reason is not None:
+        return sample.stop_reason
+    return sample.token_ids[-1] if sample.token_ids else None
+
+
+def weight_versions(served: Served, sample: CompletionOutput) -> list[dict[str, Any]]:
+    """The spans as vLLM and SGLang write them: versions as texts, those that clients gave them if they did."""
+    text_of = served.versions.text_of
     return [
-        {"version": str(span.policy_version), "start": span.start, "end": span.end} for span in sample.version_spans
+        {"version": text_of(span.policy_version), "start": span.start, "end": span.end} for span in sample.version_spans
     ]

@@ -7,14 +7,20 @@ tool_choice   "none"           calls stay text
 """
 
 import json
-import re
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from rollout_engine.episodes.tool_calls import ToolFormat, format_of_template, parse_typed_calls
+from rollout_engine.episodes.tool_calls import (
+    PROMPT_END,
+    ToolFormat,
+    format_of_template,
+    opens_thinking,
+    parse_typed_calls,
+)
 from rollout_engine.errors import RequestError
 from rollout_engine.serve.served import Served
+from rollout_engine.text.tokenizer import TextCodec
 
 _TAGS: dict[ToolFormat, tuple[str, str, str]] = {
     "hermes": ("<tool_call>", '<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"),
@@ -22,19 +28,30 @@ _TAGS: dict[ToolFormat, tuple[str, str, str]] = {
 }
 """What a call begins with, all before its arguments, and what ends it."""
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_BEGINS = re.compile(r"<tool_call>|<\|python_tag\|>|^\s*\{")
+_HEAD = 16
+"""Characters by which a call that a stop string has cut is found in the text."""
 
 
 class ToolParser:
     """Finds the calls in answers to one request.
 
     Args:
-        form: how the chat template teaches to write them.
+        form: how the answers write them.
         tools: JSON schemas.
+        bound: the structured outputs of `structured_outputs`.
+        is_forced: whether an answer begins with a call, even if the prompt has opened <think>.
     """
 
-    def __init__(self, served: Served, form: ToolFormat, tools: Sequence[Any], bound: dict[str, Any] | None) -> None:
-        self._codec, self._form, self._tools = served.codec, form, tools
+    def __init__(
+        self,
+        codec: TextCodec,
+        form: ToolFormat,
+        tools: Sequence[Any],
+        bound: dict[str, Any] | None,
+        *,
+        is_forced: bool,
+    ) -> None:
+        self._codec, self._form, self._tools, self._is_forced = codec, form, tools, is_forced
         self.structured_outputs = bound
         """The form that answers are bound to; None where they are free."""
 
@@ -53,29 +70,47 @@ class ToolParser:
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 bound = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
                 raise RequestError.for_field(f"tools[{index}]", tool, bound)
-        template = chat_template or served.codec.hf.chat_template
-        form = format_of_template(str(template))
+        is_forced = named is not None or tool_choice == "required"
+        if chat_template is None:
+            form = served.tool_format
+        else:  # a client's template is not run more often than its prompt needs
+            form = format_of_template(served.codec.find_template(chat_template, tools))
+        if is_forced and form not in _TAGS:  # the grammar writes JSON, whatever the template teaches
+            form = "llama3"
         if form is None:
-            hint = "Give a chat_template that has them."
+            hint = 'Give a chat_template that has them, or tool_choice "required" or a named tool, which need none.'
             raise RequestError.for_field("tools", "tools", "absent: the chat template teaches no form of calls", hint)
-        return cls(served, form, tools, _bound(form, [_function(tool) for tool in tools], tool_choice, named))
+        structures = _bound(form, [_function(tool) for tool in tools], is_forced, named)
+        return cls(served.codec, form, tools, structures, is_forced=is_forced)
 
-    def find(self, token_ids: list[int]) -> list[dict[str, Any]]:
-        """The calls of an answer. What is broken stays text."""
-        found = parse_typed_calls(self._codec.decode(token_ids), self._form, self._tools)
-        return [
-            {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
-            for call in found.calls
-        ]
+    def split(
+        self, prompt_token_ids: Sequence[int], token_ids: list[int], text: str
+    ) -> tuple[list[dict[str, Any]], str]:
+        """(calls, words) of an answer, whose decoded text is given: all that is no call stays in its words."""
+        codec = self._codec
+        is_thinking = False if self._is_forced else opens_thinking(codec.decode(list(prompt_token_ids[-PROMPT_END:])))
+        parsed = parse_typed_calls(codec.decode(token_ids), self._form, self._tools, is_thinking=is_thinking)
+        for written in reversed(parsed.call_texts):
+            text = self._without(text, written)
+        return [_call(call.name, call.arguments) for call in parsed.calls], text
 
-    def text_before(self, text: str) -> str:
-        """What an answer says before its first call."""
-        found = _BEGINS.search(text)
-        return text[: found.start()].rstrip() if found else text
+    def _without(self, text: str, written: str) -> str:
+        """The text without its last such call, which may lack special tokens there, or its end after a stop string."""
+        for each in (written, self._codec.remove_special_tokens(written)):
+            start = text.rfind(each)
+            if start < 0:
+                start = text.rfind(each[:_HEAD])
+                start = start if each.startswith(text[start:]) else -1
+            if start >= 0:
+                parts = text[:start].rstrip(), text[start + len(each) :].lstrip()
+                return "\n".join(part for part in parts if part)
+        return text
+
+
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call as OpenAI writes it: its arguments are JSON text."""
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def _named(tool_choice: Any) -> str | None:
@@ -91,17 +126,11 @@ def _named(tool_choice: Any) -> str | None:
 
 
 def _bound(
-    form: ToolFormat, functions: list[dict[str, Any]], tool_choice: Any, named: str | None
+    form: ToolFormat, functions: list[dict[str, Any]], is_forced: bool, named: str | None
 ) -> dict[str, Any] | None:
     """Structured outputs of a choice; None for free answers."""
-    is_forced = named is not None or tool_choice == "required"
-    if not is_forced and not any(function.get("strict") for function in functions):
+    if form not in _TAGS or not (is_forced or any(function.get("strict") for function in functions)):
         return None
-    if form not in _TAGS:
-        if not is_forced:
-            return None
-        hint = f"The chat template writes calls as {form}, whose arguments are texts that no JSON schema binds."
-        raise RequestError.for_field("tool_choice", tool_choice, '"auto" or "none"', hint)
     asked = [function for function in functions if named in (None, function["name"])]
     if not asked:
         known = ", ".join(sorted(function["name"] for function in functions))

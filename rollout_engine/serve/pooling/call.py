@@ -39,6 +39,7 @@ class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int = 0
@@ -111,6 +112,8 @@ class PoolingCall:
         body = self._body
         lora = await self._served.adapter_of(body.model)
         self.head["model"] = lora or self._served.model
+        if body.truncation_side is not None:
+            params["truncation_side"] = body.truncation_side
         pooling = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, **params)
         with Generation(self._served, self._asked, body.request_id) as generation:
             with _by_names(names or [f"input[{i}]" for i in range(len(prompts))]):

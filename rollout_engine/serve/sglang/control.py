@@ -24,20 +24,20 @@ async def model_info(served: Served, asked: Asked) -> Reply:
     config = served.engine.frontend.client.info.config
     return Reply(
         {
-            "model_path": config.model,
+            "model_path": served.model_path,
             "tokenizer_path": config.tokenizer or config.model,
             "is_generation": True,
             "preferred_sampling_params": None,
             "has_image_understanding": False,
             "has_audio_understanding": False,
-            "weight_version": str(served.weight_version),
+            "weight_version": served.version_text,
         }
     )
 
 
 async def get_weight_version(served: Served, asked: Asked) -> Reply:
     """Version of the live weights, as text."""
-    return Reply({"weight_version": str(served.weight_version)})
+    return Reply({"weight_version": served.version_text})
 
 
 class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +49,7 @@ class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def pause_generation(served: Served, asked: Asked) -> Reply:
     """Stop generating: requests in flight end with what they have ("abort"), or wait. New ones wait too."""
     await served.engine.pause_generation(mode=_MODES[asked.body.mode])
+    served.is_paused = True
     return Reply({"message": "Generation paused successfully.", "status": "ok", "success": True})
 
 
@@ -60,13 +61,13 @@ class ContinueBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 async def continue_generation(served: Served, asked: Asked) -> Reply:
     """Go on after a pause. Refused while an update is incomplete: the old weights would go on serving unnoticed."""
-    if served.updates.is_begun:
+    if served.updates.is_begun or served.updates.waits_for_end:
         missing = await served.updates.missing()
         what = f"{first_names(missing)} of the model's weights have not come" if missing else "an update was not ended"
         hint = "Send them, or give the update up by /destroy_weights_update_group; the old weights are live still."
         raise LifecycleError(f"continue_generation: {what}. {hint}")
     await served.engine.resume_generation()
-    served.refuses = None
+    served.is_paused = False
     return Reply({"message": "Generation continued successfully.", "status": "ok", "success": True})
 
 
@@ -85,6 +86,17 @@ async def flush_cache(served: Served, asked: Asked) -> Reply:
             raise HttpProblem(400, f"flush_cache: requests in flight hold KV blocks. {hint}")
         await engine.reset_prefix_cache(reset_running_requests=True)
     return Reply({"success": True, "message": "Cache flushed."})
+
+
+async def is_idle(served: Served, asked: Asked) -> Reply:
+    """200 once nothing is computed, as clients that flush by GET wait for it. It flushes nothing: POST does."""
+    core = (await served.engine.get_metrics()).core
+    num_open = core.num_running + core.num_waiting
+    if num_open and not await served.engine.is_paused():
+        hint = "Wait for them or pause them; after an update nothing needs to be flushed."
+        raise HttpProblem(400, f"GET /flush_cache: {num_open} sequences are in flight. {hint}")
+    message = "Nothing is computed. A GET flushes nothing: KV is keyed by the version that made it. POST flushes."
+    return Reply({"success": True, "message": message})
 
 
 class MemoryBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -156,7 +168,7 @@ async def _load_of(served: Served) -> dict[str, Any]:
         "max_total_num_tokens": num_tokens,
         "max_running_requests": info.config.max_num_seqs,
         "token_usage": core.cache_usage,
-        "weight_version": str(served.weight_version),
+        "weight_version": served.version_text,
     }
 
 

@@ -65,7 +65,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 async def generate(served: Served, asked: Asked) -> Reply | Events:
     """Complete prompts of text or token ids; while generation is paused, they wait."""
-    call = _Call(served, asked)
+    call = await asked.read_fields(_Call, served, asked)
     await call.check_adapters()
     if asked.body.stream:
         return Events(call.events())

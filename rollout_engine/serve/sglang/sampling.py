@@ -24,9 +24,6 @@ class SglangFields(SamplingFields, kw_only=True):
     min_new_tokens: Any = None
     sampling_seed: Any = None
     no_stop_trim: Any = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
     structural_tag: Any = None
 
 

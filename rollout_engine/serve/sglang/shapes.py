@@ -8,7 +8,7 @@ import numpy as np
 
 from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.openai.logprobs import values_of
-from rollout_engine.serve.openai.shapes import of_versions, weight_versions
+from rollout_engine.serve.openai.shapes import matched_stop, of_versions, weight_versions
 from rollout_engine.serve.routed_experts import as_int32
 from rollout_engine.serve.served import Served
 from rollout_engine.serve.sglang.sampling import Wanted
@@ -28,8 +28,8 @@ def answer(
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": len(sample.token_ids),
         "cached_tokens": output.num_cached_tokens,
-        "weight_version": str(versions["weight_version"]),
-        "weight_versions": weight_versions(sample),
+        "weight_version": served.versions.text_of(versions["weight_version"]),
+        "weight_versions": weight_versions(served, sample),
         "seed": sample.seed,
     }
     if output.metrics is not None and output.metrics.finished_time is not None:
@@ -105,8 +105,7 @@ def _finish_reason(sample: CompletionOutput) -> dict[str, Any] | None:
         case None:
             return None
         case "stop":
-            matched = sample.token_ids[-1] if sample.stop_reason is None else sample.stop_reason
-            return {"type": "stop", "matched": matched}
+            return {"type": "stop", "matched": matched_stop(sample)}
         case "length":
             return {"type": "length", "length": len(sample.token_ids)}
         case _:

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import LifecycleError, RequestError, RPCError
+from rollout_engine.errors import RequestError, RPCError
+from rollout_engine.outputs import UpdateReport
 from rollout_engine.serve.pending_update import as_version, report_fields
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
@@ -126,6 +127,8 @@ async def update_weights_from_disk(served: Served, asked: Asked) -> Reply:
     as_version(body.weight_version)
     await _abort(served, body)
     report = await served.updates.load(body.model_path, body.weight_version, partial=body.partial)
+    if not body.partial:
+        served.model_path = body.model_path
     return Reply({**report_fields(report), "num_paused_requests": 0})
 
 
@@ -142,12 +145,8 @@ async def begin_weight_update(served: Served, asked: Asked) -> Reply:
 
 
 async def end_weight_update(served: Served, asked: Asked) -> Reply:
-    """Commit the update that was begun, whole or not at all. Asked again, it reports the same."""
-    if served.updates.is_begun:
-        return Reply(report_fields(await served.updates.commit(asked.body.weight_version)))
-    if served.updates.last is not None:
-        return Reply(report_fields(served.updates.last))
-    raise LifecycleError("end_weight_update: no tensors have come: send them first.")
+    """Commit the update that was begun, whole or not at all. Asked again with its version, it reports the same."""
+    return Reply(report_fields(await served.updates.end("end_weight_update", asked.body.weight_version)))
 
 
 class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -163,7 +162,7 @@ async def update_weight_version(served: Served, asked: Asked) -> Reply:
     if new != live:
         what = f"the live weights have version {live}, and a version belongs to its weights"
         raise HttpProblem(409, f"update_weight_version: {what}. Send weight_version={new} with the update itself.")
-    return Reply({"success": True, "message": f"The version is {live}.", "new_version": str(live)})
+    return Reply({"success": True, "message": f"The version is {live}.", "new_version": served.version_text})
 
 
 class NameBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -208,6 +207,8 @@ async def _abort(served: Served, body: CommonBody) -> None:
 
 
 async def _commit_if_complete(served: Served, body: CommonBody) -> Reply:
+    if not (body.partial or served.updates.waits_for_end) and await served.updates.have_arrived_late():
+        return _committed(await served.updates.commit_late())
     missing = [] if body.partial else await served.updates.missing()
     if missing or served.updates.waits_for_end:
         message = (
@@ -215,7 +216,10 @@ async def _commit_if_complete(served: Served, body: CommonBody) -> Reply:
         )
         live = str(served.weight_version)
         return Reply({"success": True, "message": message, "num_missing": len(missing), "weight_version": live})
-    report = await served.updates.commit(body.weight_version, partial=body.partial)
+    return _committed(await served.updates.commit(body.weight_version, partial=body.partial))
+
+
+def _committed(report: UpdateReport) -> Reply:
     return Reply({**report_fields(report), "weight_version": str(report.version)})
 
 

@@ -4,13 +4,17 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.core.lifecycle import PauseMode
+from rollout_engine.core.lifecycle import TAGS, PauseMode
 from rollout_engine.errors import RequestError
 from rollout_engine.lora_request import LoRARequest
 from rollout_engine.serve.adapter_problems import by_route_names
+from rollout_engine.serve.options import Seconds
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
+
+_SCHEDULING = "scheduling"
+"""Woken by name in vLLM; here requests are scheduled once all memory is back."""
 
 
 class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -20,24 +24,27 @@ class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """ "abort", "wait" or "keep", as `pause_generation` says."""
     clear_cache: bool | None = None
     wait_for_inflight_requests: bool | None = None
-    drain_timeout: float | None = None
+    drain_timeout: Seconds | None = None
 
 
 async def pause(served: Served, asked: Asked) -> Reply:
-    """Stop generating: requests in flight end with what they have ("abort"), finish ("wait"), or wait ("keep")."""
+    """Stop generating: requests in flight end with what they have ("abort"), finish ("wait"), or wait ("keep").
+
+    New ones wait.
+    """
     body: PauseBody = asked.body
     mode: PauseMode = "wait" if body.wait_for_inflight_requests else body.mode
-    async with served.refusing(None if mode == "keep" else f"mode={mode}"):
-        await served.engine.pause_generation(
-            mode=mode, clear_cache=bool(body.clear_cache), drain_timeout=body.drain_timeout
-        )
+    await served.engine.pause_generation(
+        mode=mode, clear_cache=bool(body.clear_cache), drain_timeout=body.drain_timeout
+    )
+    served.is_paused = True
     return Reply({"status": "paused", "success": True, "weight_version": served.weight_version})
 
 
 async def resume(served: Served, asked: Asked) -> Reply:
     """Go on after a pause."""
     await served.engine.resume_generation()
-    served.refuses = None
+    served.is_paused = False
     return Reply({"status": "resumed", "success": True, "weight_version": served.weight_version})
 
 
@@ -51,15 +58,21 @@ class SleepBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     level: int = 1
     mode: PauseMode = "abort"
-    drain_timeout: float | None = None
+    drain_timeout: Seconds | None = None
     tags: list[str] | str | None = None
+    """Given alone to /wake_up."""
 
 
 async def sleep(served: Served, asked: Asked) -> Reply:
     """Give memory back: the KV pool (level 1), and the weights as well (level 2)."""
     body: SleepBody = asked.body
-    async with served.refusing("asleep"):
-        await served.engine.sleep(body.level, body.mode, drain_timeout=body.drain_timeout)
+    if body.level not in (1, 2):
+        raise RequestError.for_field("level", body.level, "1 (the KV pool) or 2 (the weights as well)")
+    if body.tags:
+        hint = "POST /release_memory_occupation takes tags."
+        raise RequestError.for_field("tags", body.tags, "left out: the level says which memory is given back", hint)
+    await served.engine.sleep(body.level, body.mode, drain_timeout=body.drain_timeout)
+    served.is_paused = True
     return Reply({"status": "asleep", "success": True})
 
 
@@ -72,10 +85,13 @@ class WakeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def wake_up(served: Served, asked: Asked) -> Reply:
     """Take memory back: "weights", "kv_cache", or all."""
     body: WakeBody = asked.body
-    await served.engine.wake_up(body.tags)
+    given = [body.tags] if isinstance(body.tags, str) else body.tags
+    if given and not set(given) <= {*TAGS, _SCHEDULING}:
+        raise RequestError.for_field("tags", body.tags, f"of {' and '.join(map(repr, TAGS))}, or left out for all")
+    await served.engine.wake_up([tag for tag in given if tag != _SCHEDULING] if given else None)
     is_asleep = await served.engine.is_sleeping()
     if not is_asleep and not await served.engine.is_paused():
-        served.refuses = None
+        served.is_paused = False
     return Reply({"status": "asleep" if is_asleep else "awake", "success": True})
 
 

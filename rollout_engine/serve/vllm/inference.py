@@ -1,6 +1,7 @@
 """POST /inference/v1/generate: token ids in, token ids out. Nothing is tokenized, and no text is made."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -70,7 +71,7 @@ class InferenceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 async def generate(served: Served, asked: Asked) -> Reply | Events:
     """Complete a prompt of token ids by token ids."""
-    call = _Call(served, asked, await _adapter(served, asked.body))
+    call = await asked.read_fields(_Call, served, asked, await _adapter(served, asked.body))
     if asked.body.stream:
         return Events(call.events())
     return Reply(await call.reply())
@@ -108,7 +109,7 @@ class _Call:
                 _, output = found
                 more = await self._first_more(output) if last is None else {}
                 num_sampled += sum(len(sample.token_ids) for sample in output.outputs)
-                usage = {"usage": total_usage([output], True, num_sampled)} if asks.continuous_usage_stats else {}
+                usage = asks.usage_so_far(partial(total_usage, [output], True, num_sampled))
                 yield self._response(self._choices(output), more | usage)
                 last = output
         if asks.include_usage and last is not None:
@@ -147,7 +148,7 @@ class _Call:
             "stop_reason": sample.stop_reason,
             "seed": sample.seed,
             **self._routed_experts(sample),
-            "weight_versions": weight_versions(sample),
+            "weight_versions": weight_versions(self._served, sample),
             **of_versions(sample, self._served.weight_version),
         }
 

@@ -37,7 +37,7 @@ async def server_info(served: Served, asked: Asked) -> Reply:
         "lora_config": {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank} if has_loras else None,
     }
     flat = {
-        "model_path": config.model,
+        "model_path": served.model_path,
         "served_model_name": served.model,
         "tokenizer_path": config.tokenizer or config.model,
         "dtype": info.dtype,
@@ -50,7 +50,7 @@ async def server_info(served: Served, asked: Asked) -> Reply:
         "dp_size": 1,
         "pp_size": 1,
         "ep_size": 1,
-        "internal_states": [{"weight_version": str(served.weight_version)}],
+        "internal_states": [{"weight_version": served.version_text}],
     }
     about = {"engine": "rollout-engine", "version": version("rollout-engine"), "weight_version": served.weight_version}
     engine_config = msgspec.to_builtins(config) | {"block_size": info.block_size}  # a number, which clients read

@@ -54,6 +54,7 @@ async def join(
         raise RequestError.for_field("master_port", port, "a port, 1 to 65535")
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "name": name, "seconds": seconds}
     served.updates.drop()
+    served.updates.group = None  # the former one's trainer may be gone, whether another one comes or not
     served.updates.group = await run_in_thread(PlainGroup.join, address, int(port), **options)
 
 
@@ -108,12 +109,8 @@ class FinishBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 async def finish_weight_update(served: Served, asked: Asked) -> Reply:
-    """Commit the update that was begun, whole or not at all. Asked again, it reports the same."""
-    if served.updates.is_begun:
-        return Reply(report_fields(await served.updates.commit(asked.body.weight_version)))
-    if served.updates.last is not None:
-        return Reply(report_fields(served.updates.last))
-    raise LifecycleError("finish_weight_update: no tensors have come: send them by /update_weights first.")
+    """Commit the update that was begun, whole or not at all. Asked again with its version, it reports the same."""
+    return Reply(report_fields(await served.updates.end("finish_weight_update", asked.body.weight_version)))
 
 
 class FetchBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -135,9 +132,9 @@ async def fetch_weights(served: Served, asked: Asked) -> Reply:
 
 async def weight_info(served: Served, asked: Asked) -> Reply:
     """Names, dtypes and shapes of the weights, their digest, and the live version."""
-    metadata = await served.engine.get_model_metadata()
+    weights = await served.updates.weights()
     [digest, *_] = await served.engine.collective_rpc("get_weight_digest")
-    names = {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in metadata.items()}
+    names = {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in weights.items()}
     return Reply({"weights": names, "digest": digest, "weight_version": served.weight_version})
 
 

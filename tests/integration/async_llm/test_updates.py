@@ -32,6 +32,13 @@ def expected(checkpoint, options):
     return found
 
 
+def test_names_of_other_checkpoints_of_the_model_are_taken(engine, expected):
+    stray = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    for seed in (1, 0):
+        weights = {name.removeprefix("model."): tensor for name, tensor in tiny_weights(seed).items()}
+        assert asyncio.run(engine.update_weights(weights | stray)).digest == expected[seed][0]
+
+
 @pytest.mark.parametrize("transport", [None, "shm", "store", "gloo"])
 def test_every_transport_gives_the_weights_of_an_engine_in_process(engine, last_of, expected, transport):
     async def run():

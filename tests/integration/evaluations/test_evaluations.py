@@ -8,7 +8,7 @@ import pytest
 
 from envs_adapters import Observation
 from rollout_engine import EvalReport, EvalTask, SamplingParams, read_jsonl, replay
-from rollout_engine.errors import ConfigError, RequestError, RewardError
+from rollout_engine.errors import ConfigError, EpisodeError, RequestError, RewardError
 from rollout_engine.evaluation.sweep import seed_of
 from tests.integration.evaluations.sweeps import ROWS, SETTINGS, TASK, essence, evaluated, has_letter, row_of
 
@@ -179,6 +179,66 @@ def test_environments_are_tasks(policy, tmp_path, cut):
     for sample in whole.samples:
         if sample["evaluation"]["task"] == "guess":
             assert f"Say {'etaoin'[sample['group_id']]}." in sample["prompt"] and sample["num_turns"] == 2
+
+
+class Down:
+    """One turn that pays 1; odd starts fail while it is down, all of them while everything is."""
+
+    is_down, is_everything_down = True, False
+
+    def reset(self, seed):
+        self.fails = Down.is_everything_down or (Down.is_down and seed % 2)
+        return "Go."
+
+    def step(self, action):
+        if self.fails:
+            raise ConnectionError("the sandbox is down")
+        return Observation(reward=1.0, terminated=True)
+
+
+def test_failed_episodes_are_counted_apart_and_made_again(policy, tmp_path, monkeypatch):
+    task = {"flaky": EvalTask(env=Down, num_prompts=4)}
+    monkeypatch.setattr(Down, "is_down", True)
+    for _ in range(2):  # asked again while it is down, it fails again, and nothing is lost
+        report = evaluated(policy, task, out=tmp_path)
+        for setting in SETTINGS:
+            failed, mean = (row_of(report, metric, setting=setting) for metric in ("failed", "mean"))
+            assert (failed["value"], failed["num_prompts"], failed["num_samples"]) == (0.5, 4, 12)
+            assert (mean["value"], mean["num_prompts"], mean["num_samples"]) == (1.0, 2, 6)
+    monkeypatch.setattr(Down, "is_down", False)
+    again = evaluated(policy, task, out=tmp_path)
+    assert [(row["value"], row["num_samples"]) for row in again.table if row["metric"] == "failed"] == [(0.0, 12)] * 2
+    assert (
+        essence(EvalReport.read(tmp_path).samples) == essence(again.samples) == essence(evaluated(policy, task).samples)
+    )
+
+
+def test_an_environment_that_always_fails_ends_the_evaluation(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(Down, "is_everything_down", True)
+    with pytest.raises(EpisodeError, match="task 'flaky'.*All 12 episodes failed; the first: .*the sandbox is down"):
+        evaluated(policy, {"flaky": EvalTask(env=Down, num_prompts=4)}, out=tmp_path)
+
+
+FORGETS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_an_episode_of_several_rows_is_one_sample_that_ends_with_its_last_answer(policy, tmp_path):
+    task = EvalTask(
+        env=Guess, num_prompts=3, episodes={"on_rewrite": "branch"}, chat={"chat_template": FORGETS}, answer=str
+    )
+    sweep = {"settings": {"long": {"max_tokens": 12, "ignore_eos": True}}}
+    report = evaluated(policy, {"guess": task}, sweep=sweep, out=tmp_path)
+    assert len(report.samples) == 3 * 3 and row_of(report, "length")["value"] == 24
+    for sample in report.samples:
+        assert set(sample["turns"]) == {1} and sample["num_turns"] == 2, "the second row"
+        assert sample["evaluation"]["answer"] == sample["response"] and len(sample["response_token_ids"]) == 12
+    report.to_parquet(tmp_path / "samples.parquet")
+    assert pyarrow.parquet.read_table(tmp_path / "samples.parquet").column("num_tokens").to_pylist() == [24] * 9
+    assert evaluated(policy, {"guess": task}, sweep=sweep, out=tmp_path).table == report.table
 
 
 def test_names_of_reasoning_gym_are_tasks(policy):

@@ -48,6 +48,8 @@ REFUSED = [
     (Observation("a", "1"), "finite number.*not str"),
     (Observation("a", np.zeros(2)), "finite number"),
     (Observation("a", 10**400), "finite number"),
+    (Observation("a", 1e39), "must be finite in float32"),
+    (Observation("a", {0: -(10**39)}), "must be finite in float32"),
     (Observation("a", {1: 1.0}), "seat from 0 to 0"),
     (Observation("a", seat=1), "num_seats"),
     (Observation("a", terminated=1), "terminated=1.*True or False"),

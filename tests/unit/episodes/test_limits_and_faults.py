@@ -67,6 +67,17 @@ def test_how_an_episode_ended_is_apart_from_how_its_last_answer_ended(policy, sa
     assert (sample["done"], sample["terminated"], sample["truncated"]) == (True, says[0], is_cut)
 
 
+def test_rewards_that_add_up_beyond_float32_fail_their_episode(policy):
+    class Large(Counting):
+        def step(self, action):
+            return Observation(" more ", 3e38 if self.random.random() < 0.7 else 0.0)
+
+    batch = play(policy, Large, max_turns=3, num_episodes=8)
+    assert batch["next", "reward"].isfinite().all() and batch["rewards", "turn"].isfinite().all()
+    assert "The rewards of seat 0 add up to 6e+38, which is not finite in float32." in list(batch["error"])
+    assert None in list(batch["error"])
+
+
 class WithoutSeed(Counting):
     def reset(self):
         return "Go."

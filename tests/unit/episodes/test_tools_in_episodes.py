@@ -1,8 +1,11 @@
 """Tools within episodes: whose tool a call names decides who answers it, and the policy reads what was answered."""
 
+from itertools import combinations, permutations
+
 import pytest
 
 from envs_adapters import Observation
+from rollout_engine.errors import EpisodeError, RequestError
 from rollout_engine.policy import RolloutPolicy
 from rollout_engine.sampling_params import SamplingParams
 from tests.unit.episodes.playing import play, row_ids, sampled_turns
@@ -13,7 +16,7 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-PARAMS = SamplingParams(max_tokens=160)
+PARAMS = SamplingParams(max_tokens=240)
 
 
 def add(a: int, b: int) -> int:
@@ -136,6 +139,142 @@ def test_a_broken_call_stays_text_and_is_flagged(played):
     assert action.text == broken and not action.tool_calls
     assert len(action.broken_calls) == 1
     assert batch["next", "reward"].item() == 0.0
+
+
+def sub(a: int, b: int) -> int:
+    """Subtracts.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a - b
+
+
+class Both(Looks):
+    """An environment with a function and a tool that `step` answers."""
+
+    tools = [sub, *Looks.tools]
+
+
+CALLS = {
+    "add": (call("add", '{"a": 1, "b": 2}'), "3"),
+    "sub": (call("sub", '{"a": 7, "b": 2}'), "5"),
+    "look": (call("look", '{"for": "it"}'), "looked up {'for': 'it'}"),
+    "no": (call("no", "{}"), "Error: Unknown tool 'no'. Known: add, look, sub."),
+    "broken": ('<tool_call>{"name": "add", "arguments": {</tool_call>', "Error: not JSON: Expecting property name"),
+}
+
+
+@pytest.mark.parametrize(
+    "names", [*permutations(("add", "sub", "look")), ("no", "broken", "sub"), *combinations(CALLS, 2)]
+)
+def test_each_call_of_an_answer_is_made_by_its_owner_and_answered_in_its_place(played, names):
+    asked = "".join(CALLS[name][0] for name in names)
+    batch, actions = played(Both, [asked, "3"], tools=[add])
+    contents = [content for role, content in roles_and_contents(batch) if role == "tool"]
+    assert len(contents) == len(names)
+    assert all(content.startswith(CALLS[name][1]) for name, content in zip(names, contents, strict=True))
+    assert [[each.name for each in action.tool_calls] for action in actions] == [["look"]] * ("look" in names) + [[]]
+    assert not any(action.broken_calls for action in actions)
+    assert batch["next", "reward"].item() == 1.0 + 0.5 * ("look" in names)
+
+
+def test_a_name_of_no_tool_does_not_reach_the_environment(played):
+    batch, actions = played(Both, [CALLS["no"][0], "3"])
+    assert [action.text for action in actions] == ["3"]
+    [content] = [content for role, content in roles_and_contents(batch) if role == "tool"]
+    assert content == "Error: Unknown tool 'no'. Known: look, sub."
+
+
+def cat(path: str) -> str:
+    """Reads a file.
+
+    Args:
+        path: its path
+    """
+    return {"empty": "", "full": "42"}[path]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_an_empty_result_is_a_result(played, is_own):
+    asked = call("cat", '{"path": "empty"}') + call("cat", '{"path": "full"}')
+    env, options = (Asks, {"tools": [cat]}) if is_own else (type("Cats", (Asks,), {"tools": [cat]}), {})
+    batch, _ = played(env, [asked, "3"], **options)
+    assert roles_and_contents(batch)[2:4] == [("tool", ""), ("tool", "42")]
+    assert "<|tool|><eos><|tool|>42<eos>" in CODEC.decode(row_ids(batch, 0))
+
+
+class SecondBegins(Looks):
+    """A game of two, in which seat 1 begins and each answers once; the tool of its own is `look`."""
+
+    num_seats = 2
+
+    def reset(self, seed):
+        return Observation("What is 1 + 2?", seat=1)
+
+    def step(self, action):
+        self.actions.append(action)
+        if action.tool_calls:
+            return Observation("It is your turn.", seat=0)
+        return Observation("", {action.seat: 1.0}, terminated=True)
+
+
+def test_the_seat_that_calls_reads_the_result(played):
+    batch, actions = played(SecondBegins, [CALLS["add"][0], "3"], tools=[add])
+    assert batch["seat"].tolist() == [1] and [action.seat for action in actions] == [1]
+    assert roles_and_contents(batch)[2] == ("tool", "3")
+
+
+def test_results_stay_with_their_seat_if_the_step_passes_the_turn_on(played):
+    asked = CALLS["add"][0] + CALLS["look"][0]
+    batch, _ = played(SecondBegins, [asked], tools=[add], seats={0: lambda messages: f"I read {len(messages)}"})
+    assert roles_and_contents(batch) == [("user", "What is 1 + 2?"), ("assistant", asked), ("tool", "3")]
+
+
+def test_a_call_drafted_in_thinking_that_the_prompt_has_opened_is_not_made(played):
+    thinks = TEMPLATE.replace("<|assistant|>{% endif", "<|assistant|><think>\n{% endif")
+    batch, [action] = played(Asks, [CALLS["add"][0]], tools=[add], chat_template=thinks, on_rewrite="branch")
+    assert not action.tool_calls and not action.broken_calls
+
+
+IGNORES = TEMPLATE[TEMPLATE.index("{% for m") :]
+
+
+class Names(Asks):
+    """Names the rollout's tool and its parameters in the question, but for the words in `leaves_out`."""
+
+    leaves_out = ""
+
+    def reset(self, seed):
+        return f"What is 1 + 2? You may call {'add(a, b)'.replace(self.leaves_out, '')}."
+
+
+def test_a_prompt_may_show_the_tools_that_its_template_ignores(played):
+    batch, _ = played(Names, [CALLS["add"][0], "3"], tools=[add], chat_template=IGNORES)
+    assert ("tool", "3") in roles_and_contents(batch)
+
+
+@pytest.mark.parametrize("word", ["add", "b"])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_tools_that_neither_the_template_nor_the_prompt_shows_are_refused(played, word, is_own):
+    env = type("LeavesOut", (Names,), {"leaves_out": word} | ({} if is_own else {"tools": [add]}))
+    with pytest.raises(EpisodeError, match=rf"tools=\['add'\].*ignores tools.*'{word}' is in none"):
+        played(env, ["3"], chat_template=IGNORES, **({"tools": [add]} if is_own else {}))
+
+
+@pytest.mark.parametrize("on_rewrite", ["refuse", "branch"])
+def test_tools_under_a_template_that_teaches_no_form_of_calls_need_the_form(played, on_rewrite):
+    said = r"tools=\['(add|look)'\].*teaches no form.*Give tool_format='hermes' or"
+    with pytest.raises(RequestError, match=said):
+        played(Asks, ["3"], tools=[add], tool_format=None, on_rewrite=on_rewrite)
+    with pytest.raises(EpisodeError, match=said):
+        played(Looks, ["3"], tool_format=None, on_rewrite=on_rewrite)
+
+
+def test_two_tools_of_one_name_are_refused(played):
+    with pytest.raises(EpisodeError, match="both have a tool 'sub': rename one of them"):
+        played(Both, ["3"], tools=[sub])
 
 
 def test_calls_count_as_turns(played):

@@ -63,6 +63,19 @@ def test_prompts_with_too_few_samples_have_no_pass_at_k():
     assert {("pass@1", 3), ("pass@4", 2), ("maj@4", 2), ("mean", 3)} <= counts
 
 
+def test_failed_episodes_have_a_metric_of_their_own_and_are_in_no_other():
+    samples = [sample | {"error": None} for sample in evaluated(3)]
+    for sample in samples:
+        if sample["group_id"] == 0 or (sample["group_id"] == 1 and sample["sample_index"] == 2):
+            sample |= {"error": "the sandbox is down", "reward": -100.0}
+    report = EvalReport(PLAN, samples)
+    rows = {row["metric"]: row for row in report.table if row["checkpoint"] == CHECKPOINTS[0]}
+    assert rows["failed"]["value"] == pytest.approx((1 + 1 / 4 + 0) / 3)
+    assert (rows["failed"]["num_prompts"], rows["failed"]["num_samples"]) == (3, 12)
+    assert (rows["mean"]["num_prompts"], rows["mean"]["num_samples"]) == (2, 7) and rows["mean"]["low"] >= 0
+    assert (rows["pass@1"]["num_prompts"], rows["pass@4"]["num_prompts"]) == (2, 1)
+
+
 def test_a_line_for_each_cell_and_each_difference_is_printed():
     report = EvalReport(PLAN, evaluated(3))
     cells, differences = (part.splitlines() for part in str(report).split("\n\n"))

@@ -9,6 +9,7 @@ from rollout_engine.engine.calls import CallFuture
 from rollout_engine.errors import RetryableError, StaleVersionError, TransferTimeoutError
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.sampling_params import SamplingParams
+from sync.checkpoint_names import CheckpointNames
 from tests.unit.fleet.fake_fleet import FakeClient, make_service
 
 PROMPT = [5, 6, 7, 8]
@@ -25,7 +26,7 @@ class DraftingClient(FakeClient):
             return super().call(name, arguments)
         assert arguments == {"draft": True}, "the policy's weights are left alone"
         answer = CallFuture()
-        answer.succeed((self.version, {}))
+        answer.succeed((self.version, {}, CheckpointNames()))
         return answer
 
     def stage_weights(self, path, version, options):

@@ -124,6 +124,35 @@ def test_replica_index_chooses_the_replica(service, provider, index):
     assert num_tokens_of(provider)[1 - index] == 0
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_data_parallel_rank_chooses_the_replica(service, provider, rank):
+    async def last(**options):
+        async with AsyncLLM.from_client(service.frontend.client) as engine:
+            return [output async for output in engine.generate(PROMPTS[0], SHORT, **options)][-1]
+
+    asyncio.run(last(data_parallel_rank=rank))
+    assert num_tokens_of(provider) == [4 * (index == rank) for index in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(data_parallel_rank=2), "^data_parallel_rank=2 .* one of 0, 1"),
+        (dict(data_parallel_rank=True), "data_parallel_rank=True"),
+        (dict(data_parallel_rank=0, session_id="s"), "both choose the replica"),
+    ],
+)
+def test_ranks_that_are_not_there_are_refused(service, options, said):
+    engine = AsyncLLM.from_client(service.frontend.client)
+
+    async def first(method):
+        await anext(getattr(engine, method)(PROMPTS[0], **options))
+
+    for method in ("generate", "encode"):
+        with pytest.raises(RequestError, match=said):
+            asyncio.run(first(method))
+
+
 def test_a_pinned_request_goes_on_elsewhere_when_its_replica_dies(service, provider):
     long = ENDLESS.clone(max_tokens=100)
     expected = tokens(service.generate(PROMPTS, long, use_tqdm=False, replica_index=0))

@@ -154,3 +154,10 @@ def test_the_process_ends_with_its_owner(trials):
     [process] = trials._processes
     trials.close()
     assert process._process.returncode is not None
+
+
+def test_a_known_grammar_waits_for_no_trial(lasting_trials, monkeypatch):
+    given = {"choice": ["known", "before"]}
+    lasting_trials.require(given)
+    monkeypatch.setattr(lasting_trials, "_lock", None)  # a trial of another grammar holds it for seconds
+    lasting_trials.require(given)

@@ -205,6 +205,16 @@ def test_a_bad_reward_stops_the_sampling_at_once(rig):
     assert rig.executor.num_steps == 1
 
 
+def test_a_reward_function_without_its_column_is_refused_before_anything_is_sampled(rig):
+    def by_answer(completions, answer):
+        raise AssertionError
+
+    with pytest.raises(RewardError, match="'by_answer' needs 'answer', which is no column"):
+        rig.rollout(PROMPTS, reward_fn=by_answer)
+    assert rig.executor.num_steps == 0
+    rig.assert_clean()
+
+
 def test_an_interrupt_in_the_reward_function_leaves_nothing_behind(rig):
     def interrupted(*_):
         raise KeyboardInterrupt

@@ -11,6 +11,7 @@ from rollout_engine.messages import UpdateOptions
 from rollout_engine.process import weight_rendezvous
 from rollout_engine.process.weight_client import WeightClient
 from rollout_engine.process.weight_rendezvous import Rendezvous, make_directory, remove_directories
+from sync.checkpoint_names import CheckpointNames
 
 METADATA = {"w": ("float32", (4,))}
 
@@ -68,7 +69,7 @@ class Caller:
     def call(self, name, arguments):
         self.called.append(name)
         answer = Future()
-        answer.set_result((1, METADATA))
+        answer.set_result((1, METADATA, CheckpointNames()))
         return answer
 
 

@@ -76,4 +76,4 @@ class Client:
 
 @pytest.fixture(scope="package")
 def client(policy):
-    return Client(App(policy, ServeOptions(served_model_name="tiny")))
+    return Client(App(policy, ServeOptions(served_model_name="tiny", trust_request_chat_template=True)))

@@ -53,6 +53,9 @@ def test_without_an_admin_key_control_is_closed(policy):
     "headers, said",
     [
         ({"origin": "https://evil.example"}, "https://evil.example"),
+        ({"origin": "null"}, "'null'"),
+        ({"sec-fetch-site": "cross-site"}, "cross-site"),
+        ({"sec-fetch-site": "same-site"}, "same-site"),
         ({"host": "evil.example"}, "names another machine"),
         ({"host": "evil.example:8000"}, "names another machine"),
     ],
@@ -62,9 +65,40 @@ def test_pages_in_a_browser_may_not_call(client, policy, headers, said):
     assert not policy.is_paused()
 
 
-def test_pages_that_were_given_leave_may_call(policy):
+@pytest.mark.parametrize("method, path", sorted({("GET", row.path) for row in ROUTES if "GET" in row.methods}))
+def test_an_image_of_another_page_reaches_no_route(client, method, path):
+    headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"}
+    assert client.send(method, path, headers=headers).status_code == 403
+
+
+def test_an_address_that_the_user_opens_is_answered(client):
+    for site in ("none", "same-origin"):
+        assert client.send("GET", "/v1/models", headers={"sec-fetch-site": site}).status_code == 200
+
+
+CHANGES = sorted({row.path for row in ROUTES if row.access is Access.ADMIN} - {"/get_weights_by_name"})
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_no_get_changes_anything(client, path):
+    if path == "/flush_cache":  # clients of SGLang wait by it until nothing is computed
+        assert "flushes nothing" in client.send("GET", path).json()["message"]
+        return
+    response = client.send("GET", path)
+    assert response.status_code == 405 and response.headers["allow"] == "POST"
+    assert "send a POST" in response.json()["error"]["message"]
+
+
+def test_pages_that_were_given_leave_may_call_and_read(policy):
     client = Client(App(policy, ServeOptions(allowed_origins=["https://mine.example"])))
-    assert client.send("GET", "/v1/models", headers={"origin": "https://mine.example"}).status_code == 200
+    page = {"origin": "https://mine.example", "sec-fetch-site": "cross-site"}
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    allowed = client.send("OPTIONS", "/v1/completions", headers=page | asked)
+    assert allowed.status_code == 200 and allowed.headers["access-control-allow-headers"] == "content-type"
+    response = client.send("GET", "/v1/models", headers=page)
+    assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "https://mine.example"
+    other = client.send("OPTIONS", "/v1/completions", headers=asked | {"origin": "https://evil.example"})
+    assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
 
 
 def test_the_page_of_routes_is_the_table():

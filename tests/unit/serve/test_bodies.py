@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from rollout_engine.serve.bodies import read_fields
+from rollout_engine.serve import bodies
+from rollout_engine.serve.bodies import OpenBytes, read_fields
 from rollout_engine.serve.problems import HttpProblem
 
 
@@ -37,3 +38,26 @@ def test_a_field_is_told_in_words_of_json(fields, told):
     with pytest.raises(HttpProblem) as refusal:
         read_fields(Body, fields, "/route")
     assert (refusal.value.status, str(refusal.value)[: len(told)]) == (400, told)
+
+
+@pytest.mark.parametrize("value", [b"[],", b"{},", b'[["\\\\"]],', b'["]\\"", []],'])
+def test_a_body_with_too_many_arrays_is_refused_before_any_is_made(client, monkeypatch, value):
+    monkeypatch.setattr(bodies, "_MOST_VALUES", 50)
+    monkeypatch.setattr(bodies, "_object", None)  # decodes it
+    problem = client.problem("/v1/completions", content=b'{"prompt": [' + value * 60 + b"1]}")
+    assert "arrays and objects, and may have 50" in problem["message"]
+
+
+def test_brackets_within_texts_are_no_arrays(client, monkeypatch):
+    monkeypatch.setattr(bodies, "_MOST_VALUES", 50)
+    text = '[{\\"' * 60
+    assert client.post("/tokenize", {"prompt": text})["count"] == len(text)
+
+
+def test_bytes_of_open_bodies_are_counted_together():
+    open_bytes = OpenBytes(10)
+    open_bytes.add(6)
+    open_bytes.add(4)
+    with pytest.raises(HttpProblem, match="send the request again") as refusal:
+        open_bytes.add(1)
+    assert refusal.value.status == 503

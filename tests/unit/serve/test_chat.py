@@ -3,6 +3,7 @@ import json
 import pytest
 
 from rollout_engine.serve.app import App
+from rollout_engine.serve.openai.tools import ToolParser
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.text.chat_turns import ChatTurns
 
@@ -72,17 +73,53 @@ def test_a_later_turn_keeps_the_ids_that_were_sampled(client):
     assert later["prompt_token_ids"] == so_far + ChatTurns(served.codec).glue([new], so_far)
 
 
+KEEPS_THINKING_FOR_TOOLS = (
+    "{% set ns = namespace(asked=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content.split('</think>')[-1] if loop.index0 < ns.asked else m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_required_prefix_is_kept_if_the_template_writes_what_was_sampled(client, monkeypatch):
+    codec = client.app.served.codec
+    monkeypatch.setattr(codec.hf, "chat_template", KEEPS_THINKING_FOR_TOOLS)
+    said = "<think>hm</think>five"
+    so_far = codec.encode(f"<user>hi<eos><assistant>{said}<eos>", add_special_tokens=False)
+    body = {"required_prefix_token_ids": so_far, "max_tokens": 1}
+    past = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "five"}]  # as a client that parsed it
+
+    called = {**body, "messages": [*past, {"role": "tool", "content": "5"}], "return_token_ids": True}
+    [choice] = client.post("/v1/chat/completions", called)["choices"]
+    assert codec.decode(choice["prompt_token_ids"]) == f"<user>hi<eos><assistant>{said}<eos><tool>5<eos><assistant>"
+    asked = {**body, "messages": [*past, {"role": "user", "content": "and?"}]}
+    assert "rewrites earlier turns" in client.problem("/v1/chat/completions", asked)["message"]
+    plain = codec.encode("<user>hi<eos><assistant>five<eos>", add_special_tokens=False)
+    [choice] = client.post("/v1/chat/completions", {**asked, "required_prefix_token_ids": plain})["choices"]
+    assert choice["finish_reason"] == "length"
+
+
+def test_messages_that_the_template_would_leave_out_are_refused(client):
+    template = "{% for m in messages if m.role != 'developer' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    body = {"messages": [{"role": "developer", "content": "Be brief."}, *HELLO], "chat_template": template}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        problem = client.problem(path, body)
+        assert problem["param"] == "messages[0]['role']" and "as 'system'" in problem["message"]
+
+
 def test_a_required_prefix_needs_an_answer_and_something_after_it(client):
     body = {"messages": HELLO, "required_prefix_token_ids": [5, 6]}
     assert "messages that have an answer" in client.problem("/v1/chat/completions", body)["message"]
 
 
 @pytest.fixture
-def says(policy, monkeypatch):
+def says(policy, client, monkeypatch):
     """An application whose every answer is a given text."""
 
     def make(text):
-        app = App(policy, ServeOptions())
+        app = App(policy, ServeOptions(trust_request_chat_template=True))
+        app.served.templates = client.app.served.templates  # one process for all
         token_ids = app.served.codec.encode(text, add_special_tokens=False)
         take = app.served.engine.frontend.take
 
@@ -99,20 +136,83 @@ def says(policy, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_tool_calls_are_found(says, is_streamed):
+@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+def answered(request, says):
+    """The choice of one answer, and its message, from a whole response and from a stream."""
+
+    def ask(text, **fields):
+        body = {"messages": HELLO, **TOOLS, "max_tokens": 1} | fields
+        if request.param:
+            [event] = says(text).events("/v1/chat/completions", body)
+            [choice] = event["choices"]
+            return choice, choice["delta"]
+        [choice] = says(text).post("/v1/chat/completions", body)["choices"]
+        return choice, choice["message"]
+
+    return ask
+
+
+def called(message):
+    """(name, arguments) of the calls of a message; the arguments are strict JSON."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return [(each["name"], json.loads(each["arguments"], parse_constant=pytest.fail)) for each in functions]
+
+
+BROKEN = '<tool_call>{"name": add}</tool_call>'
+THINKING = f"<think>\nI could {CALL}.\n</think>"
+
+
+@pytest.mark.parametrize(
+    "text, calls, content",
+    [
+        (f"I add. {CALL}", [("add", {"a": 1})], "I add."),
+        (CALL, [("add", {"a": 1})], None),
+        (f"I add. {CALL}\n{CALL} Done.", [("add", {"a": 1})] * 2, "I add.\nDone."),
+        (f"{CALL}\n{BROKEN}", [("add", {"a": 1})], BROKEN),
+        (f"{BROKEN}{CALL}", [("add", {"a": 1})], BROKEN),
+        (f"{THINKING}\n\n{CALL}", [("add", {"a": 1})], THINKING),
+        (f"{THINKING}\n\nNo.", [], f"{THINKING}\n\nNo."),
+        (CALL.replace("1", '"a </tool_call> b"'), [("add", {"a": "a </tool_call> b"})], None),
+        (CALL.replace("1", r'"\ud800"'), [("add", {"a": "\ufffd"})], None),
+        (CALL.replace("1", "NaN"), [], CALL.replace("1", "NaN")),
+        (CALL.replace("1", "1e999"), [], CALL.replace("1", "1e999")),
+    ],
+)
+def test_an_answer_is_divided_into_calls_and_words(answered, text, calls, content):
+    choice, message = answered(text)
+    assert called(message) == calls and message["content"] == content
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+
+
+def test_a_call_drafted_in_thinking_that_the_prompt_has_opened_stays_text(answered):
+    _, message = answered(CALL, chat_template=TEMPLATE + "<think>\n")
+    assert not called(message) and message["content"] == CALL
+    _, message = answered(f"{CALL}</think>{CALL}", chat_template=TEMPLATE + "<think>\n")
+    assert called(message) == [("add", {"a": 1})] and message["content"] == f"{CALL}</think>"
+
+
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        ("<tool_call><arg_key>", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
+        ("<tool_call><function=", "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>"),
+        ("<seed:tool_call>", "<seed:tool_call><function=add><parameter=a>1</parameter></function></seed:tool_call>"),
+        ("<|python_tag|>", '{"name": "add", "parameters": {"a": 1}}'),
+    ],
+)
+def test_calls_are_found_as_the_template_teaches_them(answered, template, text):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+    _, message = answered(text, tools=[tool], chat_template=TEMPLATE.replace("<tool_call>", template))
+    assert called(message) == [("add", {"a": 1})] and message["content"] is None
+
+
+def test_a_call_whose_end_a_stop_string_has_cut_is_no_word(says, monkeypatch):
     client = says(f"I add. {CALL}")
-    body = {"messages": HELLO, "tools": [ADD], "chat_template": TEMPLATE, "max_tokens": 1}
-    if is_streamed:
-        [event] = client.events("/v1/chat/completions", body)
-        [choice] = event["choices"]
-        message = choice["delta"]
-    else:
-        [choice] = client.post("/v1/chat/completions", body)["choices"]
-        message = choice["message"]
-    [call] = message["tool_calls"]
-    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 1}
-    assert message["content"] == "I add." and choice["finish_reason"] == "tool_calls"
+    split = ToolParser.split
+    cut = CALL.removesuffix("</tool_call>")
+    monkeypatch.setattr(ToolParser, "split", lambda self, prompt, ids, text: split(self, prompt, ids, f"I add. {cut}"))
+    [choice] = client.post("/v1/chat/completions", {"messages": HELLO, **TOOLS, "max_tokens": 1})["choices"]
+    assert called(choice["message"]) == [("add", {"a": 1})] and choice["message"]["content"] == "I add."
 
 
 def test_a_broken_call_stays_text(says):
@@ -134,33 +234,33 @@ def test_a_broken_call_stays_text(says):
         ({"messages": HELLO, **TOOLS, "tool_choice": {"function": {"name": "sub"}}}, "one of the tools: add"),
         ({"messages": HELLO, **TOOLS, "tool_choice": "required", **FORM}, "tool_choice or a strict tool"),
         ({"messages": HELLO, **TOOLS, "tools": [STRICT], **FORM}, "tool_choice or a strict tool"),
-        ({"messages": HELLO, **TOOLS, "tool_choice": "required", "chat_template": "<function="}, "no JSON schema"),
         ({"messages": HELLO, "tools": [3]}, "tools[0]=3"),
         ({"messages": HELLO, "top_logprobs": 2}, "logprobs=true"),
         ({"messages": HELLO, "response_format": {"type": "jsn"}}, '"json_object"'),
         ({"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "Give one of them"),
+        ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens=0 is not allowed"),
+        ({"messages": HELLO, "max_completion_tokens": -1}, "max_completion_tokens=-1 is not allowed"),
     ],
 )
 def test_what_cannot_be_served_is_refused(client, fields, said):
     assert said in client.problem("/v1/chat/completions", fields)["message"]
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("form", ["<tool_call>", "<|python_tag|>", "<tool_call><function=", "<seed:tool_call>", ""])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "sub"}}])
 def test_an_answer_that_has_to_be_a_call_is_one(client, form, choice):
-    template = TEMPLATE.replace(
-        "{{ tool | tojson }} by <tool_call>", {"hermes": "<tool_call>", "llama3": '"parameters"'}[form]
-    )
+    template = TEMPLATE.replace("{{ tool | tojson }} by <tool_call>", form) + "<think>"
     tools = [{"type": "function", "function": {"name": name, "parameters": NUMBERS}} for name in ("add", "sub")]
     body = {"messages": HELLO, "tools": tools, "tool_choice": choice, "chat_template": template}
     found = set()
     for seed in range(4):
         [answer] = client.post("/v1/chat/completions", {**body, "max_tokens": 120, "seed": seed})["choices"]
         call = answer["message"]["tool_calls"][0]
-        assert set(json.loads(call["function"]["arguments"])) == {"a", "b"} and answer["message"]["content"] is None
+        assert set(json.loads(call["function"]["arguments"])) == {"a", "b"}
         found.add(call["function"]["name"])
         if choice != "required":
             assert len(answer["message"]["tool_calls"]) == 1 and answer["finish_reason"] == "tool_calls"
+            assert answer["message"]["content"] is None
     assert found == {"sub"} if choice != "required" else found <= {"add", "sub"}
 
 

@@ -137,3 +137,106 @@ def test_without_likely_tokens_each_position_has_its_own(policy):
     found, names = choice["logprobs"], [f"token_id:{token_id}" for token_id in choice["token_ids"]]
     assert found["tokens"] == names
     assert found["top_logprobs"] == [{k: v} for k, v in zip(names, found["token_logprobs"], strict=True)]
+
+
+def test_minus_one_as_a_seed_asks_for_another_one_each_time(client):
+    bodies = {
+        "/v1/completions": {"prompt": "x", "seed": -1, "max_tokens": 1},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "seed": -1, "max_tokens": 1},
+        "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"seed": -1, "max_tokens": 1}},
+    }
+    seeds = [client.post(path, body)["choices"][0]["seed"] for path, body in bodies.items() for _ in range(2)]
+    sampling = {"sampling_seed": -1, "max_new_tokens": 1}
+    seeds += [client.post("/generate", {"text": "x", "sampling_params": sampling})["meta_info"]["seed"]]
+    assert len(set(seeds)) == 7 and 2**64 - 1 not in seeds
+    again = {"prompt": "x", "seed": 2**64 - 1, "max_tokens": 1}
+    assert client.post("/v1/completions", again)["choices"][0]["seed"] == 2**64 - 1
+
+
+@pytest.mark.parametrize("prompt", ["naïve 日本 is", [5, 6, 231, 152, 172, 7]])
+def test_offsets_are_the_places_of_tokens_in_the_text(client, prompt):
+    body = {"prompt": prompt, "max_tokens": 20, "echo": True, "logprobs": 0, "seed": 5, "return_token_ids": True}
+    [choice] = client.post("/v1/completions", body)["choices"]
+    codec, ids = client.app.served.codec, choice["prompt_token_ids"] + choice["token_ids"]
+    places = choice["logprobs"]["text_offset"]
+    assert len(places) == len(ids)
+    for token_id, place in zip(ids, places, strict=True):
+        if codec.bytes_of(token_id).isascii() and token_id not in codec.hf.all_special_ids:
+            assert choice["text"][place] == codec.decode([token_id])
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_of_a_stream_are_those_of_the_whole(client, echo):
+    body = {"prompt": ["日本", "b"], "max_tokens": 9, "n": 2, "logprobs": 0, "seed": 3, "echo": echo}
+    whole = client.post("/v1/completions", body)["choices"]
+    events = client.events("/v1/completions", body)
+    for choice in whole:
+        parts = [each for event in events for each in event["choices"] if each["index"] == choice["index"]]
+        streamed = sum((part["logprobs"]["text_offset"] for part in parts), [])
+        assert streamed == choice["logprobs"]["text_offset"]
+
+
+def test_a_token_before_the_prompt_has_no_place_in_its_text(client, monkeypatch):
+    codec = client.app.served.codec
+    encode = codec._encode
+    monkeypatch.setattr(codec, "_encode", lambda text, **options: [1, *encode(text, **options)])  # <bos>
+    body = {"prompt": "sky", "max_tokens": 0, "echo": True, "logprobs": 0}
+    [choice] = client.post("/v1/completions", body)["choices"]
+    assert choice["text"] == "sky" and choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
+def test_usage_stands_in_every_event_that_is_asked_for_it(client, path):
+    prompt = {
+        "/v1/completions": {"prompt": "x", "max_tokens": 4, "ignore_eos": True},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "ignore_eos": True},
+        "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 4, "ignore_eos": True}},
+    }[path]
+    asks = {"include_usage": True, "continuous_usage_stats": True}
+    events = client.events(path, {**prompt, "stream_options": asks})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-2:] == [4, 4]
+    events = client.events(path, {**prompt, "stream_options": {"include_usage": True}})
+    assert [event.get("usage") is not None for event in events] == [False] * (len(events) - 1) + [True]
+    wrong = client.problem(path, {**prompt, "stream": True, "stream_options": {"include_usag": True}})
+    assert "include_usag" in wrong["message"]
+
+
+CHOICE = {"structured_outputs": {"choice": ["abc"]}, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    "fields, finish_reason, matched",
+    [
+        (CHOICE | {"max_tokens": 8}, "stop", "the end token"),
+        (CHOICE | {"max_tokens": 8, "stop": ["b"]}, "stop", "b"),
+        (CHOICE | {"max_tokens": 2}, "length", None),
+    ],
+)
+@pytest.mark.parametrize(
+    "path, prompt",
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_sglangs_clients_read_what_ended_an_answer_and_which_weights_made_it(
+    client, path, prompt, fields, finish_reason, matched
+):
+    body = prompt | fields | {"return_token_ids": True}
+    answer = client.post(path, body)
+    [choice] = answer["choices"]
+    matched = choice["token_ids"][-1] if matched == "the end token" else matched
+    assert (choice["finish_reason"], choice["matched_stop"]) == (finish_reason, matched)
+    assert answer["metadata"] == {"weight_version": str(answer["weight_version"])}
+    events = client.events(path, body)
+    *others, last = [each for event in events for each in event["choices"]]
+    assert (last["finish_reason"], last["matched_stop"]) == (finish_reason, matched)
+    assert not any(each["matched_stop"] for each in others)
+
+
+def test_a_prompt_is_cut_at_the_end_that_the_body_names(client):
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 1, "truncate_prompt_tokens": 3, "return_token_ids": True}
+    for side, kept in (("left", [6, 7, 8]), ("right", [5, 6, 7]), (None, [6, 7, 8])):
+        (choice,) = client.post("/v1/completions", body | {"truncation_side": side})["choices"]
+        assert choice["prompt_token_ids"] == kept

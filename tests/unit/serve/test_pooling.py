@@ -83,6 +83,10 @@ def test_openais_own_client_reads_embeddings(policy):
         ({"kind": "mean"}, dict(kind="mean")),
         ({"task": "embed"}, dict(kind="last", normalize=True)),
         ({"kind": "token", "step_token_ids": [6]}, dict(kind="token", step_token_ids=[6])),
+        (
+            {"truncate_prompt_tokens": 2, "truncation_side": "right"},
+            dict(kind="token", truncate_prompt_tokens=2, truncation_side="right"),
+        ),
     ],
 )
 def test_pooling_gives_any_kind(client, policy, body, params):

@@ -10,9 +10,11 @@ import time
 import httpx2
 import pytest
 
+from rollout_engine._version import VERSION
 from rollout_engine.errors import ConfigError
 from rollout_engine.serve import generation, http_protocol
 from rollout_engine.serve.options import ServeOptions
+from rollout_engine.serve.routes import ROUTES
 from rollout_engine.serve.server import HttpServer
 
 
@@ -54,6 +56,22 @@ def test_a_chunked_body_that_grows_too_long_is_refused(server):
     chunks = b"2710\r\n" + b"x" * 10_000 + b"\r\n" + b"1\r\nx\r\n"
     request = head(0).replace(b"content-length: 0", b"transfer-encoding: chunked") + chunks
     assert b" 413 " in say(server, request, then_closes=False).partition(b"\r\n")[0]
+
+
+def test_bodies_of_all_connections_have_one_bound(policy):
+    options = ServeOptions(port=0, max_body_bytes=10_000_000, max_open_body_bytes=400_000)
+    part = b'{"prompt": "' + b"x" * 300_000
+    with HttpServer(policy, options) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as first:
+            first.sendall(head(350_000) + part)
+            while server.app.open_bytes.count < 300_000:
+                time.sleep(0.001)
+            second = say(server, head(350_000) + part, then_closes=False)
+            assert b" 503 " in second.partition(b"\r\n")[0] and b"retry-after" in second
+            first.sendall(b"x" * (350_000 - len(part) - 2) + b'"}')
+            assert b" 400 " in first.recv(65536).partition(b"\r\n")[0]  # it was read whole: the text is too long
+        assert server.app.open_bytes.count == 0
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(server):
@@ -99,7 +117,7 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing(server,
         return streams
 
     monkeypatch.setattr(frontend, "add_request", add_late)
-    monkeypatch.setattr(generation, "_LONG_BYTES", 0)  # from here on prompts are encoded on a thread
+    monkeypatch.setattr(generation, "MANY_BYTES", 0)  # from here on prompts are encoded on a thread
     policy.pause_generation(mode="keep")
     body = b'{"prompt": "x", "max_tokens": 3}'
     host, port = server.url.removeprefix("http://").split(":")
@@ -221,3 +239,19 @@ def test_a_field_without_its_first_word_is_known(server):
     body = {"lora_name": "math", "path": "/nowhere"}
     said = httpx2.post(f"{server.url}/v1/load_lora_adapter", json=body).json()["error"]["message"]
     assert said.endswith("Unknown field 'path'. Did you mean 'lora_path'?")
+
+
+def test_the_routes_are_an_openapi_document(server):
+    document = httpx2.get(f"{server.url}/openapi.json").json()
+    assert document["openapi"] == "3.1.0" and document["info"]["version"] == VERSION
+    operation = document["paths"]["/v1/completions"]["post"]
+    name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    assert "prompt" in document["components"]["schemas"][name]["properties"]
+    assert {(path, method.upper()) for path, found in document["paths"].items() for method in found} == {
+        (row.path, method) for row in ROUTES for method in row.methods
+    }
+
+
+def test_the_version_and_readiness_are_told(server):
+    assert httpx2.get(f"{server.url}/version").json() == {"version": VERSION}
+    assert httpx2.get(f"{server.url}/readiness").status_code == 200

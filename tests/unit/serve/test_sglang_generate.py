@@ -57,7 +57,7 @@ def test_log_probs_of_chosen_tokens(client):
 def test_a_batch_is_answered_prompt_by_prompt(client, n):
     body = {
         "text": ["hello", "world"],
-        "sampling_params": [{"max_new_tokens": 2, "n": n}, {"max_new_tokens": 3, "n": n}],
+        "sampling_params": [{"max_new_tokens": length, "n": n, "ignore_eos": True} for length in (2, 3)],
         "rid": ["a", "b"],
         "return_prompt_token_ids": True,
     }

@@ -6,13 +6,15 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-from safetensors.torch import save, save_file
+from safetensors.torch import load_file, save, save_file
 
 import sync
 from rollout_engine import RolloutPolicy
 from rollout_engine.serve.app import App
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.sglang.weights import NameBody, get_weights_by_name
+from rollout_engine.testing import tiny_checkpoint, tiny_model
+from rollout_engine.testing.architectures import SIZES
 
 from .conftest import Client
 from .torch_trainer import GROUP, torch_trainer
@@ -119,12 +121,80 @@ def test_tensors_of_a_body_and_an_update_that_is_begun_and_ended(client, other_w
     assert answer_of(client)[1] == "3"
 
 
+def test_an_update_of_which_nothing_has_come_is_not_reported_as_the_one_before(client, other_weights):
+    body = {"serialized_named_tensors": encoded(other_weights)}
+    assert client.post("/update_weights_from_tensor", {**body, "weight_version": 1})["weight_version"] == "1"
+    assert client.post("/end_weight_update", {})["weight_version"] == 1, "the end of the update that has come"
+    assert "no tensors have arrived" in client.problem("/end_weight_update", {}, status=409)["message"]
+    client.post("/begin_weight_update", {})
+    for fields in ({}, {"weight_version": 1}, {"weight_version": 2}):
+        assert "no tensors have arrived" in client.problem("/end_weight_update", fields, status=409)["message"]
+    assert "have not come" in client.problem("/continue_generation", {}, status=409)["message"]
+    client.post("/update_weights_from_tensor", {**body, "weight_version": 2})
+    assert client.post("/end_weight_update", {"weight_version": 2})["weight_version"] == 2
+    client.problem("/update_weights_from_tensor", {"serialized_named_tensors": ["no"]})
+    assert "no tensors have arrived" in client.problem("/end_weight_update", {}, status=409)["message"]
+
+
+SEVERAL_NAMES = {"llama": dict(tie_word_embeddings=True), "qwen3_moe": SIZES["qwen3_moe"]}
+
+
+@pytest.mark.parametrize("architecture", SEVERAL_NAMES)
+def test_an_update_is_complete_with_every_weight_under_one_of_its_names(tmp_path, architecture):
+    sizes = SEVERAL_NAMES[architecture]
+    model = tiny_model(architecture, seed=4, **sizes)
+    model.save_pretrained(tmp_path / "new")
+    tiny_checkpoint(tmp_path / "old", architecture, seed=3, **sizes)
+    with RolloutPolicy.from_pretrained(tmp_path / "old", max_model_len=64, num_kv_blocks=16) as policy:
+        client = Client(App(policy))
+        for version, weights in enumerate(
+            (
+                {name: tensor.detach().clone() for name, tensor in model.named_parameters()},
+                load_file(tmp_path / "new" / "model.safetensors"),
+                {name: tensor.clone() for name, tensor in model.state_dict().items()},
+            ),
+            1,
+        ):
+            names, common = list(weights), {"weight_version": str(version)}
+            for some in (names[:-3], names[-3:]):
+                body = {"serialized_named_tensors": encoded({name: weights[name] for name in some})} | common
+                answer = client.post("/update_weights_from_tensor", body)
+            assert answer["weight_version"] == str(version)
+        assert policy.update_weights(model).version == 4
+        info = get(client, "/weight_info")["weights"]
+    assert info.keys() == dict(model.named_parameters()).keys()
+
+
+def test_a_tied_head_that_comes_after_the_update_is_complete_belongs_to_it(tmp_path):
+    model = tiny_model("llama", seed=4, tie_word_embeddings=True)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    head = {"lm_head.weight": weights.pop("lm_head.weight")}
+    tiny_checkpoint(tmp_path, "llama", seed=3, tie_word_embeddings=True)
+    with RolloutPolicy.from_pretrained(tmp_path, max_model_len=64, num_kv_blocks=16) as policy:
+        client = Client(App(policy))
+        for version in (1, 2):
+            for each in (weights, head):
+                answer = client.post("/update_weights_from_tensor", {"serialized_named_tensors": encoded(each)})
+                assert answer["weight_version"] == str(version)
+        changed = {"serialized_named_tensors": encoded({"lm_head.weight": head["lm_head.weight"] + 1})}
+        client.post("/update_weights_from_tensor", {"serialized_named_tensors": encoded(weights)})
+        assert (
+            "is live with other weights"
+            in client.problem("/update_weights_from_tensor", changed, status=409)["message"]
+        )
+
+
 def test_a_part_is_committed_alone_only_where_that_is_asked_for(client, other_weights):
     name = next(iter(other_weights))
     body = {"serialized_named_tensors": encoded({name: other_weights[name]})}
     assert client.post("/update_weights_from_tensor", body)["weight_version"] == "0"
     client.post("/destroy_weights_update_group", {})
     assert client.post("/update_weights_from_tensor", {**body, "partial": True})["weight_version"] == "1"
+    for each in list(other_weights)[1:3]:
+        other = {"serialized_named_tensors": encoded({each: other_weights[each]}), "partial": True}
+        assert client.post("/update_weights_from_tensor", other)["success"], "a part after another is no late one"
+    whole = client.post("/update_weights_from_tensor", {"serialized_named_tensors": encoded(other_weights)})
+    assert whole["weight_version"] == "4"
     rows = client.post("/get_weights_by_name", {"name": name, "truncate_size": 2})
     assert rows == other_weights[name][:2].tolist()
 

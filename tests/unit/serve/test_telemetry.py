@@ -5,6 +5,7 @@ import logging
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -12,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_engine.serve import request_log
+from rollout_engine.serve.route import Reply
 from rollout_engine.telemetry.spans import OpenTelemetrySpans
 
 COMPLETION = {"prompt": [5, 6, 7], "max_tokens": 6, "min_tokens": 6, "seed": 1, "n": 2}
@@ -41,6 +43,12 @@ def test_metrics_are_told_under_three_libraries_names(client):
         ("vllm:inter_token_latency_seconds_count", vllm, 10),
         ("vllm:e2e_request_latency_seconds_bucket", (("engine", "0"), ("le", "+Inf"), ("model_name", "tiny")), 1),
         ("vllm:num_preemptions_total", vllm, 0),
+        ("vllm:request_params_n_sum", vllm, 2),
+        ("vllm:request_params_max_tokens_sum", vllm, 6),
+        ("vllm:iteration_tokens_total_sum", vllm, 3 + 2 * 5),
+        *((f"vllm:request_{phase}_time_seconds_count", vllm, 1) for phase in ("inference", "prefill", "decode")),
+        ("vllm:request_time_per_output_token_seconds_count", vllm, 1),
+        ("vllm:time_per_output_token_seconds_count", vllm, 10),
         ("sglang:generation_tokens_total", sglang, 12),
         ("sglang:prompt_tokens_total", sglang, 3),
         ("sglang:num_requests_total", sglang, 1),
@@ -55,6 +63,27 @@ def test_metrics_are_told_under_three_libraries_names(client):
         0
     ] * 3
     assert after["rollout_engine_policy_version", ("engine", "0")] == 0
+    [cache] = [dict(labels) for name, *labels in after if name == "vllm:cache_config_info"]
+    assert int(cache["block_size"]) > 0 and int(cache["num_gpu_blocks"]) > 0
+    assert after["vllm:num_requests_waiting_by_reason", *sorted({**dict(vllm), "reason": "capacity"}.items())] == 0
+    phases = [grown[f"vllm:request_{phase}_time_seconds_sum", *vllm] for phase in ("prefill", "decode", "inference")]
+    assert phases[0] + phases[1] == pytest.approx(phases[2])
+
+
+VLLM_TESTS = (
+    *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc"),
+    *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions_total", "prompt_tokens_total"),
+    *("generation_tokens_total", "iteration_tokens_total", "cache_config_info", "request_success_total"),
+    *("request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens"),
+    *("time_per_output_token_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds"),
+    *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_time_per_output_token_seconds"),
+)
+
+
+@pytest.mark.parametrize("name", VLLM_TESTS)
+def test_names_that_vllms_own_tests_look_for_are_there(client, name):
+    assert f"vllm:{name}" in client.send("GET", "/metrics").text
 
 
 def test_a_profile_is_a_trace_on_disk(client, tmp_path):
@@ -117,6 +146,17 @@ def test_log_lines_name_the_request_that_they_are_about(client, caplog, monkeypa
     with caplog.at_level(logging.INFO, "rollout_engine.serve"):
         request_log.logger.info("%d replicas", 2)
     assert caplog.messages == ["2 replicas"]
+
+
+@pytest.mark.parametrize("value", ["\ud800", object()])
+def test_an_answer_that_cannot_be_written_is_an_error_of_the_server(client, monkeypatch, caplog, value):
+    async def answer(served, asked):
+        return Reply({"value": value})
+
+    row = client.app._routes["/is_paused"]
+    monkeypatch.setitem(row, "GET", msgspec.structs.replace(row["GET"], handler=answer))
+    assert client.problem("/is_paused", status=500, method="GET")["message"] == "Internal error."
+    assert "GET /is_paused failed" in caplog.text
 
 
 def test_each_answer_is_a_line_of_the_log(client, caplog):

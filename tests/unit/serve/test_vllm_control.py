@@ -37,7 +37,7 @@ def beside(client, *calls):
     return asyncio.run(exchange())
 
 
-def test_a_pause_that_aborts_gives_what_there_is_and_turns_requests_away(client):
+def test_a_pause_that_aborts_gives_what_there_is(client):
     (paused, refused, state, resumed), ended = beside(
         client,
         ("POST", "/pause?mode=abort"),
@@ -50,16 +50,49 @@ def test_a_pause_that_aborts_gives_what_there_is_and_turns_requests_away(client)
     assert ended.json()["choices"][0]["finish_reason"] == "abort" and resumed.status_code == 200
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_while_paused_requests_are_told_to_come_again(client, mode):
+def while_waiting(client, path, body, *calls):
+    """The response of a request that waits in a paused engine until the last of these calls is made."""
+
+    async def exchange():
+        transport = httpx2.ASGITransport(client.app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as sender:
+            waiting = asyncio.ensure_future(sender.post(path, json=body))
+            while not client.app.served.num_open:
+                await asyncio.sleep(0.001)
+            for call in calls:
+                assert not waiting.done()
+                assert (await sender.request(*call)).status_code == 200
+            return await waiting
+
+    return asyncio.run(exchange())
+
+
+BODIES = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
+    "/generate": {"text": "x", "sampling_params": {"max_new_tokens": 1}},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_while_paused_requests_wait_and_are_answered_after_it(client, mode, path):
     client.post(f"/pause?mode={mode}")
     client.post(f"/pause?mode={mode}")  # asked twice it is the same
-    response = client.send("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1})
-    client.post("/resume")
-    assert response.status_code == 503 and response.headers["retry-after"] == "1"
-    assert mode in response.json()["error"]["message"]
-    client.post("/resume")
-    client.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+    assert client.send("GET", "/health").json()["is_paused"]
+    response = while_waiting(client, path, BODIES[path], ("GET", "/is_paused"), ("POST", "/resume"))
+    assert response.status_code == 200 and not client.send("GET", "/health").json()["is_paused"]
+
+
+def test_an_engine_that_rejects_while_paused_tells_clients_to_come_again(tmp_path):
+    with RolloutPolicy.from_pretrained(tiny_checkpoint(tmp_path), max_model_len=64, admission="reject") as made:
+        client = Client(App(made))
+        client.post("/pause?mode=abort")
+        response = client.send("POST", "/v1/completions", BODIES["/v1/completions"])
+        assert response.status_code == 503 and response.headers["retry-after"] == "1"
+        client.post("/resume")
+        client.post("/v1/completions", BODIES["/v1/completions"])
 
 
 def test_a_pause_that_keeps_freezes_requests_and_loses_no_token(client):
@@ -85,13 +118,47 @@ def test_requests_end_by_the_ids_that_clients_gave(client):
     assert ended.json()["choices"][0]["finish_reason"] == "abort" and ended.headers["x-request-id"] == "mine"
 
 
-def test_asleep_it_turns_requests_away_until_all_memory_is_back(client):
+def test_asleep_requests_wait_until_all_memory_is_back(client):
     client.post("/sleep", {"level": 1})
     assert client.send("GET", "/is_sleeping").json() == {"is_sleeping": True}
-    assert "asleep" in client.problem("/v1/completions", {"prompt": "x"}, status=503)["message"]
+    calls = [("POST", "/wake_up?tags=kv_cache"), ("POST", "/wake_up?tags=weights")]
+    assert while_waiting(client, "/v1/completions", BODIES["/v1/completions"], *calls).status_code == 200
+    client.post("/sleep", {"level": 1})
     assert client.post("/wake_up?tags=kv_cache")["status"] == "asleep"
     assert client.post("/wake_up?tags=kv_cache&tags=weights")["status"] == "awake"
-    client.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+
+
+@pytest.mark.parametrize(
+    "path, body, field",
+    [
+        ("/sleep", {"level": 3}, "level"),
+        ("/sleep?level=0", None, "level"),
+        ("/sleep", {"mode": "now"}, "mode"),
+        ("/sleep", {"drain_timeout": -1}, "drain_timeout"),
+        ("/sleep", {"tags": ["weights"]}, "tags"),
+        ("/wake_up", {"tags": ["weight"]}, "tags"),
+        ("/pause", {"drain_timeout": 0}, "drain_timeout"),
+    ],
+)
+def test_a_sleep_that_cannot_be_names_its_field(client, path, body, field):
+    assert client.problem(path, body)["param"] == field
+    assert client.send("GET", "/is_sleeping").json() == {"is_sleeping": False}
+
+
+@pytest.mark.parametrize("tags", [[], ["weights", "kv_cache", "scheduling"]])
+def test_all_memory_is_woken_by_any_of_vllms_calls(client, tags):
+    client.post("/sleep", {"level": 1})
+    assert client.post("/wake_up", {"tags": tags})["status"] == "awake"
+
+
+@pytest.mark.parametrize("mode", ["raw", "raw_logprobs", "processed_logprobs", "tempered_logprobs"])
+def test_a_mode_of_log_probs_has_vllms_name_too(client, mode):
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 2, "logprobs": 0, "seed": 1, "temperature": 0.5}}
+    answers = []
+    for name in (mode, mode.removesuffix("_logprobs")):
+        body["sampling_params"]["logprobs_mode"] = name
+        answers.append(client.post("/inference/v1/generate", body)["choices"][0]["logprobs"])
+    assert answers[0] == answers[1]
 
 
 def test_methods_are_called_by_name(client):

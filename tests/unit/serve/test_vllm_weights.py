@@ -46,7 +46,8 @@ def test_a_published_store_and_a_checkpoint_are_loaded_from_their_directories(cl
         ("/update_weights", {}, "one of them"),
         ("/update_weights", {"weight_dir": "/nowhere"}, "/nowhere"),
         ("/fetch_weights", {"uri": "s3://bucket"}, "directory of this machine"),
-        ("/update_weights", {"weight_dir": "x", "weight_version": "new"}, "whole number"),
+        ("/update_weights", {"weight_dir": "x", "weight_version": -1}, "whole number"),
+        ("/update_weights", {"weight_dir": "x", "weight_version": "x" * 257}, "at most 256 characters"),
     ],
 )
 def test_weights_that_cannot_be_found_change_nothing(client, path, fields, said):
@@ -122,8 +123,26 @@ def test_a_trainer_that_does_not_come_is_not_waited_for(client):
 def test_an_update_is_committed_once_however_often_it_is_finished(client, other_weights):
     asyncio.run(client.app.served.updates.add(other_weights.items()))
     first = client.post("/finish_weight_update", {"weight_version": 3})
-    assert first["weight_version"] == 3 and client.post("/finish_weight_update") == first
+    assert first["weight_version"] == 3 and client.post("/finish_weight_update", {"weight_version": 3}) == first
     assert answer_of(client)[1] == [[0, 8, 3, 3]]
+
+
+def test_an_update_of_which_nothing_has_come_is_not_reported_as_the_one_before(client, other_weights, tmp_path):
+    assert "no tensors have arrived" in client.problem("/finish_weight_update", status=409)["message"]
+    asyncio.run(client.app.served.updates.add(other_weights.items()))
+    assert client.post("/finish_weight_update")["weight_version"] == 1
+    problem = client.problem("/finish_weight_update", status=409)
+    assert "The last update was that to version 1" in problem["message"]
+    client.post("/start_weight_update")
+    assert (
+        "no tensors have arrived"
+        in client.problem("/finish_weight_update", {"weight_version": 1}, status=409)["message"]
+    )
+    client.post("/start_weight_update")
+    sync.publish(tmp_path / "store", other_weights, 9)
+    client.post("/update_weights", {"weight_dir": str(tmp_path / "store")})
+    assert client.post("/finish_weight_update")["weight_version"] == 9, "its weights have come, and it is live"
+    client.problem("/finish_weight_update", status=409)
 
 
 def test_weights_are_compared_by_their_digests(client, other_weights):

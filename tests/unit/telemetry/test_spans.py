@@ -9,6 +9,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from rollout_engine import LLM
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, LifecycleError, RequestError, StaleVersionError
 from rollout_engine.outputs import UpdateReport
@@ -96,6 +97,19 @@ def test_trace_headers_make_it_part_of_the_callers_trace(engine, exporter, drain
     joined, alone = exporter.get_finished_spans()
     assert f"{joined.context.trace_id:032x}" == TRACE and f"{joined.parent.span_id:016x}" == PARENT
     assert alone.parent is None and alone.context.trace_id != joined.context.trace_id
+
+
+def test_trace_headers_of_a_call_are_those_of_all_its_requests(engine, exporter):
+    llm = LLM.from_engine(engine)
+    llm.generate([[7], [8]], greedy(1), use_tqdm=False, trace_headers=HEADERS)
+    assert [f"{span.context.trace_id:032x}" for span in exporter.get_finished_spans()] == [TRACE] * 2
+    with pytest.raises(RequestError, match="trace_headers"):
+        llm.generate([7], greedy(1), use_tqdm=False, trace_headers={"traceparent": 1})
+
+
+def test_an_engine_says_whether_it_records_spans(engine, make_engine):
+    assert engine.is_tracing_enabled()
+    assert not make_engine().is_tracing_enabled()
 
 
 def test_requests_that_nobody_waits_for_have_a_span_too(engine, exporter, drain):

@@ -1,5 +1,6 @@
 """Later turns keep sampled ids, end messages once, and a template that rewrites its history is found out."""
 
+import logging
 import re
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout_engine.errors import RequestError
 from rollout_engine.testing import byte_tokenizer
-from rollout_engine.text.chat_turns import ChatTurns
+from rollout_engine.text.chat_turns import ChatTurns, RewrittenTurns
 from rollout_engine.text.tokenizer import TextCodec
 
 EOS = 2
@@ -23,6 +24,23 @@ THINKING_GOES = (  # once a user speaks again, earlier thinking is left out; too
     "{% if loop.index0 < ns.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+THINKING_MODEL = (  # as Qwen3: thinking stays until a user speaks; an answer without any has an empty one if it is last
+    "{% set ns = namespace(asked=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set parts = m.content.split('</think>') %}{% set words = parts[-1].lstrip('\n') %}"
+    "{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' %}"
+    "<|assistant|>\n{% if loop.index0 > ns.asked and (thought or loop.last) %}"
+    "<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ words }}<eos>\n"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|user|>{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<eos>\n{% endif %}"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}<eos>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    "{% if opens %}<think>\n{% endif %}{% endif %}"
+)
+FOR_TRAINING = THINKING_MODEL.replace("loop.index0 > ns.asked and (thought or loop.last)", "true")
+TRIMS = PLAIN.replace("m.content", "m.content | trim")
 OPENED_THINKING = PLAIN.replace("<|assistant|>", "<|assistant|>{% if think %}<think>\n{% endif %}")
 TOOLS_LAST = (  # tools stand before the last message of a user
     "{% for m in messages %}{% if tools and m.role == 'user' and loop.index0 == messages|length - 1 %}TOOLS{% endif %}"
@@ -51,6 +69,12 @@ def ids(text):
 
 def said(role, content):
     return {"role": role, "content": content}
+
+
+def glue_of(chat, history, answer, sampled, new):
+    """Token ids between an answer to `history` and the next one, after the messages `new`."""
+    now = chat.text([*history, chat.message(answer), *new])
+    return chat.between(chat.text(history), now, answer, sampled)
 
 
 def test_a_later_prompt_is_what_came_before_and_glue():
@@ -84,9 +108,19 @@ def test_several_messages_are_glued_as_the_template_joins_them():
         (JOINED_TOOLS, ["tool", "tool"], {}, None),
         (JOINED_TOOLS, ["tool", "user"], {}, None),
         (THINKING_GOES, ["tool"], {}, None),
-        (THINKING_GOES, ["user"], {}, "once user messages follow answers that think, .*<think>.* becomes "),
+        (THINKING_GOES, ["user"], {}, "once user messages follow an answer, .*<think>.* becomes "),
+        (THINKING_MODEL, ["tool"], {}, None),
+        (THINKING_MODEL, ["tool", "tool"], {}, None),
+        (THINKING_MODEL, ["user"], {}, "<think>.* becomes "),
+        (THINKING_MODEL, ["tool", "user"], {}, "once tool and user messages follow an answer"),
+        (THINKING_MODEL, ["tool"], {"chat_template_kwargs": {"enable_thinking": False}}, "<think>.* becomes "),
+        (THINKING_MODEL, ["tool"], {"chat_template_kwargs": {"opens": True}}, None),
+        (FOR_TRAINING, ["user"], {}, None),
+        (FOR_TRAINING, ["user"], {"chat_template_kwargs": {"opens": True}}, None),
+        (FOR_TRAINING, ["user"], {"chat_template_kwargs": {"enable_thinking": False}}, None),
         (OPENED_THINKING, ["user"], {}, None),
-        (OPENED_THINKING, ["user"], {"chat_template_kwargs": {"think": True}}, "follow answers, .*<think>"),
+        (OPENED_THINKING, ["user"], {"chat_template_kwargs": {"think": True}}, None),
+        (NUMBERED, ["user"], {}, "1 of 1.* becomes .*1 of 3"),
         (TOOLS_LAST, ["user"], {}, None),
         (TOOLS_LAST, ["user"], {"tools": [{"name": "f"}]}, "TOOLS"),
     ],
@@ -98,16 +132,103 @@ def test_a_template_that_rewrites_history_is_found_out(template, roles, options,
 
 @pytest.mark.parametrize(
     "template, message",
-    [(UPPER_CASE, "does not write an answer as it is"), ("{{ messages[0].content }}", "does not write an answer")],
+    [
+        (UPPER_CASE, "does not write an answer as it is"),
+        ("{{ messages[0].content }}", "'assistant'.*leaves the message"),
+    ],
 )
 def test_a_template_that_changes_answers_is_refused(template, message):
     with pytest.raises(RequestError, match=message):
         turns(template)
 
 
-def test_a_template_that_counts_its_messages_cannot_be_continued():
-    with pytest.raises(RequestError, match="writes an answer, or what comes before it, differently"):
-        turns(NUMBERED).rewriting(["user"])
+THOUGHT = "<think>\nHm.\n</think>\n\nfive"
+
+
+@pytest.mark.parametrize(
+    "template, answer, roles, is_kept",
+    [
+        (THINKING_MODEL, THOUGHT, ["tool", "tool"], True),
+        (THINKING_MODEL, "five", ["tool"], True),
+        (THINKING_MODEL, "five", ["user"], True),
+        (THINKING_MODEL, THOUGHT, ["user"], False),
+        (THINKING_MODEL, THOUGHT, ["tool", "user"], False),
+        (FOR_TRAINING, THOUGHT, ["user"], True),
+        (FOR_TRAINING, "five", ["user"], False),
+        (TRIMS, THOUGHT, ["user"], True),
+    ],
+)
+def test_turns_are_kept_if_the_template_writes_what_was_sampled(template, answer, roles, is_kept):
+    chat, history, new = turns(template), [said("user", "2 + 3?")], [said(role, "ok") for role in roles]
+    sampled = [*ids(answer), EOS]
+    if not is_kept:
+        with pytest.raises(RewrittenTurns, match="rewrites what was sampled: .* becomes "):
+            glue_of(chat, history, answer, sampled, new)
+        return
+    row = chat.prompt(history) + sampled + glue_of(chat, history, answer, sampled, new)
+    assert row == chat.prompt([*history, chat.message(answer), *new])
+
+
+def test_thinking_of_an_earlier_turn_that_a_later_message_removes_is_found_out():
+    history = [said("user", "2 + 3?"), said("assistant", THOUGHT), said("tool", "5")]
+    with pytest.raises(RewrittenTurns, match="<think>.* becomes "):
+        glue_of(turns(THINKING_MODEL), history, "five", [*ids("five"), EOS], [said("user", "sure?")])
+
+
+def test_an_answer_includes_thinking_that_its_header_opened_if_the_template_does_not_add_it():
+    chat = turns(OPENED_THINKING, chat_template_kwargs={"think": True})
+    asked, new, answer = [said("user", "a")], [said("user", "b")], "Hm.\n</think>\n\nfive"
+    assert chat.message(answer)["content"] == f"<think>\n{answer}"
+    sampled = [*ids(answer), EOS]
+    row = chat.prompt(asked) + sampled + glue_of(chat, asked, answer, sampled, new)
+    assert row == chat.prompt([*asked, chat.message(answer), *new])
+    assert turns(THINKING_MODEL, chat_template_kwargs={"opens": True}).message("x") == said("assistant", "x")
+
+
+def test_an_answer_cut_within_its_thinking_is_rewritten_by_a_template_that_closes_it():
+    chat = turns(THINKING_MODEL, chat_template_kwargs={"opens": True})
+    with pytest.raises(RewrittenTurns):
+        glue_of(chat, [said("user", "a")], "Hm, I", ids("Hm, I"), [said("user", "b")])
+
+
+def test_spaces_that_a_template_trims_stay_as_sampled_and_a_warning_says_so(caplog):
+    with caplog.at_level(logging.WARNING, logger="rollout_engine"):
+        glue = glue_of(turns(TRIMS), [said("user", "a")], " five \n", [*ids(" five \n"), EOS], [said("user", "b")])
+    assert glue == ids("\n<|user|>b<eos>\n<|assistant|>")
+    assert "other spaces than were sampled" in caplog.text
+
+
+@pytest.mark.parametrize("num_sampled", [0, 1, 2])
+def test_an_end_of_two_tokens_is_not_repeated(num_sampled):
+    hf = byte_tokenizer()
+    hf.add_special_tokens({"additional_special_tokens": ["<end>", "<turn>"]})
+    hf.chat_template = PLAIN.replace("<eos>\n", "<end><turn>")
+    chat = ChatTurns(TextCodec(hf))
+    sampled = [*ids("five"), *hf.convert_tokens_to_ids(["<end>", "<turn>"])[:num_sampled]]
+    asked, new = [said("user", "a")], [said("user", "b")]
+    row = chat.prompt(asked) + sampled + glue_of(chat, asked, "five", sampled, new)
+    assert row == chat.prompt([*asked, said("assistant", "five"), *new])
+    assert chat.glue(new, sampled) == glue_of(chat, asked, "five", sampled, new)
+
+
+def test_special_tokens_that_an_answer_begins_with_and_its_text_lacks_are_the_templates_own():
+    hf = byte_tokenizer()
+    hf.add_special_tokens({"additional_special_tokens": ["<response>"]})
+    hf.chat_template = PLAIN.replace(
+        "{{ m.content }}", "{% if m.role == 'assistant' %}<response>{% endif %}{{ m.content }}"
+    )
+    chat, asked, new = ChatTurns(TextCodec(hf)), [said("user", "a")], [said("user", "b")]
+    sampled = hf.encode("<response>five<eos>", add_special_tokens=False)
+    assert glue_of(chat, asked, "five", sampled, new) == ids("\n<|user|>b<eos>\n<|assistant|>")
+    with pytest.raises(RewrittenTurns, match="<response>"):
+        glue_of(chat, asked, "five", sampled[1:], new)
+
+
+def test_an_end_of_plain_text_that_was_sampled_is_not_repeated_and_words_are_not_taken_for_it():
+    chat = turns("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}assistant: ")
+    asked, new = [said("user", "a")], [said("user", "b")]
+    assert glue_of(chat, asked, "five\n", ids("five\n"), new) == ids("\n\nuser: b\n\nassistant: ")
+    assert glue_of(chat, asked, "five\n", ids("five\n\n\nuser:"), new) == ids(" b\n\nassistant: ")
 
 
 def test_a_template_that_refuses_a_role_says_so():

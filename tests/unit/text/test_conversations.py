@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
+from rollout_engine import LLM
 from rollout_engine.errors import RequestError
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.input_processor import InputProcessor
@@ -19,6 +20,48 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['tool_calls'] %}CALL{% endif %};{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}<no>{% endif %}{% endif %}"
 )
+
+CALLS = (  # tool calls as Qwen 2.5's template writes them
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}{% endfor %};{% endfor %}'
+)
+ITEMS = CALLS.replace(
+    "{{ call.function.arguments | tojson }}",
+    "{% for k, v in call.function.arguments | items %}{{ k }}={{ v }}{% endfor %}",
+)
+TEXT_ARGUMENTS = CALLS.replace("{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}")
+IF_THERE = (  # as Llama 3.1's asks for calls
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call at once') }}{% endif %}{{ m.tool_calls[0].function.arguments | tojson }}"
+    "{% else %}<{{ m.role }}>{{ m.content }}{% endif %};{% endfor %}"
+)
+PARTS = (  # as Gemma 3, Llama 4 and Mistral 3 read content
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %};{% endfor %}"
+)
+NO_PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content if m.content is string else '' }};{% endfor %}"  # as Qwen3
+)
+KNOWN_ROLES = (
+    "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}<{{ m.role }}>{{ m.content }};{% endif %}"
+    "{% endfor %}"
+)
+FIRST_SYSTEM = (  # as gpt-oss writes a system's or developer's message, in capitals
+    "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }};{% elif loop.first %}"
+    "{{ m.content | upper }};{% endif %}{% endfor %}"
+)
+LATE = {"role": "system", "content": "Be brief."}
+ARGUMENTS = "messages[0]['tool_calls'][0]['function']['arguments']"
+
+
+def calling(arguments, **more):
+    """An answer that calls `add`."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **more}
+
+
+CALLING = calling({})
 
 
 @pytest.fixture
@@ -85,17 +128,100 @@ def test_a_padded_batch_of_ids_is_refused_with_the_reason():
         as_batch(torch.zeros(2, 3, dtype=torch.int64))
 
 
-def test_text_parts_are_joined_by_newlines(thinking):
-    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
-    assert texts(thinking, [{"role": "user", "content": parts}]) == ["<user>a\nb;<assistant>"]
-    assert parts == [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+def rendered(inputs, template, *messages):
+    return texts(inputs, {"messages": list(messages), "chat_template": template, "add_generation_prompt": False})[0]
 
 
-def test_an_assistant_that_calls_tools_needs_no_content(thinking):
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    assert texts(thinking, [*HI, call]) == ["<user>hi;<assistant>CALL;<assistant>"]
-    del call["content"]
-    assert texts(thinking, [*HI, call]) == ["<user>hi;<assistant>CALL;<assistant>"]
+TWO_PARTS = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+
+
+@pytest.mark.parametrize("template, text", [(TEMPLATE, "a\nb"), (NO_PARTS, "a\nb"), (PARTS, "ab")])
+def test_text_parts_reach_a_template_that_reads_them_and_are_joined_by_newlines_for_others(inputs, template, text):
+    parts = [dict(part) for part in TWO_PARTS]
+    assert rendered(inputs, template, {"role": "user", "content": parts}) == f"<user>{text};"
+    mixed = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}, {"role": "user", "content": []}]
+    assert rendered(inputs, template, *mixed) == f"<system>s;<user>{text};<user>;"
+    assert parts == TWO_PARTS
+
+
+def test_parts_are_read_as_transformers_renders_them(inputs):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    asked = [{"role": "user", "content": parts}]
+    assert rendered(inputs, PARTS, *asked) == inputs.codec.hf.apply_chat_template(
+        asked, chat_template=PARTS, tokenize=False
+    )
+
+
+@pytest.mark.parametrize(
+    "template, arguments, written",
+    [
+        (CALLS, '{"a": 1, "b": "ä"}', '{"name": "add", "arguments": {"a": 1, "b": "ä"}}'),
+        (CALLS, {"a": 1}, '{"name": "add", "arguments": {"a": 1}}'),
+        (CALLS, "", '{"name": "add", "arguments": {}}'),
+        (CALLS, None, '{"name": "add", "arguments": {}}'),
+        (ITEMS, '{"a": 1}', '{"name": "add", "arguments": a=1}'),
+        (TEXT_ARGUMENTS, '{"a":1}', '{"name": "add", "arguments": {"a": 1}}'),
+        (TEXT_ARGUMENTS, {"a": 1}, '{"name": "add", "arguments": {"a": 1}}'),
+    ],
+)
+def test_arguments_of_a_call_are_written_once_whether_they_come_as_an_object_or_as_json_text(
+    inputs, template, arguments, written
+):
+    asked = calling(arguments)
+    assert rendered(inputs, template, *HI, asked) == f"<user>hi;<assistant>{written};"
+    assert asked == calling(arguments)
+
+
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": []}, {"tool_calls": None}, {"function_call": None, "name": None}])
+def test_an_answer_without_calls_has_no_key_for_them(inputs, calls):
+    answer = {"role": "assistant", "content": "b", **calls}
+    assert rendered(inputs, IF_THERE, *HI, answer) == "<user>hi;<assistant>b;"
+
+
+def test_an_assistant_that_calls_tools_needs_no_content(inputs):
+    trimming = CALLS.replace("m.content", "m.content | trim")
+    for template in (CALLS, trimming, CALLS.replace("m.content", "(m.content + '')")):
+        shown = '<assistant>{"name": "add", "arguments": {}};'
+        assert rendered(inputs, template, calling({})) == shown
+        assert rendered(inputs, template, {key: each for key, each in CALLING.items() if key != "content"}) == shown
+
+
+@pytest.mark.parametrize(
+    "template, messages, field, words",
+    [
+        (KNOWN_ROLES, [{"role": "developer", "content": "x"}, *HI], "messages[0]['role']", "'developer'.*as 'system'"),
+        (KNOWN_ROLES, [*HI, {"role": "tool", "content": "x"}], "messages[1]['role']", "'tool'.*as 'user'"),
+        (
+            KNOWN_ROLES,
+            [*HI, {"role": "tool", "content": TWO_PARTS}],
+            "messages[1]['role']",
+            "leaves the message out",
+        ),
+        (
+            FIRST_SYSTEM,
+            [LATE, LATE | {"content": "Or not."}, *HI],
+            "messages[1]['role']",
+            "'system'.*leaves the message out",
+        ),
+        (
+            FIRST_SYSTEM,
+            [LATE, *HI, LATE | {"content": [{"type": "text", "text": "Or not."}]}],
+            "messages[2]['role']",
+            "leaves the message out",
+        ),
+        (KNOWN_ROLES, [*HI, CALLING], "messages[1]['tool_calls']", "leaves tool calls out"),
+    ],
+)
+def test_messages_that_a_template_leaves_out_are_refused(inputs, template, messages, field, words):
+    for _ in range(2):
+        with pytest.raises(RequestError, match=words) as caught:
+            rendered(inputs, template, *messages)
+        assert caught.value.field == field
+    assert rendered(inputs, template, *HI) == "<user>hi;"
+
+
+def test_messages_that_a_template_writes_in_other_words_are_taken(inputs):
+    assert rendered(inputs, FIRST_SYSTEM, LATE, *HI) == "BE BRIEF.;<user>hi;"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +236,18 @@ def test_an_assistant_that_calls_tools_needs_no_content(thinking):
         ([{"role": "tool", "content": {"a": 1}}], "messages[0]['content']", r"json\.dumps"),
         ([*HI, "x"], "messages[1]", "a message: a dict"),
         ([{"role": np.empty(2), "content": "x"}], "messages[0]['role']", "a str"),
-        ([{"role": "assistant", "content": None, "tool_calls": np.empty(2)}], "messages[0]['content']", "a str"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0]['content']", "a str"),
+        ([{"role": "assistant", "content": None, "tool_calls": np.zeros(2)}], "messages[0]['tool_calls']", "a list"),
+        ([CALLING | {"tool_calls": [{"name": 5}]}], "messages[0]['tool_calls'][0]", "a tool call, "),
+        ([CALLING | {"tool_calls": ["f"]}], "messages[0]['tool_calls'][0]", "a tool call, "),
+        ([calling("{'a': 1}")], ARGUMENTS, "JSON text .Expecting property name"),
+        ([calling("[1]")], ARGUMENTS, "an object, or one as JSON text"),
+        ([calling([1])], ARGUMENTS, "an object"),
+        (
+            [{"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}],
+            "messages[0]['function_call']",
+            "must be given as tool_calls",
+        ),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
             "messages[0]['content'][1]['type']",
@@ -176,12 +313,60 @@ def test_a_named_template_is_the_tokenizers_and_a_misspelt_one_is_no_prompt():
 
 
 def test_what_a_template_never_reads_is_said_once(inputs, caplog):
-    prompt = {"messages": HI, "chat_template_kwargs": {"enable_thinkin": False}, "tools": [{"name": "f"}]}
+    prompt = {"messages": HI, "chat_template_kwargs": {"enable_thinkin": False}}
     with caplog.at_level(logging.WARNING, logger="rollout_engine"):
         inputs.check_batch([prompt, prompt], None)
     assert [record.getMessage() for record in caplog.records] == [
         "The chat template never reads 'enable_thinkin': giving it changes no prompt.",
-        "The chat template never reads 'tools': giving it changes no prompt.",
+    ]
+
+
+def find(word: str, limit: int = 3) -> str:
+    """Find a word.
+
+    Args:
+        word: the word.
+        limit: how many.
+    """
+    return word * limit
+
+
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"properties": {"word": {}, "limit": {}}}}}
+IGNORES = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("tool", [find, FIND, FIND["function"]])
+@pytest.mark.parametrize(
+    "template, text, is_shown",
+    [
+        (IGNORES, "hi", False),
+        (IGNORES, "I may find nothing.", False),
+        (IGNORES, "Findings: find_it(words, limits)", False),
+        (IGNORES, "Call find(word, limit=3).", True),
+        ("{{ 'Tools follow.' if tools }}" + IGNORES, "hi", True),
+        ("{% if tools and messages | length > 1 %}{{ tools }}{% endif %}" + IGNORES, "hi", False),
+        ("{{ raise_exception('no tools') if not tools }}" + IGNORES, "hi", True),
+        ("{% for m in messages %}{{ m.tools }}{{ m.content }}{% endfor %}", "hi", False),
+    ],
+)
+def test_tools_that_a_prompt_does_not_show_are_refused(inputs, tool, template, text, is_shown):
+    prompt = {"messages": [{"role": "user", "content": text}], "tools": [tool], "chat_template": template}
+    if is_shown:
+        inputs.check(prompt, None)
+    else:
+        with pytest.raises(RequestError, match=r"tools=\['find'\].*this chat template ignores tools.*'\w+' is in none"):
+            inputs.check(prompt, None)
+
+
+def test_thinking_that_a_template_never_reads_is_said_once(inputs, caplog):
+    said = {"role": "assistant", "content": "b", "reasoning_content": "Hm."}
+    reading = "{% for m in messages %}{{ m.role }}{{ m.reasoning_content or '' }}{{ m.content }}{% endfor %}"
+    with caplog.at_level(logging.WARNING, logger="rollout_engine"):
+        assert rendered(inputs, reading, *HI, said) == "userhiassistantHm.b"
+        assert not caplog.records
+        inputs.check_batch([[*HI, said], [*HI, said]], None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "The chat template never reads 'reasoning_content': giving it changes no prompt."
     ]
 
 
@@ -220,3 +405,18 @@ def test_an_unknown_argument_is_told_where_it_belongs(name, words):
 
     with pytest.raises(RequestError, match=words):
         check_chat_arguments({name: 1}, generate)
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "words"),
+    [
+        ("encode", "truncate_prompt_tokens", r"give pooling_params=PoolingParams\(truncate_prompt_tokens=\.\.\.\)"),
+        ("encode", "truncation_side", r"give pooling_params=PoolingParams\(truncation_side"),
+        ("encode", "dimensions", "vLLM's .* cut the rows"),
+        ("encode", "temperature", "Unknown argument of encode 'temperature'"),
+        ("reward", "normalize", r"reward: call encode, and give pooling_params=PoolingParams\(normalize"),
+    ],
+)
+def test_settings_of_pooling_are_told_from_those_of_sampling(verb, name, words):
+    with pytest.raises(RequestError, match=words):
+        check_chat_arguments({name: 1}, getattr(LLM, verb))

@@ -74,6 +74,16 @@ def test_truncation_keeps_the_last_tokens_and_comes_before_the_bounds(inputs):
     assert checked.token_ids == [99, 100, 101, 102]
 
 
+def test_truncation_on_the_right_keeps_the_first_tokens(inputs):
+    long = list(range(3, 103))
+    for most, kept in ((4, 4), (-1, 4)):
+        params = SamplingParams(truncate_prompt_tokens=most, truncation_side="right", max_tokens=28)
+        assert inputs.check(long, params).token_ids == long[:kept]
+    assert inputs.check([5, 6], SamplingParams(truncation_side="right", max_tokens=28)).token_ids == [5, 6]
+    with pytest.raises(RequestError, match="truncation_side='middle' is not allowed"):
+        SamplingParams(truncation_side="middle")
+
+
 def test_truncation_may_leave_just_the_room_that_max_tokens_needs(inputs):
     long = list(range(3, 103))
     cut = [(SamplingParams(truncate_prompt_tokens=-1, max_tokens=most), kept) for most, kept in [(28, 4), (None, 31)]]
@@ -258,7 +268,7 @@ def test_extra_args_are_taken_where_processors_may_read_them(codec):
     assert inputs.check("x", SamplingParams(extra_args={"a": 1})).params.extra_args == {"a": 1}
 
 
-def test_seeds_come_from_the_request_or_from_the_engine_and_the_ordinal(inputs):
+def test_seeds_come_from_the_request_or_from_the_engine_and_the_ordinal(inputs, usual_draws):
     given = [None, 5, None]
     admitted = [inputs.admit(inputs.check("x", SamplingParams(seed=seed))) for seed in given]
     assert [request.seed for request in admitted] == [mix(7, 0), 5, mix(7, 2)]
@@ -269,7 +279,7 @@ def test_a_negative_seed_is_the_unsigned_one_of_the_same_bits(inputs):
     assert [request.seed for request in admitted] == [2**64 - 1, 2**63]
 
 
-def test_refused_requests_do_not_move_the_seeds(inputs):
+def test_refused_requests_do_not_move_the_seeds(inputs, usual_draws):
     with pytest.raises(RequestError):
         inputs.check("", None)
     assert inputs.admit(inputs.check("x", None)).seed == mix(7, 0)

@@ -2,6 +2,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.tokenizer import TextCodec
@@ -30,6 +31,62 @@ def test_a_first_token_that_is_there_twice_is_said_once_and_can_be_left_out(capl
 
 def test_a_chat_template_that_writes_the_first_token_gets_no_second():
     assert codec_with_first_token().encode_chat([{"role": "user", "content": "hi"}], None) == ("<s>hi", [0, 1])
+
+
+@pytest.fixture
+def with_template(tmp_path):
+    """Load a tokenizer with the engine's option `chat_template`."""
+    byte_tokenizer().save_pretrained(tmp_path)
+
+    def load(chat_template, **options):
+        config = EngineConfig(model=str(tmp_path), chat_template=chat_template, **options)
+        return TextCodec.from_config(config)
+
+    return load
+
+
+SHOUTING = "{% for m in messages %}{{ m.content | upper }}!{% endfor %}"
+
+
+def test_an_engines_chat_template_stands_in_for_the_tokenizers_as_text_or_file(with_template, tmp_path):
+    file, braces = tmp_path / "shouting.jinja", tmp_path / "{1}.jinja"
+    for each in (file, braces):
+        each.write_text(SHOUTING)
+    for given in (SHOUTING, file, str(file), braces):
+        codec = with_template(given)
+        assert codec.encode_chat([{"role": "user", "content": "hi"}])[0] == "HI!"
+        assert codec.hf.chat_template == SHOUTING
+    assert with_template(None).hf.chat_template == byte_tokenizer().chat_template
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ("missing.jinja", "chat_template='missing.jinja' is not allowed: .*No such file"),
+        ("{% for m in messages %}", "chat_template is not a Jinja template: line 1: Unexpected end of template"),
+        ("{{ 1 + }}", "chat_template is not a Jinja template: line 1"),
+        (5, "chat_template=5 is not allowed: must be a str"),
+    ],
+)
+def test_a_chat_template_that_is_none_is_refused_at_the_start(with_template, given, words):
+    with pytest.raises(ConfigError, match=words):
+        with_template(given)
+
+
+def test_a_file_that_is_no_chat_template_is_refused_by_its_path(with_template, tmp_path):
+    plain, binary = tmp_path / "plain.txt", tmp_path / "binary"
+    plain.write_text("Hello.")
+    binary.write_bytes(b"{{ \xff }}")
+    with pytest.raises(ConfigError, match="plain.txt' is not allowed: must be a file with a Jinja template"):
+        with_template(plain)
+    with pytest.raises(ConfigError, match="binary' cannot be read: 'utf-8' codec"):
+        with_template(binary)
+    with pytest.raises(ConfigError, match="chat_template and skip_tokenizer_init=True are both set"):
+        with_template(SHOUTING, skip_tokenizer_init=True)
+
+
+def test_a_chat_template_that_refuses_some_conversations_is_taken(with_template):
+    assert with_template("{{ raise_exception('a system message is missing') }}").hf.chat_template
 
 
 def test_a_tokenizer_without_a_template_refuses_conversations():

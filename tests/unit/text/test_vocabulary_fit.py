@@ -1,4 +1,4 @@
-"""A checkpoint that names no end id ends at its tokenizer's; a tokenizer that is too large is named at start-up."""
+"""Sequences end at ids of the checkpoint and of its tokenizer; a tokenizer that is too large is named at start-up."""
 
 import json
 from types import SimpleNamespace
@@ -24,19 +24,23 @@ def end_ids_with(tokenizer, named=(), vocab_size=259, **params):
     return inputs.admit(inputs.check([5], SamplingParams(**params))).eos_token_ids
 
 
-def test_the_checkpoints_end_ids_come_first(caplog):
-    assert end_ids_with(byte_tokenizer(), named=[7, 8]) == [7, 8]
+def test_end_ids_of_the_checkpoint_and_the_tokenizer_end_sequences(caplog):
+    assert end_ids_with(byte_tokenizer(), named=[7, EOS]) == [7, EOS]
+    assert end_ids_with(None, named=[7, 8]) == [7, 8]
     assert not caplog.records
+    assert end_ids_with(byte_tokenizer(), named=[7, 8]) == [7, 8, EOS]
+    assert "eos_token_id is [7, 8], the tokenizer's end token '<eos>' (id 2): each of them ends" in caplog.text
+    assert end_ids_with(byte_tokenizer(), named=[7, 8], ignore_eos=True) == []
 
 
 def test_the_tokenizers_end_token_serves_where_the_checkpoint_is_silent(caplog):
     assert end_ids_with(byte_tokenizer()) == [EOS]
-    assert "the tokenizer's end token '<eos>' (id 2) ends sequences" in caplog.text
+    assert "is missing, the tokenizer's end token '<eos>' (id 2): that one ends sequences" in caplog.text
     assert end_ids_with(byte_tokenizer(), ignore_eos=True) == []
 
 
 def test_an_end_id_beyond_the_vocabulary_is_said_and_left_out(caplog):
-    assert end_ids_with(byte_tokenizer(), named=[7, 259, -1]) == [7]
+    assert end_ids_with(byte_tokenizer(), named=[7, 259, -1]) == [7, EOS]
     assert "eos_token_id [-1, 259] of the checkpoint cannot be sampled: its vocabulary is 259" in caplog.text
     assert end_ids_with(byte_tokenizer(), named=[-1]) == [EOS]
 
@@ -64,12 +68,15 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_said_with_its_first_token_bey
     assert not caplog.records
 
 
-def test_a_sampled_end_token_of_the_tokenizer_ends_the_sequence(tmp_path):
+@pytest.mark.parametrize("named", [None, 200, [200, 201]])
+def test_each_of_the_end_ids_ends_a_sequence_when_it_is_sampled(tmp_path, named):
     tiny_checkpoint(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": named}))
+    of_checkpoint = [] if named is None else named if isinstance(named, list) else [named]
     with LLM(str(tmp_path), num_kv_blocks=8, log_stats=False) as llm:
-        params = SamplingParams(max_tokens=8, allowed_token_ids=[EOS])
-        sample = llm.generate("some", params, use_tqdm=False)[0].outputs[0]
-    assert (sample.token_ids, sample.finish_reason) == ([EOS], "stop")
+        for end_id in (EOS, *of_checkpoint):
+            params = SamplingParams(max_tokens=8, allowed_token_ids=[end_id])
+            sample = llm.generate("some", params, use_tqdm=False)[0].outputs[0]
+            assert (sample.token_ids, sample.finish_reason) == ([end_id], "stop")

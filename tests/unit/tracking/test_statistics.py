@@ -8,6 +8,7 @@ import torch
 from rollout_engine import RequestError
 from rollout_engine.metrics import CoreMetrics, CoreStats, EngineMetrics, RequestStats
 from rollout_engine.outputs import CompletionOutput, RequestOutput, VersionSpan
+from rollout_engine.provenance import RolloutNote, attach
 from rollout_engine.rollout_batch import rollout_batch
 from rollout_engine.tracking.statistics import EngineRates, batch_statistics
 
@@ -62,6 +63,13 @@ def test_a_batch_is_counted_alike_in_both_layouts(layout):
             "staleness/max": 3,
         }
     )
+
+
+def test_staleness_is_to_the_weights_that_were_live_when_the_rollout_was_returned():
+    batch = batch_of()
+    attach(batch["tokens", "full"], RolloutNote("float32", 1.0, False, live_version=3))
+    for now in (4, None):
+        assert batch_statistics(batch, live_version=now)["staleness/max"] == 2
 
 
 def test_what_a_batch_lacks_is_left_out():

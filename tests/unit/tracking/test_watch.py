@@ -90,8 +90,18 @@ def test_without_steps_statistics_are_of_every_32_rollouts(tmp_path):
     assert series["reward/mean"][0] == pytest.approx(sum(s["reward"] for s in samples[:32]) / 32)
     drawn = [logprob for sample in samples[32:] for logprob in sample["log_probs"]]
     assert series["entropy"][1] == pytest.approx(-sum(drawn) / len(drawn))
-    assert series["staleness/max"] == [1, 1]  # groups 0 to 3, 4 to 7: a version each two
+    assert series["staleness/max"] == [0, 0]  # a new version each two groups, none of an older one behind it
     assert any("since no steps are logged" in line for line in lines_of(watch, 100))
+
+
+def test_staleness_is_to_the_newest_version_that_the_file_had_by_then(tmp_path):
+    on_policy, late = rollouts(8, 4), rollouts(8, 4)
+    late[20]["policy_version"][0] = 0  # of group 5, which version 2 sampled
+    for name, samples in (("on policy", on_policy), ("late", late)):
+        write_lines(tmp_path / name / "rollouts.jsonl", samples)
+        watch = RunWatch(tmp_path / name)
+        watch.read()
+        assert watch.series()["staleness/max"] == [0 if name == "on policy" else 2]
 
 
 def test_the_newest_samples_are_shown_before_there_are_statistics(tmp_path):

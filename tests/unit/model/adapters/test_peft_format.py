@@ -75,7 +75,12 @@ def test_a_rank_pattern_is_followed(adapter):
         ("target_parameters", ["w"]),
         ("use_qalora", True),
         ("alora_invocation_tokens", [1]),
-        ("init_lora_weights", "pissa_niter_4"),
+        *(
+            ("init_lora_weights", start)
+            for start in ("pissa_niter_4", "olora", "CorDA", "loftq", "lora_ga", "a new one")
+        ),
+        ("kasa_config", {"beta": 1e-4}),
+        ("monteclora_config", {"num_samples": 4}),
         ("peft_type", "IA3"),
         ("lora_alpha", None),
         ("lora_alpha", math.inf),
@@ -90,6 +95,11 @@ def test_a_rank_pattern_is_followed(adapter):
 def test_options_that_are_not_served_are_named(adapter, option, value):
     with pytest.raises(RequestError, match=rf"config\.{option}"):
         read_adapter(_with(adapter, **{option.partition("\\")[0]: value}))
+
+
+@pytest.mark.parametrize("start", [None, True, False, "gaussian", "eva", "orthogonal", "mica"])
+def test_starts_that_leave_the_base_alone_are_served(adapter, start):
+    assert read_adapter(_with(adapter, init_lora_weights=start)).keys() == read_adapter(adapter).keys()
 
 
 @pytest.mark.parametrize(

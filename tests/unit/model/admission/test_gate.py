@@ -7,9 +7,10 @@ from transformers import AutoConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.cpu import build
 from rollout_engine.model.admission import gate
-from rollout_engine.model.admission.gate import admit, build_module, position_limit
+from rollout_engine.model.admission.gate import admit, build_module
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.geometry import Refusal
+from rollout_engine.model.modules.positions import position_limit
 from rollout_engine.testing import tiny_config
 
 MOE = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)

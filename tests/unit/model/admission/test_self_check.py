@@ -1,7 +1,9 @@
 import msgspec
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaPreTrainedModel
 
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.model.admission import self_check
@@ -9,17 +11,17 @@ from rollout_engine.model.admission.self_check import check_numerics
 from rollout_engine.model.modules import attention_interface
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import construct
-from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.modules.geometry import Refusal, probe_geometry
 from rollout_engine.testing import tiny_config
 
 
-def layers_of(architecture: str, **overrides) -> list[LayerGeometry]:
-    config = tiny_config(architecture, **overrides)
-    return probe_geometry(construct(config, dtype=torch.float32, attention=ATTENTION_NAME))
+def build(architecture: str, **overrides) -> PreTrainedModel:
+    return construct(tiny_config(architecture, **overrides), dtype=torch.float32, attention=ATTENTION_NAME)
 
 
 def check(architecture: str, **overrides) -> None:
-    check_numerics(tiny_config(architecture, **overrides), layers_of(architecture, **overrides))
+    module = build(architecture, **overrides)
+    check_numerics(module, probe_geometry(module))
 
 
 ADMITTED = [
@@ -68,10 +70,10 @@ def test_a_nan_is_a_difference(monkeypatch):
 
 
 def test_a_buffer_that_nobody_computes_is_a_difference(monkeypatch):
-    layers = layers_of("llama")
+    module = build("llama")
     monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", lambda self, module: None)
     with pytest.raises(Refusal, match="differ from transformers' own by nan"):
-        check_numerics(tiny_config("llama"), layers)
+        check_numerics(module, probe_geometry(module))
 
 
 def test_a_forward_that_fails_is_a_refusal(monkeypatch):
@@ -92,18 +94,11 @@ def test_a_large_model_is_checked_on_a_small_copy(monkeypatch):
         return compare(engine, reference, geometry)
 
     monkeypatch.setattr(self_check, "_relative_error", watch)
-    config = tiny_config(
-        "qwen3",
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-    )
-    geometry = layers_of("qwen3", num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
-    check_numerics(config, geometry)
+    sizes_of_heads = dict(num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    module = build("qwen3", **sizes_of_heads)
+    geometry = probe_geometry(module)
+    module.config.update(dict(hidden_size=4096, intermediate_size=12288, vocab_size=151936))
+    check_numerics(module, geometry)
     assert sizes[0] < 8_000_000
 
 
@@ -115,19 +110,21 @@ def test_every_kind_of_layer_is_in_the_copy(monkeypatch):
 
 
 def test_a_copy_that_changes_its_kind_is_not_trusted(monkeypatch):
-    small = layers_of("qwen3")
+    module = build("qwen3")
+    geometry = [msgspec.structs.replace(layer, scale=1.0) for layer in probe_geometry(module)]
     with pytest.raises(Refusal, match="no small copy .*changed with its size"):
-        check_numerics(tiny_config("qwen3"), [msgspec.structs.replace(layer, scale=1.0) for layer in small])
+        check_numerics(module, geometry)
 
 
 def test_an_architecture_that_cannot_be_built_small_is_refused(monkeypatch):
     def picky(*args, **kwargs):
         raise ValueError("too small for me")
 
-    geometry = layers_of("qwen3")
+    module = build("qwen3")
+    geometry = probe_geometry(module)
     monkeypatch.setattr(self_check, "construct", picky)
     with pytest.raises(Refusal, match="no small copy .*too small for me"):
-        check_numerics(tiny_config("qwen3"), geometry)
+        check_numerics(module, geometry)
 
 
 def test_steps_compute_every_token_once_and_end_in_single_tokens():
@@ -139,3 +136,69 @@ def test_steps_compute_every_token_once_and_end_in_single_tokens():
             assert end <= lengths[s] - 3 or end == first + 1
             done[s] = end
     assert tuple(done) == lengths
+
+
+class LateAttention(LlamaAttention):
+    """Inputs count twice from position `floor_scale` on; `by_place`: from that place in a batch's row on."""
+
+    by_place = False
+
+    def forward(self, hidden_states, position_ids, **kwargs):
+        places = torch.arange(hidden_states.shape[1])[None] if self.by_place else position_ids
+        late = (places >= self.config.floor_scale)[..., None]
+        return super().forward(hidden_states * (1 + late), position_ids=position_ids, **kwargs)
+
+
+@pytest.mark.parametrize("length", [12, 1_000])
+def test_what_changes_with_positions_is_admitted(monkeypatch, length):
+    monkeypatch.setattr(modeling_llama, "LlamaAttention", LateAttention)
+    check("llama", floor_scale=length)
+
+
+@pytest.mark.parametrize("length", [12, 100_000])
+def test_what_changes_with_places_in_a_row_is_refused(monkeypatch, length):
+    monkeypatch.setattr(modeling_llama, "LlamaAttention", LateAttention)
+    monkeypatch.setattr(LateAttention, "by_place", True)
+    with pytest.raises(Refusal, match="logits differ"):
+        check("llama", floor_scale=length)
+
+
+def test_frequencies_that_depend_on_the_batch_are_refused(monkeypatch):
+    """Of a kind that `rotary_limit` does not know."""
+    plain = modeling_llama.LlamaRotaryEmbedding.forward
+
+    def forward(self, x, position_ids):
+        return plain(self, x, position_ids * (1 + (position_ids.max() > 1_500)))
+
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", forward)
+    with pytest.raises(Refusal, match="logits at far positions differ"):
+        check("llama")
+
+
+def test_parameters_of_attention_that_change_with_positions_are_refused(monkeypatch):
+    class Scaled(LlamaAttention):
+        def forward(self, hidden_states, position_ids, **kwargs):
+            self.scaling = 0.5 if position_ids.max() > 1_500 else 0.25
+            return super().forward(hidden_states, position_ids=position_ids, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "LlamaAttention", Scaled)
+    with pytest.raises(Refusal, match="other parameters from position"):
+        check("llama")
+
+
+TEMPERATURE = dict(layer_types=["full_attention"] * 2, no_rope_layers=[0, 0], use_qk_norm=False)
+
+
+def test_a_temperature_that_counts_the_tokens_of_a_row_is_refused():
+    """Llama 4's, which has no positions: its floor is 8,192 tokens."""
+    small = dict(num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=64)
+    check("llama4_text", attn_temperature_tuning=False, **small, **TEMPERATURE)
+    with pytest.raises(Refusal, match="logits differ"):
+        check("llama4_text", **small, **TEMPERATURE)
+
+
+def test_a_layer_of_every_setting_is_in_the_copy(monkeypatch):
+    seen = []
+    monkeypatch.setattr(self_check, "_relative_error", lambda engine, reference, geometry: seen.extend(geometry) or 0.0)
+    check("smollm3", num_hidden_layers=12)
+    assert len(seen) == 4  # of which the last does not rotate

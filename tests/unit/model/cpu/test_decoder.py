@@ -12,6 +12,7 @@ from rollout_engine.model.cpu.deterministic import make_deterministic
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
+from rollout_engine.model.modules import layer_patterns
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.geometry import probe_geometry
 from rollout_engine.model.packing.linear_groups import fuse_projections, repack
@@ -42,6 +43,15 @@ MODELS = {
     "mixtral": EXPERTS,
     "llama with scaled positions": dict(
         rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
+    ),
+    "ministral3, whose queries are scaled by position": dict(
+        rope_parameters=dict(
+            rope_type="yarn",
+            factor=4.0,
+            rope_theta=1e4,
+            original_max_position_embeddings=30,
+            llama_4_scaling_beta=0.3,
+        )
     ),
 }
 NUM_BLOCKS = 64
@@ -98,7 +108,7 @@ def assert_same_bits(module, geometry, rng, block_size):
 @DTYPES
 @pytest.mark.parametrize("name", MODELS)
 def test_every_bit_is_that_of_the_modules(name, dtype):
-    module, geometry = prepared(name.split()[0], dtype, **MODELS[name])
+    module, geometry = prepared(name.split()[0].strip(","), dtype, **MODELS[name])
     assert decoder_trial.unsupported_reason(module, geometry) is None
     rng = random.Random(f"{name} {dtype}")
     assert_same_bits(module, geometry, rng, rng.choice([16, 64]))
@@ -254,6 +264,15 @@ def test_swapped_weights_are_seen_and_weights_being_gathered_are_not():
     assert torch.equal(after, theirs.forward(chunk, [2]))
 
 
+@pytest.fixture
+def no_patterns(monkeypatch):
+    """The trial alone decides, as for a fault that no pattern has."""
+    monkeypatch.setattr(layer_patterns, "attention_pattern", lambda *_: layer_patterns.AttentionPattern(None))
+    for name in ("layer_reason", "base_reason", "head_reason"):
+        monkeypatch.setattr(layer_patterns, name, lambda *_: None)
+
+
+@pytest.mark.usefixtures("no_patterns")
 def test_a_class_that_computes_something_else_is_refused():
     module, geometry = prepared("llama")
     layer = module.model.layers[1]
@@ -266,22 +285,52 @@ def test_a_class_that_computes_something_else_is_refused():
     assert "differ" in decoder_trial.unsupported_reason(module, geometry)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "overrides", "reason"),
-    [
-        ("granite", dict(residual_multiplier=0.5), "logits or hidden states differ"),
-        ("granite", dict(logits_scaling=2.0), "logits or hidden states differ"),
-        ("smollm3", dict(num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0]), "differ"),
-        ("olmo2", {}, "other parts"),
-    ],
-)
+LOOK_ALIKES = [
+    ("granite", dict(residual_multiplier=0.5), "GraniteDecoderLayer adds its parts otherwise"),
+    ("granite", dict(logits_scaling=2.0), "GraniteForCausalLM changes its logits"),
+    ("smollm3", dict(num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0]), "SmolLM3Attention computes queries otherwise"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "overrides", "reason"), [*LOOK_ALIKES, ("olmo2", {}, "other parts")])
 def test_architectures_that_only_look_alike_are_refused(architecture, overrides, reason):
     assert reason in decoder_trial.unsupported_reason(*prepared(architecture, **overrides))
+
+
+@pytest.mark.usefixtures("no_patterns")
+@pytest.mark.parametrize(("architecture", "overrides", "reason"), LOOK_ALIKES)
+def test_the_trial_finds_other_formulas_without_a_pattern(architecture, overrides, reason):
+    found = decoder_trial.unsupported_reason(*prepared(architecture, **overrides))
+    assert found == "its logits or hidden states differ from its modules'"
 
 
 def test_a_window_that_the_layer_does_not_keep_is_seen():
     module, geometry = prepared("mistral", sliding_window=100)
     module.model.layers[0].self_attn.config.sliding_window = None
+    reason = "MistralAttention attends with other parameters"
+    assert decoder_trial.unsupported_reason(module, geometry) == reason
+
+
+@pytest.mark.usefixtures("no_patterns")
+def test_the_trial_finds_queries_that_are_scaled_from_far_positions_on():
+    module, geometry = prepared("ministral3")  # from 16,384 on
+    module.config.max_position_embeddings = 40_000
+    assert "differ" in decoder_trial.unsupported_reason(module, geometry)
+
+
+@pytest.mark.usefixtures("no_patterns")
+@pytest.mark.parametrize("length", [33, 900, 2047])
+def test_the_trial_reaches_beyond_every_length_that_a_configuration_names(length):
+    module, geometry = prepared("llama")
+    module.config.length_of_any_name = {"inside": float(length)}
+    attention = module.model.layers[0].self_attn
+
+    class Late(type(attention)):
+        def forward(self, hidden_states, position_ids, **kwargs):
+            late = (position_ids >= length)[..., None]
+            return super().forward(hidden_states * (1 + late), position_ids=position_ids, **kwargs)
+
+    attention.__class__ = Late
     assert "differ" in decoder_trial.unsupported_reason(module, geometry)
 
 

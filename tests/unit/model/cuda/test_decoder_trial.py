@@ -10,6 +10,7 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.model.cuda import decoder_trial
 from rollout_engine.model.cuda.backend import runs_fused
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
+from rollout_engine.testing import tiny_config
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def fused(monkeypatch, caplog):
     def run(ours, theirs=0.0, *, deterministic=False):
         caplog.set_level("INFO", "rollout_engine")
 
-        def served(fused):
+        def served(fused, shift=0):
             result = ours if fused else theirs
             if isinstance(result, Exception):
                 raise result
@@ -27,7 +28,9 @@ def fused(monkeypatch, caplog):
 
         monkeypatch.setattr(decoder_trial, "small_model", lambda module, geometry, block_size, fused, **options: fused)
         monkeypatch.setattr(decoder_trial, "served", served)
-        loaded = SimpleNamespace(module=nn.Linear(1, 1), geometry=[])
+        module = nn.Linear(1, 1)
+        module.config = tiny_config()
+        loaded = SimpleNamespace(module=module, geometry=[])
         found = runs_fused(loaded, deterministic=deterministic, block_size=64)
         return found, [record.levelname for record in caplog.records], caplog.text
 

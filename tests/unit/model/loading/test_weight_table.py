@@ -11,6 +11,7 @@ from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.construct import construct
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.testing import tiny_checkpoint, tiny_config, tiny_model
+from sync.checkpoint_names import CheckpointNames
 
 MOE = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
@@ -125,6 +126,6 @@ def test_names_to_ignore_may_be_there(tmp_path):
     entries = read_entries(tmp_path)
     stray = changed(entries[0], name="model.layers.0.self_attn.rotary_emb.inv_freq")
     module, table = empty_table("qwen3")
-    table.load([*entries, stray], ignored=[r"rotary_emb\.inv_freq$"])
+    table.load([*entries, stray], CheckpointNames(unused=[r"rotary_emb\.inv_freq$"]))
     expected = tiny_model("qwen3").state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in module.state_dict().items())

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from transformers import masking_utils
 
 from rollout_engine.model.modules.construct import construct
 from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
@@ -119,3 +120,18 @@ def test_a_tensor_of_unknown_meaning_is_refused():
     attention.forward = lambda *args, **kwargs: plain(*args, position_bias=torch.zeros(1), **kwargs)
     with pytest.raises(Refusal, match="position_bias"):
         probe_geometry(module)
+
+
+def test_a_mask_that_changes_at_far_positions_is_refused(monkeypatch):
+    module = build("qwen3")
+    mask = masking_utils.causal_mask_function
+    monkeypatch.setattr(
+        masking_utils, "causal_mask_function", lambda b, h, q, kv: mask(b, h, q, kv) & (q // 50_000 == kv // 50_000)
+    )
+    with pytest.raises(Refusal, match="mask is of an unknown kind"):
+        probe_geometry(module)
+
+
+def test_geometry_may_be_asked_for_at_any_position():
+    module = build("gemma2", sliding_window=32)
+    assert probe_geometry(module, 2_000) == probe_geometry(module)

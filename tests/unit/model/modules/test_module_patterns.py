@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
+from rollout_engine.model.modules.module_patterns import children_of_one_dtype, is_gated_mlp, rms_norm_epsilon
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -34,6 +35,14 @@ def test_other_norms_are_left_alone(module, dtype):
 
 def test_a_norm_that_rounds_elsewhere_is_left_alone():
     assert rms_norm_epsilon(Olmo2RMSNorm(64).bfloat16()) is None
+
+
+def test_a_norm_kept_in_float32_is_not_taken_for_one_of_the_activations_dtype():
+    embedding, norm, other = nn.Embedding(4, 64), GptOssRMSNorm(64), GptOssRMSNorm(64)
+    module = nn.Sequential(embedding, norm, other).half()
+    norm.float()  # in float32 its formula is ours; on float16 activations it rounds elsewhere
+    assert rms_norm_epsilon(norm) is not None
+    assert list(children_of_one_dtype(module)) == [module, embedding, other]
 
 
 def _mlp(cls=LlamaMLP, **settings):
@@ -76,3 +85,21 @@ def test_a_trial_draws_nothing_from_torchs_generator():
     assert is_gated_mlp(mlp)
     assert rms_norm_epsilon(norm) is not None
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class _Clamped(LlamaMLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=100.0)) * self.up_proj(x))
+
+
+def test_a_limit_of_large_activations_is_seen():
+    mlp = _mlp()
+    mlp.__class__ = _Clamped
+    assert not is_gated_mlp(mlp)
+
+
+@pytest.mark.parametrize(("module", "recognised"), [(_mlp(), is_gated_mlp), (LlamaRMSNorm(64), rms_norm_epsilon)])
+def test_a_module_with_a_buffer_is_left_alone(module, recognised):
+    assert recognised(module)
+    module.register_buffer("shift", torch.zeros(()))
+    assert not recognised(module)

@@ -1,0 +1,78 @@
+"""float32 masters of a trainer's 16-bit weights, for any optimizer of `torch.optim`.
+
+A bfloat16 number has 8 significant bits: a step smaller than half the distance to its neighbour is rounded away, and at
+usual learning rates nearly all are. The optimizer therefore steps on float32 copies, and each step writes them to the
+weights, rounded. The forward stays the model's own, which is the engine's too.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rollout_engine.errors import ConfigError
+from sync.change_notice import ChangeNotice
+
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def float32_masters(optimizer: Optimizer) -> Optimizer:
+    """Have an optimizer step on float32 copies of its 16-bit weights, and write them back rounded; returns it.
+
+    >>> optimizer = float32_masters(torch.optim.AdamW(model.parameters(), lr=1e-6))
+
+    Call it before the first step; weights of other dtypes stay as they are. Weights that something else has changed
+    between two steps, such as `load_state_dict`, are copied anew. `state_dict` does not contain the copies: a training
+    that resumes begins with those of its rounded weights. Raises `ConfigError` for an optimizer that has stepped; its
+    `step` does so for a closure, whose gradients would arrive too late.
+    """
+    if optimizer.state:
+        raise ConfigError(
+            "float32_masters: the optimizer has stepped already, on the weights themselves. Call it when you make one: "
+            "optimizer = float32_masters(torch.optim.AdamW(model.parameters(), lr=1e-6))."
+        )
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for group in optimizer.param_groups:
+        group["params"] = [_master_of(weight, pairs) for weight in group["params"]]
+    optimizer.register_step_pre_hook(partial(_bring_gradients, pairs))
+    optimizer.register_step_post_hook(partial(_write_weights, pairs))
+    ChangeNotice.trainer_has_masters |= bool(pairs)
+    optimizer.zero_grad = partial(_zero_gradients, optimizer.zero_grad, pairs)  # type: ignore[method-assign]
+    return optimizer
+
+
+def _master_of(weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The float32 copy of a 16-bit weight, which joins `pairs`; any other weight itself."""
+    if weight.dtype not in _SIXTEEN_BITS:
+        return weight
+    master = nn.Parameter(weight.detach().float(), requires_grad=weight.requires_grad)
+    pairs.append((weight, master))
+    return master
+
+
+@torch.no_grad()
+def _bring_gradients(pairs: list[tuple[Tensor, Tensor]], optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Move the gradients of weights to their masters, and copy weights anew that are not their masters' rounded."""
+    if args[1:] or kwargs.get("closure") is not None:  # the first of `args` is the optimizer
+        raise ConfigError("float32_masters: step takes no closure. Call backward before it.")
+    for weight, master in pairs:
+        if not torch.equal(weight, master.to(weight.dtype)):
+            master.copy_(weight)
+        master.grad = None if weight.grad is None else weight.grad.float()
+        weight.grad = None
+
+
+@torch.no_grad()
+def _write_weights(pairs: list[tuple[Tensor, Tensor]], optimizer: Any, args: Any, kwargs: Any) -> None:
+    for weight, master in pairs:
+        if master.grad is not None:
+            weight.copy_(master)
+            master.grad = None
+
+
+def _zero_gradients(zero_grad: Any, pairs: list[tuple[Tensor, Tensor]], set_to_none: bool = True) -> None:
+    zero_grad(set_to_none)
+    for weight, _ in pairs:
+        weight.grad = None

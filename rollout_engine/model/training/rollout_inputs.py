@@ -1,0 +1,63 @@
+"""Reads from a rollout what a trainer's call needs: ids, padding or ends of packed sequences, and the temperature."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from rollout_engine.errors import RequestError
+from rollout_engine.model.training.adapted_layers import active_adapters, known_adapters
+from rollout_engine.provenance import rollout_note
+
+
+class RolloutInputs(NamedTuple):
+    """Arguments of `exact.token_logprobs`."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    temperature: float
+
+
+def rollout_inputs(model: nn.Module, batch: Any, temperature: float | None, **others: Any) -> RolloutInputs:
+    """Read a rollout, padded or packed; `temperature=None`: that of its log-probs.
+
+    Raises `RequestError` for a batch that lacks keys, for `others` that are given too, for a temperature that the batch
+    does not know, and if the model has the adapter that sampled, but another one is active. Where none is active, as
+    inside `model.disable_adapter()`, log-probs are those of the base.
+    """
+    for name, value in others.items():
+        if value is not None:
+            raise RequestError.for_field(name, value, "left out: the batch has it")
+    keys = set(batch.keys(include_nested=True))
+    mask = "cu_seqlens" if "cu_seqlens" in keys else ("masks", "all_attention_mask")
+    if missing := [key for key in (("tokens", "full"), mask) if key not in keys]:
+        hint = "Give what RolloutPolicy.rollout returned, or input_ids and attention_mask."
+        raise RequestError.for_field("batch.keys()", sorted(map(str, batch.keys())), f"with {missing[0]}", hint)
+    ids = batch["tokens", "full"]
+    note = rollout_note(ids)
+    if temperature is None:
+        if note is None or note.temperature is None:
+            why = "it is a plain TensorDict" if note is None else "its log-probs are of several, or of edited logits"
+            hint = f"The batch does not say which, as {why}: give the one that sampled."
+            raise RequestError.for_field("temperature", None, "a number", hint)
+        temperature = note.temperature
+    if note is not None:
+        _check_adapter(model, note.adapters)
+    packed = mask == "cu_seqlens"
+    return RolloutInputs(ids, None if packed else batch[mask], batch[mask] if packed else None, temperature)
+
+
+def _check_adapter(model: nn.Module, sampled: frozenset[str | None]) -> None:
+    active = active_adapters(model)
+    if active == {None} or sampled == active or not sampled & known_adapters(model):
+        return  # the trainer's names may be others
+    if len(sampled) > 1:
+        hint = "Compute the rows of each adapter under that adapter."
+        raise RequestError.for_field("adapters that sampled the batch", _names(sampled), "one", hint)
+    [name] = sampled
+    hint = f"Call model.set_adapter({name!r}), or give input_ids and attention_mask to compute under another adapter."
+    raise RequestError.for_field("active adapter", _names(active), f"{name!r}, which sampled the batch", hint)
+
+
+def _names(adapters: frozenset[str | None]) -> str:
+    return ", ".join(sorted("none" if name is None else name for name in adapters))
