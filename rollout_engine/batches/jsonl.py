@@ -126,7 +126,7 @@ class Converted:
         if name not in self._names:
             self._names.add(name)
             what = "%s: %s=%.80s is nothing that JSON has and was written as %.80s"
-            logger.warning(what, self._written_by, name, text_of(value, repr), _dumps(json_value(value)))
+            logger.warning(what, self._written_by, name, text_of(value, repr), json.dumps(json_value(value)))
 
 
 def line_of(sample: dict[str, Any], converted: Converted | None = None) -> str:

@@ -76,11 +76,6 @@ class Conversation:
     def num_turns(self) -> int:
         return len(self.rewards)
 
-    @property
-    def last_answer(self) -> CompletionOutput | None:
-        """The last answer; None before the first."""
-        return self.rows[-1].samples[-1][1] if self.rows and self.rows[-1].samples else None
-
     def read(self, messages: list[Message]) -> None:
         """Add what stands before the next answer."""
         self._unread += messages

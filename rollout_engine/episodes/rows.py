@@ -15,8 +15,8 @@ response is all that follows the first prompt; B rows, T longest full, in the pa
     ("next", "terminated")  [B, 1]              bool; the environment ended the episode
     ("next", "truncated")   [B, 1]              bool; the environment, a limit of the rollout or a fault cut it off
     ("next", "done")        [B, 1]              bool; either: true of every row
-    "truncated"             [B, 1]              bool; the seat's last answer was cut off, however the episode ended
-    "finish_reason"         [B]                 of the seat's last answer, "stop" or "length"; "error" if it failed
+    "truncated"             [B, 1]              bool; the row's last answer was cut off, however the episode ended
+    "finish_reason"         [B]                 of the row's last answer, "stop" or "length"; "error" if it failed
     "ended_by"              [B]                 what ended it: `rollout_engine.episodes.episode.EndedBy`
     "error"                 [B]                 why it failed, else None
     "messages"              [B]                 the seat's conversation
@@ -132,8 +132,8 @@ def _finish_reason(row: EpisodeRow) -> FinishReason:
 
 
 def _is_cut(row: EpisodeRow) -> bool:
-    last = row.conversation.last_answer
-    return last is not None and last.finish_reason == "length"
+    samples = row.row.samples
+    return bool(samples) and samples[-1][1].finish_reason == "length"
 
 
 def _column(values: list[bool]) -> torch.Tensor:

@@ -54,6 +54,10 @@ def test_one_core_takes_clients_in_its_directory_and_over_tcp(core, tmp_path):
     remote, local = connect(core.address), ClientSocket.connect(str(tmp_path), hang_seconds=60)
     assert remote.wait_welcome() == local.wait_welcome() == READY
     assert core.stats.num_clients == 2
+    deadline = time.monotonic() + 60
+    while core._strangers._waiting:  # two connections of the remote one, one of the other
+        assert time.monotonic() < deadline, "clients count as strangers"
+        time.sleep(0.01)
     remote.close()
     local.close()
 
