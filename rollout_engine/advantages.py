@@ -185,8 +185,7 @@ def _by_group(
         hint = "Ask for more samples of each prompt: rollout(num_samples=8)."
         raise RequestError.for_field("samples per group", 1, "at least 2, to be compared", hint)
     counted = is_counted.nonzero().squeeze(1)
-    rows = counted[_first_rows(episode[counted])]
-    """One row of each episode that counts."""
+    rows = counted[_first_rows(episode[counted])]  # one of each episode that counts
     reward_of_episode = torch.zeros_like(flat).index_put((episode[rows],), flat[rows])
     if (differs := counted[reward_of_episode[episode[counted]] != flat[counted]]).numel():
         hint = "To count each row for itself, give episode_ids=torch.arange(len(rewards))."

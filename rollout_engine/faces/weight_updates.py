@@ -91,9 +91,16 @@ def update_weights(
         mode=mode, kv=kv, staging=staging, transport=transport, reset_version=reset_version,
         allow_nonfinite=allow_nonfinite, timeout=timeout, partial=partial, delta=delta, draft=draft,
     )  # fmt: skip
+    return _carry_out_and_note(merge, frontend, source, version, options)
+
+
+def _carry_out_and_note(
+    merge: object, frontend: HasUpdates, source: WeightSource, version: int | None, options: UpdateOptions
+) -> UpdateReport:
+    """Carry the update out, and note on a module which version it was sent as, for `exact.check`."""
     state = weights_state(source)
     report = _carry_out_of(merge)(frontend, source, version, options)
-    if not draft:
+    if not options.draft:
         note_sent(source, state, report.version)
     return report
 

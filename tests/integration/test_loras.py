@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from envs_adapters import Observation
 from rollout_engine import LLM, AsyncLLM, EngineConfig, LLMEngine, LoRARequest, RolloutPolicy, SamplingParams, exact
 from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateError
 from rollout_engine.testing import merge_adapter, random_adapter, save_adapter, tiny_checkpoint, tiny_model
@@ -326,41 +325,6 @@ def test_a_peft_model_may_send_its_adapter_alone(checkpoint, dtype):
                 trainer.adapters()[0].lora_B["default"].weight.mul_(-1)
         whole = policy.update_weights(tiny_model(seed=1, dtype=dtype))
         assert whole.version == 3 and whole.num_tensors > report.num_tensors and whole.adapter is None
-
-
-class TwoSpeak:
-    """Seat 0 speaks, then seat 1; neither hears the other."""
-
-    num_seats = 2
-
-    def reset(self, seed):
-        self.turn = 0
-        return Observation("begin: ", seat=0)
-
-    def step(self, action):
-        self.turn += 1
-        return Observation("begin: ", seat=1, terminated=self.turn == 2)
-
-
-@pytest.mark.parametrize("own", ["x", None])
-def test_an_adapter_of_a_rollout_does_not_play_the_seats_of_another_policy(tmp_path, own):
-    path, params = tiny_checkpoint(tmp_path, std=0.1), {"max_tokens": 8, "temperature": 0}
-
-    def turns(policy, **options):
-        batch = policy.rollout(None, params, env=TwoSpeak, use_tqdm=False, **options)
-        assert batch["seat"].tolist() == [0, 1]
-        return [list(batch["text", "response"])[seat] for seat in (0, 1)]
-
-    with (
-        RolloutPolicy.from_pretrained(path, **SIZES) as policy,
-        RolloutPolicy.from_pretrained(path, **SIZES) as frozen,
-    ):
-        policy.add_lora(random_adapter(tiny_model(), "x", seed=1, std=1.0))
-        if own:
-            frozen.add_lora(random_adapter(tiny_model(), own, seed=2, std=1.0))
-        alone, base = turns(policy, lora_request="x"), turns(policy)
-        assert turns(policy, lora_request="x", seats={1: frozen}) == [alone[0], base[1]]
-        assert alone[1] != base[1]
 
 
 def test_two_policies_on_one_base_train_against_each_others_frozen_copy(checkpoint, dtype):
