@@ -7,6 +7,7 @@ memory: nested loops of 78 characters compute for hours, and `{{ "a" * 600000000
 import signal
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -53,18 +54,21 @@ class RequestTemplates:
 
     def _ask(self, order: Rendering) -> Rendered:
         for is_last in (False, True):
-            if not self._processes:
-                self._processes.append(BoundedProcess(_MODULE, "renders chat templates", PATIENCE))
+            process = next(iter(self._processes), None)
+            if process is None:
+                process = BoundedProcess(_MODULE, "renders chat templates", PATIENCE)
+                self._processes.append(process)
             try:
-                return self._processes[0].ask(order, Rendered)
+                return process.ask(order, Rendered)
             except (OSError, EOFError):
-                status = self._processes.pop().end()
+                with suppress(ValueError):  # `close` may have taken it
+                    self._processes.remove(process)
+                status = process.end()
                 if status == -signal.SIGPROF:
                     return Rendered(problem=f"it takes more than {SECONDS:g} s to compute")
                 if status != 0:
                     return Rendered(problem=f"it takes too much memory or time (status {status})")
                 if is_last:
-                    raise RetryableError(
-                        "The process that renders chat templates ended: send the request again."
-                    ) from None
+                    what = "The process that renders chat templates ended: send the request again."
+                    raise RetryableError(what) from None
         raise AssertionError("two processes were asked")
