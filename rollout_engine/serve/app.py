@@ -18,9 +18,10 @@ from rollout_engine.serve.http_exchange import EXCHANGE, HttpExchange
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem, problem_body, problem_reply
 from rollout_engine.serve.request_log import REQUEST_ID, logger
-from rollout_engine.serve.route import Asked, Dialect, Events, Reply, Route
+from rollout_engine.serve.route import MANY_BYTES, Asked, Dialect, Events, Reply, Route
 from rollout_engine.serve.routes import ROUTES
 from rollout_engine.serve.served import Served
+from rollout_engine.threads import run_in_thread
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -139,7 +140,9 @@ class _Answer:
         data = await self._read(route)
         if data is None:
             return None
-        body = read_body(route, data, self._scope["query_string"].decode("latin-1"))
+        query = self._scope["query_string"].decode("latin-1")
+        is_slow = len(data) > MANY_BYTES
+        body = await run_in_thread(read_body, route, data, query) if is_slow else read_body(route, data, query)
         named = self._served.versions.read(body)
         asked = Asked(body, self._headers, self._request_id, len(data))
         del data  # a stream may be open for long

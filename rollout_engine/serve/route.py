@@ -14,7 +14,7 @@ R = TypeVar("R")
 Dialect: TypeAlias = Literal["openai", "vllm", "sglang"]
 
 
-LONG_BYTES = 1 << 13
+LONG_BYTES = 1 << 12
 """From so many bytes of a body, or characters of a text, on, texts are encoded beside the event loop."""
 MANY_BYTES = 1 << 20
 """From so many bytes of a body on, its fields and token ids are checked there too."""

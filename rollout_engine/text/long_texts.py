@@ -1,7 +1,8 @@
 """Encodes long texts without holding all of their tokens, and refuses those that cannot be short enough at once.
 
-A tokenizer makes some hundred bytes for each character before it returns the first id, and takes a second for a million
-of them. Both rules below are proved for the parts that a tokenizer is made of, and hold for no other one:
+A tokenizer makes some hundred bytes for each character before it returns the first id, takes a second for a million of
+them, and holds the interpreter meanwhile, unless it is called for a batch. Both rules below are proved for the parts
+that a tokenizer is made of, and hold for no other one:
 
 * `max_chars_per_token`: no token stands for more characters than this. A text with more characters than `most` tokens
   can have is refused before it is encoded.
@@ -17,7 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-LONG_CHARS = 1 << 13
+LONG_CHARS = 1 << 12
 """Characters of a long text, at least."""
 PIECE_CHARS = 1 << 16
 """Characters of a piece, at least; a shorter text is encoded as it is."""
@@ -65,11 +66,11 @@ class LongTexts:
         """Token ids of a text, and whether these are all; of one with more than `most` tokens they may be the first."""
         if not self.cuts_anywhere:
             with self._encoding:
-                return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids), True
+                return _encoded(self._tokenizer, text, add_special_tokens), True
         begin, end = self._special_ids() if add_special_tokens else ([], [])
         token_ids, num_read = begin, 0
         for piece in pieces(text):
-            token_ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
+            token_ids += _encoded(self._tokenizer, piece, False)
             num_read += len(piece)
             if most is not None and len(token_ids) > most and num_read < len(text):
                 return token_ids, False
@@ -80,6 +81,11 @@ class LongTexts:
         plain, whole = (self._tokenizer.encode("a", add_special_tokens=adds).ids for adds in (False, True))
         start = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
         return whole[:start], whole[start + len(plain) :]
+
+
+def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """The ids of a text, as those of a batch: other threads run meanwhile."""
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -65,9 +65,8 @@ class RequestTemplates:
                 if status != 0:
                     return Rendered(problem=unable(f"it takes too much memory or time (status {status})"))
                 if is_last:
-                    raise RetryableError(
-                        "The process that renders chat templates ended: send the request again."
-                    ) from None
+                    what = "The process that renders chat templates ended: send the request again."
+                    raise RetryableError(what) from None
         raise AssertionError("two processes were asked")
 
     def _start(self) -> BoundedProcess:

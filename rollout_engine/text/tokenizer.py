@@ -224,6 +224,8 @@ class TextCodec:
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of ids, special tokens included."""
         if self.hf.is_fast:  # without the clean-up of `decode`, which rewrites earlier text
+            if len(token_ids) >= LONG_CHARS:  # as a batch: other threads run meanwhile
+                return str(self.hf.backend_tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0])
             return str(self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=False))
         return str(self.hf.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 

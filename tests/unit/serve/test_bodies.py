@@ -48,6 +48,13 @@ def test_a_body_with_too_many_arrays_is_refused_before_any_is_made(client, monke
     assert "arrays and objects, and may have 50" in problem["message"]
 
 
+def test_a_body_with_too_many_numbers_is_refused_before_any_is_made(client, monkeypatch):
+    monkeypatch.setattr(bodies, "_MOST_COMMAS", 50)
+    monkeypatch.setattr(bodies, "_object", None)  # decodes it
+    assert "60 commas" in client.problem("/v1/completions", {"prompt": [5] * 61})["message"]
+    assert client.post("/tokenize", {"prompt": "," * 60})["count"] == 60
+
+
 def test_brackets_within_texts_are_no_arrays(client, monkeypatch):
     monkeypatch.setattr(bodies, "_MOST_VALUES", 50)
     text = '[{\\"' * 60

@@ -171,10 +171,10 @@ LONG = "a" * 5000
     [
         ("/pooling", {"input": ["a", ""]}, "input[1]: prompt=[]"),
         ("/v1/embeddings", {"input": [[5], [5, 99999]]}, "input[1]: prompt_token_ids[1]=99999"),
-        ("/rerank", {"query": "x", "documents": ["a", LONG]}, "documents[1]: prompt='5000 tokens'"),
-        ("/rerank", {"query": LONG, "documents": ["a", "b"]}, "query: prompt='5000 tokens'"),
-        ("/score", {"text_1": ["a", "b"], "text_2": ["c", LONG]}, "text_2[1]: prompt='5000 tokens'"),
-        ("/score", {"queries": "a", "documents": ["c", LONG]}, "documents[1]: prompt='5000 tokens'"),
+        ("/rerank", {"query": "x", "documents": ["a", LONG]}, "documents[1]: prompt='5000 characters'"),
+        ("/rerank", {"query": LONG, "documents": ["a", "b"]}, "query: prompt='5000 characters'"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c", LONG]}, "text_2[1]: prompt='5000 characters'"),
+        ("/score", {"queries": "a", "documents": ["c", LONG]}, "documents[1]: prompt='5000 characters'"),
     ],
 )
 def test_errors_of_a_prompt_name_its_place_in_the_body(client, path, body, place):

@@ -1,13 +1,16 @@
 """Long texts are encoded in pieces to the same ids, and refused by their characters only if they are too long."""
 
 import random
+import threading
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
+from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text import long_texts
 from rollout_engine.text.long_texts import LongTexts, pieces
+from rollout_engine.text.tokenizer import TextCodec
 
 WORDS = [
     *(
@@ -153,6 +156,23 @@ def test_tokenizers_that_look_over_a_cut_encode_in_one_piece(small_pieces, make)
     texts, text = LongTexts(tokenizer), text_of(1, 90) + "the end of it"
     assert not texts.cuts_anywhere
     assert texts.encode(text, False, 1) == (tokenizer.encode(text, add_special_tokens=False).ids, True)
+
+
+@pytest.mark.parametrize("verb", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_read(verb):
+    codec, text, ended, num_runs = TextCodec(byte_tokenizer()), "word " * 100_000, threading.Event(), 0
+    given = text if verb == "encode" else codec.encode(text)
+
+    def read():
+        getattr(codec, verb)(given)
+        ended.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()  # which waits for a moment of the thread's
+    while not ended.wait(0.001):
+        num_runs += 1
+    thread.join()
+    assert num_runs > 3
 
 
 def test_a_text_without_any_cut_is_one_piece(small_pieces):
