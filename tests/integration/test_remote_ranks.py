@@ -145,9 +145,7 @@ def test_a_rank_that_is_stopped_ends_the_engine_and_goes_with_it(request, checkp
     try:
         (rank,) = [child for child in psutil.Process().children() if child not in before]
         rank.suspend()
-        with pytest.raises(
-            EngineDeadError, match=r"rank 1 .*has given no sign of life for 4\.5 s"
-        ):
+        with pytest.raises(EngineDeadError, match=r"rank 1 .*has given no sign of life for 4\.5 s"):
             engine.generate(PROMPTS, SAMPLED, use_tqdm=False)
     finally:
         engine.shutdown()
