@@ -44,7 +44,7 @@ MODELS = {
     "llama with scaled positions": dict(
         rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
     ),
-    "ministral3, whose queries are scaled by position": dict(
+    "ministral3 with queries scaled by position": dict(
         rope_parameters=dict(
             rope_type="yarn",
             factor=4.0,
@@ -108,7 +108,7 @@ def assert_same_bits(module, geometry, rng, block_size):
 @DTYPES
 @pytest.mark.parametrize("name", MODELS)
 def test_every_bit_is_that_of_the_modules(name, dtype):
-    module, geometry = prepared(name.split()[0].strip(","), dtype, **MODELS[name])
+    module, geometry = prepared(name.split()[0], dtype, **MODELS[name])
     assert decoder_trial.unsupported_reason(module, geometry) is None
     rng = random.Random(f"{name} {dtype}")
     assert_same_bits(module, geometry, rng, rng.choice([16, 64]))
