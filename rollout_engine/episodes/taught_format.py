@@ -1,5 +1,6 @@
 """The form of tool calls that a chat template teaches, tried on a call that it writes itself."""
 
+import json
 from os.path import commonprefix
 from typing import Any
 
@@ -10,9 +11,7 @@ from rollout_engine.text.tokenizer import TextCodec
 _NAME, _ARGUMENTS = "look_up_0f1e2d3c", {"word": "a b", "limit": 3}
 _PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}, "limit": {"type": "integer"}}}
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "Look up.", "parameters": _PARAMETERS}}
-_CALL = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
 _QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "A question."}]
-_ANSWER = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 def taught_format(codec: TextCodec, chat_template: str | None) -> ToolFormat | None:
@@ -23,17 +22,33 @@ def taught_format(codec: TextCodec, chat_template: str | None) -> ToolFormat | N
     form = format_of_template(codec.find_template(chat_template, [_TOOL]))
     if form is None:
         return None
+    # Some templates take arguments as an object, as transformers gives them, others as text, as OpenAI's clients do.
+    tried = {_reads_back(codec, chat_template, form, each) for each in (_ARGUMENTS, json.dumps(_ARGUMENTS))}
+    return form if True in tried or tried == {None} else None
+
+
+def _reads_back(codec: TextCodec, chat_template: str | None, form: ToolFormat, arguments: Any) -> bool | None:
+    """Whether a call that the template writes is found again; None if it writes none."""
+    call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
-        texts = [
+        before, after = (
             codec.render_chat(messages, [_TOOL], chat_template=chat_template, add_generation_prompt=False)
-            for messages in (_QUESTION, [*_QUESTION, _ANSWER])
-        ]
+            for messages in (_QUESTION, [*_QUESTION, answer])
+        )
     except RequestError:  # it writes no calls, or wants more than these messages have
-        return form
-    written = texts[1][len(commonprefix(texts)) :]
+        return None
+    written = _inserted(before, after)
     if _NAME not in written:
-        return form
+        return None
     if form == "llama3":  # its calls begin an answer, and the header of the answer is written too
         written = written[max(written.find("{"), 0) :]
-    calls = parse_typed_calls(written, form, [_TOOL]).calls
-    return form if any((call.name, call.arguments) == (_NAME, _ARGUMENTS) for call in calls) else None
+    found = parse_typed_calls(written, form, [_TOOL]).calls
+    return any((each.name, each.arguments) == (_NAME, _ARGUMENTS) for each in found)
+
+
+def _inserted(before: str, after: str) -> str:
+    """The text between what two texts begin with and what they end with, in the second one."""
+    start = len(commonprefix([before, after]))
+    end = len(commonprefix([before[start:][::-1], after[start:][::-1]]))
+    return after[start : len(after) - end]

@@ -32,7 +32,9 @@ def codec(lesson, call):
         ("<tool_call>", JSON, "hermes"),
         ("<tool_call>", "", "hermes"),
         ("<tool_call>", "{{ raise_exception('no calls') }}", "hermes"),
+        ("<tool_call>", JSON.replace(" | tojson", ""), "hermes"),
         ("<tool_call>", FENCED, None),
+        ("<tool_call>", "<tool_call>{{ f.name }}" + ITEMS.replace("ITEM", "{{ k }}={{ v }}") + "</tool_call>", None),
         ("<tool_call>", XML, "xml"),
         ("<tool_call>", "<tool_call>{{ f.name }}" + ITEMS.replace("ITEM", GLM_ITEM) + "</tool_call>", "glm"),
         ("<seed:tool_call>", XML.replace("tool_call", "seed:tool_call"), "seed"),
@@ -42,6 +44,14 @@ def codec(lesson, call):
 )
 def test_the_form_is_the_one_that_the_template_writes(lesson, call, form):
     assert taught_format(codec(lesson, call), None) == form
+
+
+def test_tools_that_stand_behind_the_conversation_are_no_call():
+    hf = byte_tokenizer()
+    hf.chat_template = MESSAGES.replace("CALL", "") + "{{ tools | tojson }}<tool_call>"
+    assert taught_format(TextCodec(hf), None) == "hermes"
+    hf.chat_template = MESSAGES.replace("CALL", FENCED) + "{{ tools | tojson }}<tool_call>"
+    assert taught_format(TextCodec(hf), None) is None
 
 
 def test_a_template_that_is_given_counts_in_place_of_the_tokenizers():
