@@ -27,7 +27,7 @@ def rollout_inputs(model: nn.Module, batch: Any, temperature: float | None, **ot
     """
     for name, value in others.items():
         if value is not None:
-            raise RequestError.for_field(name, value, "left out: the batch has it")
+            raise RequestError.for_field(name, "a tensor", "left out: the batch has it")
     keys = set(batch.keys(include_nested=True))
     mask = "cu_seqlens" if "cu_seqlens" in keys else ("masks", "all_attention_mask")
     if missing := [key for key in (("tokens", "full"), mask) if key not in keys]:
