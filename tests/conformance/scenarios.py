@@ -22,6 +22,7 @@ from rollout_engine.errors import LifecycleError, RequestError, RPCError, StaleV
 from rollout_engine.messages import KeptSamples
 from rollout_engine.testing import random_adapter, tiny_model
 from tests.conformance.running import ENDLESS, SHORT, in_flight, last_of, plain, step_further, told
+from tests.conformance.worker_functions import WRONG_CALLS, add
 
 
 class Scenario(NamedTuple):
@@ -248,26 +249,14 @@ def collective_rpc(engine):
     return plain(doubled), numbers, engine.collective_rpc("get_weight_digest")
 
 
-def _add(worker, a, b=0):
-    return worker.rank + worker.vocab_size + a + b
-
-
-def _fail(worker):
-    raise KeyError("of the function")
-
-
 @scenario(method=lambda worker: None)
 def call_function(engine):
     try:
-        found = engine.collective_rpc(_add, args=(1,), kwargs={"b": 2})
+        found = engine.collective_rpc(add, args=(1,), kwargs={"b": 2})
     except LifecycleError as error:
         assert "collective_rpc: functions do not cross processes" in str(error)
         return [engine.frontend.client.info.vocab_size + 3]
-    for wrong, match in (
-        (dict(method=_fail), "_fail failed on rank 0: KeyError: 'of the function'"),
-        (dict(method=_add), "_add failed on rank 0: TypeError: .* missing 1 required positional argument"),
-        (dict(method=_add, args=3), "args must be a list"),
-    ):
+    for wrong, match in WRONG_CALLS:
         with pytest.raises(RPCError, match=match):
             engine.collective_rpc(**wrong)
     return found

@@ -321,43 +321,6 @@ def test_what_a_template_never_reads_is_said_once(inputs, caplog):
     ]
 
 
-def find(word: str, limit: int = 3) -> str:
-    """Find a word.
-
-    Args:
-        word: the word.
-        limit: how many.
-    """
-    return word * limit
-
-
-FIND = {"type": "function", "function": {"name": "find", "parameters": {"properties": {"word": {}, "limit": {}}}}}
-IGNORES = "{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-@pytest.mark.parametrize("tool", [find, FIND, FIND["function"]])
-@pytest.mark.parametrize(
-    "template, text, is_shown",
-    [
-        (IGNORES, "hi", False),
-        (IGNORES, "I may find nothing.", False),
-        (IGNORES, "Findings: find_it(words, limits)", False),
-        (IGNORES, "Call find(word, limit=3).", True),
-        ("{{ 'Tools follow.' if tools }}" + IGNORES, "hi", True),
-        ("{% if tools and messages | length > 1 %}{{ tools }}{% endif %}" + IGNORES, "hi", False),
-        ("{{ raise_exception('no tools') if not tools }}" + IGNORES, "hi", True),
-        ("{% for m in messages %}{{ m.tools }}{{ m.content }}{% endfor %}", "hi", False),
-    ],
-)
-def test_tools_that_a_prompt_does_not_show_are_refused(inputs, tool, template, text, is_shown):
-    prompt = {"messages": [{"role": "user", "content": text}], "tools": [tool], "chat_template": template}
-    if is_shown:
-        inputs.check(prompt, None)
-    else:
-        with pytest.raises(RequestError, match=r"tools=\['find'\].*this chat template ignores tools.*'\w+' is in none"):
-            inputs.check(prompt, None)
-
-
 def test_thinking_that_a_template_never_reads_is_said_once(inputs, caplog):
     said = {"role": "assistant", "content": "b", "reasoning_content": "Hm."}
     reading = "{% for m in messages %}{{ m.role }}{{ m.reasoning_content or '' }}{{ m.content }}{% endfor %}"
