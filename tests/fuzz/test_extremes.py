@@ -46,6 +46,7 @@ REQUEST_EXTREMES = {
     "include_stop_str_in_output": [True, False],
     "spaces_between_special_tokens": [True, False, 1],
     "truncate_prompt_tokens": [1, -1, 2**40, 0],
+    "truncation_side": ["left", "right", "middle"],
     "extra_args": [{}, {"a": [1, None]}, {"a": object()}],
     "speculation": [True, False, "auto"],
     "return_routed_experts": [True, False, 1],
@@ -53,6 +54,7 @@ REQUEST_EXTREMES = {
     "output_kind": ["cumulative", "delta", "final_only", "all"],
 }
 CONFIG_EXTREMES = {
+    "chat_template": [None, "{{ messages[0].content }}", "{% for", "no/such.jinja", ""],
     "dtype": ["float32", "bfloat16", "int8"],
     "device": ["cpu", "abacus"],
     "gpu_memory_utilization": [0.5, 1e-9, 0.0, 1.0, math.nan],

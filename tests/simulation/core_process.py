@@ -218,6 +218,20 @@ class WireRecord:
             )
 
 
+class _NoStrangers:
+    """Stands in for `Strangers`: nothing but clients connects here."""
+
+    def __init__(self, *settings: Any) -> None:
+        self.socket = self
+
+    def is_readable(self) -> bool:
+        return False
+
+    def look(self) -> None: ...
+    def greet(self, frame: Any) -> None: ...
+    def close(self) -> None: ...
+
+
 def process_patches(scheduler: Scheduler, faults: RandomFaults) -> list[tuple[Any, str, Any]]:
     """(object, name, what stands there): weights travel in memory, and no directory is made."""
     senders: dict[tuple[str, int], InprocSender] = {}
@@ -244,6 +258,7 @@ def process_patches(scheduler: Scheduler, faults: RandomFaults) -> list[tuple[An
         (core_proc, "remove_directories", forget),
         (background, "_lower_priority", lambda: None),
         (core_socket, "make_token", lambda directory: b""),
+        (core_socket, "Strangers", _NoStrangers),
         (core_socket, "Authenticator", partial(_OpenDoor, scheduler)),
         (core_endpoint, "read_token", lambda directory: b""),
         (core_endpoint, "show_token", lambda socket, token: None),

@@ -190,6 +190,10 @@ class _Router(_Socket):
         self._address = address
         self.transport.routers[address] = self
 
+    def unbind(self, address: str) -> None:
+        """Let no further client connect; those that have stay."""
+        self.transport.routers.pop(address, None)
+
     def is_readable(self) -> bool:
         return any(link.to_core.has_arrived for link in self.links.values())
 

@@ -219,16 +219,15 @@ def test_an_environment_that_always_fails_ends_the_evaluation(policy, tmp_path, 
         evaluated(policy, {"flaky": EvalTask(env=Down, num_prompts=4)}, out=tmp_path)
 
 
-FORGETS = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}"
-    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+REWRITES = (
+    "{% for m in messages %}<{{ m.role }}>{{ 'earlier: ' if m.role == 'assistant' and not loop.last }}{{ m.content }}"
+    "<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
 def test_an_episode_of_several_rows_is_one_sample_that_ends_with_its_last_answer(policy, tmp_path):
     task = EvalTask(
-        env=Guess, num_prompts=3, episodes={"on_rewrite": "branch"}, chat={"chat_template": FORGETS}, answer=str
+        env=Guess, num_prompts=3, episodes={"on_rewrite": "branch"}, chat={"chat_template": REWRITES}, answer=str
     )
     sweep = {"settings": {"long": {"max_tokens": 12, "ignore_eos": True}}}
     report = evaluated(policy, {"guess": task}, sweep=sweep, out=tmp_path)
