@@ -79,7 +79,7 @@ def test_a_file_that_is_no_chat_template_is_refused_by_its_path(with_template, t
     binary.write_bytes(b"{{ \xff }}")
     with pytest.raises(ConfigError, match=r"chat_template='.* is not allowed: must be a file with a Jinja template"):
         with_template(plain)
-    with pytest.raises(ConfigError, match="chat_template='.* cannot be read: 'utf-8' codec"):
+    with pytest.raises(ConfigError, match="chat_template: '.* cannot be read: 'utf-8' codec"):
         with_template(binary)
     with pytest.raises(ConfigError, match="chat_template and skip_tokenizer_init=True are both set"):
         with_template(SHOUTING, skip_tokenizer_init=True)
