@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from rollout_engine.errors import RetryableError
+from rollout_engine.errors import LifecycleError, RetryableError
 from rollout_engine.grammars.trial_wire import receive, send
 from rollout_engine.parent_death import module_command, start_process
 from sync.owner_process import OwnerProcess
@@ -83,9 +83,43 @@ class BoundedProcess:
             return self._process.wait()
 
 
-def end_with(holder: object, processes: list[BoundedProcess]) -> "weakref.finalize[..., Any]":
-    """End the processes of a list once its holder is no longer referenced, or this is called."""
-    return weakref.finalize(holder, _end_all, processes)
+class OneProcess:
+    """Keeps at most one `BoundedProcess`, which starts when it is first asked for and is replaced when it has failed.
+
+    It ends with this object. Not for several threads at once, but for `close`.
+
+    Args:
+        module, work, patience: as of `BoundedProcess`.
+        field: what users gave it to work on, for the error of a call that `close` has interrupted.
+    """
+
+    def __init__(self, module: str, work: str, patience: float, field: str) -> None:
+        self._arguments, self._field = (module, work, patience), field
+        self._processes: list[BoundedProcess] = []
+        self.close = weakref.finalize(self, _end_all, self._processes)
+        """End the process."""
+
+    def get(self) -> tuple[BoundedProcess, bool]:
+        """The process, and whether it has just been started. Raises `LifecycleError` after `close`."""
+        for process in self._processes:
+            return process, False
+        process = BoundedProcess(*self._arguments)
+        self._processes.append(process)
+        if not self.close.alive:
+            self.end(process)
+            raise self._closed()
+        return process, True
+
+    def end(self, process: BoundedProcess) -> int:
+        """End the process, which has not answered; its status. Raises `LifecycleError` if `close` has ended it."""
+        try:
+            self._processes.remove(process)
+        except ValueError:
+            raise self._closed() from None
+        return process.end()
+
+    def _closed(self) -> LifecycleError:
+        return LifecycleError(f"{self._field}: the engine was shut down while it was tried; make a new one.")
 
 
 def _end_all(processes: list[BoundedProcess]) -> None:

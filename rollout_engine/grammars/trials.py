@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout_engine.errors import LifecycleError, RequestError
-from rollout_engine.grammars.bounded_process import BoundedProcess, end_with
+from rollout_engine.errors import RequestError
+from rollout_engine.grammars.bounded_process import BoundedProcess, OneProcess
 from rollout_engine.grammars.trial_wire import Answer, Setup, Trial
 from rollout_engine.grammars.vocabulary import GrammarError, require_llguidance
 from rollout_engine.structured_outputs import text_of
@@ -39,9 +39,8 @@ class GrammarTrials:
         self._vocab_size, self._eos_token_ids = vocab_size, list(eos_token_ids)
         self._known: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
-        self._processes: list[BoundedProcess] = []
-        """One, or none."""
-        self.close = end_with(self, self._processes)
+        self._process = OneProcess(_MODULE, "compiles grammars", _PATIENCE, "structured_outputs")
+        self.close = self._process.close
         """End the process."""
 
     def knows(self, given: Mapping[str, Any]) -> bool:
@@ -75,14 +74,13 @@ class GrammarTrials:
 
     def _try(self, text: str) -> str:
         for is_last in (False, True):
-            known = next(iter(self._processes), None)
-            process = known or self._start()
+            process, is_new = self._process.get()
             try:
-                if known is None:
+                if is_new:
                     self._set_up(process)
                 return process.ask(Trial(text), Answer).problem
             except GrammarError as problem:
-                self._end(process)
+                self._process.end(process)
                 return f"The tokenizer cannot be read: {problem}."
             except (OSError, EOFError):
                 was_idle, reason = self._end(process)
@@ -90,35 +88,16 @@ class GrammarTrials:
                     return reason
         raise AssertionError("two processes were asked")
 
-    def _start(self) -> BoundedProcess:
-        process = BoundedProcess(_MODULE, "compiles grammars", _PATIENCE)
-        self._processes.append(process)
-        if not self.close.alive:
-            self._end(process)
-            raise _closed()
-        return process
-
     def _set_up(self, process: BoundedProcess) -> None:
         setup = Setup(self._read_tokenizer(), self._vocab_size, self._eos_token_ids, MAX_SECONDS)
         if problem := process.ask(setup, Answer).problem:
             raise GrammarError(problem)
 
     def _end(self, process: BoundedProcess) -> tuple[bool, str]:
-        """End the process, which has not answered. Returns whether it had ended itself, and why for users.
-
-        Raises `LifecycleError` if `close` has ended it.
-        """
-        try:
-            self._processes.remove(process)
-        except ValueError:
-            raise _closed() from None
-        status = process.end()
+        """End the process, which has not answered. Returns whether it had ended itself, and why for users."""
+        status = self._process.end(process)
         if status == 0:
             return True, "The process that compiles grammars ended; send the request again."
         if status == -signal.SIGPROF:
             return False, f"It takes more than {MAX_SECONDS:g} s to compile: give a smaller or simpler one."
         return False, f"It takes too much memory or time to compile (status {status}): give a smaller or simpler one."
-
-
-def _closed() -> LifecycleError:
-    return LifecycleError("structured_outputs: the engine was shut down while it tried the grammar; make a new one.")

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import LifecycleError, RequestError, RetryableError
-from rollout_engine.grammars.bounded_process import BoundedProcess, end_with
+from rollout_engine.errors import RequestError, RetryableError
+from rollout_engine.grammars.bounded_process import OneProcess
 from rollout_engine.text.template_main import SECONDS
 from rollout_engine.text.template_wire import Rendered, Rendering, unable
 
@@ -29,9 +29,8 @@ class RequestTemplates:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._processes: list[BoundedProcess] = []
-        """One, or none."""
-        self.close = end_with(self, self._processes)
+        self._process = OneProcess(_MODULE, "renders chat templates", PATIENCE, "chat_template")
+        self.close = self._process.close
         """End the process."""
 
     def render(
@@ -55,11 +54,11 @@ class RequestTemplates:
 
     def _ask(self, order: Rendering) -> Rendered:
         for is_last in (False, True):
-            process = next(iter(self._processes), None) or self._start()
+            process, _ = self._process.get()
             try:
                 return process.ask(order, Rendered)
             except (OSError, EOFError):
-                status = self._end(process)
+                status = self._process.end(process)
                 if status == -signal.SIGPROF:
                     return Rendered(problem=unable(f"it takes more than {SECONDS:g} s to compute"))
                 if status != 0:
@@ -68,23 +67,3 @@ class RequestTemplates:
                     what = "The process that renders chat templates ended: send the request again."
                     raise RetryableError(what) from None
         raise AssertionError("two processes were asked")
-
-    def _start(self) -> BoundedProcess:
-        process = BoundedProcess(_MODULE, "renders chat templates", PATIENCE)
-        self._processes.append(process)
-        if not self.close.alive:
-            self._end(process)
-            raise _closed()
-        return process
-
-    def _end(self, process: BoundedProcess) -> int:
-        """End the process, which has not answered. Raises `LifecycleError` if `close` has ended it."""
-        try:
-            self._processes.remove(process)
-        except ValueError:
-            raise _closed() from None
-        return process.end()
-
-
-def _closed() -> LifecycleError:
-    return LifecycleError("chat_template: the server was stopped while it rendered the template; start a new one.")

@@ -44,7 +44,7 @@ def refusal(trials, given):
 
 def test_a_grammar_that_takes_hours_is_refused_and_the_next_one_is_not(trials):
     trials.require(GOOD)
-    [process] = trials._processes
+    [process] = trials._process._processes
     assert "takes" in refusal(trials, ENDLESS)
     assert process._process.returncode is not None
     trials.require({"regex": "((a{1000}){1000}){1000}"})  # long, yet no place in it is hard to find
@@ -53,16 +53,16 @@ def test_a_grammar_that_takes_hours_is_refused_and_the_next_one_is_not(trials):
 
 def test_a_forked_child_tries_in_a_process_of_its_own(trials):
     trials.require(GOOD)
-    [process] = trials._processes
+    [process] = trials._process._processes
 
     def check():
         trials.require({"regex": "b+"})
-        assert trials._processes != [process]
+        assert trials._process._processes != [process]
         trials.close()
 
     in_fork(check)
     trials.require({"regex": "c+"})
-    assert trials._processes == [process]
+    assert trials._process._processes == [process]
 
 
 @pytest.mark.slow
@@ -95,11 +95,11 @@ def test_without_the_package_the_error_names_the_extra(trials, monkeypatch):
 @pytest.mark.slow
 def test_a_process_that_has_ended_itself_is_replaced(trials):
     trials.require(GOOD)
-    [process] = trials._processes
+    [process] = trials._process._processes
     process._connection.shutdown(1)  # as if it had been idle for long
     assert process._process.wait(60) == 0
     trials.require({"regex": "b"})
-    assert trials._processes[0] is not process
+    assert trials._process._processes[0] is not process
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_many_threads_share_one_process(trials):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not problems and len(trials._processes) == 1
+    assert not problems and len(trials._process._processes) == 1
 
 
 def test_a_trial_that_the_end_of_the_engine_interrupts_says_so(trials):
@@ -142,16 +142,16 @@ def test_a_trial_that_the_end_of_the_engine_interrupts_says_so(trials):
     may_read.set()
     waiting.join()
     for given in (GOOD, {"regex": "b"}):  # no process is started any more
-        with pytest.raises(LifecycleError, match="the engine was shut down while it tried the grammar"):
+        with pytest.raises(LifecycleError, match="the engine was shut down while it was tried"):
             trials.require(given)
     (problem,) = found
-    assert isinstance(problem, LifecycleError) and not trials._processes
+    assert isinstance(problem, LifecycleError) and not trials._process._processes
 
 
 @pytest.mark.slow
 def test_the_process_ends_with_its_owner(trials):
     trials.require(GOOD)
-    [process] = trials._processes
+    [process] = trials._process._processes
     trials.close()
     assert process._process.returncode is not None
 
