@@ -88,7 +88,7 @@ class _Differences(NamedTuple):
     adapters: frozenset[str | None]
     """Names of the adapters that the compared log-probs are under, None for the base alone; empty: not known."""
     sent: Sent | None
-    """What had become of the trainer's weights since they were sent, when the log-probs were computed."""
+    """How the trainer's weights had changed since they were sent, when the log-probs were computed."""
 
 
 def _adapters(logprobs: Tensor) -> frozenset[str | None]:

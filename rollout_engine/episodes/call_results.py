@@ -8,8 +8,8 @@ from rollout_engine.episodes.tool_calls import ToolCalls
 from rollout_engine.errors import unknown_name
 
 Maker: TypeAlias = Literal["rollout", "functions", "step"]
-"""Who makes a call: the rollout those of its own tools; then the environment's functions, where the environment is;
-last its `step`, which answers those of tools given as JSON schemas."""
+"""Makers of calls, in order: the rollout, for its own tools; the environment's functions; its `step`, for tools that it
+gave as JSON schemas."""
 
 
 class CallResults:
@@ -26,9 +26,9 @@ class CallResults:
         self._messages: list[Message | None] = []
         self._waiting: dict[Maker, list[tuple[int, ToolCall]]] = {maker: [] for maker in get_args(Maker)}
         self.maker: Maker | None = None
-        """Who makes the calls that `next_calls` returned last."""
+        """Maker of the calls that `next_calls` returned last."""
         self._places: list[int] = []
-        """Of the results of these calls."""
+        """Places of the results of these calls."""
         for place, each in enumerate(parsed.found):
             if not isinstance(each, ToolCall):
                 self._messages.append(_error(each.problem))

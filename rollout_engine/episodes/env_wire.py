@@ -74,9 +74,9 @@ class Reply(msgspec.Struct):
     failure: str = ""
     """Why there is neither, on one line."""
     number: int = 0
-    """Of the order that it answers."""
+    """Number of the order that it answers."""
     pid: int = 0
-    """Of the process that answers."""
+    """Process id of the worker that answers."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -280,7 +280,7 @@ class AsyncLLM(AsyncVerbs):
         return await run_in_thread(self._fleet.replicas)
 
     async def scale(self, num_replicas: int) -> None:
-        """Have so many replicas. New ones serve once they are loaded; requests of those that go end first.
+        """Change the number of replicas. New ones serve once they are loaded; requests of those that go end first.
 
         Raises `ConfigError` for more than there is room for, and `LifecycleError` during an update.
         """

@@ -25,7 +25,7 @@ class ReplicaMethods:
         return self._fleet.replicas()
 
     def scale(self, num_replicas: int) -> None:
-        """Have so many replicas. New ones serve once they are loaded; requests of those that go end first.
+        """Change the number of replicas. New ones serve once they are loaded; requests of those that go end first.
 
         Returns at once: `replicas` shows them come and go. Raises `ConfigError` for more than there is room for, and
         `LifecycleError` during an update.

@@ -48,7 +48,7 @@ MOST_CONNECTIONS = Connections(MAX_CLIENTS, MAX_STRANGERS)
 
 
 def connections_possible(num_connections: int = 1) -> Connections:
-    """The clients, of so many connections each, and strangers that this process has descriptors for.
+    """The clients, of `num_connections` each, and strangers that this process has descriptors for.
 
     Raises `ConfigError` if there are none for a client.
     """

@@ -15,9 +15,9 @@ Dialect: TypeAlias = Literal["openai", "vllm", "sglang"]
 
 
 LONG_BYTES = 1 << 12
-"""From so many bytes of a body, or characters of a text, on, texts are encoded beside the event loop."""
+"""Bytes of a body, or characters of a text, from which on texts are encoded off the event loop."""
 MANY_BYTES = 1 << 20
-"""From so many bytes of a body on, its fields and token ids are checked there too."""
+"""Bytes of a body from which on its fields and token ids are checked there too."""
 
 
 class Access(enum.Enum):

@@ -112,7 +112,7 @@ def draw_prompts(seed):
 def with_scaled_positions(model, directory):
     """A model like it whose rotary embeddings, and queries where it scales them, are others from position 48 on.
 
-    None where it has no such embeddings, or transformers does not build or save it.
+    None if it has no such embeddings, or transformers does not build or save it.
     """
     config = copy.deepcopy(model.config)
     rope = getattr(config, "rope_parameters", None)

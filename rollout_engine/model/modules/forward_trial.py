@@ -63,7 +63,7 @@ class Mismatch(Exception):
 
 
 def unmatched_reason(kind: str, module: nn.Module, run: Callable[["Forward"], None]) -> str | None:
-    """Why the forward of `module` is not that of its `kind`, which `run` tries; None where it is.
+    """Why the forward of `module` is not that of its `kind`, which `run` tries; None if it is.
 
     `run` raises `Mismatch`, by `require`, if the forward computes something else.
     """

@@ -42,7 +42,7 @@ class AttentionPattern(NamedTuple):
     """How an attention module computes."""
 
     reason: str | None
-    """Why it does not only rotate q and k, attend as its geometry says, and project; None where it does so."""
+    """Why it does not only rotate q and k, attend as its geometry says, and project; None if it does so."""
     query_factors: "QueryFactors | None" = None
     """Multiplies its queries after the rotation, by their positions, as in Ministral 3; None: nothing does."""
 
@@ -58,17 +58,17 @@ def attention_pattern(attention: nn.Module, geometry: LayerGeometry, positions: 
 
 
 def layer_reason(layer: nn.Module) -> str | None:
-    """Why `layer` is not x + attention(norm(x)), then x + mlp(norm(x)); None where it is."""
+    """Why `layer` is not x + attention(norm(x)), then x + mlp(norm(x)); None if it is."""
     return unmatched_reason("layer", layer, _run_layer)
 
 
 def base_reason(base: nn.Module) -> str | None:
-    """Why `base` does not only embed tokens, rotate by their positions, run its layers and norm; None where it does."""
+    """Why `base` does not only embed tokens, rotate by their positions, run its layers and norm; None if it does."""
     return unmatched_reason("base", base, _run_base)
 
 
 def head_reason(model: nn.Module) -> str | None:
-    """Why a causal LM's logits are not its head's products of what its base returns; None where they are."""
+    """Why a causal LM's logits are not its head's products of what its base returns; None if they are."""
     return unmatched_reason("head", model, _run_head)
 
 

@@ -14,7 +14,7 @@ _FARTHEST = 1 << 24
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """Most positions of a sequence that do not depend on the batch; None where the configuration has no limit."""
+    """Most positions of a sequence that do not depend on the batch; None if the configuration has no limit."""
     limits = (getattr(config, "max_position_embeddings", None), rotary_limit(config))
     return min((limit for limit in limits if limit), default=None)
 
