@@ -71,8 +71,8 @@ class PoolingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields
     """Token ids that mark the ends of steps: "token", "classify" and "reward" return a row for each of them in the
     prompt, in order, and no other."""
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Keep only this number of prompt tokens, the last ones or by `truncation_side` the first. -1: as many as fit the engine's
-    `max_model_len`."""
+    """Keep only this number of prompt tokens, the last ones or by `truncation_side` the first. -1: as many as fit the
+    engine's `max_model_len`."""
     truncation_side: TruncationSide = "left"
     """The end of the prompt at which `truncate_prompt_tokens` cuts: "left" keeps its last tokens, "right" its first."""
 

@@ -129,8 +129,8 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     include_stop_str_in_output: bool = False
     """Keep the stop string or stop token that ended the completion in its text."""
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=MAX_COUNT)] | None = None
-    """Keep only this number of prompt tokens, the last ones or by `truncation_side` the first. -1: as many as leave room for
-    `max_tokens` (for one, if that is None) within the engine's `max_model_len`."""
+    """Keep only this number of prompt tokens, the last ones or by `truncation_side` the first. -1: as many as leave
+    room for `max_tokens` (for one, if that is None) within the engine's `max_model_len`."""
     truncation_side: TruncationSide = "left"
     """The end of the prompt at which `truncate_prompt_tokens` cuts: "left" keeps its last tokens, "right" its first."""
     extra_args: dict[str, Any] | None = None
