@@ -23,24 +23,49 @@ def float32_masters(optimizer: Optimizer) -> Optimizer:
 
     >>> optimizer = float32_masters(torch.optim.AdamW(model.parameters(), lr=1e-6))
 
-    Call it before the first step; weights of other dtypes stay as they are. Weights that something else has changed
+    Call it before the first step; weights of other dtypes stay as they are. Until a step, gradients are those of the
+    weights: clip `model.parameters()`, not what is in the optimizer's groups. Weights that something else has changed
     between two steps, such as `load_state_dict`, are copied anew. `state_dict` does not contain the copies: a training
     that resumes begins with those of its rounded weights. Raises `ConfigError` for an optimizer that has stepped; its
     `step` does so for a closure, whose gradients would arrive too late.
     """
-    if optimizer.state:
+    if any("step" not in state or state["step"] > 0 for state in optimizer.state.values()):
         raise ConfigError(
             "float32_masters: the optimizer has stepped already, on the weights themselves. Call it when you make one: "
             "optimizer = float32_masters(torch.optim.AdamW(model.parameters(), lr=1e-6))."
         )
     pairs: list[tuple[Tensor, Tensor]] = []
     for group in optimizer.param_groups:
-        group["params"] = [_master_of(weight, pairs) for weight in group["params"]]
+        _replace_weights(optimizer, group, pairs)
     optimizer.register_step_pre_hook(partial(_bring_gradients, pairs))
     optimizer.register_step_post_hook(partial(_write_weights, pairs))
     ChangeNotice.trainer_has_masters |= bool(pairs)
     optimizer.zero_grad = partial(_zero_gradients, optimizer.zero_grad, pairs)  # type: ignore[method-assign]
+    optimizer.add_param_group = partial(  # type: ignore[method-assign]
+        _add_group, optimizer.add_param_group, optimizer, pairs
+    )
     return optimizer
+
+
+def _replace_weights(optimizer: Optimizer, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Put masters in the place of a group's weights, and of those of its state, which some optimizers have at once."""
+    weights = group["params"]
+    group["params"] = [_master_of(weight, pairs) for weight in weights]
+    for weight, master in zip(weights, group["params"], strict=True):
+        if master is not weight and weight in optimizer.state:
+            state = optimizer.state.pop(weight)
+            optimizer.state[master] = {
+                name: value.float() if isinstance(value, Tensor) else value for name, value in state.items()
+            }
+
+
+def _add_group(add: Any, optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]], param_group: dict[str, Any]) -> None:
+    known = {id(weight) for weight, _ in pairs}
+    add(param_group)
+    if any(id(weight) in known for weight in optimizer.param_groups[-1]["params"]):
+        optimizer.param_groups.pop()
+        raise ConfigError("float32_masters: add_param_group: the optimizer has some of these weights already.")
+    _replace_weights(optimizer, optimizer.param_groups[-1], pairs)
 
 
 def _master_of(weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -55,7 +80,7 @@ def _master_of(weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 @torch.no_grad()
 def _bring_gradients(pairs: list[tuple[Tensor, Tensor]], optimizer: Any, args: Any, kwargs: Any) -> None:
     """Move the gradients of weights to their masters, and copy weights anew that are not their masters' rounded."""
-    if args[1:] or kwargs.get("closure") is not None:  # the first of `args` is the optimizer
+    if any(each is not None for each in (*args[1:], kwargs.get("closure"))):  # the first is the optimizer
         raise ConfigError("float32_masters: step takes no closure. Call backward before it.")
     for weight, master in pairs:
         if not torch.equal(weight, master.to(weight.dtype)):

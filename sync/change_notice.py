@@ -22,7 +22,7 @@ class ChangeNotice:
         self._was_logged = False
 
     def warn_if_hardly_changed(self, pairs: Iterable[SourcePair], share: float) -> None:
-        """Warn if `share` of the weights, more than none, changed, and most of them are plain tensors of 16 bits.
+        """Warn if `share` of the trained weights, more than none, changed, and most of all are plain, of 16 bits.
 
         Weights that are cast for the engine are not: their masters have changed where the cast ones have not yet.
         """

@@ -7,6 +7,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import msgspec
+from torch import nn
 
 from rollout_engine._structs import plain
 from rollout_engine.engine.client import EngineClient
@@ -125,8 +126,15 @@ def _carry_out(frontend: HasUpdates, source: WeightSource, version: int | None, 
     if has_merged(tensor for _, tensor in pairs):
         return msgspec.structs.replace(report, adapter="merged")
     if not options.partial and report.changed_share is not None:
-        _notice_of(frontend).warn_if_hardly_changed(pairs, report.changed_share)
+        _notice_of(frontend).warn_if_hardly_changed(pairs, report.changed_share / _share_trained(source))
     return report
+
+
+def _share_trained(source: WeightSource) -> float:
+    """The share of a module's weights that are trained: others cannot change. 1 if that is not known."""
+    weights = list(source.parameters()) if isinstance(source, nn.Module) else []
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    return trained / sum(weight.numel() for weight in weights) if trained else 1.0
 
 
 @contextmanager

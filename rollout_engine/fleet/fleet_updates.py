@@ -94,9 +94,7 @@ class FleetUpdates:
             what = "update_weights: no replica of the fleet lives at the moment"
             raise RetryableError(f"{what}; they are started again: update again a little later.")
         publication = self.draft if options.draft else self.policy
-        if options.partial:
-            source = publication.completed(source)
-        options = msgspec.structs.replace(options, transport=None, partial=False)
+        is_part, options = options.partial, msgspec.structs.replace(options, transport=None, partial=False)
         staged: dict[int, tuple[int, str]] = {}
         reports: dict[int, UpdateReport] = {}
         errors: dict[int, Exception] = {}
@@ -104,6 +102,8 @@ class FleetUpdates:
             if not members:
                 raise next(iter(errors.values()))
             first_member = next(iter(members.values()))
+            if is_part:
+                source = publication.completed(first_member, source)
             live = publication.live_version(first_member) if options.draft else live_version
             path, version = publication.publish(first_member, source, version, live)
             try:

@@ -11,8 +11,9 @@ from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.store_directory import StoreDirectory
 from rollout_engine.fleet.update_round import overlaid
 from rollout_engine.messages import UpdateOptions
-from sync.base import WeightSource
+from sync.base import Metadata, WeightSource
 from sync.cast_notice import CastNotice
+from sync.checkpoint_names import CheckpointNames
 from sync.offer import check_source
 from sync.published import is_store
 from sync.source import read_source
@@ -49,8 +50,7 @@ class Publication:
         """Version of the newest weights; of those that a replica has, before there was an update."""
         if self.newest is not None:
             return self.newest.version
-        version: int = member.client.call("get_live_weights", {"draft": self._draft}).result()[0]
-        return version
+        return self._live_weights(member)[0]
 
     def publish(
         self, member: Member, source: WeightSource, version: int | None, live_version: int
@@ -61,7 +61,7 @@ class Publication:
             if version is None and not is_store(Path(path)):  # a store has a version of its own
                 version = live_version + 1
             return path, version
-        _, metadata, names = member.client.call("get_live_weights", {"draft": self._draft}).result()
+        _, metadata, names = self._live_weights(member)
         version = live_version + 1 if version is None else version
         with as_weight_errors():
             if self._directory is None or self._sender is None:
@@ -78,18 +78,19 @@ class Publication:
         if self._sender is not None and self._is_own(path):
             self._sender.take_back()
 
-    def completed(self, part: WeightSource) -> WeightSource:
+    def completed(self, member: Member, part: WeightSource) -> WeightSource:
         """All of the newest weights, those of `part` in their place: a replica that starts later needs all of them.
 
-        Raises `WeightUpdateError` where what others hold cannot be read here.
+        `member`: a replica, which has the names. Raises `WeightUpdateError` where what others hold cannot be read here.
         """
         newest = self.newest
         if isinstance(part, str | os.PathLike) or newest is None or not self._is_own(newest.path):
             what = "update_weights(partial=True): the replicas of a fleet get the rest from the update before"
             advice = "first send all weights once, as an nn.Module or as tensors, then parts, as tensors too"
             raise WeightUpdateError(f"{what}, if both have come as tensors and not as a path: {advice}.")
+        _, metadata, names = self._live_weights(member)
         with as_weight_errors():
-            return overlaid(newest.path, part)
+            return overlaid(newest.path, names.used(read_source(part), metadata))
 
     def stage(self, member: Member, path: str, version: int | None, options: UpdateOptions) -> tuple[int, str]:
         """Have a replica stage what can be read at a path; returns its version and its digest."""
@@ -115,6 +116,13 @@ class Publication:
         if self._sender is not None and self._directory is not None:
             self._sender.close()
             self._directory.remove()
+
+    def _live_weights(self, member: Member) -> tuple[int, Metadata, CheckpointNames]:
+        """Version, metadata and further names of a replica's weights."""
+        found: tuple[int, Metadata, CheckpointNames] = member.client.call(
+            "get_live_weights", {"draft": self._draft}
+        ).result()
+        return found
 
     def _is_own(self, path: str) -> bool:
         return self._directory is not None and path == str(self._directory.path)

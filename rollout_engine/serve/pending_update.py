@@ -44,7 +44,7 @@ class PendingUpdate:
         self.waits_for_end = False
         """Whether a client has begun an update, and will say when it ends."""
         self._version: int | None = None
-        """Version of the update whose tensors have come."""
+        """Version that a client has given for the update that is begun, at its begin or with its tensors."""
 
     @property
     def is_begun(self) -> bool:
@@ -66,13 +66,14 @@ class PendingUpdate:
             return False
         return self._tensors.keys() <= (await self._engine.get_model_metadata()).keys()
 
-    def begin(self) -> None:
-        """Forget what an update that was never finished has left."""
+    def begin(self, version: Any = None) -> None:
+        """Forget what an update that was never finished has left. `version`: that of the one that begins."""
+        number = as_version(version)
         if self._tensors:
             what = f"an update of {len(self._tensors)} tensors was begun and never finished"
             logger.warning("%s: they are dropped, since another one begins", what)
         self.drop()
-        self.waits_for_end = True
+        self.waits_for_end, self._version = True, number
 
     def drop(self) -> None:
         """Forget all tensors, and that the last update is still to be reported."""
@@ -80,11 +81,16 @@ class PendingUpdate:
         self.waits_for_end, self._is_reported, self._last_names = False, True, set()
 
     def expect(self, version: Any) -> None:
-        """Note the version of the tensors that come next. Raises `ManifestMismatchError` for parts of two updates."""
+        """Note the version of the tensors that come next. Raises `ManifestMismatchError` for parts of two updates.
+
+        Without one, they are of the update that was begun.
+        """
         given = as_version(version)
-        if self._tensors and given != self._version:
-            what = f"weight_version={given}, and the {len(self._tensors)} tensors that came before have {self._version}"
-            raise ManifestMismatchError(f"{what}: they are of two updates. Begin another one.")
+        if given is None and self.waits_for_end:
+            return
+        if given != self._version and (self._tensors or self._version is not None and self.waits_for_end):
+            what = f"weight_version={given}, and the update that has begun with {len(self._tensors)} tensors"
+            raise ManifestMismatchError(f"{what} has {self._version}: they are of two updates. Begin another one.")
         self._version = given
 
     def specs(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
@@ -150,7 +156,10 @@ class PendingUpdate:
         """
         number = as_version(version)
         if self.is_begun:
-            report = await self.commit(number)
+            if None not in (number, self._version) and number != self._version:
+                what = f"{verb}: weight_version={number}, and the update was begun as {self._version}"
+                raise ManifestMismatchError(f"{what}: end it with that version, or without one.")
+            report = await self.commit(self._version if number is None else number)
         elif self._last is not None and not self.waits_for_end and self._may_report(self._last, number):
             report = self._last
         else:

@@ -12,6 +12,7 @@ OPTIMIZERS = {
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-5, weight_decay=0.0, foreach=True),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-5, weight_decay=0.0, fused=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-5, momentum=0.9),
+    "Adagrad, which has a state at once": lambda p: torch.optim.Adagrad(p, lr=1e-5, initial_accumulator_value=0.1),
 }
 
 
@@ -53,6 +54,29 @@ def test_a_skipped_step_leaves_no_gradient_and_float32_weights_are_stepped_on_th
     before = low.detach().clone()
     optimizer.step()
     assert torch.equal(low, before)
+
+
+def test_weights_that_are_added_later_have_masters_too():
+    first, second = weights(torch.bfloat16)
+    optimizer = float32_masters(torch.optim.SGD([first], lr=1e-5))
+    optimizer.add_param_group({"params": [second]})
+    assert [p.dtype for group in optimizer.param_groups for p in group["params"]] == [torch.float32] * 2
+    before = second.detach().clone()
+    train([first, second], optimizer, steps=200)
+    assert not torch.equal(second, before)
+    with pytest.raises(ConfigError, match="has some of these weights already"):
+        optimizer.add_param_group({"params": [second]})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_a_closure_that_is_none_is_no_closure():
+    low = weights(torch.bfloat16)[0]
+    optimizer = float32_masters(torch.optim.SGD([low], lr=1.0))
+    for step in (lambda: optimizer.step(None), lambda: optimizer.step(closure=None)):
+        before = low.detach().clone()
+        low.float().sum().backward()
+        step()
+        assert not torch.equal(low, before)
 
 
 def test_weights_that_something_else_has_changed_are_copied_anew():

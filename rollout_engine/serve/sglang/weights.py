@@ -140,7 +140,7 @@ class BeginBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 async def begin_weight_update(served: Served, asked: Asked) -> Reply:
     """Begin an update. What an earlier one left is dropped."""
-    served.updates.begin()
+    served.updates.begin(asked.body.weight_version)
     return Reply({"success": True, "message": "Send the tensors."})
 
 

@@ -98,6 +98,8 @@ async def update_weights(served: Served, asked: Asked) -> Reply:
     assert info is not None
     if info.packed:
         raise RequestError.for_field("packed", True, "false: tensors come one by one")
+    if body.weight_version is not None:
+        served.updates.expect(body.weight_version)
     await served.updates.receive(served.updates.specs(info.names, info.dtype_names, info.shapes))
     return Reply({"success": True, "num_tensors": len(info.names), "weight_version": served.weight_version})
 

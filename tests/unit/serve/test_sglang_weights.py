@@ -136,6 +136,24 @@ def test_an_update_of_which_nothing_has_come_is_not_reported_as_the_one_before(c
     assert "no tensors have arrived" in client.problem("/end_weight_update", {}, status=409)["message"]
 
 
+@pytest.mark.parametrize("begun, sent", [(5, None), (None, 5), (5, 5)])
+def test_an_update_has_the_version_that_was_given_at_its_begin_or_with_its_tensors(client, other_weights, begun, sent):
+    client.post("/begin_weight_update", {"weight_version": begun})
+    body = {"serialized_named_tensors": encoded(other_weights)}
+    client.post("/update_weights_from_tensor", body | {"weight_version": sent})
+    said = client.problem("/end_weight_update", {"weight_version": 6})["message"]
+    assert "weight_version=6, and the update was begun as 5" in said
+    assert client.post("/end_weight_update", {})["weight_version"] == 5
+
+
+def test_tensors_of_another_version_than_the_one_begun_are_refused(client, other_weights):
+    client.post("/begin_weight_update", {"weight_version": 5})
+    body = {"serialized_named_tensors": encoded(other_weights), "weight_version": 6}
+    assert "two updates" in client.problem("/update_weights_from_tensor", body)["message"]
+    assert client.post("/update_weights_from_tensor", body | {"weight_version": 5})["success"]
+    assert client.post("/end_weight_update", {"weight_version": 5})["weight_version"] == 5
+
+
 SEVERAL_NAMES = {"llama": dict(tie_word_embeddings=True), "qwen3_moe": SIZES["qwen3_moe"]}
 
 

@@ -65,10 +65,11 @@ def trainer(client, weights, folder):
 
     with torch_trainer(weights, folder, join) as broadcast:
 
-        def send(names):
+        def send(names, **fields):
             broadcast(names)
             dtypes, shapes = ([str(weights[n].dtype) for n in names], [list(weights[n].shape) for n in names])
-            client.post("/update_weights", {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}})
+            info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+            client.post("/update_weights", {"update_info": info, **fields})
 
         yield send
 
@@ -83,11 +84,11 @@ def test_tensors_come_over_a_plain_torch_group(client, other_weights, tmp_path):
         assert names[2] in client.problem("/finish_weight_update")["message"]
         assert answer_of(client) == (before, [[0, 8, 0, 0]])
         client.post("/start_weight_update")
-        send(names[:2])
+        send(names[:2], weight_version=4)
         send(names[2:])
-        assert client.post("/finish_weight_update")["weight_version"] == 1
+        assert client.post("/finish_weight_update")["weight_version"] == 4
     after, spans = answer_of(client)
-    assert after != before and spans == [[0, 8, 1, 1]]
+    assert after != before and spans == [[0, 8, 4, 4]]
 
 
 @pytest.mark.parametrize(

@@ -119,3 +119,17 @@ def test_bfloat16_weights_that_hardly_move_are_warned_of_once(tmp_path, caplog, 
 def test_other_updates_are_not_warned_of(dtype, share, caplog):
     ChangeNotice().warn_if_hardly_changed([("w", torch.zeros(8, dtype=dtype))], share)
     assert not caplog.records
+
+
+def test_a_module_whose_few_trained_weights_all_move_is_not_warned_of(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(ChangeNotice, "trainer_has_masters", False)
+    tiny_checkpoint(tmp_path, dtype=torch.bfloat16)
+    trainer = tiny_model(dtype=torch.bfloat16).requires_grad_(False)
+    trained = trainer.model.layers[0].self_attn.o_proj.weight.requires_grad_(True)
+    with LLM(tmp_path, **OPTIONS) as llm, caplog.at_level(logging.WARNING):
+        llm.update_weights(trainer)
+        with torch.no_grad():
+            trained.mul_(1.5)
+        report = llm.update_weights(trainer)
+    assert 0 < report.changed_share < 0.05
+    assert "float32 masters" not in caplog.text
