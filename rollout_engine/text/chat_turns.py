@@ -164,8 +164,10 @@ class ChatTurns:
 
     def _after_end(self, text: str, sampled: Sequence[int], said: str | None) -> list[int]:
         """Token ids of the text after an answer, without the part of it that was sampled with the answer."""
-        if self._is_split or said is None:
-            token_ids = self._codec.encode(text, add_special_tokens=False) if self._is_split else self._after_base(text)
+        token_ids = self._codec.encode(text, add_special_tokens=False) if self._is_split else []
+        if not (token_ids and self._codec.is_cut_out(token_ids[0])):  # it may close only the last answer by a token
+            token_ids = self._after_base(text) if said is None else []
+        if token_ids or said is None:
             return token_ids[_overlap(sampled, token_ids) :]
         whole = self._codec.decode(list(sampled))
         end = whole[len(said) :] if whole.startswith(said) else ""
