@@ -8,6 +8,7 @@ role and question, with the conversation that raised it.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,10 @@ _MARK = "31415926535897932384"
 """Stands for other words than those of a conversation; digits, which a change of case leaves as they are."""
 _MAX_KNOWN = 256
 """Templates, or roles of one, that are remembered: requests may bring both, so all are forgotten beyond this number."""
+_MAX_ROLES = 32
+"""Different roles in one conversation: each new one costs renderings of it all."""
+_MAX_SEARCHES = 16
+"""Messages of one conversation whose words are looked for in all of its text."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _INSTEAD = {
     "developer": "Give it as 'system', or a chat_template that writes it.",
@@ -49,6 +54,7 @@ class ChatRenderer:
         continue_final_message: bool | None = False,
     ) -> str:
         """Render messages that `as_messages` returned; options as in `ChatOptions`. Raises `RequestError`."""
+        _require_few_roles(messages)
         variables = chat_template_kwargs or {}
         template = self.find_template(chat_template, tools)
         self._warn_of_unread(template, [*variables, *_reasoning_keys(messages)])
@@ -95,8 +101,11 @@ class ChatRenderer:
 
     def _warn_of_unread(self, template: str, names: Iterable[str]) -> None:
         """Warn of each variable in `names` that a template never reads."""
-        for name in names:
-            if not re.search(rf"\b{re.escape(name)}\b", template):
+        if not (listed := list(names)):
+            return
+        read = set(re.findall(r"\w+", template))
+        for name in listed:
+            if name not in read:
                 self._warn_once(f"The chat template never reads '{name:.80}': giving it changes no prompt.")
 
     def _with_parts_as_read(self, template: str, messages: Messages, render: Render) -> Messages:
@@ -120,9 +129,9 @@ class ChatRenderer:
         """
         known = self._written.get(template, set())
         given = ((each["role"], key) for each in messages for key in ("content", "tool_calls") if key in each)
-        for role, key in [each for each in given if each not in known]:
+        for role, key in [each for each in dict.fromkeys(given) if each not in known]:
             changed = _reworded(messages, role) if key == "content" else _without_calls(messages, role)
-            if (role, key) not in known and text == _try(render, changed):
+            if text == _try(render, changed):
                 index = next(i for i, each in enumerate(messages) if each["role"] == role and key in each)
                 raise _left_out(messages, index, key)
             if len(known) >= _MAX_KNOWN:
@@ -130,10 +139,17 @@ class ChatRenderer:
             known.add((role, key))
         _remember(self._written, template, known)
         unseen = _find_unseen(messages, text)
-        if unseen and (marked := _try(render, _marked(messages, unseen))) is not None:
+        if unseen and (marked := _try(render, _marked(messages, set(unseen)))) is not None:
+            written = set(re.findall(rf"{_MARK}\d{{9}}", marked))
             for index in unseen:
-                if _mark(index) not in marked:
+                if _mark(index) not in written:
                     raise _left_out(messages, index, "content")
+
+
+def _require_few_roles(messages: Messages) -> None:
+    roles = {each["role"] for each in messages}
+    if len(roles) > _MAX_ROLES:
+        raise RequestError.for_field("messages", f"{len(roles)} roles", f"a conversation of at most {_MAX_ROLES} roles")
 
 
 def _reasoning_keys(messages: Messages) -> list[str]:
@@ -142,16 +158,21 @@ def _reasoning_keys(messages: Messages) -> list[str]:
 
 
 def _find_unseen(messages: Messages, text: str) -> list[int]:
-    """Indexes of messages, answers aside, whose words are not in a text as they are."""
-    unseen, start = [], 0
+    """Indexes of messages, answers aside, whose words are not in a text as they are.
+
+    Beyond a few, all further ones are taken for unseen: each costs a search of the whole text.
+    """
+    unseen: list[int] = []
+    start = num_searches = 0
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             continue
         content = message["content"]
         for words in [content] if isinstance(content, str) else [part["text"] for part in content]:
             words = words.strip()
-            found = text.find(words, start)
-            if found < 0 and words not in text:
+            found = text.find(words, start) if num_searches < _MAX_SEARCHES else -1
+            num_searches += found < 0
+            if found < 0 and (num_searches >= _MAX_SEARCHES or words not in text):
                 unseen.append(index)
                 break
             start = max(found, start)
@@ -162,7 +183,7 @@ def _mark(index: int) -> str:
     return f"{_MARK}{index:09}"
 
 
-def _marked(messages: Messages, indexes: Sequence[int]) -> Messages:
+def _marked(messages: Messages, indexes: AbstractSet[int]) -> Messages:
     """Return a conversation in which these messages end with a mark of their own."""
     return [_say_otherwise(each, _mark(i)) if i in indexes else each for i, each in enumerate(messages)]
 
