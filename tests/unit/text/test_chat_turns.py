@@ -263,3 +263,12 @@ def test_an_answer_that_only_ends_with_a_token_if_it_is_last_is_followed_by_plai
     new = [said("user", "b")]
     glue = glue_of(chat, history, "so", sampled, new)
     assert [*prompt, *sampled, *glue] == chat.prompt([*history, chat.message("so"), *new])
+
+
+def test_nothing_is_put_behind_the_end_of_an_answer_but_what_the_template_writes_there():
+    chat, history, new = turns(FOR_TRAINING), [said("user", "a")], [said("tool", "b")]
+    with pytest.raises(RewrittenTurns, match=r"<think>\\n\\n</think>"):
+        glue_of(chat, history, "", [EOS], new)  # the template puts empty thinking in front of it
+    thought = "<think>\nb</think>"  # the template writes other spaces around its end
+    glue = glue_of(chat, history, thought, [*ids(thought), EOS], new)
+    assert glue == ids("\n<|user|><tool_response>\nb\n</tool_response><eos>\n<|assistant|>\n")
