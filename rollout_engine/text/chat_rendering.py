@@ -8,7 +8,6 @@ role and question, with the conversation that raised it.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,8 +23,6 @@ _MAX_KNOWN = 256
 """Templates, or roles of one, that are remembered: requests may bring both, so all are forgotten beyond this number."""
 _MAX_ROLES = 32
 """Different roles in one conversation: each new one costs renderings of it all."""
-_MAX_SEARCHES = 16
-"""Messages of one conversation whose words are looked for in all of its text."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _INSTEAD = {
     "developer": "Give it as 'system', or a chat_template that writes it.",
@@ -125,7 +122,8 @@ class ChatRenderer:
         """Raise `RequestError` for messages or tool calls that do not reach the text of a conversation.
 
         A role and its tool calls are tried once. Of answers a template may leave parts out; any other message has to be
-        there each time, since some write a system's message only if it is the first.
+        there each time, since some write a system's message only if it is the first. They are rendered once more, with
+        marks, if their words do not follow one another: those of one may stand in another.
         """
         known = self._written.get(template, set())
         given = ((each["role"], key) for each in messages for key in ("content", "tool_calls") if key in each)
@@ -138,11 +136,10 @@ class ChatRenderer:
                 known.clear()
             known.add((role, key))
         _remember(self._written, template, known)
-        unseen = _find_unseen(messages, text)
-        if unseen and (marked := _try(render, _marked(messages, set(unseen)))) is not None:
+        if not _is_in_order(messages, text) and (marked := _try(render, _marked(messages))) is not None:
             written = set(re.findall(rf"{_MARK}\d{{9}}", marked))
-            for index in unseen:
-                if _mark(index) not in written:
+            for index, message in enumerate(messages):
+                if message["role"] != "assistant" and _mark(index) not in written:
                     raise _left_out(messages, index, "content")
 
 
@@ -157,35 +154,28 @@ def _reasoning_keys(messages: Messages) -> list[str]:
     return list(dict.fromkeys(key for each in messages if len(each) > 2 for key in _REASONING if key in each))
 
 
-def _find_unseen(messages: Messages, text: str) -> list[int]:
-    """Indexes of messages, answers aside, whose words are not in a text as they are.
-
-    Beyond a few, all further ones are taken for unseen: each costs a search of the whole text.
-    """
-    unseen: list[int] = []
-    start = num_searches = 0
-    for index, message in enumerate(messages):
+def _is_in_order(messages: Messages, text: str) -> bool:
+    """Whether the words of all messages, answers aside, follow one another in a text as they are."""
+    end = 0
+    for message in messages:
+        content = message["content"]
         if message["role"] == "assistant":
             continue
-        content = message["content"]
         for words in [content] if isinstance(content, str) else [part["text"] for part in content]:
-            words = words.strip()
-            found = text.find(words, start) if num_searches < _MAX_SEARCHES else -1
-            num_searches += found < 0
-            if found < 0 and (num_searches >= _MAX_SEARCHES or words not in text):
-                unseen.append(index)
-                break
-            start = max(found, start)
-    return unseen
+            start = text.find(words.strip(), end)
+            if start < 0:
+                return False
+            end = start + len(words.strip())
+    return True
 
 
 def _mark(index: int) -> str:
     return f"{_MARK}{index:09}"
 
 
-def _marked(messages: Messages, indexes: AbstractSet[int]) -> Messages:
-    """Return a conversation in which these messages end with a mark of their own."""
-    return [_say_otherwise(each, _mark(i)) if i in indexes else each for i, each in enumerate(messages)]
+def _marked(messages: Messages) -> Messages:
+    """Return a conversation in which all messages, answers aside, end with a mark of their own."""
+    return [m if m["role"] == "assistant" else _say_otherwise(m, _mark(i)) for i, m in enumerate(messages)]
 
 
 def _left_out(messages: Messages, index: int, key: str) -> RequestError:

@@ -1,4 +1,4 @@
-"""What a conversation costs grows with its length, whatever its sender chooses: roles, tools, names, many messages."""
+"""The cost of a conversation grows with its length, whatever its sender chooses; and no message of it is lost."""
 
 import pytest
 
@@ -10,6 +10,8 @@ from rollout_engine.text.tokenizer import TextCodec
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
 ESCAPED = "{% for m in messages %}{{ m.content | tojson }};{% endfor %}"
 WITHOUT_17 = "{% for m in messages %}{% if loop.index0 != 17 %}{{ m.content | upper }};{% endif %}{% endfor %}"
+ONLY_LAST = "{% for m in messages %}{% if loop.last %}{{ m.content }};{% endif %}{% endfor %}"
+ONLY_FIRST = ONLY_LAST.replace("loop.last", "loop.first")
 MANY = 20_000
 
 
@@ -35,6 +37,27 @@ def test_one_of_many_messages_that_is_left_out_is_named(codec):
     messages = [{"role": "user", "content": f"word {i}"} for i in range(40)]
     with pytest.raises(RequestError, match=r"messages\[17\]"):
         codec.render_chat(messages, chat_template=WITHOUT_17)
+
+
+@pytest.mark.parametrize(
+    "template, contents, index",
+    [
+        (ONLY_LAST, ["hi", "hi"], 0),
+        (ONLY_LAST, ["hi", "I say hi"], 0),
+        (ONLY_FIRST, ["Be brief.", "brief"], 1),
+        (ONLY_FIRST, ["Be brief.", "Be brief."], 1),
+    ],
+)
+def test_a_message_that_is_left_out_is_found_if_another_has_its_words(codec, template, contents, index):
+    messages = [{"role": "user", "content": each} for each in contents]
+    with pytest.raises(RequestError, match=rf"messages\[{index}\]"):
+        codec.render_chat(messages, chat_template=template)
+
+
+def test_messages_may_be_written_in_another_order(codec):
+    messages = [{"role": "user", "content": each} for each in ("Be brief.", "brief", "brief")]
+    template = "{% for m in messages | reverse %}{{ m.content }};{% endfor %}"
+    assert codec.render_chat(messages, chat_template=template) == "brief;brief;Be brief.;"
 
 
 def test_many_names_are_looked_for_in_one_reading():
