@@ -125,7 +125,9 @@ class Conversation:
         return sum(self.rewards) + self._early_reward
 
     def end(self) -> None:
-        """Forget the glue of an answer that will not come."""
+        """Forget the glue, or the branch, of an answer that will not come."""
+        if len(self.rows) > 1 and not self.rows[-1].samples:
+            del self.rows[-1]
         for row in self.rows:
             row.drop_last_glue()
 

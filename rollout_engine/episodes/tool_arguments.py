@@ -17,6 +17,8 @@ _MAX_NESTING = 64
 """Objects and arrays of a value inside one another."""
 _MAX_DEPTH = 16
 """References and combinations followed in one schema."""
+_MAX_STEPS = 10_000
+"""Schemas looked at for the arguments of one call: combinations of references multiply."""
 _CONSTRAINTS = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref")
 _COMBINATIONS: dict[str, Callable[[Iterator[bool]], bool]] = {"anyOf": any, "oneOf": any, "allOf": all}
 _SPELLED = {"true": True, "false": False, "null": None, "none": None}
@@ -48,14 +50,38 @@ def raw_json(text: str, at: int) -> tuple[Any, int]:
 
 
 def typed_arguments(arguments: Mapping[str, Any], schema: Any) -> dict[str, Any]:
-    """The texts of `arguments` as values of the types that a tool's JSON schema gives to its parameters."""
-    return {
-        name: _typed(value, _property(schema, name, schema), schema) if isinstance(value, str) else value
-        for name, value in arguments.items()
-    }
+    """The texts of `arguments` as values of the types that a tool's JSON schema gives to its parameters.
+
+    All stay texts under a schema that combines and refers too much to be followed: clients bring schemas.
+    """
+    root = _Root(schema)
+    try:
+        return {
+            name: _typed(value, _property(schema, name, root), root) if isinstance(value, str) else value
+            for name, value in arguments.items()
+        }
+    except _TooManySteps:
+        return dict(arguments)
 
 
-def _typed(text: str, schema: Any, root: Any) -> Any:
+class _TooManySteps(Exception):
+    """Raised by `_Root.step`."""
+
+
+class _Root:
+    """The whole schema, and the steps that following it may still take."""
+
+    def __init__(self, schema: Any) -> None:
+        self.schema, self._left = schema, _MAX_STEPS
+
+    def step(self) -> None:
+        """Count one step. Raises `_TooManySteps`."""
+        self._left -= 1
+        if self._left < 0:
+            raise _TooManySteps
+
+
+def _typed(text: str, schema: Any, root: _Root) -> Any:
     if not isinstance(schema, Mapping) or not any(name in schema for name in _CONSTRAINTS):
         return text
     return next((each for each in _readings(text) if _allows(schema, each, root)), text)
@@ -87,8 +113,9 @@ def _python_literals(text: str) -> Iterator[Any]:
                 yield _plain(value)
 
 
-def _allows(schema: Any, value: Any, root: Any, depth: int = 0) -> bool:
+def _allows(schema: Any, value: Any, root: _Root, depth: int = 0) -> bool:
     """Whether a schema allows a value, as far as its type, its constants and combinations of those decide."""
+    root.step()
     if not isinstance(schema, Mapping) or depth == _MAX_DEPTH:
         return schema is not False
     if value is None and schema.get("nullable") is True:
@@ -119,8 +146,9 @@ def _is_same(constant: Any, value: Any) -> bool:
     return bool(constant == value) and isinstance(constant, bool) == isinstance(value, bool)
 
 
-def _property(schema: Any, name: str, root: Any, depth: int = 0) -> Any:
+def _property(schema: Any, name: str, root: _Root, depth: int = 0) -> Any:
     """The schema of one parameter; None if there is none."""
+    root.step()
     if not isinstance(schema, Mapping) or depth == _MAX_DEPTH:
         return None
     properties = schema.get("properties")
@@ -132,11 +160,11 @@ def _property(schema: Any, name: str, root: Any, depth: int = 0) -> Any:
     return next((each for each in found if each is not None), schema.get("additionalProperties"))
 
 
-def _referred(reference: Any, root: Any) -> Any:
+def _referred(reference: Any, root: _Root) -> Any:
     """The part of a schema that "#/$defs/Name" names; {}, which allows everything, if it is not there."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return {}
-    found = root
+    found = root.schema
     for key in reference.removeprefix("#").split("/")[1:]:
         found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
     return {} if found is None else found

@@ -21,6 +21,8 @@ _MARK = "31415926535897932384"
 """Stands for other words than those of a conversation; digits, which a change of case leaves as they are."""
 _MAX_KNOWN = 256
 """Templates, or roles of one, that are remembered: requests may bring both, so all are forgotten beyond this number."""
+_MAX_ROLES = 32
+"""Different roles in one conversation: each new one costs renderings of it all."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _INSTEAD = {
     "developer": "Give it as 'system', or a chat_template that writes it.",
@@ -49,6 +51,7 @@ class ChatRenderer:
         continue_final_message: bool | None = False,
     ) -> str:
         """Render messages that `as_messages` returned; options as in `ChatOptions`. Raises `RequestError`."""
+        _require_few_roles(messages)
         variables = chat_template_kwargs or {}
         template = self.find_template(chat_template, tools)
         self._warn_of_unread(template, [*variables, *_reasoning_keys(messages)])
@@ -95,8 +98,11 @@ class ChatRenderer:
 
     def _warn_of_unread(self, template: str, names: Iterable[str]) -> None:
         """Warn of each variable in `names` that a template never reads."""
-        for name in names:
-            if not re.search(rf"\b{re.escape(name)}\b", template):
+        if not (listed := list(names)):
+            return
+        read = set(re.findall(r"\w+", template))
+        for name in listed:
+            if name not in read:
                 self._warn_once(f"The chat template never reads '{name:.80}': giving it changes no prompt.")
 
     def _with_parts_as_read(self, template: str, messages: Messages, render: Render) -> Messages:
@@ -116,24 +122,31 @@ class ChatRenderer:
         """Raise `RequestError` for messages or tool calls that do not reach the text of a conversation.
 
         A role and its tool calls are tried once. Of answers a template may leave parts out; any other message has to be
-        there each time, since some write a system's message only if it is the first.
+        there each time, since some write a system's message only if it is the first. They are rendered once more, with
+        marks, if their words do not follow one another: those of one may stand in another.
         """
         known = self._written.get(template, set())
         given = ((each["role"], key) for each in messages for key in ("content", "tool_calls") if key in each)
-        for role, key in [each for each in given if each not in known]:
+        for role, key in [each for each in dict.fromkeys(given) if each not in known]:
             changed = _reworded(messages, role) if key == "content" else _without_calls(messages, role)
-            if (role, key) not in known and text == _try(render, changed):
+            if text == _try(render, changed):
                 index = next(i for i, each in enumerate(messages) if each["role"] == role and key in each)
                 raise _left_out(messages, index, key)
             if len(known) >= _MAX_KNOWN:
                 known.clear()
             known.add((role, key))
         _remember(self._written, template, known)
-        unseen = _find_unseen(messages, text)
-        if unseen and (marked := _try(render, _marked(messages, unseen))) is not None:
-            for index in unseen:
-                if _mark(index) not in marked:
+        if not _is_in_order(messages, text) and (marked := _try(render, _marked(messages))) is not None:
+            written = set(re.findall(rf"{_MARK}\d{{9}}", marked))
+            for index, message in enumerate(messages):
+                if message["role"] != "assistant" and _mark(index) not in written:
                     raise _left_out(messages, index, "content")
+
+
+def _require_few_roles(messages: Messages) -> None:
+    roles = {each["role"] for each in messages}
+    if len(roles) > _MAX_ROLES:
+        raise RequestError.for_field("messages", f"{len(roles)} roles", f"a conversation of at most {_MAX_ROLES} roles")
 
 
 def _reasoning_keys(messages: Messages) -> list[str]:
@@ -141,30 +154,28 @@ def _reasoning_keys(messages: Messages) -> list[str]:
     return list(dict.fromkeys(key for each in messages if len(each) > 2 for key in _REASONING if key in each))
 
 
-def _find_unseen(messages: Messages, text: str) -> list[int]:
-    """Indexes of messages, answers aside, whose words are not in a text as they are."""
-    unseen, start = [], 0
-    for index, message in enumerate(messages):
+def _is_in_order(messages: Messages, text: str) -> bool:
+    """Whether the words of all messages, answers aside, follow one another in a text as they are."""
+    end = 0
+    for message in messages:
+        content = message["content"]
         if message["role"] == "assistant":
             continue
-        content = message["content"]
         for words in [content] if isinstance(content, str) else [part["text"] for part in content]:
-            words = words.strip()
-            found = text.find(words, start)
-            if found < 0 and words not in text:
-                unseen.append(index)
-                break
-            start = max(found, start)
-    return unseen
+            start = text.find(words.strip(), end)
+            if start < 0:
+                return False
+            end = start + len(words.strip())
+    return True
 
 
 def _mark(index: int) -> str:
     return f"{_MARK}{index:09}"
 
 
-def _marked(messages: Messages, indexes: Sequence[int]) -> Messages:
-    """Return a conversation in which these messages end with a mark of their own."""
-    return [_say_otherwise(each, _mark(i)) if i in indexes else each for i, each in enumerate(messages)]
+def _marked(messages: Messages) -> Messages:
+    """Return a conversation in which all messages, answers aside, end with a mark of their own."""
+    return [m if m["role"] == "assistant" else _say_otherwise(m, _mark(i)) for i, m in enumerate(messages)]
 
 
 def _left_out(messages: Messages, index: int, key: str) -> RequestError:

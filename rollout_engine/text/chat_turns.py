@@ -53,7 +53,9 @@ class ChatTurns:
             what = f"The chat template does not write an answer as it is: {_ANSWER!r} becomes {closed!r}"
             raise RequestError(f"{what}. Give chat_template= with one that does.", field="chat_template")
         self._base_text = closed[: closed.index(_ANSWER) + len(_ANSWER)]
-        self._is_split = self._begins_with_a_token(closed[len(self._base_text) :])
+        self._closing = closed[len(self._base_text) :]
+        """What ends an answer that is the last message."""
+        self._is_split = self._begins_with_a_token(self._closing)
         """Whether the text after an answer is encoded to the same ids without the text before it."""
         self._opening = self._unwritten_opening()
 
@@ -85,10 +87,15 @@ class ChatTurns:
 
         Raises `RewrittenTurns` if `now` differs from `shown` and what was sampled.
         """
+        kept = self._codec.without_end(sampled)
         if now.startswith(shown + said):
-            return self._after_end(now[len(shown) + len(said) :], sampled, said)
-        with_special_tokens = self._codec.decode(self._codec.without_end(sampled))
-        return self._after_end(self._text_after(shown, now, [said, with_special_tokens]), sampled, said)
+            text = now[len(shown) + len(said) :]
+        else:
+            text = self._text_after(shown, now, [said, self._codec.decode(kept)])
+        end = self._codec.decode(list(sampled[len(kept) :]))
+        if end and self._closing.startswith(end) and not text.startswith(end):
+            text = self._text_from(end, text, said)
+        return self._after_end(text, sampled, said)
 
     def glue(self, messages: Messages, sampled: Sequence[int]) -> list[int]:
         """Token ids from an answer like any other to the next one, if `messages` stand between them.
@@ -162,10 +169,22 @@ class ChatTurns:
                 return text
         raise RewrittenTurns(_difference_of(shown + said[0], now))
 
+    def _text_from(self, end: str, text: str, said: str) -> str:
+        """The text after an answer that was sampled up to its `end`, from that end on, if the template writes it there.
+
+        Raises `RewrittenTurns` for words in front of it, for example empty thinking in front of an empty answer.
+        """
+        before, found, _ = text.partition(end)
+        if found and before.strip():
+            raise RewrittenTurns(_difference_of(said + end, said + text))
+        return text[len(before) :] if found else text
+
     def _after_end(self, text: str, sampled: Sequence[int], said: str | None) -> list[int]:
         """Token ids of the text after an answer, without the part of it that was sampled with the answer."""
-        if self._is_split or said is None:
-            token_ids = self._codec.encode(text, add_special_tokens=False) if self._is_split else self._after_base(text)
+        token_ids = self._codec.encode(text, add_special_tokens=False) if self._is_split else []
+        if not (token_ids and self._codec.is_cut_out(token_ids[0])):  # it may close only the last answer by a token
+            token_ids = self._after_base(text) if said is None else []
+        if token_ids or said is None:
             return token_ids[_overlap(sampled, token_ids) :]
         whole = self._codec.decode(list(sampled))
         end = whole[len(said) :] if whole.startswith(said) else ""

@@ -19,7 +19,7 @@ def first_unshown(text: str, tools: Sequence[Any], render_without: Callable[[], 
         tools: JSON schemas, or functions.
         render_without: renders the same conversation without tools.
     """
-    missing = next((name for name in _words(tools) if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)), None)
+    missing = _first_missing(list(_words(tools)), text)
     if missing is None:
         return None
     try:
@@ -35,6 +35,22 @@ def refuse_unshown(tools: Sequence[Any], name: str) -> RequestError:
     advice = "Give a chat_template= that shows them, or name each tool and each of its parameters in a message"
     hint = f"{advice}: '{name}' is in none."
     return RequestError.for_field("tools", names, bound, hint)
+
+
+def _first_missing(names: Sequence[str], text: str) -> str | None:
+    """The first of `names` that does not stand in a text as a word; None if all do.
+
+    The text is read once, however many names there are: a client chooses both.
+    """
+    words = {name: re.findall(r"\w+", name) for name in names}
+    unseen = {word for each in words.values() for word in each}
+    found = re.finditer(r"\w+", text)
+    while unseen and (word := next(found, None)) is not None:
+        unseen.discard(word[0])
+    for name, parts in words.items():
+        if not unseen.isdisjoint(parts) or (parts != [name] and name not in text):
+            return name
+    return None
 
 
 def _words(tools: Iterable[Any]) -> Iterator[str]:

@@ -58,10 +58,12 @@ class ChatBody(SamplingFields, kw_only=True):
 
 async def create(served: Served, asked: Asked) -> Reply | Events:
     """Answer a conversation."""
-    lora = await served.adapter_of(asked.body.model)
-    renders = asked.body.required_prefix_token_ids is not None  # a conversation, several times
+    body: ChatBody = asked.body
+    lora = await served.adapter_of(body.model)
+    asks_template = bool(body.tools) and not _must_show_tools(body)
+    renders = asks_template or body.required_prefix_token_ids is not None  # a conversation, several times
     call = await (run_in_thread if renders else asked.read_fields)(_Call, served, asked, lora)
-    if asked.body.stream:
+    if body.stream:
         return Events(call.events())
     return Reply(await call.reply())
 

@@ -127,3 +127,12 @@ def test_a_chat_template_stands_between_turns(policy):
     assert "<user> turn 1: </s><assistant>" in batch["text", "response"][0]
     roles = [message["role"] for message in batch["messages"][0]]
     assert roles == ["user", "assistant"] * 3 + ["user"]
+
+
+def test_a_branch_that_leaves_no_room_for_an_answer_is_no_row(policy):
+    numbered = CHAT.replace("<{{ m['role'] }}>", "<{{ m['role'] }} of {{ messages | length }}>")
+    options = {"on_rewrite": "branch", "chat_template": numbered, "num_episodes": 1, "num_samples": 1}
+    batch = play(policy, max_episode_tokens=100, **options)
+    assert set(batch["ended_by"]) == {"max_episode_tokens"}
+    assert len(batch) == int(batch["num_turns"][0])  # each turn is a branch
+    assert (batch["masks", "turn"] >= 0).any(dim=1).all()

@@ -272,3 +272,14 @@ def test_the_schema_says_what_a_text_spells(name, text, value):
 )
 def test_a_template_tells_its_form(template, form):
     assert format_of_template(template) == form
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"allOf": [{"$ref": "#/properties/a"}] * 50}}},
+        {"allOf": [{"$ref": "#"}] * 50},
+    ],
+)
+def test_a_schema_whose_references_multiply_leaves_texts(schema):
+    assert with_types(ToolCall("f", {"a": "1"}), schema) == ToolCall("f", {"a": "1"})

@@ -1,3 +1,4 @@
+import asyncio
 import json
 
 import pytest
@@ -281,3 +282,19 @@ def test_tools_stand_in_the_prompt_of_a_client_that_finds_calls_by_itself(client
         for more in ({}, {"tools": [ADD]}, {"tools": [ADD], "tool_choice": "none"})
     ]
     assert lengths[0] < lengths[1] == lengths[2]
+
+
+@pytest.mark.parametrize("choice", ["none", "required"])
+def test_a_conversation_with_tools_is_not_rendered_on_the_event_loop(client, monkeypatch, choice):
+    codec, rendered = client.app.served.codec, []
+    shows_tools = codec.shows_tools
+
+    def off_the_loop(*args, **options):
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        rendered.append(True)
+        return shows_tools(*args, **options)
+
+    monkeypatch.setattr(codec, "shows_tools", off_the_loop)
+    client.post("/v1/chat/completions", {"messages": HELLO, "tools": [ADD], "tool_choice": choice, "max_tokens": 1})
+    assert rendered

@@ -4,7 +4,7 @@ import logging
 import re
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rollout_engine.errors import RequestError
@@ -244,3 +244,31 @@ def test_a_tokenizer_that_joins_an_answer_with_its_end_is_refused():
     assert chat.rewriting(["user"]) is None
     with pytest.raises(RequestError, match="joins the end of an answer"):
         chat.glue([said("user", "b")], [])
+
+
+def test_an_answer_that_only_ends_with_a_token_if_it_is_last_is_followed_by_plain_text():
+    vocab = {each: i for i, each in enumerate("?abcdefghijklmnopqrstuvwxyz0123456789AS:.\n\u2581")}
+    inner = Tokenizer(models.BPE(vocab, [], unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)  # as Llama 2's
+    inner.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% if loop.last and m.role == 'assistant' %}<eos>{% else %}{{ '\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", chat_template=template))
+    chat, history = ChatTurns(codec), [said("user", "a")]
+    prompt = chat.prompt(history)
+    sampled = codec.encode(chat.text(history) + "so", add_special_tokens=False)[len(prompt) :]
+    new = [said("user", "b")]
+    glue = glue_of(chat, history, "so", sampled, new)
+    assert [*prompt, *sampled, *glue] == chat.prompt([*history, chat.message("so"), *new])
+
+
+def test_nothing_is_put_behind_the_end_of_an_answer_but_what_the_template_writes_there():
+    chat, history, new = turns(FOR_TRAINING), [said("user", "a")], [said("tool", "b")]
+    with pytest.raises(RewrittenTurns, match=r"<think>\\n\\n</think>"):
+        glue_of(chat, history, "", [EOS], new)  # the template puts empty thinking in front of it
+    thought = "<think>\nb</think>"  # the template writes other spaces around its end
+    glue = glue_of(chat, history, thought, [*ids(thought), EOS], new)
+    assert glue == ids("\n<|user|><tool_response>\nb\n</tool_response><eos>\n<|assistant|>\n")
