@@ -5,6 +5,7 @@ usual learning rates nearly all are. The optimizer therefore steps on float32 co
 weights, rounded. The forward stays the model's own, which is the engine's too.
 """
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,10 @@ from torch.optim import Optimizer
 from rollout_engine.errors import ConfigError
 from sync.change_notice import ChangeNotice
 
+logger = logging.getLogger("rollout_engine")
+
+_KEY = "float32_masters"
+"""Of the copies, in an optimizer's `state_dict`."""
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -25,9 +30,10 @@ def float32_masters(optimizer: Optimizer) -> Optimizer:
 
     Call it before the first step; weights of other dtypes stay as they are. Until a step, gradients are those of the
     weights: clip `model.parameters()`, not what is in the optimizer's groups. Weights that something else has changed
-    between two steps, such as `load_state_dict`, are copied anew. `state_dict` does not contain the copies: a training
-    that resumes begins with those of its rounded weights. Raises `ConfigError` for an optimizer that has stepped; its
-    `step` does so for a closure, whose gradients would arrive too late.
+    between two steps are copied anew. `optimizer.state_dict()` contains the copies under "float32_masters", and
+    `load_state_dict` takes them: a training that resumes loses nothing. Raises `ConfigError` for an optimizer that has
+    stepped; its `step` does so for a closure, whose gradients would arrive too late, and its `load_state_dict` for the
+    copies of other weights.
     """
     if any("step" not in state or state["step"] > 0 for state in optimizer.state.values()):
         raise ConfigError(
@@ -39,6 +45,8 @@ def float32_masters(optimizer: Optimizer) -> Optimizer:
         _replace_weights(optimizer, group, pairs)
     optimizer.register_step_pre_hook(partial(_bring_gradients, pairs))
     optimizer.register_step_post_hook(partial(_write_weights, pairs))
+    optimizer.register_state_dict_post_hook(partial(_save_masters, pairs))
+    optimizer.register_load_state_dict_pre_hook(partial(_load_masters, pairs))
     ChangeNotice.trainer_has_masters |= bool(pairs)
     optimizer.zero_grad = partial(_zero_gradients, optimizer.zero_grad, pairs)  # type: ignore[method-assign]
     optimizer.add_param_group = partial(  # type: ignore[method-assign]
@@ -95,6 +103,29 @@ def _write_weights(pairs: list[tuple[Tensor, Tensor]], optimizer: Any, args: Any
         if master.grad is not None:
             weight.copy_(master)
             master.grad = None
+
+
+def _save_masters(pairs: list[tuple[Tensor, Tensor]], optimizer: Any, state_dict: dict[str, Any]) -> None:
+    state_dict[_KEY] = [master.detach() for _, master in pairs]
+
+
+@torch.no_grad()
+def _load_masters(pairs: list[tuple[Tensor, Tensor]], optimizer: Any, state_dict: dict[str, Any]) -> None:
+    saved = state_dict.get(_KEY)
+    if saved is None:
+        logger.warning(
+            "float32_masters: the loaded state has no masters, as that of an optimizer without them: they begin as "
+            "copies of the rounded weights."
+        )
+        return
+    shapes, expected = [list(each.shape) for each in saved], [list(master.shape) for _, master in pairs]
+    if shapes != expected:
+        raise ConfigError(
+            f"float32_masters: load_state_dict: expected masters of {len(expected)} weights, and {len(shapes)} came, "
+            "or of other shapes: load the state of an optimizer of the same model and groups."
+        )
+    for (_, master), each in zip(pairs, saved, strict=True):
+        master.copy_(each)
 
 
 def _zero_gradients(zero_grad: Any, pairs: list[tuple[Tensor, Tensor]], set_to_none: bool = True) -> None:

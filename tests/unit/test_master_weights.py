@@ -138,3 +138,38 @@ def test_a_bfloat16_trainer_stays_exact_and_its_small_steps_reach_the_engine(tmp
         moved = sum(int((p != start[n]).sum()) for n, p in trainer.named_parameters())
         shares[name] = moved / sum(p.numel() for p in trainer.parameters())
     assert shares["masters"] > 1.5 * shares["plain"] > 0, shares
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_training_that_resumes_is_the_one_that_was_never_stopped(model_first, tmp_path):
+    whole, parameters = weights(torch.bfloat16), weights(torch.bfloat16)
+    train(whole, float32_masters(OPTIMIZERS["AdamW"](whole)), steps=40)
+    optimizer = float32_masters(OPTIMIZERS["AdamW"](parameters))
+    train(parameters, optimizer, steps=20)
+    torch.save({"model": parameters, "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved.pt", weights_only=False)
+
+    resumed = weights(torch.bfloat16)
+    optimizer = float32_masters(OPTIMIZERS["AdamW"](resumed))
+
+    def load_weights():
+        with torch.no_grad():
+            for mine, theirs in zip(resumed, saved["model"], strict=True):
+                mine.copy_(theirs)
+
+    load_weights() if model_first else None
+    optimizer.load_state_dict(saved["optimizer"])
+    load_weights() if not model_first else None
+    train(resumed, optimizer, steps=20)
+    assert all(map(torch.equal, resumed, whole))
+
+
+def test_a_state_without_masters_is_warned_of_and_one_of_other_weights_refused(caplog):
+    parameters = weights(torch.bfloat16)
+    optimizer = float32_masters(OPTIMIZERS["AdamW"](parameters))
+    optimizer.load_state_dict(OPTIMIZERS["AdamW"](weights(torch.bfloat16)).state_dict())
+    assert "the loaded state has no masters" in caplog.text
+    state = optimizer.state_dict()
+    state["float32_masters"] = state["float32_masters"][:1]
+    with pytest.raises(ConfigError, match="expected masters of 2 weights, and 1 came"):
+        optimizer.load_state_dict(state)
