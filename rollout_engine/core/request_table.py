@@ -36,6 +36,11 @@ class RequestTable:
         """Requests that are not held."""
         return [request for first, request in self.by_id.items() if first not in self._held]
 
+    @property
+    def num_held_sequences(self) -> int:
+        """Sequences of requests that are held."""
+        return sum(request.source.params.n for request in self._held.values())
+
     def add(self, source: EngineCoreRequest, adapter: Adapter | None = None, *, held: bool) -> Request:
         """Add a request. Raises `RequestError` when the id of one of its sequences is in use."""
         request = Request(source, self._num_arrived, adapter)

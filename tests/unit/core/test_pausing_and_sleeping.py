@@ -92,9 +92,11 @@ def test_requests_that_come_while_paused_wait_for_resume_through_any_pause(rig, 
     rig.add("a", n=2)
     rig.pause(mode)
     assert rig.step() == [] and rig.ends == {}
+    assert rig.core.metrics().num_waiting == 2
     rig.resume()
     rig.run()
     rig.assert_clean()
+    assert rig.core.metrics().num_waiting == 0
     assert {end.finish_reason for end in rig.ends.values()} == {"length"}
 
 
