@@ -16,6 +16,7 @@ from rollout_engine.messages import UpdateOptions
 from rollout_engine.testing import tiny_model
 from rollout_engine.weights.update import apply_update, update_from_source
 from sync.base import WeightReceiver
+from sync.cast_notice import CastNotice
 from sync.errors import ChecksumMismatch
 
 
@@ -62,6 +63,17 @@ def test_a_trainer_of_another_dtype_is_remarked_upon_once_for_each_engine_and_dt
     for _ in range(2):
         engines[0].update(weights(dtype=torch.float64))
     assert len(caplog.records) == 3 and "The trainer is float64" in caplog.text
+
+
+def test_tensors_that_the_model_keeps_in_float32_do_not_make_it_a_float32_engine(caplog):
+    notice, metadata = CastNotice(), {"q": ("bfloat16", (8, 8)), "bias": ("float32", (8,))}
+    whole = [("q", torch.zeros(8, 8, dtype=torch.bfloat16)), ("bias", torch.zeros(8, dtype=torch.bfloat16))]
+    for pairs in (whole, whole, [whole[0], ("bias", torch.zeros(8))]):
+        notice.warn_if_cast(pairs, metadata)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "keeps 1 tensor in float32, such as 'bias', and they arrive in bfloat16" in said
+    notice.warn_if_cast([(name, tensor.float()) for name, tensor in whole], metadata)
+    assert "The trainer is float32, the engine bfloat16" in caplog.text
 
 
 def test_a_trainer_of_the_engines_dtype_is_not_remarked_upon(weights, make_engine, caplog):
