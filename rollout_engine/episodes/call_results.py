@@ -53,6 +53,14 @@ class CallResults:
         self.maker, self._places = None, []
         return None
 
+    def miscount(self, messages: Sequence[Message]) -> str:
+        """Why the messages answer some of the last calls, and not each of them once; "" if they do, or answer none."""
+        num_results = sum(message["role"] == "tool" for message in messages)
+        if not num_results or not self._places or num_results == len(self._places):
+            return ""
+        given = f"step answered {num_results} times, and the policy had made {len(self._places)} calls"
+        return f'{given}: return one message of the role "tool" for each call, in their order.'
+
     def add(self, messages: Sequence[Message]) -> list[Message]:
         """Take the results of the last calls: as many messages of the role "tool", in order. Returns the others."""
         others: list[Message] = []

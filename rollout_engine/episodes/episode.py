@@ -171,6 +171,8 @@ class Episode:
             self.seats[seat].reward(reward)
         if observation.seat not in self.seats:
             return self.fail(f"Seat {observation.seat} is to act, but the environment has {len(self.seats)} seats.")
+        if problem := self._results.miscount(messages):
+            return self.fail(problem)
         others = self._results.add(messages) if observation.seat == self.seat else [*messages]
         self._read_results()
         self.seat = observation.seat

@@ -95,6 +95,12 @@ class ChatTurns:
         end = self._codec.decode(list(sampled[len(kept) :]))
         if end and self._closing.startswith(end) and not text.startswith(end):
             text = self._text_from(end, text, said)
+        elif end and not self._closing.startswith(end):
+            self._codec.warn_once(
+                f"Answers end with {end!r}, and the chat template closes them by {self._closing!r}: earlier turns have "
+                "both, since what was sampled is never changed. A policy that serves under this template should sample "
+                "its end: give stop= or stop_token_ids= of that, or a chat_template= that closes by the sampled one."
+            )
         return self._after_end(text, sampled, said)
 
     def glue(self, messages: Messages, sampled: Sequence[int]) -> list[int]:

@@ -180,6 +180,14 @@ def test_each_call_of_an_answer_is_made_by_its_owner_and_answered_in_its_place(p
     assert batch["next", "reward"].item() == 1.0 + 0.5 * ("look" in names)
 
 
+@pytest.mark.parametrize("num_results", [1, 3])
+def test_a_step_that_answers_other_calls_than_were_made_fails_its_episode(played, num_results, monkeypatch):
+    results = [{"role": "tool", "content": "seen"}] * num_results
+    monkeypatch.setattr(Looks, "step", lambda env, action: Observation(list(results)))
+    with pytest.raises(EpisodeError, match=f"step answered {num_results} times, and the policy had made 2 calls"):
+        played(Looks, [CALLS["look"][0] * 2])
+
+
 def test_a_name_of_no_tool_does_not_reach_the_environment(played):
     batch, actions = played(Both, [CALLS["no"][0], "3"])
     assert [action.text for action in actions] == ["3"]

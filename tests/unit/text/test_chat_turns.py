@@ -231,6 +231,14 @@ def test_an_end_of_plain_text_that_was_sampled_is_not_repeated_and_words_are_not
     assert glue_of(chat, asked, "five\n", ids("five\n\n\nuser:"), new) == ids(" b\n\nassistant: ")
 
 
+def test_an_end_that_the_template_does_not_write_is_kept_and_a_warning_says_so(caplog):
+    chat, asked, new, sampled = turns(PLAIN), [said("user", "a")], [said("user", "b")], [*ids("five"), 1]
+    with caplog.at_level(logging.WARNING, logger="rollout_engine"):
+        glue = glue_of(chat, asked, "five", sampled, new)
+    assert glue == ids("<eos>\n<|user|>b<eos>\n<|assistant|>")
+    assert "Answers end with '<bos>', and the chat template closes them by '<eos>" in caplog.text
+
+
 def test_a_template_that_refuses_a_role_says_so():
     with pytest.raises(RequestError, match="no tools"):
         turns(NO_TOOLS + PLAIN).rewriting(["tool"])
