@@ -21,6 +21,7 @@ from sync.manifest import TensorSpec, check_distinct, counted, first_names
 _MOST_TIMES = 2
 """Bytes that may gather, in times of the live weights: a float32 trainer of a bfloat16 engine sends twice as many."""
 _get_missing_weights = awaitable(verbs.get_missing_weights)
+_get_unused_names = awaitable(verbs.get_unused_names)
 _NUMBER = re.compile(r"(?:weight_)?v?(\d{1,18})", re.ASCII)
 
 
@@ -110,7 +111,7 @@ class PendingUpdate:
         await self._check(specs)
         self._is_receiving = True
         try:
-            self._keep(await run_in_thread(lambda: list(group.receive(specs))))
+            await self._keep(await run_in_thread(lambda: list(group.receive(specs))))
         except BaseException:
             self.drop()
             self.group = None  # its ranks are at different broadcasts now
@@ -123,7 +124,7 @@ class PendingUpdate:
         pairs = list(tensors)
         shapes = [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in pairs]
         await self._check([TensorSpec(*each, "") for each in shapes])
-        self._keep(pairs)
+        await self._keep(pairs)
 
     async def commit(self, version: Any = None, *, partial: bool = False) -> UpdateReport:
         """Have the engine take what has come, as `update_weights`, and forget it here.
@@ -143,6 +144,8 @@ class PendingUpdate:
         Raises `StaleVersionError` where they differ.
         """
         assert self._last is not None, "an update precedes late tensors"
+        if not self._tensors:  # the model uses none of those that have come
+            return self._last
         names = self._last_names | self._tensors.keys()
         report = await self.commit(self._last.version, partial=True)
         self._last_names = names
@@ -201,9 +204,12 @@ class PendingUpdate:
             what = f"{size} bytes of weights are announced, and the model has {self._most_bytes / _MOST_TIMES:.0f}"
             raise ManifestMismatchError(f"{what}: is it another model?")
 
-    def _keep(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
-        self._tensors.update(pairs)
-        self._num_bytes += sum(tensor.nbytes for _, tensor in pairs)
+    async def _keep(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        """Gather tensors, but for those that the model does not use: they begin no update, and complete none."""
+        unused = set(await _get_unused_names(self._engine, [name for name, _ in pairs]))
+        used = [(name, tensor) for name, tensor in pairs if name not in unused]
+        self._tensors.update(used)
+        self._num_bytes += sum(tensor.nbytes for _, tensor in used)
 
     async def weights(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every weight of the model, once."""

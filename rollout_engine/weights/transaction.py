@@ -118,6 +118,12 @@ class WeightUpdater:
         """Names that, with these of a source, are every weight; none once a whole update may be made of them."""
         return self._checks.missing(names, self.weights.metadata)
 
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Those of a source's names that checkpoints of the model may have, and the model does not use."""
+        given = list(names)
+        used = {name for _, name in self.names.used(((name, name) for name in given), self.weights.metadata)}
+        return [name for name in given if name not in used]
+
     @property
     def num_live_bytes(self) -> int:
         """Bytes of the live weights, tied ones once, in whatever form they are held."""

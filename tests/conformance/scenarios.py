@@ -283,6 +283,11 @@ def get_missing_weights(engine):
     return every
 
 
+@scenario(names=[])
+def get_unused_names(engine):
+    return call(engine, "get_unused_names", names=["unknown", "rotary_emb.inv_freq", "model.norm.weight"])
+
+
 @scenario()
 def get_cache_usage(engine):
     found = [engine.get_cache_usage()]

@@ -32,6 +32,7 @@ from rollout_engine.engine.verbs.model import (
     collective_rpc,
     get_missing_weights,
     get_model_metadata,
+    get_unused_names,
     save_sharded_state,
     score,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "collective_rpc",
     "get_missing_weights",
     "get_model_metadata",
+    "get_unused_names",
     "save_sharded_state",
     "score",
     "check_health",

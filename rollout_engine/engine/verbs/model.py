@@ -24,6 +24,7 @@ from rollout_engine.errors import (
     RolloutEngineError,
     RPCError,
     RPCTimeoutError,
+    as_weight_errors,
     refused,
 )
 from rollout_engine.lora_request import LoRALike, as_lora_request
@@ -234,7 +235,15 @@ def get_missing_weights(driver: EngineDriver, names: list[str], *, timeout: floa
 
     Tied weights and the two namings of one weight count once, whichever of their names is there.
     """
-    return driver.executor.updater.missing(names)
+    with as_weight_errors():
+        return driver.executor.updater.missing(names)
+
+
+@VERBS.add(public=False)
+def get_unused_names(driver: EngineDriver, names: list[str], *, timeout: float | None = None) -> list[str]:
+    """Those of a source's names that checkpoints of the model may have, and the model does not use."""
+    with as_weight_errors():
+        return driver.executor.updater.unused(names)
 
 
 def _require_whole_weights(driver: EngineDriver, verb: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save, save_file
 
 import sync
@@ -152,6 +153,25 @@ def test_tensors_of_another_version_than_the_one_begun_are_refused(client, other
     assert "two updates" in client.problem("/update_weights_from_tensor", body)["message"]
     assert client.post("/update_weights_from_tensor", body | {"weight_version": 5})["success"]
     assert client.post("/end_weight_update", {"weight_version": 5})["weight_version"] == 5
+
+
+def test_tensors_that_the_model_does_not_use_begin_no_update(client, other_weights):
+    def send(tensors):
+        return client.post("/update_weights_from_tensor", {"serialized_named_tensors": encoded(tensors)})
+
+    unused = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    for version, tensors in enumerate((other_weights, {name: each * 1.5 for name, each in other_weights.items()}), 1):
+        assert send(tensors)["weight_version"] == str(version)
+        assert send(unused)["weight_version"] == str(version)
+        client.post("/continue_generation", {})
+    assert client.app.served.updates.is_begun is False
+
+
+def test_two_names_of_one_weight_are_refused_with_a_word(client, other_weights):
+    name = "model.norm.weight"
+    twice = {name: other_weights[name], name.removeprefix("model."): other_weights[name].clone()}
+    body = {"serialized_named_tensors": encoded(twice)}
+    assert "more than once" in client.problem("/update_weights_from_tensor", body)["message"]
 
 
 SEVERAL_NAMES = {"llama": dict(tie_word_embeddings=True), "qwen3_moe": SIZES["qwen3_moe"]}
