@@ -1,7 +1,6 @@
-"""A scenario for each verb: what it does on an engine that runs and is empty, told as plain values.
+"""A scenario for each verb: what it does on an engine that runs and is empty, as plain values.
 
-Every client plays every scenario and has to tell the same; then the verb is called in every state. A new verb gets a
-function of its name here:
+Every client plays each with the same result; then the verb is called in every state. A new verb gets one of its name:
 
     @scenario(refused_in="asleep dirty")
     def get_block_size(engine):
