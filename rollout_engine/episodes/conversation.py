@@ -25,7 +25,9 @@ class Turns(Protocol):
     def text(self, messages: list[Message]) -> str: ...
     def begin(self, messages: list[Message], text: str) -> list[int]: ...
     def message(self, text: str) -> Message: ...
-    def between(self, shown: str, now: str, said: str, sampled: Sequence[int]) -> list[int]: ...
+    def between(
+        self, shown: str, now: str, said: str, sampled: Sequence[int], *, has_ended: bool = True
+    ) -> list[int]: ...
     def rewriting(self, roles: Sequence[str]) -> str | None: ...
 
 
@@ -93,7 +95,9 @@ class Conversation:
             row = self.rows[-1]
             sample = row.samples[-1][1]
             try:
-                row.add_glue(self._turns.between(shown, self._shown, sample.text, sample.token_ids))
+                has_ended = sample.finish_reason == "stop"
+                glue = self._turns.between(shown, self._shown, sample.text, sample.token_ids, has_ended=has_ended)
+                row.add_glue(glue)
                 return row.prompt + row.response
             except RewrittenTurns as problem:
                 if not self._branches:

@@ -76,7 +76,7 @@ class ChatTurns:
         """The message of an answer. It includes thinking that its header opened, if the template does not add that."""
         return {"role": "assistant", "content": self._opening + text}
 
-    def between(self, shown: str, now: str, said: str, sampled: Sequence[int]) -> list[int]:
+    def between(self, shown: str, now: str, said: str, sampled: Sequence[int], *, has_ended: bool = True) -> list[int]:
         """Token ids between an answer and the next one.
 
         Args:
@@ -84,6 +84,7 @@ class ChatTurns:
             now: `text` of the same, with the answer's `message` and at least one more.
             said: text of the answer.
             sampled: its token ids. If they end as the template ends the message, that end is not repeated.
+            has_ended: whether its last token ended it; False: it was cut off.
 
         Raises `RewrittenTurns` if `now` differs from `shown` and what was sampled.
         """
@@ -95,7 +96,7 @@ class ChatTurns:
         end = self._codec.decode(list(sampled[len(kept) :]))
         if end and self._closing.startswith(end) and not text.startswith(end):
             text = self._text_from(end, text, said)
-        elif end and not self._closing.startswith(end):
+        elif end and has_ended and not self._closing.startswith(end):
             self._codec.warn_once(
                 f"Answers end with {end!r}, and the chat template closes them by {self._closing!r}: earlier turns have "
                 "both, since what was sampled is never changed. A policy that serves under this template should sample "

@@ -32,7 +32,7 @@ class TextTurns:
         """The message of an answer."""
         return {"role": "assistant", "content": text}
 
-    def between(self, shown: str, now: str, said: str, sampled: Sequence[int]) -> list[int]:
+    def between(self, shown: str, now: str, said: str, sampled: Sequence[int], *, has_ended: bool = True) -> list[int]:
         """Token ids of the text between an answer and the next one. Raises `RequestError`."""
         text = now[len(shown) + len(said) :]
         return self._codec.encode(text, add_special_tokens=False) if text else []

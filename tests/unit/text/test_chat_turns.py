@@ -237,6 +237,10 @@ def test_an_end_that_the_template_does_not_write_is_kept_and_a_warning_says_so(c
         glue = glue_of(chat, asked, "five", sampled, new)
     assert glue == ids("<eos>\n<|user|>b<eos>\n<|assistant|>")
     assert "Answers end with '<bos>', and the chat template closes them by '<eos>" in caplog.text
+    caplog.clear()
+    chat, shown = turns(PLAIN), turns(PLAIN).text(asked)
+    now = chat.text([*asked, chat.message("five"), *new])
+    assert chat.between(shown, now, "five", sampled, has_ended=False) == glue and not caplog.text
 
 
 def test_a_template_that_refuses_a_role_says_so():
