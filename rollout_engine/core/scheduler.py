@@ -106,8 +106,8 @@ class Scheduler:
     def update_from_output(self, step: Step) -> None:
         """Record a completed step, whose tokens the sequences have, and publish the blocks it filled."""
         stats, block_size = self.stats, self.tables.block_size
+        num_before = stats.num_tokens_computed
         stats.num_steps += 1
-        stats.step_tokens.observe(sum([row.num_scheduled_tokens for row in step.work.scheduled]))
         for row, sequence in zip(step.work.scheduled, step.rows, strict=True):
             start, num_tokens = row.num_computed_tokens, row.num_scheduled_tokens
             stats.num_tokens_computed += num_tokens
@@ -124,6 +124,7 @@ class Scheduler:
                 num_tokens = sequence.num_computed_tokens - start
             if num_tokens > 1 or (start + 1) % block_size == 0:  # else no block became full
                 self.tables.publish(sequence, start + num_tokens)
+        stats.step_tokens.observe(stats.num_tokens_computed - num_before)
 
     def rollback(self, step: Step) -> None:
         """Roll back a failed step; its tokens are computed again."""
