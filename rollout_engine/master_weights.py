@@ -19,7 +19,7 @@ from sync.change_notice import ChangeNotice
 logger = logging.getLogger("rollout_engine")
 
 _KEY = "float32_masters"
-"""Of the copies, in an optimizer's `state_dict`."""
+"""Key of the copies in an optimizer's `state_dict`."""
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 

@@ -169,7 +169,7 @@ class RequestStats(msgspec.Struct):
     inference_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_LONG))
     """Per request, seconds from the start of its first step to its end."""
     prefill_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
-    """Of these, up to the first sampled token."""
+    """Per request, seconds from the start of its first step to its first sampled token."""
     decode_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_LONG))
     """The rest of these."""
     token_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))

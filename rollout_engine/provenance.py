@@ -47,7 +47,7 @@ class LogprobsNote(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What became of a model's weights since `update_weights` sent them, or else since `exact.enable`."""
+    """How a model's weights have changed since `update_weights` sent them, or else since `exact.enable`."""
 
     version: int | None
     """Version as which they were sent; None: they were not."""

@@ -134,8 +134,8 @@ class Frontend:
     ) -> Stream:
         """Queue a request; `wake(stream)` is called, perhaps on another thread, when there is something to take of it.
 
-        `replica_index`: the replica of a fleet that is to begin with it. `num_kept`: of its samples, return the first
-        so many to end, and abort the others then. None: return all. `seed`: in place of the params' if given. Raises
+        `replica_index`: the replica of a fleet that is to begin with it. `num_kept`: number of its samples to return,
+        the first to end; the others are aborted then. None: return all. `seed`: in place of the params' if given. Raises
         `RequestError`, nothing queued, and `EngineDeadError`.
         """
         self.client.require_usable()

@@ -33,7 +33,7 @@ class ReplicaMethods:
         self._fleet.scale(num_replicas)
 
     def restart_replicas(self) -> None:
-        """Start every replica anew, one after the other, once the one before it serves; requests go on at the others.
+        """Restart every replica, one after the other, once the one before it serves; requests continue at the others.
 
         Raises `RetryableError` where one does not come back.
         """

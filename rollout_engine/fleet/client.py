@@ -174,7 +174,7 @@ class FleetClient:
         with self._updates.one_at_a_time():
             num_present = len(self._brain.wanted)
             if (num_more := num_replicas - num_present) > 0:
-                self._supervisor.check(num_more, num_present)  # it may take seconds: outputs go on
+                self._supervisor.check(num_more, num_present)  # it may take seconds: outputs are still delivered
             with self._lock:
                 self.require_usable()
                 self._dispatcher.do(self._brain.scaled(num_replicas, time.monotonic()))

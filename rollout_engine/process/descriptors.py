@@ -23,7 +23,7 @@ CORE_DESCRIPTORS = 40
 MAX_STRANGERS = 2048
 """Most connections to a core that no client has shown to be its own."""
 _RESERVE = 64
-"""What a core keeps for all but connections: files, and weights on their way."""
+"""Descriptors that a core reserves for files and for weights in transfer, not for connections."""
 _ENOUGH = 1 << 16
 """Limit that no core needs to exceed."""
 

@@ -19,7 +19,7 @@ from rollout_engine.process.parts import Frame
 logger = logging.getLogger("rollout_engine")
 
 GREETING = b"signs of life"
-"""What a client sends over a connection that carries no messages, to be known by."""
+"""Bytes by which a client identifies itself over a connection that carries no messages."""
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=HI")
 """Kind, and the connection's descriptor."""

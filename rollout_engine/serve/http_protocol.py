@@ -22,7 +22,7 @@ _MAX_WAITING_REQUESTS = 16
 _HEADER_SECONDS = 30.0
 _KEEP_ALIVE_SECONDS = 75.0
 _LINGER_SECONDS = 2.0
-"""How long a client that is refused may go on sending. Closed at once, its machine might drop the answer unread."""
+"""Seconds that a refused client may continue to send. Closed at once, its machine might drop the answer unread."""
 _PROBE_SECONDS = 0.05
 """From the end of what a client sends to the second look whether it still reads; each later one waits twice as long."""
 _VERSIONS = {"asgi": {"version": "3.0", "spec_version": "2.3"}}

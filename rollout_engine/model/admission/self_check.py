@@ -193,7 +193,7 @@ def _relative_error(engine: PreTrainedModel, reference: PreTrainedModel, geometr
 def _relative_far_error(
     engine: PreTrainedModel, reference: PreTrainedModel, geometry: list[LayerGeometry], *, starts: list[int]
 ) -> float:
-    """As `_relative_error`, of one near sequence and one from each of `starts` on, computed in one step."""
+    """Largest relative error of a near sequence and of one from each of `starts` on, computed in one step."""
     starts = [0, *starts]
     tokens = torch.randint(_VOCAB_SIZE, (len(starts), _NUM_FAR), generator=torch.Generator().manual_seed(1))
     expected = [

@@ -111,7 +111,7 @@ class Obeys:
         re.match("(a+)+$", "a" * 100 + "b")
 
     def do_leave(self, path):
-        """Start a process that goes on, and hang."""
+        """Start a process that keeps running, and hang."""
         child = subprocess.Popen(["sleep", "1000"])
         Path(path).write_text(str(child.pid))
         time.sleep(1000)
