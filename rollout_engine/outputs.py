@@ -193,8 +193,8 @@ class UpdateReport(msgspec.Struct, frozen=True):
     num_bytes_sent: int = 0
     """Bytes of the tensors and pieces that the engine took: those that had changed, or all `num_bytes`."""
     adapter: Literal["merged", "alone"] | None = None
-    """How the active adapters of a `PeftModel` arrived: "merged" into the weights; "alone", without the base's weights, by
-    merge=False. None: the source had none."""
+    """How the active adapters of a `PeftModel` arrived: "merged" into the weights; "alone", without the base's weights,
+    by merge=False. None: the source had none."""
     changed_share: float | None = None
     """Share of the model's elements that differ from those before, in the engine's dtype: an estimate from up to 1,024
     elements of each of 128 tensors (`weights/changed_share.py`). None: not known, as on devices and over ranks, and

@@ -135,8 +135,8 @@ class Frontend:
         """Queue a request; `wake(stream)` is called, perhaps on another thread, when there is something to take of it.
 
         `replica_index`: the replica of a fleet that is to begin with it. `num_kept`: number of its samples to return,
-        the first to end; the others are aborted then. None: return all. `seed`: in place of the params' if given. Raises
-        `RequestError`, nothing queued, and `EngineDeadError`.
+        the first to end; the others are aborted then. None: return all. `seed`: in place of the params' if given.
+        Raises `RequestError`, nothing queued, and `EngineDeadError`.
         """
         self.client.require_usable()
         self.spans.check_headers(trace_headers)
