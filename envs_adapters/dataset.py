@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 
 from envs_adapters.base import Action, Observation, load
 from envs_adapters.rows import Row, Rows, check_function, index_of, read_rows, row_of
-from rollout_engine.errors import ConfigError, RequestError, refused
-from rollout_engine.reward_functions import (
+from rollout_engine.base.errors import ConfigError, RequestError, refused
+from rollout_engine.batches.reward_functions import (
     ARGUMENTS,
     RewardCall,
     RewardFunction,

@@ -30,7 +30,7 @@ from envs_adapters import (
     verifiers,
 )
 from envs_adapters.base import EnvSpec, Placement
-from rollout_engine.errors import ConfigError, refused, unknown_name
+from rollout_engine.base.errors import ConfigError, refused, unknown_name
 
 
 class Family(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 from envs_adapters.base import Action, Observation, load
 from envs_adapters.gymnasium_text import ActionReader, marked, text_of
 from envs_adapters.rows import check_function
-from rollout_engine.errors import ConfigError, refused
+from rollout_engine.base.errors import ConfigError, refused
 
 TRAITS: dict[str, Any] = {}
 

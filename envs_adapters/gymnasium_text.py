@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_engine.errors import ConfigError, refused
+from rollout_engine.base.errors import ConfigError, refused
 
 _MAX_LISTED = 32
 """Actions that are listed one by one."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from envs_adapters.dataset import DatasetEnv, check_rows
 from envs_adapters.rows import Rows
-from rollout_engine.errors import ConfigError, refused
+from rollout_engine.base.errors import ConfigError, refused
 
 TRAITS: dict[str, Any] = {"is_single_turn": True, "placement": "processes"}
 

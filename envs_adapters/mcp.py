@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from envs_adapters.base import Action, Message, Messages, Observation, ToolCall, load
 from envs_adapters.mcp_server import ServerCommand, ServerGone, ToolServer
 from envs_adapters.rows import Rows, check_function, read_rows, row_of
-from rollout_engine.errors import ConfigError, refused, unknown_name
+from rollout_engine.base.errors import ConfigError, refused, unknown_name
 
 TRAITS: dict[str, Any] = {}
 

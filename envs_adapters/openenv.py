@@ -22,7 +22,7 @@ from envs_adapters.base import Action, Messages, Observation
 from envs_adapters.openenv_data import Convert, action_data, converter, observation_of, observation_text, text_field
 from envs_adapters.openenv_local import LocalEnv, check_local
 from envs_adapters.rows import check_function
-from rollout_engine.errors import ConfigError, refused
+from rollout_engine.base.errors import ConfigError, refused
 
 TRAITS: dict[str, Any] = {}
 

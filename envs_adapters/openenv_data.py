@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from envs_adapters.base import Messages, Observation, load
-from rollout_engine.errors import ConfigError, refused
+from rollout_engine.base.errors import ConfigError, refused
 
 Convert: TypeAlias = Callable[[Any], Any] | str | Mapping[str, str]
 """A function, "module:attribute" of one, or {"field": NAME}."""

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 from envs_adapters.base import Action, Messages, Observation, load
 from envs_adapters.openenv_data import action_data, converter, observation_of, text_field
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from envs_adapters.base import Action, Messages, Observation, load
 from envs_adapters.generators import OwnGenerators
 from envs_adapters.rows import check_function
-from rollout_engine.errors import ConfigError, StepDeadlineError, refused, unknown_name
+from rollout_engine.base.errors import ConfigError, StepDeadlineError, refused, unknown_name
 
 TRAITS: dict[str, Any] = {"is_single_turn": True}
 

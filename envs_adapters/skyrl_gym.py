@@ -12,7 +12,7 @@ from typing import Any
 
 from envs_adapters.base import Action, Messages, Observation
 from envs_adapters.rows import Row, Rows, read_rows, row_of
-from rollout_engine.errors import ConfigError, refused, unknown_name
+from rollout_engine.base.errors import ConfigError, refused, unknown_name
 
 TRAITS: dict[str, Any] = {}
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from envs_adapters.base import Action, Observation
 from envs_adapters.generators import OwnGenerators
-from rollout_engine.errors import ConfigError, refused, unknown_name
+from rollout_engine.base.errors import ConfigError, refused, unknown_name
 
 TRAITS: dict[str, Any] = {"placement": "processes"}
 

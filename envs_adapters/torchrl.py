@@ -17,7 +17,7 @@ from typing import Any
 
 from envs_adapters.base import Action, Message, Observation, load
 from envs_adapters.rows import Rows, check_function, read_rows, row_of
-from rollout_engine.errors import ConfigError, refused
+from rollout_engine.base.errors import ConfigError, refused
 
 TRAITS: dict[str, Any] = {"placement": "processes"}
 

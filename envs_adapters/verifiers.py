@@ -14,7 +14,7 @@ from typing import Any
 from envs_adapters import verifiers_rollouts, verifiers_tasksets
 from envs_adapters.verifiers_rollouts import RolloutEnv
 from envs_adapters.verifiers_tasksets import TaskEnv
-from rollout_engine.errors import ConfigError, refused
+from rollout_engine.base.errors import ConfigError, refused
 
 TRAITS: dict[str, Any] = {}
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from envs_adapters.base import Action, Message, Observation
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 _CUT = frozenset({"max_turns_reached", "timeout_reached", "prompt_too_long", "max_total_completion_tokens_reached"})
 """Conditions of verifiers that cut a rollout off."""

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from envs_adapters.base import Action, Message, Observation
-from rollout_engine.errors import ConfigError, refused, unknown_name
+from rollout_engine.base.errors import ConfigError, refused, unknown_name
 
 _lock = threading.Lock()
 """Held while a taskset is loaded, so that it is loaded once."""

@@ -36,7 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpo import GROUP_SIZE, NUM_UNSEEN, Entry, Task, make_items, make_policy
 from rollout_engine import AsyncLLM, EngineGenerateError, RequestOutput, SamplingParams, advantages, exact
-from rollout_engine.rollout_batch import rollout_batch
+from rollout_engine.batches.rollout_batch import rollout_batch
 
 NUM_IN_FLIGHT, BATCH = 32, 16
 MAX_WEIGHT, EVALUATE_EVERY = 2.0, 5

@@ -14,13 +14,49 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from rollout_engine._version import VERSION
+from rollout_engine.base.version import VERSION
 
 if TYPE_CHECKING:  # editors and type checkers read these; a test compares them with `_NAMES`
-    from rollout_engine import advantages as advantages
     from rollout_engine import exact as exact
-    from rollout_engine import routing as routing
     from rollout_engine import testing as testing
+    from rollout_engine.base.config import EngineConfig as EngineConfig
+    from rollout_engine.base.errors import CallTimeoutError as CallTimeoutError
+    from rollout_engine.base.errors import ChecksumError as ChecksumError
+    from rollout_engine.base.errors import ConfigError as ConfigError
+    from rollout_engine.base.errors import DirtyWeightsError as DirtyWeightsError
+    from rollout_engine.base.errors import DrainTimeoutError as DrainTimeoutError
+    from rollout_engine.base.errors import EngineDeadError as EngineDeadError
+    from rollout_engine.base.errors import EngineGenerateError as EngineGenerateError
+    from rollout_engine.base.errors import EpisodeError as EpisodeError
+    from rollout_engine.base.errors import GenerateTimeoutError as GenerateTimeoutError
+    from rollout_engine.base.errors import LifecycleError as LifecycleError
+    from rollout_engine.base.errors import ManifestMismatchError as ManifestMismatchError
+    from rollout_engine.base.errors import RequestError as RequestError
+    from rollout_engine.base.errors import RetryableError as RetryableError
+    from rollout_engine.base.errors import RewardError as RewardError
+    from rollout_engine.base.errors import RolloutEngineError as RolloutEngineError
+    from rollout_engine.base.errors import RPCError as RPCError
+    from rollout_engine.base.errors import RPCTimeoutError as RPCTimeoutError
+    from rollout_engine.base.errors import StaleVersionError as StaleVersionError
+    from rollout_engine.base.errors import StepDeadlineError as StepDeadlineError
+    from rollout_engine.base.errors import StepMemoryError as StepMemoryError
+    from rollout_engine.base.errors import TransferTimeoutError as TransferTimeoutError
+    from rollout_engine.base.errors import WeightUpdateError as WeightUpdateError
+    from rollout_engine.base.lora_request import LoRAInfo as LoRAInfo
+    from rollout_engine.base.lora_request import LoRARequest as LoRARequest
+    from rollout_engine.base.metrics import EngineMetrics as EngineMetrics
+    from rollout_engine.base.metrics import StatLogger as StatLogger
+    from rollout_engine.base.outputs import CompletionOutput as CompletionOutput
+    from rollout_engine.base.outputs import Logprob as Logprob
+    from rollout_engine.base.outputs import PoolingOutput as PoolingOutput
+    from rollout_engine.base.outputs import PoolingRequestOutput as PoolingRequestOutput
+    from rollout_engine.base.outputs import RequestOutput as RequestOutput
+    from rollout_engine.base.outputs import UpdateReport as UpdateReport
+    from rollout_engine.base.outputs import VersionSpan as VersionSpan
+    from rollout_engine.base.pooling_params import PoolingParams as PoolingParams
+    from rollout_engine.base.sampling_params import SamplingParams as SamplingParams
+    from rollout_engine.base.speculation_config import SpeculationConfig as SpeculationConfig
+    from rollout_engine.batches import advantages as advantages
     from rollout_engine.batches.concat import concat as concat
     from rollout_engine.batches.jsonl import to_jsonl as to_jsonl
     from rollout_engine.batches.minibatches import minibatches as minibatches
@@ -29,32 +65,8 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.batches.summary import RolloutBatch as RolloutBatch
     from rollout_engine.batches.trl import to_trl as to_trl
     from rollout_engine.batches.trl import to_trl_rollout as to_trl_rollout
-    from rollout_engine.config import EngineConfig as EngineConfig
-    from rollout_engine.errors import CallTimeoutError as CallTimeoutError
-    from rollout_engine.errors import ChecksumError as ChecksumError
-    from rollout_engine.errors import ConfigError as ConfigError
-    from rollout_engine.errors import DirtyWeightsError as DirtyWeightsError
-    from rollout_engine.errors import DrainTimeoutError as DrainTimeoutError
-    from rollout_engine.errors import EngineDeadError as EngineDeadError
-    from rollout_engine.errors import EngineGenerateError as EngineGenerateError
-    from rollout_engine.errors import EpisodeError as EpisodeError
-    from rollout_engine.errors import GenerateTimeoutError as GenerateTimeoutError
-    from rollout_engine.errors import LifecycleError as LifecycleError
-    from rollout_engine.errors import ManifestMismatchError as ManifestMismatchError
-    from rollout_engine.errors import RequestError as RequestError
-    from rollout_engine.errors import RetryableError as RetryableError
-    from rollout_engine.errors import RewardError as RewardError
-    from rollout_engine.errors import RolloutEngineError as RolloutEngineError
-    from rollout_engine.errors import RPCError as RPCError
-    from rollout_engine.errors import RPCTimeoutError as RPCTimeoutError
-    from rollout_engine.errors import StaleVersionError as StaleVersionError
-    from rollout_engine.errors import StepDeadlineError as StepDeadlineError
-    from rollout_engine.errors import StepMemoryError as StepMemoryError
-    from rollout_engine.errors import TransferTimeoutError as TransferTimeoutError
-    from rollout_engine.errors import WeightUpdateError as WeightUpdateError
-    from rollout_engine.evaluation.report import EvalReport as EvalReport
-    from rollout_engine.evaluation.sweep import Sweep as Sweep
-    from rollout_engine.evaluation.tasks import EvalTask as EvalTask
+    from rollout_engine.exact import routing as routing
+    from rollout_engine.exact.master_weights import float32_masters as float32_masters
     from rollout_engine.faces.async_llm import AsyncLLM as AsyncLLM
     from rollout_engine.faces.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from rollout_engine.faces.llm import LLM as LLM
@@ -64,31 +76,19 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.faces.rollout_service import make_rollout_service as make_rollout_service
     from rollout_engine.fleet.balancer import BalancerStats as BalancerStats
     from rollout_engine.fleet.replica_health import ReplicaHealth as ReplicaHealth
-    from rollout_engine.lora_request import LoRAInfo as LoRAInfo
-    from rollout_engine.lora_request import LoRARequest as LoRARequest
-    from rollout_engine.master_weights import float32_masters as float32_masters
-    from rollout_engine.metrics import EngineMetrics as EngineMetrics
-    from rollout_engine.metrics import StatLogger as StatLogger
+    from rollout_engine.looking.step_log import StepLog as StepLog
     from rollout_engine.model.sampling.logits_processors import LogitsProcessor as LogitsProcessor
     from rollout_engine.model.sampling.logits_processors import SequenceView as SequenceView
-    from rollout_engine.outputs import CompletionOutput as CompletionOutput
-    from rollout_engine.outputs import Logprob as Logprob
-    from rollout_engine.outputs import PoolingOutput as PoolingOutput
-    from rollout_engine.outputs import PoolingRequestOutput as PoolingRequestOutput
-    from rollout_engine.outputs import RequestOutput as RequestOutput
-    from rollout_engine.outputs import UpdateReport as UpdateReport
-    from rollout_engine.outputs import VersionSpan as VersionSpan
-    from rollout_engine.policy import RolloutPolicy as RolloutPolicy
-    from rollout_engine.pooling_params import PoolingParams as PoolingParams
-    from rollout_engine.reward_model import RewardModel as RewardModel
-    from rollout_engine.rollout_collector import CollectorStats as CollectorStats
-    from rollout_engine.rollout_collector import RolloutCollector as RolloutCollector
-    from rollout_engine.rollout_replay import ReplayReport as ReplayReport
-    from rollout_engine.rollout_replay import replay as replay
-    from rollout_engine.sampling_params import SamplingParams as SamplingParams
-    from rollout_engine.speculation_config import SpeculationConfig as SpeculationConfig
+    from rollout_engine.rollouts.collector import CollectorStats as CollectorStats
+    from rollout_engine.rollouts.collector import RolloutCollector as RolloutCollector
+    from rollout_engine.rollouts.evaluation.report import EvalReport as EvalReport
+    from rollout_engine.rollouts.evaluation.sweep import Sweep as Sweep
+    from rollout_engine.rollouts.evaluation.tasks import EvalTask as EvalTask
+    from rollout_engine.rollouts.policy import RolloutPolicy as RolloutPolicy
+    from rollout_engine.rollouts.replay import ReplayReport as ReplayReport
+    from rollout_engine.rollouts.replay import replay as replay
+    from rollout_engine.rollouts.reward_model import RewardModel as RewardModel
     from rollout_engine.telemetry.stat_loggers import PrometheusLogger as PrometheusLogger
-    from rollout_engine.tracking.step_log import StepLog as StepLog
 
 __version__ = VERSION
 
@@ -100,8 +100,8 @@ _NAMES = {
     "rollout_engine.batches.rollout_files": ("read_jsonl",),
     "rollout_engine.batches.summary": ("RolloutBatch",),
     "rollout_engine.batches.trl": ("to_trl", "to_trl_rollout"),
-    "rollout_engine.config": ("EngineConfig",),
-    "rollout_engine.errors": (
+    "rollout_engine.base.config": ("EngineConfig",),
+    "rollout_engine.base.errors": (
         "CallTimeoutError",
         "ChecksumError",
         "ConfigError",
@@ -125,9 +125,9 @@ _NAMES = {
         "TransferTimeoutError",
         "WeightUpdateError",
     ),
-    "rollout_engine.evaluation.report": ("EvalReport",),
-    "rollout_engine.evaluation.sweep": ("Sweep",),
-    "rollout_engine.evaluation.tasks": ("EvalTask",),
+    "rollout_engine.rollouts.evaluation.report": ("EvalReport",),
+    "rollout_engine.rollouts.evaluation.sweep": ("Sweep",),
+    "rollout_engine.rollouts.evaluation.tasks": ("EvalTask",),
     "rollout_engine.faces.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
     "rollout_engine.faces.llm": ("LLM",),
     "rollout_engine.faces.llm_engine": ("LLMEngine",),
@@ -136,11 +136,11 @@ _NAMES = {
     "rollout_engine.fleet.balancer": ("BalancerStats",),
     "rollout_engine.fleet.replica_health": ("ReplicaHealth",),
     "rollout_engine.telemetry.stat_loggers": ("PrometheusLogger",),
-    "rollout_engine.tracking.step_log": ("StepLog",),
-    "rollout_engine.master_weights": ("float32_masters",),
-    "rollout_engine.metrics": ("EngineMetrics", "StatLogger"),
+    "rollout_engine.looking.step_log": ("StepLog",),
+    "rollout_engine.exact.master_weights": ("float32_masters",),
+    "rollout_engine.base.metrics": ("EngineMetrics", "StatLogger"),
     "rollout_engine.model.sampling.logits_processors": ("LogitsProcessor", "SequenceView"),
-    "rollout_engine.outputs": (
+    "rollout_engine.base.outputs": (
         "CompletionOutput",
         "Logprob",
         "PoolingOutput",
@@ -149,18 +149,23 @@ _NAMES = {
         "UpdateReport",
         "VersionSpan",
     ),
-    "rollout_engine.policy": ("RolloutPolicy",),
-    "rollout_engine.pooling_params": ("PoolingParams",),
-    "rollout_engine.reward_model": ("RewardModel",),
-    "rollout_engine.rollout_collector": ("CollectorStats", "RolloutCollector"),
-    "rollout_engine.rollout_replay": ("ReplayReport", "replay"),
-    "rollout_engine.lora_request": ("LoRAInfo", "LoRARequest"),
-    "rollout_engine.sampling_params": ("SamplingParams",),
-    "rollout_engine.speculation_config": ("SpeculationConfig",),
+    "rollout_engine.rollouts.policy": ("RolloutPolicy",),
+    "rollout_engine.base.pooling_params": ("PoolingParams",),
+    "rollout_engine.rollouts.reward_model": ("RewardModel",),
+    "rollout_engine.rollouts.collector": ("CollectorStats", "RolloutCollector"),
+    "rollout_engine.rollouts.replay": ("ReplayReport", "replay"),
+    "rollout_engine.base.lora_request": ("LoRAInfo", "LoRARequest"),
+    "rollout_engine.base.sampling_params": ("SamplingParams",),
+    "rollout_engine.base.speculation_config": ("SpeculationConfig",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_MODULES = ("advantages", "exact", "routing", "testing")
+_MODULES = {
+    "advantages": "rollout_engine.batches.advantages",
+    "exact": "rollout_engine.exact",
+    "routing": "rollout_engine.exact.routing",
+    "testing": "rollout_engine.testing",
+}
 
 __all__ = ["__version__", *_MODULES, *_HOMES]
 
@@ -221,7 +226,7 @@ if not TYPE_CHECKING:  # a type checker that sees this takes every name, and fin
 
     def __getattr__(name: str) -> object:
         if name in _MODULES:
-            return importlib.import_module(f"rollout_engine.{name}")
+            return importlib.import_module(_MODULES[name])
         if name not in _HOMES:
             raise AttributeError(f"module 'rollout_engine' has no attribute '{name}'.{_close_to(name)}")
         value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)

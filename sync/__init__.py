@@ -1,6 +1,6 @@
 """Weight transports: how a trainer's tensors reach an engine, and how both sides know that they did.
 
-`rollout_engine.errors` needs `sync.errors` without torch, so the public names are imported on first use (PEP 562).
+`rollout_engine.base.errors` needs `sync.errors` without torch, so the public names are imported on first use (PEP 562).
 """
 
 import importlib

@@ -14,7 +14,7 @@ from hashlib import sha256
 from itertools import count
 from weakref import WeakKeyDictionary
 
-from rollout_engine.seeds import mix
+from rollout_engine.base.seeds import mix
 from rollout_engine.text.input_processor import InputProcessor
 
 

@@ -28,5 +28,5 @@ for version in "$@"; do
     fi
     echo "$("$dir/bin/python" --version): contract, core and unit tests"
     "$dir/bin/python" -m pytest -q -m "not slow" --numprocesses 2 --dist loadfile \
-        tests/contract tests/unit/core tests/unit/batches tests/unit/policy tests/unit/execution
+        tests/contract tests/unit/core tests/unit/batches tests/unit/rollouts tests/unit/execution
 done

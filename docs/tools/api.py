@@ -6,20 +6,23 @@ import rollout_engine
 from rollout_engine.engine.verbs import VERBS
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Engines", ("rollout_engine.faces", "rollout_engine.policy", "rollout_engine.reward_model")),
-    ("Options", ("rollout_engine.config", "rollout_engine.sampling_params", "rollout_engine.pooling_params")),
-    ("Collecting and replaying", ("rollout_engine.rollout_collector", "rollout_engine.rollout_replay")),
+    ("Engines", ("rollout_engine.faces", "rollout_engine.rollouts.policy", "rollout_engine.rollouts.reward_model")),
+    (
+        "Options",
+        ("rollout_engine.base.config", "rollout_engine.base.sampling_params", "rollout_engine.base.pooling_params"),
+    ),
+    ("Collecting and replaying", ("rollout_engine.rollouts.collector", "rollout_engine.rollouts.replay")),
     ("Batches and files", ("rollout_engine.batches",)),
-    ("Results", ("rollout_engine.outputs",)),
-    ("Metrics", ("rollout_engine.metrics", "rollout_engine.telemetry", "rollout_engine.fleet")),
-    ("Errors", ("rollout_engine.errors",)),
+    ("Results", ("rollout_engine.base.outputs",)),
+    ("Metrics", ("rollout_engine.base.metrics", "rollout_engine.telemetry", "rollout_engine.fleet")),
+    ("Errors", ("rollout_engine.base.errors",)),
     ("More", ("",)),
 )
 """Heading -> modules whose public names stand below it; a name stands below the first that fits."""
 MODULES = (
     ("rollout_engine.exact", "The trainer's side of exactness"),
-    ("rollout_engine.advantages", "Advantages"),
-    ("rollout_engine.routing", "Routing replay"),
+    ("rollout_engine.batches.advantages", "Advantages"),
+    ("rollout_engine.exact.routing", "Routing replay"),
     ("sync", "Weights between processes"),
     ("worker_ext.base", "Worker extensions"),
     ("envs_adapters.base", "Environments"),

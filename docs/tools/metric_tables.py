@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
-from rollout_engine.metrics import CoreMetrics, CoreStats, EngineMetrics, ReplicaMetrics, RequestStats
+from rollout_engine.base.metrics import CoreMetrics, CoreStats, EngineMetrics, ReplicaMetrics, RequestStats
 from rollout_engine.telemetry.prometheus import own_families
 
 

@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 from msgspec import inspect as kinds
 
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.pooling_params import PoolingParams
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.capacity import options as capacity
 from rollout_engine.cli.main import COMMANDS, PROGRAM, load_command
-from rollout_engine.config import EngineConfig
-from rollout_engine.episodes.plan import EpisodeOptions
-from rollout_engine.evaluation.sweep import Sweep
-from rollout_engine.evaluation.tasks import EvalTask
-from rollout_engine.pooling_params import PoolingParams
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.rollouts.episodes.plan import EpisodeOptions
+from rollout_engine.rollouts.evaluation.sweep import Sweep
+from rollout_engine.rollouts.evaluation.tasks import EvalTask
 from rollout_engine.serve.options import ServeOptions
-from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.text.conversations import ChatOptions
 
 SECTIONS: tuple[tuple[str, str, type], ...] = (

@@ -26,11 +26,11 @@ from inspect_ai.model import (
     modelapi,
 )
 
-from rollout_engine.errors import EngineGenerateError, RequestError
+from rollout_engine.base.errors import EngineGenerateError, RequestError
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.faces.async_llm import AsyncLLM
-from rollout_engine.outputs import CompletionOutput, RequestOutput
-from rollout_engine.policy import RolloutPolicy
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.rollouts.policy import RolloutPolicy
 
 _SAME = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "max_tokens", "logit_bias", "seed")
 _READ = (*_SAME, "num_choices", "stop_seqs", "logprobs", "top_logprobs", "response_schema")

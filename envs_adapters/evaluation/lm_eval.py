@@ -16,10 +16,10 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from rollout_engine.errors import RequestError, unknown_name
+from rollout_engine.base.errors import RequestError, unknown_name
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.faces.llm import LLM
-from rollout_engine.policy import RolloutPolicy
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.rollouts.policy import RolloutPolicy
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 """Settings of a generation that have the same name here."""

@@ -4,7 +4,7 @@ import importlib.metadata
 import logging
 from typing import NamedTuple
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 logger = logging.getLogger("rollout_engine")
 

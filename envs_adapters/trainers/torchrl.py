@@ -20,10 +20,10 @@ from typing import Any, Literal, Self
 
 from envs_adapters.trainers.torchrl_connection import Connection, Engine
 from envs_adapters.trainers.torchrl_settings import TORCHRL, sampling_params
-from rollout_engine.errors import ConfigError, refused
-from rollout_engine.policy import RolloutPolicy
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.seeds import mix
+from rollout_engine.base.errors import ConfigError, refused
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.seeds import mix
+from rollout_engine.rollouts.policy import RolloutPolicy
 
 try:
     from tensordict import TensorDictBase, lazy_stack

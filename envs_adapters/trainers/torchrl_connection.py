@@ -4,12 +4,12 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from rollout_engine.errors import ConfigError, LifecycleError, refused
+from rollout_engine.base.errors import ConfigError, LifecycleError, refused
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.llm import LLM
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.rollout_service import RolloutService
-from rollout_engine.policy import RolloutPolicy
+from rollout_engine.rollouts.policy import RolloutPolicy
 
 Engine = RolloutPolicy | LLM | LLMEngine | AsyncLLM | RolloutService | str | os.PathLike[str] | Sequence[str]
 """A policy, an engine, or addresses as `AsyncLLM.connect` takes them."""

@@ -8,7 +8,7 @@ from torchrl.modules.distributions import LLMMaskedCategorical
 from torchrl.modules.llm import TransformersWrapper
 
 from rollout_engine import exact
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 
 class ExactTransformersWrapper(TransformersWrapper):  # type: ignore[misc]  # TorchRL has no types

@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data.llm import History
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 InputMode = Literal["history", "text", "tokens"]
 MODES = ("history", "text", "tokens")

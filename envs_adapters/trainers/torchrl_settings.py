@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from envs_adapters.trainers.package import Package
-from rollout_engine.errors import ConfigError, unknown_name
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.errors import ConfigError, unknown_name
+from rollout_engine.base.sampling_params import SamplingParams
 
 TORCHRL = Package("TorchRL", "torchrl", "0.14")
 

@@ -9,7 +9,7 @@ from torchrl.modules.llm import LLMWrapperBase
 from torchrl.weight_update import WeightStrategy, WeightSyncScheme
 
 from envs_adapters.trainers.torchrl_connection import Connection, Engine
-from rollout_engine.errors import ConfigError, refused
+from rollout_engine.base.errors import ConfigError, refused
 
 
 class EngineWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # TorchRL has no types

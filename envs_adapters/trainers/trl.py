@@ -22,10 +22,10 @@ from transformers import TrainerCallback
 from envs_adapters.trainers.trl_exact import ExactLogprobs
 from envs_adapters.trainers.trl_settings import TRL, require, require_use, sampling_params
 from envs_adapters.trainers.trl_weights import PolicyWeightTransfer, StoreWeightTransfer
-from rollout_engine.errors import ConfigError
-from rollout_engine.policy import RolloutPolicy
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.seeds import mix
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.seeds import mix
+from rollout_engine.rollouts.policy import RolloutPolicy
 
 logger = logging.getLogger("rollout_engine")
 

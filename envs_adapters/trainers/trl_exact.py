@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine import exact
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 """TRL's name of this metric."""

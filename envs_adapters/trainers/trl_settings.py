@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from envs_adapters.trainers.package import Package
-from rollout_engine.errors import ConfigError
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.sampling_params import SamplingParams
 
 TRL = Package("TRL", "trl", "1.16")
 

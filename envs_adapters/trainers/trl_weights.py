@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rollout_engine.policy import RolloutPolicy
+from rollout_engine.rollouts.policy import RolloutPolicy
 from sync.store import publish
 
 Tensors = Iterator[tuple[str, Tensor]]

@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from rollout_engine.base.errors import RequestError
 from rollout_engine.batches.layout import (
     PER_TURN,
     SPAN_OF_KEY,
@@ -21,7 +22,6 @@ from rollout_engine.batches.layout import (
     width_of,
 )
 from rollout_engine.batches.summary import RolloutBatch, with_note
-from rollout_engine.errors import RequestError
 
 GroupIds = Literal["renumber", "keep"]
 

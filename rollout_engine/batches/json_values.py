@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rollout_engine.errors import text_of
+from rollout_engine.base.errors import text_of
 
 _MAX_DEPTH = 64
 _MAX_BITS = 10_000

@@ -12,13 +12,13 @@
                                                   environment ended it, and no limit or fault
     rewards                                       {name: number} with a list of them; null where one does not apply
     turns, turn_rewards, num_turns, episode_id, seat, ended_by, error, messages, info
-                                                  of episodes (`rollout_engine.episodes.rows`); turns: per token of the
-                                                  response the turn that sampled it, -1 for glue
+                                                  of episodes (`rollouts.episodes.rows`); turns: per token
+                                                  of the response the turn that sampled it, -1 for glue
     columns                                       {name: value} of your columns, and of keys that you added
 
 In `columns`, `info` and `messages` sets are lists, and what JSON lacks besides them (NaN, infinities, bytes, dates) is
 a text: a warning names such values (`rollout_engine.batches.json_values`).
-`rollout(log_to=...)` adds what made the sample (`rollout_engine.rollout_log`); `read_jsonl` reads both.
+`rollout(log_to=...)` adds what made the sample (`rollout_engine.rollouts.log`); `read_jsonl` reads both.
 "routed_experts" are not written. Numbers are written so that reading them gives the same bits (float32 as its float64
 value).
 """
@@ -35,6 +35,9 @@ import msgspec
 from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
+from rollout_engine.base.errors import RequestError, text_of
+from rollout_engine.base.seeds import unsigned
+from rollout_engine.base.whole_files import whole_file
 from rollout_engine.batches.json_values import json_value
 from rollout_engine.batches.layout import (
     EPISODE_KEYS,
@@ -50,9 +53,6 @@ from rollout_engine.batches.layout import (
     places,
 )
 from rollout_engine.batches.rollout_files import append_text
-from rollout_engine.errors import RequestError, text_of
-from rollout_engine.seeds import unsigned
-from rollout_engine.whole_files import whole_file
 
 logger = logging.getLogger("rollout_engine")
 

@@ -1,4 +1,4 @@
-"""Positions of sequences in a rollout's TensorDict, for both layouts of `rollout_engine.rollout_batch`.
+"""Positions of sequences in a rollout's TensorDict, for both layouts of `rollout_engine.batches.rollout_batch`.
 
 Every key with one value per token covers one of three spans:
 
@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 
 Span: TypeAlias = Literal["prompt", "response", "full"]
 Key: TypeAlias = str | tuple[str, ...]
@@ -49,7 +49,7 @@ RESERVED_KEYS = frozenset(
 )
 """Top-level keys that no column may take."""
 EPISODE_KEYS = frozenset("num_turns episode_id seat ended_by error messages info".split())
-"""Top-level keys of episodes besides these, one entry per row; `rollout_engine.episodes.rows` defines them."""
+"""Top-level keys of episodes besides these, one entry per row; `rollout_engine.rollouts.episodes.rows` defines them."""
 
 _NEEDED = {"tokens", "masks", "num_prompt_tokens"}
 

@@ -7,9 +7,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from rollout_engine.base.errors import RequestError
 from rollout_engine.batches.layout import check_batch, is_packed, leaves, num_sequences, packed_span, places
 from rollout_engine.batches.summary import RolloutBatch, with_note
-from rollout_engine.errors import RequestError
 
 
 def minibatches(

@@ -5,12 +5,12 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.outputs import TokenTexts
 from rollout_engine.batches import jsonl
 from rollout_engine.batches.layout import check_batch, is_packed, num_sequences
-from rollout_engine.errors import RequestError
-from rollout_engine.outputs import TokenTexts
-from rollout_engine.viewing.notebook import html_of, num_shown
-from rollout_engine.viewing.samples import viewed
+from rollout_engine.looking.notebook import html_of, num_shown
+from rollout_engine.looking.samples import viewed
 
 LISTED_KEYS = {
     *(

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout_engine.errors import RequestError
-from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 
 
 def output_samples(

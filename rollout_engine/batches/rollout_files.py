@@ -8,12 +8,12 @@ from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 
 logger = logging.getLogger("rollout_engine")
 
 SCHEMA = 1
-"""Number of the table of `rollout_engine.rollout_log`; files of a higher one are not read."""
+"""Number of the table of `rollout_engine.rollouts.log`; files of a higher one are not read."""
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0)]]
 
 

@@ -20,10 +20,10 @@ from tensordict.base import _register_tensor_class
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
+from rollout_engine.base.provenance import EpisodesNote, attach, joined, rollout_note
 from rollout_engine.batches.episodes import counted, episodes
 from rollout_engine.batches.layout import is_packed, leaves, num_sequences
 from rollout_engine.batches.notebook import LISTED_KEYS, html
-from rollout_engine.provenance import EpisodesNote, attach, joined, rollout_note
 
 WIDTH, MAX_KEYS, MAX_TEXT = 110, 24, 40
 _TOKENS = ("tokens", "full")

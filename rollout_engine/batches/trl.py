@@ -7,8 +7,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rollout_engine.base.errors import RequestError
 from rollout_engine.batches.layout import check_batch, num_sequences, one_per_sequence, padding_token, places
-from rollout_engine.errors import RequestError
 
 
 def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 _NUM_ROUNDS = 8
 """Of the fit, each weighted by the one before."""

@@ -3,6 +3,9 @@
 import random
 from collections.abc import Callable, Iterable
 
+from rollout_engine.base.errors import EngineDeadError
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.base.seeds import mix
 from rollout_engine.capacity.costs import StepCosts
 from rollout_engine.capacity.engine import EngineCounts, SimulatedEngine
 from rollout_engine.capacity.events import Events
@@ -10,11 +13,8 @@ from rollout_engine.capacity.options import FleetFile
 from rollout_engine.capacity.replica import SimulatedReplica, Timeline
 from rollout_engine.capacity.sequences import EngineRequest, EngineSequence
 from rollout_engine.capacity.workload import Job, Workload
-from rollout_engine.errors import EngineDeadError
 from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
 from rollout_engine.fleet.brain import Brain
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
-from rollout_engine.seeds import mix
 
 _SECONDS_PER_HOUR = 3600.0
 _SHARED = "shared"

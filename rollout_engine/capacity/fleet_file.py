@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollout_engine.base.errors import ConfigError, refused, unknown_name
+from rollout_engine.base.toml_files import TomlFile, set_key, value_of
 from rollout_engine.capacity.options import (
     CostsTable,
     EngineTable,
@@ -19,8 +21,6 @@ from rollout_engine.capacity.options import (
     WeightsTable,
     WorkloadTable,
 )
-from rollout_engine.errors import ConfigError, refused, unknown_name
-from rollout_engine.toml_files import TomlFile, set_key, value_of
 
 TABLES: dict[str, type[Table]] = {
     "fleet": FleetTable,

@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rollout_engine._structs import UserStruct
+from rollout_engine.base.errors import ConfigError, refused
+from rollout_engine.base.structs import UserStruct
 from rollout_engine.capacity.costs import StepCosts
-from rollout_engine.errors import ConfigError, refused
 from rollout_engine.fleet.balancer import Balancer
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from rollout_engine.base.errors import ConfigError, refused
 from rollout_engine.capacity.replica import Timeline
-from rollout_engine.errors import ConfigError, refused
 
 KINDS = (".png", ".svg")
 _NUM_BINS = 200

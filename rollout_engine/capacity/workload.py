@@ -4,11 +4,11 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import overload
 
+from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.seeds import mix
 from rollout_engine.capacity.lengths import LengthSampler
 from rollout_engine.capacity.options import WorkloadTable
-from rollout_engine.messages import EngineCoreRequest
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.seeds import mix
 
 _SHARED_TOKEN, _FIRST_TOKEN, _NUM_TOKENS = 3, 4, 250
 _PLACES = (1, 250, 250**2, 250**3)

@@ -21,11 +21,11 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 import rollout_engine
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.locations import find_directory
 from rollout_engine.cli import ceilings, machine
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.terminal import announced
-from rollout_engine.errors import RequestError
-from rollout_engine.locations import find_directory
 
 _SAMPLING = {"n": 8, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 _ENGINE = {"skip_tokenizer_init": True, "log_stats": False}

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from rollout_engine.base.locations import find_directory
 from rollout_engine.kernels import linear
-from rollout_engine.locations import find_directory
 
 _READ_BYTES = 1 << 30
 _PREFILL_ROWS = 512

@@ -12,10 +12,10 @@ import signal
 from pathlib import Path
 from types import FrameType
 
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, EngineDeadError
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.terminal import announced
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.process.core_launcher import CoreProcess
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HEARTBEAT_SECONDS, MAX_BACKLOG_BYTES, START_SECONDS

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from rollout_engine import __version__
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.cli import machine
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.speed_paths import SpeedPath, of_model, row_plan, speed_paths, table
-from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.cpu import build
 from rollout_engine.model.backends import unsupported_reason
 from sync.transports import TRANSPORTS

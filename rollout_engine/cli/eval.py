@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rollout_engine.cli.terminal import announced, sampling
-from rollout_engine.evaluation.sweep_file import read_sweep_file
-from rollout_engine.policy import RolloutPolicy
+from rollout_engine.rollouts.evaluation.sweep_file import read_sweep_file
+from rollout_engine.rollouts.policy import RolloutPolicy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

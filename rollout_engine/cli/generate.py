@@ -9,10 +9,10 @@ import json
 from typing import Any
 
 import rollout_engine
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.prompts import add_prompts, read_prompts
 from rollout_engine.cli.terminal import announced, sampling
-from rollout_engine.outputs import CompletionOutput, RequestOutput
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from rollout_engine import __version__
-from rollout_engine.errors import RolloutEngineError, unknown_name
+from rollout_engine.base.errors import RolloutEngineError, unknown_name
 
 PROGRAM = "rollout-engine"
 COMMANDS = {

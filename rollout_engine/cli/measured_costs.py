@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.capacity.costs import Fit, StepShape, fit
 from rollout_engine.cli import machine
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError
 from rollout_engine.faces.llm_engine import LLMEngine
-from rollout_engine.sampling_params import SamplingParams
 
 _NUM_ROUNDS = 2
 _NUM_DECODED = 24

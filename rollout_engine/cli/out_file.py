@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 
 
 def check_out(out: Path, name: str) -> None:

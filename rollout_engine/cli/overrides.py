@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from rollout_engine.config import EXAMPLE_FILE, EngineConfig
-from rollout_engine.errors import ConfigError, unknown_name
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.toml_files import TomlFile
+from rollout_engine.base.config import EXAMPLE_FILE, EngineConfig
+from rollout_engine.base.errors import ConfigError, unknown_name
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.toml_files import TomlFile
 
 _ENGINE = {field.name: field.type for field in msgspec.structs.fields(EngineConfig) if field.name != "model"}
 # A name that both have goes to the engine: its `seed` determines the seeds of all samples.

@@ -9,8 +9,8 @@ import argparse
 import time
 from pathlib import Path
 
+from rollout_engine.base.errors import RequestError
 from rollout_engine.cli.schedule_replay import replay
-from rollout_engine.errors import RequestError
 from rollout_engine.process.post_mortem import (
     STACKS_SUFFIX,
     AddLine,

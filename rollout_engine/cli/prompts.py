@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 from rollout_engine.text.conversations import PROMPT_KINDS
 from rollout_engine.text.prompts import PROMPT_KEYS
 

@@ -15,13 +15,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.batches.rollout_files import read_jsonl
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.terminal import announced, number_of
-from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.policy import RolloutPolicy
-from rollout_engine.rollout_explain import explain
-from rollout_engine.rollout_replay import replay, require_log
+from rollout_engine.rollouts.explain import explain
+from rollout_engine.rollouts.policy import RolloutPolicy
+from rollout_engine.rollouts.replay import replay, require_log
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,16 +6,16 @@ from typing import Any
 
 import msgspec
 
+from rollout_engine.base.errors import RolloutEngineError
+from rollout_engine.base.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.pooling_params import PoolingParams
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.seeds import mix
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError
 from rollout_engine.core.step import Step
-from rollout_engine.errors import RolloutEngineError
-from rollout_engine.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
-from rollout_engine.pooling_params import PoolingParams
 from rollout_engine.process import post_mortem
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.seeds import mix
 
 _POOLING = {"": None, "last": PoolingParams(kind="last"), "all": PoolingParams(kind="token")}
 _CALLS: Mapping[str, Callable[..., Any]] = {

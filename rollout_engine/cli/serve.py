@@ -13,9 +13,9 @@ import argparse
 import os
 from typing import Any
 
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.terminal import announced, number_of
-from rollout_engine.errors import ConfigError
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.server import HttpServer, check_server

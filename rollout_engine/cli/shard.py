@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 
 from rollout_engine import LLM
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.terminal import announced
-from rollout_engine.errors import ConfigError
 from rollout_engine.model.loading.sharded_state import ShardedState, require_new
 
 _SMALL = {"skip_tokenizer_init": True, "log_stats": False}

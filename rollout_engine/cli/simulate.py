@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.capacity.fleet_file import Case, read_cases, with_costs
 from rollout_engine.capacity.options import CostsTable
 from rollout_engine.capacity.outcome import Outcome, table
@@ -27,7 +28,6 @@ from rollout_engine.capacity.simulation import Simulation
 from rollout_engine.cli import measured_costs
 from rollout_engine.cli.out_file import check_out
 from rollout_engine.cli.overrides import parse_overrides
-from rollout_engine.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from rollout_engine.errors import ConfigError
-from rollout_engine.threads import start_thread
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.threads import start_thread
 
 QUIET_SECONDS = 2.0
 """Longest time that a command waits without a word."""

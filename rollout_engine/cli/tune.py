@@ -28,14 +28,14 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from rollout_engine import LLM, SamplingParams
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.base.locations import find_directory
 from rollout_engine.cli import machine
 from rollout_engine.cli.out_file import check_out
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.prompts import add_prompts, read_prompts
 from rollout_engine.cli.tuning import Comparison, Options, Proposal, Round, Trial, propose
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.locations import find_directory
 
 _SAMPLING = {"n": 8, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 _ENGINE = {"log_stats": False}

@@ -11,18 +11,18 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.base.locations import describe_missing
+from rollout_engine.base.outputs import TokenTexts
 from rollout_engine.batches.rollout_files import read_jsonl
 from rollout_engine.cli.terminal import require_terminal
-from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.evaluation.ledger import SAMPLES
-from rollout_engine.locations import describe_missing
-from rollout_engine.outputs import TokenTexts
+from rollout_engine.looking.page import write_page
+from rollout_engine.looking.samples import TokenText, viewed
+from rollout_engine.rollouts.evaluation.ledger import SAMPLES
 from rollout_engine.text.tokenizer import TextCodec
-from rollout_engine.viewing.page import write_page
-from rollout_engine.viewing.samples import TokenText, viewed
 
 try:
-    from rollout_engine.viewing.terminal import RolloutViewer
+    from rollout_engine.looking.terminal import RolloutViewer
 except ModuleNotFoundError:  # the extra is not installed
     RolloutViewer = None  # type: ignore[assignment,misc]
 

@@ -11,15 +11,15 @@ knows. The live view needs the extra [view]; --once prints the state of now and 
 import argparse
 from pathlib import Path
 
+from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.cli.terminal import require_terminal
-from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.evaluation.ledger import SAMPLES
-from rollout_engine.tracking.run_watch import RunWatch
-from rollout_engine.viewing.samples import visible
-from rollout_engine.viewing.sparkline import number, table
+from rollout_engine.looking.run_watch import RunWatch
+from rollout_engine.looking.samples import visible
+from rollout_engine.looking.sparkline import number, table
+from rollout_engine.rollouts.evaluation.ledger import SAMPLES
 
 try:
-    from rollout_engine.viewing.dashboard import Dashboard
+    from rollout_engine.looking.dashboard import Dashboard
 except ModuleNotFoundError:  # the extra is not installed
     Dashboard = None  # type: ignore[assignment,misc]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import ConfigError, EngineDeadError, RetryableError
+from rollout_engine.base.errors import ConfigError, EngineDeadError, RetryableError
 
 SAME_VERSION = "install the same version of rollout-engine on every node of the cluster."
 """Advice where the two ends do not understand one another."""

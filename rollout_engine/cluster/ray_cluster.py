@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, RetryableError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, RetryableError
 
 _LOCAL = (None, "auto", "local")
 """Addresses by which Ray finds a cluster itself, or starts one on this machine."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from rollout_engine.errors import LifecycleError, RequestError, unknown_name
-from rollout_engine.lora_request import LoRAInfo
+from rollout_engine.base.errors import LifecycleError, RequestError, unknown_name
+from rollout_engine.base.lora_request import LoRAInfo
 
 _MAX_REMEMBERED = 10_000
 """Names of adapters that are gone whose values are remembered by their digests."""

@@ -5,9 +5,9 @@ from typing import Literal
 
 import msgspec
 
-from rollout_engine.pooling_params import PoolingInfo, PoolingParams
-from rollout_engine.routed_experts import RoutingInfo
-from rollout_engine.speculation_config import DraftInfo, SpeculationConfig
+from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
+from rollout_engine.base.routed_experts import RoutingInfo
+from rollout_engine.base.speculation_config import DraftInfo, SpeculationConfig
 
 _MAX_PROMPT_LOGITS = 1 << 25
 """Logits of prompt tokens in one step: 64 MiB as bfloat16."""

@@ -4,8 +4,8 @@ from bisect import bisect_left
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+from rollout_engine.base.messages import ScheduledSequence
 from rollout_engine.core.request import Sequence
-from rollout_engine.messages import ScheduledSequence
 
 LEAST_EXPECTED_GAIN = 1.1
 """Tokens a second with drafts over those without, below which none are added: costs and rates are estimates."""

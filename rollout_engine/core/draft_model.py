@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from rollout_engine.base.messages import ModelRunnerOutput, NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.core.request import Request, Sequence
-from rollout_engine.messages import ModelRunnerOutput, NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
-from rollout_engine.sampling_params import SamplingParams
 
 SHORT = 16
 """Tokens that are computed together with a draw."""

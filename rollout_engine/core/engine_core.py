@@ -4,6 +4,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 
+from rollout_engine.base.errors import LifecycleError, RetryableError, WeightUpdateError
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.base.metrics import CoreMetrics, CoreStats
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.core.adapters import Adapter, AdapterTable
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
@@ -18,10 +22,6 @@ from rollout_engine.core.result_processor import ResultProcessor
 from rollout_engine.core.scheduler import Scheduler
 from rollout_engine.core.speculation import speculator_of
 from rollout_engine.core.step import Step
-from rollout_engine.errors import LifecycleError, RetryableError, WeightUpdateError
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
-from rollout_engine.metrics import CoreMetrics, CoreStats
-from rollout_engine.sampling_params import SamplingParams
 
 _PATIENCE = 0.02
 """Seconds that a step without work waits for the preparation of a request."""

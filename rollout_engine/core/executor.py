@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
 
 
 class Executor(Protocol):

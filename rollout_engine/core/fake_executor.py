@@ -7,10 +7,16 @@ from typing import Literal
 
 import numpy as np
 
-from rollout_engine.messages import ModelRunnerOutput, NewSequence, PromptLogprobs, ScheduledSequence, SchedulerOutput
-from rollout_engine.pooling_params import PoolingParams
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.seeds import mix
+from rollout_engine.base.messages import (
+    ModelRunnerOutput,
+    NewSequence,
+    PromptLogprobs,
+    ScheduledSequence,
+    SchedulerOutput,
+)
+from rollout_engine.base.pooling_params import PoolingParams
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.seeds import mix
 
 
 class FakeKVError(AssertionError):

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal, get_args
 
-from rollout_engine.errors import DirtyWeightsError, LifecycleError
+from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
 
 PauseMode = Literal["abort", "wait", "keep"]
 """Treatment of requests in flight: end now with what they have, finish first, or freeze and go on later."""

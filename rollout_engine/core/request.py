@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 
+from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.outputs import FinishReason
+from rollout_engine.base.pooling_params import PoolingParams
+from rollout_engine.base.seeds import child_seed
 from rollout_engine.core.adapters import Adapter
 from rollout_engine.core.drafts import Draft
 from rollout_engine.core.prefix_cache import PrefixBlock
-from rollout_engine.messages import EngineCoreRequest
-from rollout_engine.outputs import FinishReason
-from rollout_engine.pooling_params import PoolingParams
-from rollout_engine.seeds import child_seed
 
 
 class Request:

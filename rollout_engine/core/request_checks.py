@@ -2,12 +2,12 @@
 
 from typing import NoReturn
 
+from rollout_engine.base.errors import RequestError, check_text_size
+from rollout_engine.base.messages import MAX_CACHE_SALT_BYTES, EngineCoreRequest
+from rollout_engine.base.pooling_params import check_generation, check_pooling
+from rollout_engine.base.routed_experts import check_routing_asked
+from rollout_engine.base.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_N, MAX_STOP_TOKEN_IDS
 from rollout_engine.core.config import CoreConfig
-from rollout_engine.errors import RequestError, check_text_size
-from rollout_engine.messages import MAX_CACHE_SALT_BYTES, EngineCoreRequest
-from rollout_engine.pooling_params import check_generation, check_pooling
-from rollout_engine.routed_experts import check_routing_asked
-from rollout_engine.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_N, MAX_STOP_TOKEN_IDS
 
 _MAX_SPELLINGS = 2 * MAX_BAD_WORDS
 _MAX_SPELLING_TOKENS = 4 * (MAX_BAD_WORD_CHARS + 1)

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable
 
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.core.adapters import Adapter
 from rollout_engine.core.request import Request, Sequence
-from rollout_engine.errors import RequestError
-from rollout_engine.messages import EngineCoreRequest
 
 Preparation = Callable[[float], bool]
 """Waits up to so many seconds for what a request needs before its first step; whether it is there."""

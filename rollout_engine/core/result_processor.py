@@ -8,12 +8,12 @@ from typing import cast
 
 import numpy as np
 
+from rollout_engine.base.messages import EngineCoreOutputs, IdLogprobs, ModelRunnerOutput, Pooled, SequenceEnd
+from rollout_engine.base.outputs import FinishReason
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.request_table import RequestTable
 from rollout_engine.core.scheduler import Scheduler
 from rollout_engine.core.step import Step
-from rollout_engine.messages import EngineCoreOutputs, IdLogprobs, ModelRunnerOutput, Pooled, SequenceEnd
-from rollout_engine.outputs import FinishReason
 
 logger = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 import sys
 from bisect import bisect_left, insort
 
+from rollout_engine.base.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+from rollout_engine.base.metrics import CoreStats
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.speculation import Speculator
 from rollout_engine.core.step import Step
-from rollout_engine.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
-from rollout_engine.metrics import CoreStats
 
 _NOTHING: list[int] = []
 """No blocks, or no drafts: nobody changes the lists of a scheduled sequence."""

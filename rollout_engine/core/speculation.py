@@ -18,6 +18,8 @@ or twice as large; a step in which no sequence is looked at takes no time for dr
 
 import math
 
+from rollout_engine.base.messages import ScheduledSequence
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.draft_choice import (
@@ -35,8 +37,6 @@ from rollout_engine.core.executor import Executor
 from rollout_engine.core.model_drafts import ModelDrafts
 from rollout_engine.core.request import Sequence
 from rollout_engine.core.step import Step
-from rollout_engine.messages import ScheduledSequence
-from rollout_engine.speculation_config import SpeculationConfig
 
 _LEAST_POSSIBLE_GAIN = 1.2
 """Tokens a second by drafts that are always right, over those without, below which sequences are not followed."""

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from rollout_engine.base.messages import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
 from rollout_engine.core.executor import Executor
 from rollout_engine.core.request import Request, Sequence
-from rollout_engine.messages import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
 
 
 class Step:

@@ -4,12 +4,12 @@ import time
 
 import msgspec
 
+from rollout_engine.base.errors import StaleVersionError
+from rollout_engine.base.lora_request import LoRAInfo, LoRARequest
+from rollout_engine.base.messages import KvMode
+from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.engine.driver import EngineDriver
-from rollout_engine.errors import StaleVersionError
-from rollout_engine.lora_request import LoRAInfo, LoRARequest
-from rollout_engine.messages import KvMode
 from rollout_engine.model.adapters.pool import Adapters, PreparedAdapter
-from rollout_engine.outputs import UpdateReport
 
 
 def load_adapter(driver: EngineDriver, request: LoRARequest, verb: str) -> LoRAInfo:

@@ -8,12 +8,12 @@ FleetClient     many of those                                  rollout_engine.fl
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import EngineDeadError, RequestError, RolloutEngineError, check_text_size
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
+from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.engine.calls import CallFuture
-from rollout_engine.errors import EngineDeadError, RequestError, RolloutEngineError, check_text_size
 from rollout_engine.execution.model_info import ModelInfo
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
-from rollout_engine.outputs import UpdateReport
 from sync.base import WeightSource
 
 _MAX_SESSION_ID_BYTES = 1_024

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rollout_engine.base.messages import KeptSamples
+from rollout_engine.base.metrics import CoreMetrics, CoreStats, Histogram
 from rollout_engine.engine.health import Health
-from rollout_engine.messages import KeptSamples
-from rollout_engine.metrics import CoreMetrics, CoreStats, Histogram
 
 
 def nothing(results: Sequence[None]) -> None:

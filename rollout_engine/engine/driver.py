@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.lifecycle import State
 from rollout_engine.engine.calls import Call, WaitingCalls, copy_outcome
@@ -25,7 +26,6 @@ from rollout_engine.engine.health import IoStats
 from rollout_engine.engine.pieces import PiecewiseCalls, advance
 from rollout_engine.engine.verb import Verb
 from rollout_engine.execution.executor import InlineExecutor
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 
 _GIVE_WAY_SECONDS = 1.0
 """How long a step waits at most for a thread that wants to go first."""

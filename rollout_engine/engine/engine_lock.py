@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
+from rollout_engine.base.errors import LifecycleError
 from rollout_engine.engine.interrupts import held
-from rollout_engine.errors import LifecycleError
 from sync.owner_process import OwnerProcess
 
 

@@ -6,17 +6,17 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from rollout_engine.core.config import CoreConfig
-from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.core.lifecycle import PauseMode
-from rollout_engine.core.step import Step
-from rollout_engine.errors import error_text
-from rollout_engine.messages import (
+from rollout_engine.base.errors import error_text
+from rollout_engine.base.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     SchedulerOutput,
     SequenceEnd,
 )
+from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.core.lifecycle import PauseMode
+from rollout_engine.core.step import Step
 
 _NUM_ENTRIES = 1024
 """Entries after which a generation of the history ends. The last two generations are kept."""

@@ -8,8 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollout_engine import threads
-from rollout_engine.config import EngineConfig
+from rollout_engine.base import threads
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import EngineDeadError, LifecycleError, RetryableError, WeightUpdateError, error_text
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
+from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.calls import Call, CallFuture
 from rollout_engine.engine.client import ANYWHERE, EngineInfo, Listener, Route
@@ -21,11 +24,8 @@ from rollout_engine.engine.step_trace import traced
 from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.engine.update_steps import UpdateSteps
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import EngineDeadError, LifecycleError, RetryableError, WeightUpdateError, error_text
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.process_executor import make_executor
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
-from rollout_engine.outputs import UpdateReport
 from rollout_engine.weights.update import update_from_source
 from sync.base import WeightSource
 

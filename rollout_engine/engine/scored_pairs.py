@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollout_engine.errors import RequestError
-from rollout_engine.routed_experts import RoutingInfo, checked_rows
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.routed_experts import RoutingInfo, checked_rows
 from rollout_engine.text.prompts import as_token_ids
 
 

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Mapping, Sequence
 
+from rollout_engine.base.errors import LifecycleError
+from rollout_engine.base.lora_request import LoRAInfo, LoRARequest
+from rollout_engine.base.messages import KvMode
 from rollout_engine.engine.driver import EngineDriver
-from rollout_engine.errors import LifecycleError
-from rollout_engine.lora_request import LoRAInfo, LoRARequest
-from rollout_engine.messages import KvMode
 from rollout_engine.model.adapters.pool import PreparedAdapter
 
 

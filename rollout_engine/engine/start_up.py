@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.engine.client import EngineInfo
 from rollout_engine.execution.model_info import ModelInfo

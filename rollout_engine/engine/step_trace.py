@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, error_text, refused
+from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.core.executor import Executor
-from rollout_engine.errors import ConfigError, error_text, refused
-from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger("rollout_engine")
 

@@ -14,9 +14,9 @@ import traceback
 import weakref
 from collections.abc import Callable
 
+from rollout_engine.base.threads import start_thread
+from rollout_engine.base.user_code import UserCode, running_on
 from rollout_engine.engine.driver import EngineDriver, Work
-from rollout_engine.threads import start_thread
-from rollout_engine.user_code import UserCode, running_on
 
 logger = logging.getLogger("rollout_engine")
 

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from rollout_engine.base.errors import DrainTimeoutError, RetryableError, TransferTimeoutError
+from rollout_engine.base.messages import UpdateMode, UpdateOptions
+from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.base.threads import start_thread
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.interrupts import allowed, held
-from rollout_engine.errors import DrainTimeoutError, RetryableError, TransferTimeoutError
-from rollout_engine.messages import UpdateMode, UpdateOptions
-from rollout_engine.outputs import UpdateReport
-from rollout_engine.threads import start_thread
 
 
 class UpdateSteps:

@@ -14,10 +14,10 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_t
 
 import msgspec
 
-from rollout_engine._structs import arguments_struct
-from rollout_engine.class_names import function_name
-from rollout_engine.errors import CallTimeoutError, RequestError, RolloutEngineError, refused
-from rollout_engine.metrics import CoreStats
+from rollout_engine.base.class_names import function_name
+from rollout_engine.base.errors import CallTimeoutError, RequestError, RolloutEngineError, refused
+from rollout_engine.base.metrics import CoreStats
+from rollout_engine.base.structs import arguments_struct
 from sync.described_types import describe_types
 
 When = Literal["between steps", "any time", "at once"]

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollout_engine.parent_death import module_command, start_process
+from rollout_engine.base.parent_death import module_command, start_process
 
 _END_SECONDS = 5.0
 """Seconds that a process has to end before it is killed."""
@@ -22,7 +22,7 @@ def start_module(
 ) -> "subprocess.Popen[bytes]":
     """Run a module of this package in a new process, which inherits these descriptors.
 
-    Linux sends it `death_signal` when this process ends (`rollout_engine.parent_death`).
+    Linux sends it `death_signal` when this process ends (`rollout_engine.base.parent_death`).
     """
     return start_process(
         module_command(module, arguments, death_signal),

@@ -4,19 +4,19 @@ from collections.abc import Callable
 
 import msgspec
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, DirtyWeightsError, refused
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, DirtyWeightsError, refused
+from rollout_engine.base.locations import find_directory
+from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.speculation_config import DraftInfo
 from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.step_costs import measure_steps
-from rollout_engine.locations import find_directory
-from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.backend import Backend
 from rollout_engine.model.backends import Device
 from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, cap_model_len
 from rollout_engine.model.loading.loader import load_model
 from rollout_engine.model.loading.vocabulary import first_difference
 from rollout_engine.model.modules.loaded_model import LoadedModel
-from rollout_engine.speculation_config import DraftInfo
 
 _LEAST_BLOCKS = 2
 

@@ -9,15 +9,15 @@ from typing import Any, NoReturn
 import numpy as np
 from torch import nn
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import DirtyWeightsError, LifecycleError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
+from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.step_thread import StepThread
 from rollout_engine.execution.worker import Worker
-from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.adapters.pool import Adapters
-from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update_session import Core
 

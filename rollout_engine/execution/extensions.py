@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, get_origin, get_type_hints
 
 import msgspec
 
-from rollout_engine._structs import arguments_struct
-from rollout_engine.class_names import find_class, function_name
-from rollout_engine.errors import (
+from rollout_engine.base.class_names import find_class, function_name
+from rollout_engine.base.errors import (
     ConfigError,
     RetryableError,
     RolloutEngineError,
@@ -29,8 +28,9 @@ from rollout_engine.errors import (
     text_of,
     unknown_name,
 )
-from rollout_engine.threads import start_thread
-from rollout_engine.user_code import UserCode
+from rollout_engine.base.structs import arguments_struct
+from rollout_engine.base.threads import start_thread
+from rollout_engine.base.user_code import UserCode
 from worker_ext.base import RESERVED, WorkerExtension, WorkerLike, is_rpc, runs_beside_steps
 from worker_ext.inspect import InspectExtension
 from worker_ext.memory import MemoryExtension

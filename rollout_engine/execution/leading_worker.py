@@ -9,8 +9,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import DirtyWeightsError, LifecycleError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.execution.rank_parts import RankParts
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_wire import ReleaseKV, ReleaseWeights, RestoreWeights, WriteShard

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 import transformers
 
-from rollout_engine._version import VERSION
+from rollout_engine.base.version import VERSION
 
 _COMPUTING = ("avx", "amx", "fma", "f16c", "bf16", "i8mm", "neon", "sve", "sme")
 """Beginnings of torch's names for the instruction sets by which products are computed."""

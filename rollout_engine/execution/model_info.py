@@ -2,9 +2,9 @@
 
 import msgspec
 
-from rollout_engine.pooling_params import PoolingInfo
-from rollout_engine.routed_experts import RoutingInfo
-from rollout_engine.speculation_config import DraftInfo
+from rollout_engine.base.pooling_params import PoolingInfo
+from rollout_engine.base.routed_experts import RoutingInfo
+from rollout_engine.base.speculation_config import DraftInfo
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

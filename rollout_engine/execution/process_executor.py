@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_engine.class_names import function_name
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import RPCError
+from rollout_engine.base.class_names import function_name
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import RPCError
+from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.execution.device_rank_team import DeviceRankTeam
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.leading_worker import LeadingWorker
@@ -21,7 +22,6 @@ from rollout_engine.execution.rank_wire import CallExtension, Joined
 from rollout_engine.execution.ray_ranks import RayLauncher
 from rollout_engine.execution.team_adapters import TeamAdapters
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
-from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.adapters.pool import Adapters
 from rollout_engine.model.backends import Device, device_of, exchange_of
 from worker_ext.score import ScoreExtension

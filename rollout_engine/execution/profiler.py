@@ -13,8 +13,8 @@ from pathlib import Path
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import profile, record_function, supported_activities
 
-from rollout_engine.errors import LifecycleError, RequestError, RolloutEngineError, refused
-from rollout_engine.messages import SchedulerOutput
+from rollout_engine.base.errors import LifecycleError, RequestError, RolloutEngineError, refused
+from rollout_engine.base.messages import SchedulerOutput
 
 logger = logging.getLogger("rollout_engine")
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import torch
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.execution.child_process import end_process, environment_with_package, start_module
 from rollout_engine.execution.rank_wire import Channel, RankSettings
 from rollout_engine.kernels.cpu import turns

@@ -16,6 +16,7 @@ import threading
 import time
 from typing import NoReturn
 
+from rollout_engine.base.threads import give_way_early, start_thread
 from rollout_engine.execution.rank_pulse import start_pulse
 from rollout_engine.execution.rank_values import pack_value
 from rollout_engine.execution.rank_wire import (
@@ -37,7 +38,6 @@ from rollout_engine.model.ranks.exchange import Exchange
 from rollout_engine.model.ranks.group_meeting import GroupMeeting
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.ranks.shared_exchange import SharedExchange
-from rollout_engine.threads import give_way_early, start_thread
 
 logger = logging.getLogger("rollout_engine")
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from rollout_engine.base.threads import start_thread
 from rollout_engine.execution.rank_wire import Channel
 from rollout_engine.kernels.cpu.heartbeat import INTERVAL_SECONDS, start_heartbeat
-from rollout_engine.threads import start_thread
 
 logger = logging.getLogger("rollout_engine")
 

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.class_names import import_path, name_elsewhere
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, EngineDeadError
+from rollout_engine.base.class_names import import_path, name_elsewhere
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, EngineDeadError
+from rollout_engine.base.threads import start_thread
 from rollout_engine.execution.made_with import difference
 from rollout_engine.execution.rank_launcher import Rank, RankLauncher
 from rollout_engine.execution.rank_pulse import BeatingRank, PulseWatch
@@ -36,7 +37,6 @@ from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.ranks.exchange import Exchange
 from rollout_engine.model.ranks.part import Region
 from rollout_engine.model.ranks.seat import Columns, Seat
-from rollout_engine.threads import start_thread
 from sync.manifest import dtype_name
 
 logger = logging.getLogger("rollout_engine")

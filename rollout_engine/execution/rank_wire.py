@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import torch
 
-from rollout_engine import errors
-from rollout_engine.config import EngineConfig
+from rollout_engine.base import errors
+from rollout_engine.base.config import EngineConfig
 from rollout_engine.execution.made_with import arithmetic_of, device_id
 from rollout_engine.execution.rank_values import RowsBytes
 from rollout_engine.model.ranks.part import Region

@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from rollout_engine.errors import LifecycleError
+from rollout_engine.base.errors import LifecycleError
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.rank_parts import RankParts
 from rollout_engine.execution.rank_values import rows_of, unpack_value

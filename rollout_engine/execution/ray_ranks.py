@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.class_names import import_path
+from rollout_engine.base.class_names import import_path
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, EngineDeadError, RetryableError
 from rollout_engine.cluster.ray_answers import cause, read_answer
 from rollout_engine.cluster.ray_cluster import Bundle, RayCluster
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, EngineDeadError, RetryableError
 from rollout_engine.execution.rank_actor import RankActor, RankOrder, RankPlace
 from rollout_engine.execution.rank_launcher import MODULE
 from rollout_engine.execution.rank_wire import RankSettings

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from rollout_engine.errors import ConfigError, EngineDeadError
+from rollout_engine.base.errors import ConfigError, EngineDeadError
 from rollout_engine.execution.rank_launcher import Rank, RankLauncher
 from rollout_engine.execution.rank_wire import Channel, RankSettings
 from rollout_engine.model.ranks.group_meeting import GroupMeeting

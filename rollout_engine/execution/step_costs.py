@@ -6,11 +6,11 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError
-from rollout_engine.messages import ModelRunnerOutput, NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.messages import ModelRunnerOutput, NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.model.backend import Backend
-from rollout_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger("rollout_engine")
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
-from rollout_engine.messages import ModelRunnerOutput
-from rollout_engine.threads import no_thread
+from rollout_engine.base.messages import ModelRunnerOutput
+from rollout_engine.base.threads import no_thread
 
 
 class StepThread:

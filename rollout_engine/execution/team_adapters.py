@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from rollout_engine.errors import EngineDeadError
+from rollout_engine.base.errors import EngineDeadError
+from rollout_engine.base.lora_request import LoRARequest
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_values import pack_value, unpack_value
 from rollout_engine.execution.rank_wire import InstallAdapter, PrepareAdapter, RemoveAdapter
-from rollout_engine.lora_request import LoRARequest
 from rollout_engine.model.adapters.peft_format import LinearAdapter, naming_adapter, read_adapter
 from rollout_engine.model.adapters.pool import AdapterPool, Pairs, PreparedAdapter
 

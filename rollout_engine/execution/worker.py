@@ -10,8 +10,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import DirtyWeightsError, RPCError, error_text
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import DirtyWeightsError, RPCError, error_text
+from rollout_engine.base.user_code import UserCode
 from rollout_engine.execution.draft_worker import DraftWorker, load_draft
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.made_with import made_with
@@ -30,7 +31,6 @@ from rollout_engine.model.loading.sharded_state import save_state, write_shard
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.sampling.logits_processors import load_processors
-from rollout_engine.user_code import UserCode
 from rollout_engine.weights.update_session import UpdateSession
 from sync.manifest import TensorSpec, first_names
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rollout_engine.base.errors import ManifestMismatchError, RequestError, WeightUpdateError
+from rollout_engine.base.lora_request import LoRARequest
+from rollout_engine.base.messages import UpdateOptions
+from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import ManifestMismatchError, RequestError, WeightUpdateError
-from rollout_engine.lora_request import LoRARequest
-from rollout_engine.messages import UpdateOptions
-from rollout_engine.outputs import UpdateReport
 from sync.lazy_tensor import gathered, is_sharded
 
 

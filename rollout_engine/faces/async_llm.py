@@ -7,10 +7,16 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Self, Unpack
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import EngineDeadError, LifecycleError, RequestError
+from rollout_engine.base.lora_request import LoRALike, LoRARequest
+from rollout_engine.base.metrics import StatLogger
+from rollout_engine.base.outputs import PoolingRequestOutput, RequestOutput
+from rollout_engine.base.pooling_params import PoolingLike, as_pooling_params, refuse_pooling
+from rollout_engine.base.sampling_params import SamplingLike
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.local_client import LocalClient
-from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.faces.replica_methods import fleet_of
@@ -18,19 +24,13 @@ from rollout_engine.faces.verb_methods import AsyncVerbs, Face
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.placements import client_starter, connect_client
 from rollout_engine.fleet.replica_health import ReplicaHealth
-from rollout_engine.lora_request import LoRALike, LoRARequest
-from rollout_engine.metrics import StatLogger
-from rollout_engine.outputs import PoolingRequestOutput, RequestOutput
-from rollout_engine.pooling_params import PoolingLike, as_pooling_params, refuse_pooling
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
 from rollout_engine.results.open_streams import Stream
-from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.conversations import ChatOptions
 from rollout_engine.text.input_processor import Params
 from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options, with_lora
-from rollout_engine.threads import run_in_thread
 
 
 class AsyncLLM(AsyncVerbs):

@@ -21,12 +21,12 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 import numpy as np
 
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.base.messages import KeptSamples
+from rollout_engine.base.whole_files import whole_file
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.messages import KeptSamples
 from rollout_engine.text.tokenizer import TextCodec
-from rollout_engine.whole_files import whole_file
 from sync.digests import Digest
 from sync.own_files import open_regular
 

@@ -11,24 +11,24 @@ from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import LifecycleError, RequestError, RolloutEngineError
+from rollout_engine.base.lora_request import LoRALike, LoRARequest
+from rollout_engine.base.metrics import EngineMetrics, StatLogger
+from rollout_engine.base.outputs import RequestOutput
+from rollout_engine.base.pooling_params import supported_tasks
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.seeds import mix
 from rollout_engine.engine.client import EngineClient, Route
 from rollout_engine.engine.interrupts import allowed, held
 from rollout_engine.engine.verb import Arguments, Verb
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import LifecycleError, RequestError, RolloutEngineError
 from rollout_engine.faces.draft_files import load_drafts, save_drafts
 from rollout_engine.faces.weight_updates import update_weights
 from rollout_engine.fleet.client import FleetClient
-from rollout_engine.lora_request import LoRALike, LoRARequest
-from rollout_engine.metrics import EngineMetrics, StatLogger
-from rollout_engine.outputs import RequestOutput
-from rollout_engine.pooling_params import supported_tasks
 from rollout_engine.process.client_routing import first_sequence_of
 from rollout_engine.results.open_streams import OpenStreams, Stream
 from rollout_engine.results.request_ids import RequestIds, as_request_ids
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.seeds import mix
 from rollout_engine.telemetry.spans import Spans, TraceHeaders, spans_to
 from rollout_engine.telemetry.stat_loggers import all_loggers
 from rollout_engine.telemetry.stat_thread import MetricsReader, StatThread

@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
+from rollout_engine.base.errors import GenerateTimeoutError, LifecycleError, RequestError
+from rollout_engine.base.outputs import RequestOutput
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.engine.interrupts import deliver, held
-from rollout_engine.errors import GenerateTimeoutError, LifecycleError, RequestError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.faces.reader import Reader
-from rollout_engine.outputs import RequestOutput
-from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.telemetry.progress import ProgressBar
-from rollout_engine.threads import run_in_thread
 
 _SHOWN_REQUESTS = 4
 """Requests that the error of a deadline names."""

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from rollout_engine.errors import RequestError, unknown_name
+from rollout_engine.base.errors import RequestError, unknown_name
 
 
 def check_methods(kind: type) -> None:

@@ -4,16 +4,16 @@ import os
 from collections.abc import Sequence
 from typing import Any, Self, Unpack
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import RequestError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.lora_request import LoRALike
+from rollout_engine.base.metrics import StatLogger
+from rollout_engine.base.outputs import PoolingRequestOutput, RequestOutput
+from rollout_engine.base.pooling_params import PoolingLike, as_pooling_params, pooling_only, refuse_pooling
+from rollout_engine.base.sampling_params import SamplingLike
 from rollout_engine.faces.generate_run import GenerateRun, generate
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import BlockingVerbs
-from rollout_engine.lora_request import LoRALike
-from rollout_engine.metrics import StatLogger
-from rollout_engine.outputs import PoolingRequestOutput, RequestOutput
-from rollout_engine.pooling_params import PoolingLike, as_pooling_params, pooling_only, refuse_pooling
-from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.conversations import ChatOptions, is_conversation
 from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options, with_lora

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Self
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.lora_request import LoRALike
+from rollout_engine.base.metrics import CoreStats, StatLogger
+from rollout_engine.base.outputs import RequestOutput
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.interrupts import held
 from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.reader import Reader
 from rollout_engine.faces.verb_methods import BlockingVerbs
-from rollout_engine.lora_request import LoRALike
-from rollout_engine.metrics import CoreStats, StatLogger
-from rollout_engine.outputs import RequestOutput
 from rollout_engine.results.request_ids import as_request_ids
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.input_processor import Params

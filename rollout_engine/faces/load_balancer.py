@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from rollout_engine.errors import ConfigError, EngineDeadError, refused
+from rollout_engine.base.errors import ConfigError, EngineDeadError, refused
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.fleet.balancer import Balancer, BalancerStats, StrategyName
 from rollout_engine.fleet.client import FleetClient

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from rollout_engine.errors import DirtyWeightsError
+from rollout_engine.base.errors import DirtyWeightsError
+from rollout_engine.base.outputs import RequestOutput
 from rollout_engine.faces.frontend import Frontend
-from rollout_engine.outputs import RequestOutput
 from rollout_engine.results.open_streams import Stream
 
 _POLL_SECONDS = 0.05

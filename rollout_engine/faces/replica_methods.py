@@ -1,6 +1,6 @@
 """Methods of the faces for the replicas of a fleet."""
 
-from rollout_engine.errors import LifecycleError
+from rollout_engine.base.errors import LifecycleError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.replica_health import ReplicaHealth

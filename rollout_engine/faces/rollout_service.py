@@ -7,9 +7,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Self, Unpack
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, LifecycleError, refused
+from rollout_engine.base.lora_request import LoRALike
+from rollout_engine.base.metrics import StatLogger
+from rollout_engine.base.outputs import PoolingRequestOutput, RequestOutput
+from rollout_engine.base.pooling_params import PoolingLike, pooling_only
+from rollout_engine.base.sampling_params import SamplingLike
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import ConfigError, LifecycleError, refused
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.generate_run import GenerateRun, agenerate, generate
 from rollout_engine.faces.load_balancer import LoadBalancer
@@ -19,15 +25,9 @@ from rollout_engine.fleet.balancer import Balancer, BalancerStats, StrategyName
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.placements import fleet_starter
 from rollout_engine.fleet.replica_health import ReplicaHealth
-from rollout_engine.lora_request import LoRALike
-from rollout_engine.metrics import StatLogger
-from rollout_engine.outputs import PoolingRequestOutput, RequestOutput
-from rollout_engine.pooling_params import PoolingLike, pooling_only
-from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.conversations import ChatOptions
 from rollout_engine.text.prompts import Prompt, check_chat_arguments, chosen_prompts, with_chat_options, with_lora
-from rollout_engine.threads import run_in_thread
 
 Strategies = StrategyName | Sequence[StrategyName]
 

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.engine import verbs
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.driver import EngineDriver
@@ -17,7 +18,6 @@ from rollout_engine.engine.verb import Arguments, Verb
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.known_arguments import check_methods
 from rollout_engine.faces.loop_waker import LoopWaker
-from rollout_engine.threads import run_in_thread
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary
 import msgspec
 from torch import nn
 
-from rollout_engine._structs import plain
+from rollout_engine.base.errors import ManifestMismatchError, WeightUpdateError, as_weight_errors, refused
+from rollout_engine.base.messages import KvMode, Staging, UpdateMode, UpdateOptions
+from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.base.provenance import note_sent, weights_state
+from rollout_engine.base.structs import plain
 from rollout_engine.engine.client import EngineClient
-from rollout_engine.errors import ManifestMismatchError, WeightUpdateError, as_weight_errors, refused
 from rollout_engine.faces.adapter_updates import update_adapter
-from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
-from rollout_engine.outputs import UpdateReport
-from rollout_engine.provenance import note_sent, weights_state
 from rollout_engine.telemetry.spans import Spans
 from sync.adapters import has_merged
 from sync.base import WeightSource
@@ -84,7 +84,7 @@ def update_weights(
             saves most of the bytes; the report says how many were staged. False: send and stage all again.
         draft: they are of `SpeculationConfig.draft_model`, with versions of its own.
 
-    Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
+    Raises the weight errors of `rollout_engine.base.errors`; then the old weights serve on (after `DirtyWeightsError`
     nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`
     when requests do not finish in time.
     """

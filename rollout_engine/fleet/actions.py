@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from rollout_engine.messages import EngineCoreRequest, SequenceEnd
+from rollout_engine.base.messages import EngineCoreRequest, SequenceEnd
 
 
 class Start(NamedTuple):

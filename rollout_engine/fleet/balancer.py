@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from rollout_engine.errors import ConfigError, refused, unknown_name
+from rollout_engine.base.errors import ConfigError, refused, unknown_name
 from rollout_engine.fleet.replica_loads import ReplicaLoads
 from rollout_engine.fleet.strategies import Homes, LeastLoaded, PrefixAware, RoundRobin, Strategy
 

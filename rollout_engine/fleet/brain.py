@@ -13,12 +13,12 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
 from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.integrity import check_fleet
 from rollout_engine.fleet.ledger import Entry, Ledger
 from rollout_engine.fleet.replica_state import Replica, ReplicaState, backoff, problems_of
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 
 logger = logging.getLogger("rollout_engine")
 

@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import EngineDeadError, LifecycleError, RolloutEngineError
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
+from rollout_engine.base.metrics import CoreMetrics, ReplicaMetrics
+from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.client import ANYWHERE, Listener, Route
-from rollout_engine.errors import EngineDeadError, LifecycleError, RolloutEngineError
 from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.dispatcher import Dispatcher
@@ -31,9 +34,6 @@ from rollout_engine.fleet.provider import Provider, check_count
 from rollout_engine.fleet.replica_health import ReplicaHealth
 from rollout_engine.fleet.replica_state import ReplicaState, wait_until_settled
 from rollout_engine.fleet.supervisor import Supervisor, started
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
-from rollout_engine.metrics import CoreMetrics, ReplicaMetrics
-from rollout_engine.outputs import UpdateReport
 from sync.base import WeightSource
 from sync.owner_process import OwnerProcess
 

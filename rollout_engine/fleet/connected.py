@@ -4,8 +4,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, EngineDeadError, WeightUpdateError, refused
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, EngineDeadError, WeightUpdateError, refused
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import START_SECONDS, ProcessClient
 from rollout_engine.process.tcp_address import is_tcp

@@ -16,19 +16,25 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollout_engine.base.errors import (
+    EngineDeadError,
+    LifecycleError,
+    RequestError,
+    RetryableError,
+    TransferTimeoutError,
+)
+from rollout_engine.base.lora_request import LoRAInfo, LoRARequest
+from rollout_engine.base.messages import KvMode
+from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.base.threads import start_thread
 from rollout_engine.core.adapters import Adapter, AdapterTable
 from rollout_engine.engine.adapters import next_version
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RetryableError, TransferTimeoutError
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.update_round import at_all, held, whole_report
-from rollout_engine.lora_request import LoRAInfo, LoRARequest
-from rollout_engine.messages import KvMode
 from rollout_engine.model.adapters.peft_format import copied
-from rollout_engine.outputs import UpdateReport
-from rollout_engine.threads import start_thread
 
 logger = logging.getLogger("rollout_engine")
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollout_engine.base.errors import LifecycleError, RequestError, RetryableError
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.verb import Verb
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import LifecycleError, RequestError, RetryableError
 from rollout_engine.fleet.balancer import BalancerStats
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.member import Member

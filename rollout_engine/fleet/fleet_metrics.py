@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
+from rollout_engine.base.errors import RolloutEngineError
+from rollout_engine.base.metrics import CoreMetrics, CoreStats, ReplicaMetrics
 from rollout_engine.engine import combine
-from rollout_engine.errors import RolloutEngineError
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.member import Member
-from rollout_engine.metrics import CoreMetrics, CoreStats, ReplicaMetrics
 
 ANSWER_SECONDS = 4.0
 """How long all replicas together may take to answer: Prometheus gives a scrape up after 10 s."""

@@ -11,20 +11,20 @@ from contextlib import contextmanager
 
 import msgspec
 
-from rollout_engine.engine.client import EngineClient
-from rollout_engine.errors import (
+from rollout_engine.base.errors import (
     ConfigError,
     DrainTimeoutError,
     EngineDeadError,
     LifecycleError,
     RetryableError,
 )
+from rollout_engine.base.messages import UpdateOptions
+from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.engine.client import EngineClient
 from rollout_engine.fleet.fleet_adapters import FleetAdapters
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.publication import Publication, Published
 from rollout_engine.fleet.update_round import at_all, check_same, drop, held, whole_report
-from rollout_engine.messages import UpdateOptions
-from rollout_engine.outputs import UpdateReport
 from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")

@@ -4,7 +4,7 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from rollout_engine.seeds import mix
+from rollout_engine.base.seeds import mix
 
 _POINTS = 16
 """Points of each replica: a replica that leaves hands its keys to about so many others."""

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
-from rollout_engine.seeds import child_seed
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.base.seeds import child_seed
 
 _MOST_PENDING = 1 << 16
 """Tokens kept as they came, step by step, before they are sorted by sequence."""

@@ -9,10 +9,10 @@ from typing import Protocol, Self
 
 import msgspec
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import EngineDeadError, RolloutEngineError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import EngineDeadError, RolloutEngineError
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs
 from rollout_engine.fleet.provider import Provider, Replica
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs
 from rollout_engine.process.client_routing import first_sequence_of
 
 

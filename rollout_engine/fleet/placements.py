@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, unknown_name
 from rollout_engine.engine.client import EngineClient
-from rollout_engine.errors import ConfigError, unknown_name
 from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.connected import ConnectedProvider

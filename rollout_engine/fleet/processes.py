@@ -6,8 +6,8 @@ import platform
 
 import msgspec
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
 
 logger = logging.getLogger("rollout_engine")

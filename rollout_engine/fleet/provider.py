@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, refused
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, refused
 from rollout_engine.process.process_client import ProcessClient
 
 

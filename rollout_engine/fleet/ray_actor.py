@@ -17,10 +17,10 @@ from typing import TypeVar
 
 import msgspec
 
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, EngineDeadError
 from rollout_engine.cluster.ray_answers import SAME_VERSION
 from rollout_engine.cluster.ray_cluster import import_ray
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.process.core_launcher import CoreProcess
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.wire import PROTOCOL, failure_of

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.class_names import import_path
+from rollout_engine.base.class_names import import_path
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import EngineDeadError, RetryableError
 from rollout_engine.cluster.ray_answers import cause, read_answer
 from rollout_engine.cluster.ray_cluster import Bundle, RayCluster
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import EngineDeadError, RetryableError
 from rollout_engine.fleet.ray_actor import ENVIRONMENT, Beat, CoreOrder, CorePlace, ReplicaActor
 from rollout_engine.process.core_remains import remove_core
 from rollout_engine.process.keys import Keys

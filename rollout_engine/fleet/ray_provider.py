@@ -6,10 +6,10 @@ import logging
 import secrets
 import threading
 
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, LifecycleError
 from rollout_engine.cluster.ray_answers import SAME_VERSION
 from rollout_engine.cluster.ray_cluster import Bundle, RayCluster
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, LifecycleError
 from rollout_engine.fleet.processes import with_threads
 from rollout_engine.fleet.ray_actor import CorePlace
 from rollout_engine.fleet.ray_core import RemoteCore

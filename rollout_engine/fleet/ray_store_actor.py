@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from rollout_engine.base.errors import ChecksumError, as_weight_errors
 from rollout_engine.cluster.ray_cluster import import_ray
-from rollout_engine.errors import ChecksumError, as_weight_errors
 from rollout_engine.fleet.ray_actor import Order, read_order
 from rollout_engine.fleet.store_directory import StoreDirectory
 from rollout_engine.process.wire import failure_of

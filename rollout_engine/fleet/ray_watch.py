@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollout_engine.errors import EngineDeadError, RetryableError
+from rollout_engine.base.errors import EngineDeadError, RetryableError
+from rollout_engine.base.threads import start_thread
 from rollout_engine.fleet.ray_core import RemoteCore
-from rollout_engine.threads import start_thread
 
 logger = logging.getLogger("rollout_engine")
 

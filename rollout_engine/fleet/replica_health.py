@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import RolloutEngineError
+from rollout_engine.base.errors import RolloutEngineError
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.replica_state import Replica
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 
-from rollout_engine.errors import RetryableError
-from rollout_engine.threads import raise_if_cancelled
+from rollout_engine.base.errors import RetryableError
+from rollout_engine.base.threads import raise_if_cancelled
 
 _LOOK_SECONDS = 0.05
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0

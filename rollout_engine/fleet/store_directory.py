@@ -7,8 +7,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from rollout_engine.base.parent_death import module_command, start_process
 from rollout_engine.execution.child_process import environment_with_package
-from rollout_engine.parent_death import module_command, start_process
 from sync.locked_directories import PREFIX, SHARED_MEMORY, lock_directory
 
 _REMOVER = "rollout_engine.fleet.store_remover"

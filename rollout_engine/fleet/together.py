@@ -6,10 +6,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from rollout_engine.base.errors import DrainTimeoutError, EngineDeadError, LifecycleError, RequestError, RetryableError
 from rollout_engine.engine.calls import CallFuture, copy_outcome
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.verb import Verb
-from rollout_engine.errors import DrainTimeoutError, EngineDeadError, LifecycleError, RequestError, RetryableError
 
 
 def call_all(

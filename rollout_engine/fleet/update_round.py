@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import msgspec
 
-from rollout_engine.errors import DirtyWeightsError, TransferTimeoutError, WeightUpdateError
+from rollout_engine.base.errors import DirtyWeightsError, TransferTimeoutError, WeightUpdateError
+from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.base.threads import run_together
 from rollout_engine.fleet.member import Member
-from rollout_engine.outputs import UpdateReport
-from rollout_engine.threads import run_together
 from sync.base import WeightSource
 from sync.errors import ManifestMismatch
 from sync.source import SourcePair, read_source, tied_groups

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from rollout_engine.errors import LifecycleError, RetryableError
+from rollout_engine.base.errors import LifecycleError, RetryableError
+from rollout_engine.base.parent_death import module_command, start_process
 from rollout_engine.grammars.trial_wire import receive, send
-from rollout_engine.parent_death import module_command, start_process
 from sync.owner_process import OwnerProcess
 
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)

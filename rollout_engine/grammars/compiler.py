@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
-from rollout_engine import threads
-from rollout_engine.errors import RequestError, RetryableError
+from rollout_engine.base import threads
+from rollout_engine.base.errors import RequestError, RetryableError
+from rollout_engine.base.structured_outputs import text_of
 from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary
-from rollout_engine.structured_outputs import text_of
 
 _MAX_KEPT = 1024
 """Grammars that are kept for the next request that asks for the same."""

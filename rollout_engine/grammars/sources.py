@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rollout_engine.structured_outputs import trigger_of
+from rollout_engine.base.structured_outputs import trigger_of
 
 FREE_TOKENS = '%llguidance {"no_forcing": true}'
 """Text that must come may come in any tokens: a mask has all by which the output can still become what it has to be."""

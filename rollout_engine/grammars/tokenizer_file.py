@@ -2,8 +2,8 @@
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rollout_engine.base.locations import find_directory
 from rollout_engine.grammars.vocabulary import GrammarError
-from rollout_engine.locations import find_directory
 
 
 def tokenizer_text(name: str, field: str) -> str:

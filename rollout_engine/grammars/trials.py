@@ -10,11 +10,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.structured_outputs import text_of
 from rollout_engine.grammars.bounded_process import BoundedProcess, OneProcess
 from rollout_engine.grammars.trial_wire import Answer, Setup, Trial
 from rollout_engine.grammars.vocabulary import GrammarError, require_llguidance
-from rollout_engine.structured_outputs import text_of
 
 MAX_SECONDS = 0.8
 """Computing time of a trial."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 from rollout_engine.grammars.native import NativeTokens, is_text, names_of, native_tokens
 from rollout_engine.grammars.sources import FREE_TOKENS, AddedToken, source_of
 

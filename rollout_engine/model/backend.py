@@ -7,7 +7,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor, UntypedStorage, nn
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.pooling_params import PoolingInfo
+from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import Added
 from rollout_engine.kernels.token_logprobs import RowStatsKernel
@@ -15,8 +17,6 @@ from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
-from rollout_engine.pooling_params import PoolingInfo
-from rollout_engine.routed_experts import RoutingInfo
 from sync.tensor_writer import Upload
 
 

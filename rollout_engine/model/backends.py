@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.triton import availability
 from rollout_engine.model.backend import Arithmetic, Backend
 from rollout_engine.model.cpu.backend import CpuBackend

@@ -2,8 +2,8 @@
 
 import psutil
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.modules.loaded_model import LoadedModel
 
 _CPU_POOL_BYTES = 4 << 30

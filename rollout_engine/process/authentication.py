@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from rollout_engine.errors import EngineDeadError
+from rollout_engine.base.errors import EngineDeadError
 from rollout_engine.process.keys import Keys, public_key
 from sync.shared_files import check_private
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rollout_engine.threads import start_thread
+from rollout_engine.base.threads import start_thread
 
 _NICENESS = 10
 """Added to the process's niceness: steps get nine tenths of a busy CPU core. A higher value would starve updates."""

@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Any
 
-from rollout_engine.errors import RequestError, RPCError
+from rollout_engine.base.errors import RequestError, RPCError
 from rollout_engine.process.core_clock import CoreClock
 from rollout_engine.process.core_link import CoreLink
 from rollout_engine.process.parts import in_parts

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import RequestError
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
 
 NUM_ROWS = 512
 """Rows of a slice."""

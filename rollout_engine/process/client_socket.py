@@ -17,8 +17,9 @@ from typing import Any
 
 import zmq
 
+from rollout_engine.base.errors import EngineDeadError, LifecycleError, RetryableError
+from rollout_engine.base.threads import start
 from rollout_engine.engine.calls import CallFuture
-from rollout_engine.errors import EngineDeadError, LifecycleError, RetryableError
 from rollout_engine.process import descriptors
 from rollout_engine.process.call_values import Packed
 from rollout_engine.process.client_outbox import ClientOutbox
@@ -48,7 +49,6 @@ from rollout_engine.process.wire import (
     Welcome,
     WireError,
 )
-from rollout_engine.threads import start
 from sync.owner_process import OwnerProcess
 
 logger = logging.getLogger("rollout_engine")

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.process import descriptors
 from rollout_engine.process.authentication import read_token, show_keys, show_token
 from rollout_engine.process.core_clock import CoreClock, SharedClock

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_engine.class_names import import_path, name_elsewhere
+from rollout_engine.base.class_names import import_path, name_elsewhere
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, EngineDeadError
 from rollout_engine.cluster.ray_cluster import variables_of_children
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.execution.child_process import environment_with_package, start_module
 from rollout_engine.process.descriptors import CORE_DESCRIPTORS, require
 from rollout_engine.process.keys import Keys

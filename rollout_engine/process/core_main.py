@@ -16,15 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from rollout_engine.base.errors import RetryableError
+from rollout_engine.base.parent_death import end_with_parent
+from rollout_engine.base.threads import give_way_early
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.history import RecordedCore
 from rollout_engine.engine.start_up import core_config, engine_info
 from rollout_engine.engine.step_trace import traced
 from rollout_engine.engine.step_watchdog import StepWatchdog
-from rollout_engine.errors import RetryableError
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.process_executor import make_executor
-from rollout_engine.parent_death import end_with_parent
 from rollout_engine.process import descriptors
 from rollout_engine.process.core_launcher import config_digest
 from rollout_engine.process.core_proc import EngineCoreProc, sendable_failure
@@ -36,7 +37,6 @@ from rollout_engine.process.post_mortem import catch_crashes, write_post_mortem
 from rollout_engine.process.pulse import Pulse
 from rollout_engine.process.weight_rendezvous import remove_directories
 from rollout_engine.process.wire import PROTOCOL, Ready
-from rollout_engine.threads import give_way_early
 
 logger = logging.getLogger("rollout_engine")
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from rollout_engine.base.errors import RequestError, RetryableError, RolloutEngineError, RPCError, unknown_name
+from rollout_engine.base.messages import EngineCoreOutputs
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.calls import Call, CallFuture
 from rollout_engine.engine.engine_lock import EngineLock
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import RequestError, RetryableError, RolloutEngineError, RPCError, unknown_name
 from rollout_engine.execution.executor import InlineExecutor
-from rollout_engine.messages import EngineCoreOutputs
 from rollout_engine.process import wire
 from rollout_engine.process.background import run_in_background
 from rollout_engine.process.call_values import LONG_BYTES, Packed, pack, unpack

@@ -18,9 +18,9 @@ from typing import Any
 
 import zmq
 
-from rollout_engine import threads
+from rollout_engine.base import threads
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.engine.health import IoStats
-from rollout_engine.errors import ConfigError
 from rollout_engine.process.authentication import Authenticator, make_token
 from rollout_engine.process.core_launcher import address_in
 from rollout_engine.process.descriptors import MOST_CONNECTIONS, Connections

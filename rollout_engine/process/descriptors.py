@@ -11,7 +11,7 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
-from rollout_engine.errors import ConfigError, RetryableError
+from rollout_engine.base.errors import ConfigError, RetryableError
 from sync.shared_files import try_lock
 
 MAX_CLIENTS = 1024

@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 import zmq
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from sync.own_files import OTHERS, AnyPath, opened_file
 
 _MAX_FILE_BYTES = 4096

@@ -12,7 +12,7 @@ import weakref
 
 import msgspec
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.wire import Failure, Ready
 from sync.described_types import describe_types

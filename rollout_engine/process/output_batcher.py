@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.process.client_routing import split
 from rollout_engine.process.wire import Outputs
 

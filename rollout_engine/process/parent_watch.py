@@ -1,6 +1,6 @@
 """Ends a core's process that loses its parent while the model is loaded. Later `CoreSocket` looks after the lifeline.
 
-A signal of the system alone (`rollout_engine.parent_death`) would not do: a core that is killed cannot remove its
+A signal of the system alone (`rollout_engine.base.parent_death`) would not do: a core that is killed cannot remove its
 directory.
 """
 
@@ -9,7 +9,7 @@ import select
 import socket
 from collections.abc import Callable
 
-from rollout_engine.threads import start_thread
+from rollout_engine.base.threads import start_thread
 
 _LOOK_MS = 100
 """How often to look whether the watch is over, or this process has another parent."""

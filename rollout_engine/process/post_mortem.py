@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.engine.history import Added, Called, Live, RecordedCore, Scheduled, Stepped
-from rollout_engine.errors import RequestError
 from rollout_engine.kernels.cpu.build import cache_directory
-from rollout_engine.messages import EngineCoreRequest
 from sync.own_files import read_regular
 
 FORMAT = 1

@@ -8,8 +8,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 
-from rollout_engine.errors import RequestError
-from rollout_engine.messages import SequenceEnd
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.messages import SequenceEnd
 from rollout_engine.process.client_routing import client_of
 
 MAX_SAMPLES = 1 << 18

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import msgspec
 import numpy as np
 
-from rollout_engine.messages import EngineCoreRequest
+from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.process.wire import AddRequest, Limits, MessageTooLongError, WireError
 
 _LONG = 4096

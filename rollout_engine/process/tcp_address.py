@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 SCHEME = "tcp://"
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^\s/:\[\]]+):(?P<port>\d{1,5}|\*)")

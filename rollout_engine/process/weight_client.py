@@ -20,9 +20,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
-from rollout_engine.errors import LifecycleError, TransferTimeoutError, as_weight_errors
-from rollout_engine.messages import UpdateOptions
-from rollout_engine.outputs import UpdateReport
+from rollout_engine.base.errors import LifecycleError, TransferTimeoutError, as_weight_errors
+from rollout_engine.base.messages import UpdateOptions
+from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.base.threads import raise_if_cancelled
 from rollout_engine.process.weight_rendezvous import (
     DEFAULT,
     Rendezvous,
@@ -31,7 +32,6 @@ from rollout_engine.process.weight_rendezvous import (
     make_directory,
     remove_directories,
 )
-from rollout_engine.threads import raise_if_cancelled
 from sync.base import Metadata, WeightSender, WeightSource
 from sync.cast_notice import CastNotice
 from sync.offer import check_source

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from rollout_engine.errors import WeightUpdateError, unknown_name
+from rollout_engine.base.errors import WeightUpdateError, unknown_name
 from rollout_engine.process.tcp_address import is_tcp
 from rollout_engine.weights.copy_kernels import kernel_writer
 from sync.base import Metadata, WeightReceiver, WeightSender

@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
+from rollout_engine.base.errors import LifecycleError, as_weight_errors
+from rollout_engine.base.lora_request import LoRAInfo, LoRARequest
+from rollout_engine.base.messages import KvMode, UpdateOptions
+from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.staged_adapters import StagedAdapters
 from rollout_engine.engine.update_steps import UpdateSteps
 from rollout_engine.engine.verb_table import VerbTable
-from rollout_engine.errors import LifecycleError, as_weight_errors
-from rollout_engine.lora_request import LoRAInfo, LoRARequest
-from rollout_engine.messages import KvMode, UpdateOptions
-from rollout_engine.outputs import UpdateReport
 from rollout_engine.process.background import run_in_background
 from rollout_engine.process.weight_rendezvous import Rendezvous
 from rollout_engine.weights.update import apply_update, update_from_source

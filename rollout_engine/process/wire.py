@@ -17,10 +17,10 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from rollout_engine import errors
+from rollout_engine.base import errors
+from rollout_engine.base.errors import RequestError, RolloutEngineError, RPCError, text_of
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.engine.client import EngineInfo
-from rollout_engine.errors import RequestError, RolloutEngineError, RPCError, text_of
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 from sync.described_types import describe_types
 
 PROTOCOL = 15
@@ -46,7 +46,7 @@ class WireError(RolloutEngineError):
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=True):
-    """An error in a message: one of `rollout_engine.errors` by name, or any other with its traceback."""
+    """An error in a message: one of `rollout_engine.base.errors` by name, or any other with its traceback."""
 
     kind: str
     message: str

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from rollout_engine.messages import EngineCoreRequest, Pooled, PromptLogprobs
-from rollout_engine.outputs import PoolingOutput, Quantization, RequestMetrics, RequestOutput
+from rollout_engine.base.messages import EngineCoreRequest, Pooled, PromptLogprobs
+from rollout_engine.base.outputs import PoolingOutput, Quantization, RequestMetrics, RequestOutput
+from rollout_engine.base.seeds import child_seed
 from rollout_engine.results.sample import Sample
-from rollout_engine.seeds import child_seed
 from rollout_engine.text.detokenizer import Detokenizer
 from rollout_engine.text.tokenizer import TextCodec
 

@@ -12,10 +12,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from rollout_engine.errors import EngineDeadError, RolloutEngineError
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
-from rollout_engine.metrics import RequestStats
-from rollout_engine.outputs import Quantization, RequestOutput
+from rollout_engine.base.errors import EngineDeadError, RolloutEngineError
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.base.metrics import RequestStats
+from rollout_engine.base.outputs import Quantization, RequestOutput
 from rollout_engine.results.open_request import OpenRequest
 from rollout_engine.results.output_processor import OutputProcessor
 from rollout_engine.text.tokenizer import TextCodec

@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
-from rollout_engine.metrics import RequestStats
-from rollout_engine.outputs import Quantization, RequestOutput
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.base.metrics import RequestStats
+from rollout_engine.base.outputs import Quantization, RequestOutput
 from rollout_engine.results.open_request import OpenRequest
 from rollout_engine.results.request_timer import RequestTimer
 from rollout_engine.results.sample import Sample

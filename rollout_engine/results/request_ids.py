@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rollout_engine.errors import RequestError, check_text_size
+from rollout_engine.base.errors import RequestError, check_text_size
 
 MAX_REQUEST_ID_BYTES = 256
 """Longest request id, as UTF-8."""

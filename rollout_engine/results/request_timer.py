@@ -4,9 +4,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 
-from rollout_engine.metrics import RequestStats, staleness
-from rollout_engine.outputs import FinishReason, RequestMetrics
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.metrics import RequestStats, staleness
+from rollout_engine.base.outputs import FinishReason, RequestMetrics
+from rollout_engine.base.sampling_params import SamplingParams
 
 
 class RequestTimer:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollout_engine.messages import SequenceEnd
-from rollout_engine.outputs import CompletionOutput, FinishReason, Quantization, RequestMetrics, VersionSpan
+from rollout_engine.base.messages import SequenceEnd
+from rollout_engine.base.outputs import CompletionOutput, FinishReason, Quantization, RequestMetrics, VersionSpan
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.results.routed_column import RoutedColumn
-from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.text.detokenizer import Detokenizer
 
 _T = TypeVar("_T")

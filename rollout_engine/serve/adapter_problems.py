@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.base.errors import LifecycleError, RequestError
 
 _UNLOAD = "POST /v1/unload_lora_adapter"
 _WORDS = {

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import RolloutEngineError, did_you_mean
+from rollout_engine.base.errors import RolloutEngineError, did_you_mean
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.serve.access import Guard
@@ -21,7 +22,6 @@ from rollout_engine.serve.request_log import REQUEST_ID, logger
 from rollout_engine.serve.route import MANY_BYTES, Asked, Dialect, Events, Reply, Route
 from rollout_engine.serve.routes import ROUTES
 from rollout_engine.serve.served import Served
-from rollout_engine.threads import run_in_thread
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -9,8 +9,8 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from rollout_engine._structs import allowed_words
-from rollout_engine.errors import refused, unknown_name
+from rollout_engine.base.errors import refused, unknown_name
+from rollout_engine.base.structs import allowed_words
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Route
 

@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rollout_engine.errors import RequestError
-from rollout_engine.structured_outputs import MAX_GRAMMAR_CHARS
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.structured_outputs import MAX_GRAMMAR_CHARS
 
 FORM_NAMES = (
     *("structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),

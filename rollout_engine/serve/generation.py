@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from rollout_engine.base.outputs import RequestOutput
+from rollout_engine.base.pooling_params import PoolingParams
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.faces.loop_waker import LoopWaker
-from rollout_engine.outputs import RequestOutput
-from rollout_engine.pooling_params import PoolingParams
 from rollout_engine.results.open_streams import Stream
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.prompt_bounds import check_prompt_logprobs, check_text_size
@@ -18,7 +19,6 @@ from rollout_engine.serve.served import Served
 from rollout_engine.text.input_processor import CheckedPrompt, Params
 from rollout_engine.text.pooled_prompt import closed_conversation
 from rollout_engine.text.prompts import with_lora
-from rollout_engine.threads import run_in_thread
 
 Check: TypeAlias = Callable[[Sequence[CheckedPrompt]], None]
 """Raises for prompts, as token ids, that are not to be queued together."""

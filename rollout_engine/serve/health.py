@@ -1,6 +1,6 @@
 """Routes that tell whether the engine serves."""
 
-from rollout_engine.errors import EngineDeadError
+from rollout_engine.base.errors import EngineDeadError
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import msgspec
 
-from rollout_engine._structs import UserStruct
-from rollout_engine.errors import ConfigError
-from rollout_engine.sampling_params import LogprobsMode
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.sampling_params import LogprobsMode
+from rollout_engine.base.structs import UserStruct
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]

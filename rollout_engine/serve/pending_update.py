@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from rollout_engine.base.errors import LifecycleError, ManifestMismatchError, RequestError, as_weight_errors
+from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.engine import verbs
-from rollout_engine.errors import LifecycleError, ManifestMismatchError, RequestError, as_weight_errors
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.verb_methods import awaitable
-from rollout_engine.outputs import UpdateReport
 from rollout_engine.serve.plain_group import PlainGroup
 from rollout_engine.serve.request_log import logger
-from rollout_engine.threads import run_in_thread
 from sync.manifest import TensorSpec, check_distinct, counted, first_names
 
 _MOST_TIMES = 2

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout_engine.errors import TransferTimeoutError, WeightUpdateError
+from rollout_engine.base.errors import TransferTimeoutError, WeightUpdateError
 from sync.groups import GroupConfig, own_address
 from sync.manifest import TensorSpec, torch_dtype
 

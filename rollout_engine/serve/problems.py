@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollout_engine.errors import (
+from rollout_engine.base.errors import (
     CallTimeoutError,
     ConfigError,
     DirtyWeightsError,

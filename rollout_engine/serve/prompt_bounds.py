@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rollout_engine.errors import RequestError
-from rollout_engine.sampling_params import MAX_PROMPT_LOGPROB_VALUES
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.sampling_params import MAX_PROMPT_LOGPROB_VALUES
 from rollout_engine.serve.served import Served
 from rollout_engine.text.input_processor import CheckedPrompt
 

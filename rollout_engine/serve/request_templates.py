@@ -3,12 +3,12 @@
 from functools import partial
 from typing import Any
 
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.served import Served
 from rollout_engine.text.conversations import CHAT_KEYS, as_messages
 from rollout_engine.text.prompts import as_fields
 from rollout_engine.text.shown_tools import first_unshown, refuse_unshown
-from rollout_engine.threads import run_in_thread
 
 
 def brings_template(served: Served, chat_template: str | None) -> bool:

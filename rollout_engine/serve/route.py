@@ -6,7 +6,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
-from rollout_engine.threads import run_in_thread
+from rollout_engine.base.threads import run_in_thread
 
 P = ParamSpec("P")
 R = TypeVar("R")

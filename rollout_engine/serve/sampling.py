@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout_engine.errors import RequestError
-from rollout_engine.sampling_params import LogprobsMode, SamplingParams
-from rollout_engine.seeds import MAX_SEED, MIN_SEED, unsigned
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.sampling_params import LogprobsMode, SamplingParams
+from rollout_engine.base.seeds import MAX_SEED, MIN_SEED, unsigned
 from rollout_engine.serve.forms import FORM_NAMES, form_of
 
 

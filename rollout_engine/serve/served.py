@@ -4,10 +4,10 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from rollout_engine.episodes.taught_format import taught_format
-from rollout_engine.episodes.tool_calls import ToolFormat
+from rollout_engine.base.outputs import TokenTexts
 from rollout_engine.faces.async_llm import AsyncLLM
-from rollout_engine.outputs import TokenTexts
+from rollout_engine.rollouts.episodes.taught_format import taught_format
+from rollout_engine.rollouts.episodes.tool_calls import ToolFormat
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.pending_update import PendingUpdate
 from rollout_engine.serve.problems import HttpProblem

@@ -5,12 +5,12 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.threads import start_thread
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.serve.app import App
 from rollout_engine.serve.http_protocol import connections_of
 from rollout_engine.serve.options import ServeOptions
-from rollout_engine.threads import start_thread
 
 _BACKLOG = 2048
 _START_SECONDS = 60.0

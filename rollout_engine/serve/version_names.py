@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 from rollout_engine.serve.pending_update import as_version
 
 Named: TypeAlias = list[tuple[int, str]]

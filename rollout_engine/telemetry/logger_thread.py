@@ -5,9 +5,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from rollout_engine.errors import text_of
-from rollout_engine.metrics import EngineMetrics, StatLogger
-from rollout_engine.threads import start_thread
+from rollout_engine.base.errors import text_of
+from rollout_engine.base.metrics import EngineMetrics, StatLogger
+from rollout_engine.base.threads import start_thread
 
 MAX_WAITING = 8
 """Most calls queued for a slow logger; the next one replaces the last of them, and their seconds add up."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.metrics_core import Metric
 
-from rollout_engine.metrics import EngineMetrics
+from rollout_engine.base.metrics import EngineMetrics
 from rollout_engine.telemetry.prometheus import counter, counters, gauge, histogram, positions
 
 

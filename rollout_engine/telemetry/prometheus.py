@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from rollout_engine.metrics import CoreMetrics, EngineMetrics, Histogram, ReplicaMetrics
+from rollout_engine.base.metrics import CoreMetrics, EngineMetrics, Histogram, ReplicaMetrics
 
 Labels = Mapping[str, str]
 REPLICA_STATES = ("STARTING", "STALE", "SYNCED", "DRAINING", "DEAD")

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.outputs import UpdateReport
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.results.open_request import OpenRequest
 
 logger = logging.getLogger("rollout_engine")

@@ -7,8 +7,8 @@ from importlib.metadata import entry_points
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from rollout_engine.errors import ConfigError
-from rollout_engine.metrics import CoreStats, EngineMetrics, StatLogger
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.metrics import CoreStats, EngineMetrics, StatLogger
 from rollout_engine.telemetry.prometheus import MetricsCollector, own_families
 
 ENTRY_POINTS = "rollout_engine.stat_loggers"

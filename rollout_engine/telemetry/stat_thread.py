@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Protocol
 
-from rollout_engine.errors import CallTimeoutError, EngineDeadError
-from rollout_engine.metrics import EngineMetrics, StatLogger
+from rollout_engine.base.errors import CallTimeoutError, EngineDeadError
+from rollout_engine.base.metrics import EngineMetrics, StatLogger
+from rollout_engine.base.threads import start
 from rollout_engine.telemetry.logger_thread import LoggerThread
 from rollout_engine.telemetry.stat_loggers import is_stock
-from rollout_engine.threads import start
 
 logger = logging.getLogger("rollout_engine")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout_engine.lora_request import LoRARequest
+from rollout_engine.base.lora_request import LoRARequest
 from sync.digests import tensor_bytes
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}

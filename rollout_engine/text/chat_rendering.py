@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.base.errors import ConfigError, RequestError
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from os.path import commonprefix
 from typing import Any, Unpack
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 from rollout_engine.text.conversations import ChatOptions, as_messages
 from rollout_engine.text.tokenizer import TextCodec
 

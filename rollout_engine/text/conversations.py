@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 
 PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
 """Keys that make a dictionary a prompt rather than a message."""

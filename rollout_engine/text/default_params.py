@@ -2,9 +2,9 @@
 
 from transformers import GenerationConfig
 
-from rollout_engine.errors import ConfigError
-from rollout_engine.locations import find_directory
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.locations import find_directory
+from rollout_engine.base.sampling_params import SamplingParams
 
 _FILE = "generation_config.json"
 _FIELDS = {

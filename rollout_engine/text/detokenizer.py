@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.text.stop_patterns import StopPatterns
 from rollout_engine.text.stop_strings import stop_automaton
 from rollout_engine.text.text_stream import TextStream

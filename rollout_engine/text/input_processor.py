@@ -5,17 +5,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
-from rollout_engine._structs import plain
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import RequestError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.lora_request import as_lora_request
+from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams, check_generation
+from rollout_engine.base.routed_experts import RoutingInfo, check_routing_asked
+from rollout_engine.base.sampling_params import MAX_LOGPROBS, SamplingLike, SamplingParams, as_sampling_params
+from rollout_engine.base.seeds import mix, unsigned
+from rollout_engine.base.structs import plain
 from rollout_engine.grammars.tokenizer_file import serialized
 from rollout_engine.grammars.trials import GrammarTrials
-from rollout_engine.lora_request import as_lora_request
-from rollout_engine.messages import EngineCoreRequest
-from rollout_engine.pooling_params import PoolingInfo, PoolingParams, check_generation
-from rollout_engine.routed_experts import RoutingInfo, check_routing_asked
-from rollout_engine.sampling_params import MAX_LOGPROBS, SamplingLike, SamplingParams, as_sampling_params
-from rollout_engine.seeds import mix, unsigned
 from rollout_engine.text.conversations import CHAT_KEYS
 from rollout_engine.text.default_params import read_default_params
 from rollout_engine.text.pooled_prompt import closed_conversation, pooled_tokens

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rollout_engine.errors import RequestError
-from rollout_engine.pooling_params import PoolingInfo, PoolingParams, check_pooling
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams, check_pooling
 from rollout_engine.text.prompts import truncated
 
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from rollout_engine._structs import plain
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import RequestError, check_text_size, unknown_name
-from rollout_engine.lora_request import LoRALike, as_lora_request
-from rollout_engine.messages import MAX_CACHE_SALT_BYTES
-from rollout_engine.peer_options import CALL_PEERS, POOLING_PEERS, SAMPLING_PEERS, peer_option
-from rollout_engine.pooling_params import PoolingParams
-from rollout_engine.sampling_params import SamplingParams, TruncationSide
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import RequestError, check_text_size, unknown_name
+from rollout_engine.base.lora_request import LoRALike, as_lora_request
+from rollout_engine.base.messages import MAX_CACHE_SALT_BYTES
+from rollout_engine.base.peer_options import CALL_PEERS, POOLING_PEERS, SAMPLING_PEERS, peer_option
+from rollout_engine.base.pooling_params import PoolingParams
+from rollout_engine.base.sampling_params import SamplingParams, TruncationSide
+from rollout_engine.base.structs import plain
 from rollout_engine.text.conversations import (
     CHAT_KEYS,
     PROMPT_KINDS,

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import RequestError, RetryableError
+from rollout_engine.base.errors import RequestError, RetryableError
 from rollout_engine.grammars.bounded_process import OneProcess
 from rollout_engine.text.template_main import SECONDS
 from rollout_engine.text.template_wire import Rendered, Rendering, unable

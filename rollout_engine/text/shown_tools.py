@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 
 
 def first_unshown(text: str, tools: Sequence[Any], render_without: Callable[[], str]) -> str | None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import regex
 
-from rollout_engine.sampling_params import STOP_REGEX_SECONDS, STOP_REGEX_WINDOW
+from rollout_engine.base.sampling_params import STOP_REGEX_SECONDS, STOP_REGEX_WINDOW
 
 _NOT_PARTIAL = regex.compile(
     r"""\\[bBmMGK]                            # boundaries, search anchor, keep

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 from rollout_engine.text.chat_rendering import text_of
 from rollout_engine.text.tokenizer import TextCodec
 

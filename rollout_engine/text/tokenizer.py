@@ -11,9 +11,9 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.locations import find_directory
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.base.locations import find_directory
 from rollout_engine.text.chat_rendering import ChatRenderer, check_template
 from rollout_engine.text.long_texts import LONG_CHARS, LongTexts
 from rollout_engine.text.shown_tools import first_unshown, refuse_unshown

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rollout_engine.errors import LifecycleError, WeightUpdateError
+from rollout_engine.base.errors import LifecycleError, WeightUpdateError
 from rollout_engine.kernels.memory import resident_bytes
 from rollout_engine.model.backend import ShadowMemory
 from rollout_engine.model.packing.packed_weights import PackedWeights

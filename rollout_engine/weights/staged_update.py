@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from rollout_engine.messages import UpdateOptions
+from rollout_engine.base.messages import UpdateOptions
 from sync import errors
 from sync.manifest import WeightManifest, counted, dtype_name, first_names
 from sync.pieces import Lacking

@@ -23,8 +23,8 @@ from functools import partial
 
 from torch import Tensor
 
-from rollout_engine.errors import DirtyWeightsError, LifecycleError
-from rollout_engine.messages import UpdateOptions
+from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
+from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.model.backend import ShadowMemory
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.weights.changed_share import ChangedShare

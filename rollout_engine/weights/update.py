@@ -18,9 +18,9 @@ from typing import Protocol
 
 import msgspec
 
-from rollout_engine.errors import DirtyWeightsError, as_weight_errors
-from rollout_engine.messages import Staging, UpdateMode, UpdateOptions
-from rollout_engine.outputs import UpdateReport
+from rollout_engine.base.errors import DirtyWeightsError, as_weight_errors
+from rollout_engine.base.messages import Staging, UpdateMode, UpdateOptions
+from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.weights.transaction import WeightUpdater
 from sync.base import WeightReceiver, WeightSource
 from sync.errors import TransferTimeout

@@ -17,10 +17,10 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from rollout_engine.errors import LifecycleError
-from rollout_engine.messages import UpdateOptions
-from rollout_engine.metrics import CoreStats
-from rollout_engine.threads import start
+from rollout_engine.base.errors import LifecycleError
+from rollout_engine.base.messages import UpdateOptions
+from rollout_engine.base.metrics import CoreStats
+from rollout_engine.base.threads import start
 from rollout_engine.weights.transaction import WeightUpdater
 from sync.base import WeightReceiver
 from sync.errors import SyncError, TransferTimeout

@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 
 from rollout_engine import EngineConfig, SamplingParams
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.base.seeds import child_seed
 from rollout_engine.capacity.costs import Fit, StepShape, fit
 from rollout_engine.capacity.fleet_file import read_cases
 from rollout_engine.capacity.options import FleetFile
@@ -22,8 +24,6 @@ from rollout_engine.capacity.simulation import Simulation
 from rollout_engine.cli.measured_costs import Measured
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.processes import ProcessProvider
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
-from rollout_engine.seeds import child_seed
 
 _END = 2
 _NUM_RATIOS = 8

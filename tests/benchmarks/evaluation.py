@@ -18,8 +18,8 @@ from typing import Any
 from works import MAX_MODEL_LEN, SHAPES
 
 from rollout_engine import LLM, EvalTask, RolloutPolicy, SamplingParams
-from rollout_engine.evaluation.sweep import seed_of
-from rollout_engine.seeds import mix
+from rollout_engine.base.seeds import mix
+from rollout_engine.rollouts.evaluation.sweep import seed_of
 from rollout_engine.testing import tiny_checkpoint
 
 NUM_SAMPLES = 8

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from works import KV_POOL_BYTES
 
 from rollout_engine import AsyncLLM, RequestOutput, SamplingParams
+from rollout_engine.base.config import EngineConfig
 from rollout_engine.cli.ceilings import Work
-from rollout_engine.config import EngineConfig
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.processes import ProcessProvider
 from rollout_engine.process.process_client import ProcessClient

@@ -22,13 +22,13 @@ import torch
 from prompts import FreshPrompts
 
 from rollout_engine import EngineConfig, SamplingParams
+from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.client import EngineInfo
 from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.llm_engine import LLMEngine
-from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.cpu.attention import CpuKVPool
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.runner import CpuRunner

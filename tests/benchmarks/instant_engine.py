@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from rollout_engine.base.errors import EngineDeadError
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.engine.client import ANYWHERE, EngineInfo, Listener, Route
-from rollout_engine.errors import EngineDeadError
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 
 
 class InstantClient:

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from works import MAX_MODEL_LEN, SHAPES, write_config
 
 from rollout_engine import AsyncLLM
-from rollout_engine.outputs import UpdateReport
+from rollout_engine.base.outputs import UpdateReport
 from sync.digests import PIECE_BYTES, piece_digests
 from sync.threads import in_threads
 

@@ -3,7 +3,7 @@
 import time
 from bisect import bisect_left
 
-from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
 from worker_ext.base import WorkerExtension, rpc
 
 END, OTHER = 2, 3

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rollout_engine.viewing.page import write_page
+from rollout_engine.looking.page import write_page
 from tests.browser.looking import LOWEST_CONTRAST, By, Keys, count, texts, wait_for
-from tests.unit.viewing.lines import HOSTILE, rollouts
+from tests.unit.looking.lines import HOSTILE, rollouts
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rollout_engine.evaluation.report import EvalReport
+from rollout_engine.rollouts.evaluation.report import EvalReport
 from tests.browser.looking import LOWEST_CONTRAST, By, Keys, count, texts, wait_for
-from tests.unit.evaluation.lines import PLAN, evaluated
-from tests.unit.viewing.lines import HOSTILE
+from tests.unit.looking.lines import HOSTILE
+from tests.unit.rollouts.evaluation.lines import PLAN, evaluated
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from tokenizers.processors import TemplateProcessing  # noqa: E402
 import envs_adapters.evaluation.inspect_ai as provider  # noqa: E402
 from envs_adapters.evaluation.lm_eval import RolloutLM  # noqa: E402
 from rollout_engine import RolloutPolicy  # noqa: E402
-from rollout_engine.errors import RequestError  # noqa: E402
+from rollout_engine.base.errors import RequestError  # noqa: E402
 from rollout_engine.testing import byte_tokenizer, tiny_checkpoint  # noqa: E402
 
 PAIRS = [("The sky is", " blue"), ("The sky is", " green"), ("", "Two"), ("x", "y")]

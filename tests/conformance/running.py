@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from rollout_engine import SamplingParams
-from rollout_engine.errors import LifecycleError
+from rollout_engine.base.errors import LifecycleError
 from rollout_engine.testing import tiny_model
 
 ENDLESS = SamplingParams(max_tokens=30_000, ignore_eos=True, seed=3, logprobs=0, detokenize=False)

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from rollout_engine import LLMEngine, LoRARequest
-from rollout_engine.errors import LifecycleError, RequestError, RPCError, StaleVersionError
-from rollout_engine.messages import KeptSamples
+from rollout_engine.base.errors import LifecycleError, RequestError, RPCError, StaleVersionError
+from rollout_engine.base.messages import KeptSamples
 from rollout_engine.testing import random_adapter, tiny_model
 from tests.conformance.running import ENDLESS, SHORT, in_flight, last_of, plain, step_further, told
 from tests.conformance.worker_functions import WRONG_CALLS, add

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from rollout_engine import AsyncLLM
+from rollout_engine.base.errors import RetryableError
 from rollout_engine.engine.local_client import LocalClient
-from rollout_engine.errors import RetryableError
 from rollout_engine.process.process_client import ProcessClient
 from sync import make_sender
 from tests.conformance.clients import started

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from rollout_engine import RequestError, SamplingParams
-from rollout_engine.seeds import child_seed
+from rollout_engine.base.seeds import child_seed
 from tests.conformance.running import last_of, plain
 
 PARAMS = {

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rollout_engine import LLMEngine, SamplingParams
+from rollout_engine.base.errors import EngineDeadError, LifecycleError
+from rollout_engine.base.messages import EngineCoreRequest, UpdateOptions
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import EngineDeadError, LifecycleError
-from rollout_engine.messages import EngineCoreRequest, UpdateOptions
 from tests.conformance.clients import CLIENTS
 from tests.conformance.running import ENDLESS, step_further, weights
 from tests.conformance.scenarios import SCENARIOS

@@ -6,7 +6,7 @@ import gc
 import pytest
 
 from rollout_engine import AsyncLLM, LLMEngine, RolloutPolicy, SamplingParams
-from rollout_engine.errors import LifecycleError
+from rollout_engine.base.errors import LifecycleError
 from tests.conformance.running import ENDLESS, last_of, step_further, step_until
 from tests.unit.results.test_open_streams import tables_of
 

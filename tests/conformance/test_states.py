@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import DirtyWeightsError, LifecycleError
 from sync import make_sender
 from tests.conformance.running import ENDLESS, bring_back, step_further, weights
 from tests.conformance.scenarios import ADAPTER, SCENARIOS

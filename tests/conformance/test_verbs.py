@@ -4,14 +4,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import (
+from rollout_engine.base.errors import (
     DrainTimeoutError,
     LifecycleError,
     RequestError,
     RPCError,
     RPCTimeoutError,
 )
+from rollout_engine.engine.verbs import VERBS
 from tests.conformance.conftest import num_open_calls
 from tests.conformance.running import ENDLESS, SHORT, ended, in_flight, last_of, step_further, step_until
 from tests.conformance.scenarios import SCENARIOS, call

@@ -10,9 +10,9 @@ from functools import partial
 import pytest
 
 from rollout_engine import AsyncLLM
+from rollout_engine.base.errors import CallTimeoutError, DrainTimeoutError, TransferTimeoutError
 from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import CallTimeoutError, DrainTimeoutError, TransferTimeoutError
 from rollout_engine.process.process_client import ProcessClient
 from tests.conformance.conftest import num_open_calls
 from tests.conformance.running import in_flight, step_further, step_until, weights

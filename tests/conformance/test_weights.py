@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollout_engine import SamplingParams
-from rollout_engine.errors import (
+from rollout_engine.base.errors import (
     ChecksumError,
     DirtyWeightsError,
     DrainTimeoutError,

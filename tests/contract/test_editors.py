@@ -7,8 +7,7 @@ import sys
 import pytest
 
 import rollout_engine
-
-from .conftest import PACKAGES, ROOT
+from tests.contract.sources import PACKAGES, ROOT
 
 # What torch and its like declare is not what is asked here, and takes a minute to read.
 MYPY_CONFIG = """
@@ -34,7 +33,7 @@ def test_the_block_for_editors_names_what_is_loaded_on_first_use():
     tree = ast.parse((ROOT / "rollout_engine/__init__.py").read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     declared = {alias.name: node.module for node in block.body for alias in node.names if alias.name == alias.asname}
-    modules = dict.fromkeys(rollout_engine._MODULES, "rollout_engine")
+    modules = {name: module.rpartition(".")[0] for name, module in rollout_engine._MODULES.items()}
     assert declared == modules | rollout_engine._HOMES
 
 

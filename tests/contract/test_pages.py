@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from .conftest import ROOT
+from tests.contract.sources import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("rollout_engine/decisions/*.md")]
 PATH = re.compile(r"`((?:rollout_engine|sync|worker_ext|envs_adapters|docs|examples|tests)/[\w/.]+)`")

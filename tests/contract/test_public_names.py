@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import rollout_engine
-from rollout_engine import errors
+from rollout_engine.base import errors
 
 # Name -> the arguments it must take, in this order; "*" starts the keyword-only ones. More arguments may follow.
 SIGNATURES = {

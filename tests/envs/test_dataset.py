@@ -3,7 +3,7 @@
 import pytest
 
 from envs_adapters import Action, make_env
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 pytest.importorskip("datasets")
 

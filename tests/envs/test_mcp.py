@@ -10,8 +10,8 @@ import pytest
 
 from envs_adapters import Action, BrokenCall, ToolCall, make_env
 from envs_adapters.mcp_server import ServerGone
-from rollout_engine.episodes.env_calls import EnvCalls
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.rollouts.episodes.env_calls import EnvCalls
 
 pytest.importorskip("mcp")
 

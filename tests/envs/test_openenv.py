@@ -14,8 +14,8 @@ import pytest
 
 from envs_adapters import Action, make_env
 from envs_adapters.openenv import OpenEnvError
-from rollout_engine.episodes.env_calls import EnvCalls, EnvFailure
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.rollouts.episodes.env_calls import EnvCalls, EnvFailure
 
 pytest.importorskip("openenv")
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from envs_adapters import Action, make_env
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 pytest.importorskip("skyrl_gym")
 

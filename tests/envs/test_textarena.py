@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from envs_adapters import Action, make_env
-from rollout_engine.errors import ConfigError
-from rollout_engine.policy import RolloutPolicy
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.rollouts.policy import RolloutPolicy
 from rollout_engine.testing import tiny_checkpoint
 
 pytest.importorskip("textarena")

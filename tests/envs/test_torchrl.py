@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from envs_adapters import Action, make_env
-from rollout_engine.episodes.env_calls import EnvCalls
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.rollouts.episodes.env_calls import EnvCalls
 
 pytest.importorskip("torchrl")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from envs_adapters import Action, make_env
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 pytest.importorskip("verifiers.v1")
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rollout_engine import RolloutEngineError, SamplingParams
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.process.process_client import ProcessClient
 from rollout_engine.process.wire import Decoder, ToCore, WireError
 from tests.faults.garbage import core_messages, mutants

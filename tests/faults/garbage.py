@@ -11,8 +11,7 @@ import torch
 
 import sync
 from rollout_engine import AsyncLLM, LifecycleError
-from rollout_engine.engine.verbs import VERBS
-from rollout_engine.messages import (
+from rollout_engine.base.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     IdLogprobs,
@@ -20,6 +19,8 @@ from rollout_engine.messages import (
     SequenceEnd,
     UpdateOptions,
 )
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.engine.verbs import VERBS
 from rollout_engine.process.call_values import pack
 from rollout_engine.process.weight_rendezvous import Rendezvous
 from rollout_engine.process.weight_server import WEIGHT_VERBS
@@ -40,7 +41,6 @@ from rollout_engine.process.wire import (
     Reply,
     Welcome,
 )
-from rollout_engine.sampling_params import SamplingParams
 from tests.faults.peers import READY, Frames, RawClient
 from tests.faults.updates import spelling
 

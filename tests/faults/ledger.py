@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from rollout_engine import AsyncLLM, RequestOutput, RolloutEngineError, SamplingParams
-from rollout_engine.outputs import CompletionOutput, VersionSpan
+from rollout_engine.base.outputs import CompletionOutput, VersionSpan
 from tests.faults.plan import FaultPlan
 
 Check = Callable[[int, list[int], list[VersionSpan]], None]

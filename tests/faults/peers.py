@@ -8,9 +8,9 @@ from typing import Any, Self
 
 import zmq
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import EngineDeadError
 from rollout_engine.engine.client import EngineInfo
-from rollout_engine.errors import EngineDeadError
 from rollout_engine.process.authentication import Authenticator, make_token, read_token, show_token
 from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_launcher import address_in

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from rollout_engine import AsyncLLM, SamplingParams
-from rollout_engine.errors import EngineDeadError
+from rollout_engine.base.errors import EngineDeadError
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.testing import tiny_checkpoint
 

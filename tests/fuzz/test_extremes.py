@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout_engine import LLM, EngineConfig, SamplingParams
-from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.testing import tiny_checkpoint
 

@@ -7,9 +7,9 @@ import threading
 import pytest
 from transformers import AutoModelForCausalLM
 
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.faces.async_llm import AsyncLLM
-from rollout_engine.policy import RolloutPolicy
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.rollouts.policy import RolloutPolicy
 from rollout_engine.testing import tiny_checkpoint
 from rollout_engine.testing.spelling import spelled_token, spelling_state_dict
 

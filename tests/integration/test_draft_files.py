@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from rollout_engine import LLM, EngineConfig, LLMEngine, SamplingParams, SpeculationConfig
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.base.messages import KeptSamples
 from rollout_engine.core.draft_index import prompt_key
 from rollout_engine.engine.combine import samples as merged
-from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.messages import KeptSamples
 from rollout_engine.testing import tiny_checkpoint
 from tests.conformance.clients import CLIENTS
 

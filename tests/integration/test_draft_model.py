@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rollout_engine import LLM, AsyncLLM, SamplingParams
-from rollout_engine.errors import ConfigError, LifecycleError, ManifestMismatchError, WeightUpdateError
-from rollout_engine.speculation_config import SpeculationConfig
+from rollout_engine.base.errors import ConfigError, LifecycleError, ManifestMismatchError, WeightUpdateError
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 
 NUM_LAYERS = 12

@@ -5,7 +5,7 @@ import pytest
 from rollout_engine import RequestError, RolloutPolicy, SamplingParams, read_jsonl
 from rollout_engine.cli.main import main
 from rollout_engine.core.draft_choice import StepCosts
-from rollout_engine.rollout_explain import explain
+from rollout_engine.rollouts.explain import explain
 from rollout_engine.testing import tiny_checkpoint
 
 PROMPTS = ["Once upon a time there was", "Hello"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout_engine import LLM, AsyncLLM, EngineConfig, LLMEngine, LoRARequest, RolloutPolicy, SamplingParams, exact
-from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateError
+from rollout_engine.base.errors import LifecycleError, RequestError, WeightUpdateError
 from rollout_engine.testing import merge_adapter, random_adapter, save_adapter, tiny_checkpoint, tiny_model
 from tests.unit.peft_layers import PeftModel
 

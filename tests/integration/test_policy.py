@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import concat, errors, exact, minibatches
-from rollout_engine.errors import RequestError
-from rollout_engine.policy import RolloutPolicy
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.rollouts.policy import RolloutPolicy
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 
 PROMPTS = ["a", "some words", "a prompt of more than sixty-four tokens, so that it spans more than one tile of KV"]

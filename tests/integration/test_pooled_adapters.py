@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout_engine import LLM, AsyncLLM, EngineConfig, LLMEngine, PoolingParams, SamplingParams
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 from rollout_engine.testing import merge_adapter, random_adapter, tiny_checkpoint, tiny_model
 
 SIZES = dict(num_kv_blocks=256, max_model_len=256, max_loras=2)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rollout_engine import LLM, EngineConfig, SamplingParams
-from rollout_engine.errors import (
+from rollout_engine.base.errors import (
     ConfigError,
     DirtyWeightsError,
     EngineDeadError,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rollout_engine import LLM, LoRARequest, SamplingParams, exact
-from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError
+from rollout_engine.base.errors import EngineDeadError, LifecycleError, RequestError
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.kernels.cpu import turns
-from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing import assert_clean, random_adapter, save_adapter, tiny_checkpoint, tiny_model
 from tests.unit.peft_layers import PeftModel
 

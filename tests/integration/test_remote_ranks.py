@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from rollout_engine.errors import ConfigError, EngineDeadError
+from rollout_engine.base.errors import ConfigError, EngineDeadError
 from rollout_engine.execution import process_executor, rank_launcher, remote_ranks
 from rollout_engine.execution.child_process import environment_with_package, start_module
 from rollout_engine.execution.rank_team import RankTeam

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs_adapters import Observation
 from rollout_engine import RolloutPolicy, SamplingParams, read_jsonl, replay
+from rollout_engine.base.errors import RequestError, RolloutEngineError
 from rollout_engine.cli.main import main
-from rollout_engine.errors import RequestError, RolloutEngineError
 from rollout_engine.testing import random_adapter, tiny_checkpoint, tiny_model
 from tests.integration.test_policy import perturbed
-from tests.unit.viewing.lines import rollouts
+from tests.unit.looking.lines import rollouts
 
 OPTIONS = dict(dtype="float32", num_kv_blocks=1024, max_model_len=256)
 PROMPTS = ["one", "another", "a prompt of more than sixty-four tokens, so that it spans more than one tile of KV"]

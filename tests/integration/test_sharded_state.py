@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout_engine import LLM, SamplingParams
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, DirtyWeightsError, RequestError
 from rollout_engine.cli import shard
 from rollout_engine.cli.main import main
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, DirtyWeightsError, RequestError
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model.loading.loader import load_model
 from rollout_engine.testing import tiny_checkpoint, tiny_model

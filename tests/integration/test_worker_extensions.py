@@ -23,8 +23,8 @@ from rollout_engine import (
     RPCTimeoutError,
     SamplingParams,
 )
+from rollout_engine.base.threads import SWITCH_SECONDS
 from rollout_engine.testing import tiny_checkpoint, tiny_model
-from rollout_engine.threads import SWITCH_SECONDS
 from sync.manifest import describe
 
 HERE = Path(__file__).parent

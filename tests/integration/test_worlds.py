@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from envs_adapters import Observation
 from rollout_engine import exact
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.faces.async_llm import AsyncLLM
-from rollout_engine.policy import RolloutPolicy
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.rollouts.policy import RolloutPolicy
 from rollout_engine.testing import tiny_checkpoint
 from rollout_engine.testing.spelling import spelled_token, spelling_state_dict
 

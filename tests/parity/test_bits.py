@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, SamplingParams, exact
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.sampling import draw_pieces, logit_rows
 from rollout_engine.testing import assert_clean, tiny_model
 from rollout_engine.testing.architectures import SIZES

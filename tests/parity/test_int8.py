@@ -6,8 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, ConfigError, EngineConfig, RolloutPolicy, SamplingParams, exact, read_jsonl, replay
+from rollout_engine.base.provenance import rollout_note
 from rollout_engine.kernels.cpu import gemm
-from rollout_engine.provenance import rollout_note
 from rollout_engine.serve.openai.shapes import of_versions
 from rollout_engine.testing import random_adapter
 from rollout_engine.testing.architectures import SIZES

@@ -6,9 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, EngineConfig, LLMEngine, RequestError, SamplingParams, exact
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.modules.routers import recording, routers_of
-from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing.architectures import SIZES
 
 PROMPTS = [list(range(3, 100)), list(range(3, 110)), [5, 6]]

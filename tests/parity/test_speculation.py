@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, SamplingParams
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.kernels.cpu import turns
-from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing import assert_clean
 from rollout_engine.testing.architectures import SIZES
 

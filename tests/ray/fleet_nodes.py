@@ -13,7 +13,7 @@ from pathlib import Path
 import ray
 
 import sync
-from rollout_engine.errors import ManifestMismatchError
+from rollout_engine.base.errors import ManifestMismatchError
 from rollout_engine.fleet import ray_stores
 from rollout_engine.testing import tiny_model
 from tests.ray.running import scenario, settle, two_nodes

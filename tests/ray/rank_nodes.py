@@ -8,7 +8,7 @@ from pathlib import Path
 import ray
 
 from rollout_engine import LLM, AsyncLLM, EngineDeadError, SamplingParams
-from rollout_engine.errors import RetryableError
+from rollout_engine.base.errors import RetryableError
 from rollout_engine.execution import ray_ranks
 from rollout_engine.execution.rank_launcher import MODULE
 from rollout_engine.testing import tiny_model

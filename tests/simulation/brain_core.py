@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from rollout_engine.errors import (
+from rollout_engine.base.errors import (
     DirtyWeightsError,
     EngineDeadError,
     RequestError,
@@ -11,10 +11,10 @@ from rollout_engine.errors import (
     TransferTimeoutError,
     WeightUpdateError,
 )
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.base.seeds import child_seed, mix
 from rollout_engine.fleet.member import Member
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.process.client_routing import first_sequence_of
-from rollout_engine.seeds import child_seed, mix
 from tests.simulation.brain_world import Call, Pipe, World
 
 HANG_SECONDS = 5.0

@@ -6,8 +6,8 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import EngineDeadError, TransferTimeoutError, WeightUpdateError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import EngineDeadError, TransferTimeoutError, WeightUpdateError
 from rollout_engine.fleet import client as fleet_client
 from rollout_engine.fleet.balancer import STRATEGIES, Balancer
 from rollout_engine.fleet.client import FleetClient

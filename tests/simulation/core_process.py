@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from rollout_engine.messages import EngineCoreOutputs
+from rollout_engine.base.messages import EngineCoreOutputs
 from rollout_engine.process import background, core_endpoint, core_link, core_proc, core_socket, weight_client
 from rollout_engine.process.client_routing import client_of
 from rollout_engine.process.core_launcher import address_in

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from rollout_engine.errors import RolloutEngineError
+from rollout_engine.base.errors import RolloutEngineError
 from tests.simulation.core_process import SimulatedCoreProcess
 from tests.simulation.faults import RandomFaults
 from tests.simulation.fleet import HANG_SECONDS, SimulatedFleet

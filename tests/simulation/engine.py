@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.calls import Call
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.execution.executor import InlineExecutor
-from rollout_engine.speculation_config import SpeculationConfig
 from tests.simulation.choices import Choices
 from tests.simulation.faults import RandomFaults
 from tests.simulation.guesses import Guesses

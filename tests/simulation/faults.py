@@ -4,7 +4,7 @@ import errno
 from collections import Counter
 from collections.abc import Callable
 
-from rollout_engine.errors import EngineDeadError
+from rollout_engine.base.errors import EngineDeadError
 from tests.simulation.scheduler import Scheduler
 
 

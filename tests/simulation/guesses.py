@@ -1,11 +1,11 @@
 """Drafts of a simulated engine: what the formula will say next, most of the time."""
 
+from rollout_engine.base.seeds import mix
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.draft_choice import Proposal
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.request import Sequence
 from rollout_engine.core.speculation import Speculator
-from rollout_engine.seeds import mix
 from tests.simulation.spelling_worker import VOCAB_SIZE, spelled_token
 
 _MOST = 5

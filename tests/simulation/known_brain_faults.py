@@ -5,13 +5,13 @@ from typing import Any
 
 from pytest import MonkeyPatch
 
+from rollout_engine.base.messages import EngineCoreOutputs
 from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.ledger import Ledger
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.strategies import Homes
-from rollout_engine.messages import EngineCoreOutputs
 from tests.simulation import brain_fleet
 from tests.simulation.known_faults import Put
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest import MonkeyPatch
 
-from rollout_engine import threads
+from rollout_engine.base import threads
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.lifecycle import Lifecycle
 from rollout_engine.core.request_table import RequestTable

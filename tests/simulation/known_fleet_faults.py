@@ -4,14 +4,14 @@ from typing import Any
 
 from pytest import MonkeyPatch
 
-from rollout_engine.errors import RetryableError
+from rollout_engine.base.errors import RetryableError
+from rollout_engine.base.messages import EngineCoreOutputs
 from rollout_engine.fleet import ledger, together
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.ledger import Entry, Ledger
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.replica_state import ReplicaState
 from rollout_engine.fleet.supervisor import Supervisor
-from rollout_engine.messages import EngineCoreOutputs
 from tests.simulation.known_faults import Put
 
 FAULTS: dict[str, Put] = {}

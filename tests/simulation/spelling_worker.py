@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.seeds import mix
 from rollout_engine.core.fake_executor import FakeExecutor
 from rollout_engine.engine.client import EngineInfo
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
-from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.cpu.shadow_memory import CpuShadowMemory
 from rollout_engine.model.packing.packed_weights import PackedWeights
-from rollout_engine.seeds import mix
 from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update_session import UpdateSession
 from worker_ext.base import WorkerExtension, rpc, rpc_beside_steps

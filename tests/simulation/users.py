@@ -12,15 +12,15 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from rollout_engine.base.errors import RolloutEngineError, RPCTimeoutError
+from rollout_engine.base.outputs import VersionSpan
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.seeds import child_seed, mix
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.driver import Call
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import RolloutEngineError, RPCTimeoutError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.verb_methods import blocking
-from rollout_engine.outputs import VersionSpan
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.seeds import child_seed, mix
 from tests.faults.ledger import Entry, Ledger
 from tests.simulation.faults import RandomFaults
 from tests.simulation.scheduler import Scheduler

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from envs_adapters.trainers.torchrl import EnginePolicy, EngineWeightSyncScheme, ExactTransformersWrapper  # noqa: E402
 from rollout_engine import RolloutPolicy, exact  # noqa: E402
-from rollout_engine.errors import ConfigError, RequestError  # noqa: E402
+from rollout_engine.base.errors import ConfigError, RequestError  # noqa: E402
 from rollout_engine.testing import tiny_checkpoint  # noqa: E402
 from tests.trainers.recorder import Recorder  # noqa: E402
 from tests.trainers.torchrl_runs import chats, collector_of, ragged, texts, token_rows  # noqa: E402

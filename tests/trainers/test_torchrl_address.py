@@ -13,7 +13,7 @@ pytest.importorskip("torchrl.modules.llm")
 
 from envs_adapters.trainers.torchrl import EnginePolicy, EngineWeightSyncScheme  # noqa: E402
 from rollout_engine import AsyncLLM, EngineDeadError, RolloutPolicy, RolloutService  # noqa: E402
-from rollout_engine.errors import ConfigError, ManifestMismatchError, WeightUpdateError  # noqa: E402
+from rollout_engine.base.errors import ConfigError, ManifestMismatchError, WeightUpdateError  # noqa: E402
 from rollout_engine.testing import tiny_checkpoint, tiny_model  # noqa: E402
 from tests.ray.conftest import place, start_command  # noqa: E402, F401
 from tests.trainers.torchrl_runs import ragged, texts  # noqa: E402

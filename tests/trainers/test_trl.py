@@ -9,7 +9,7 @@ from trl import GRPOTrainer  # noqa: E402
 
 from envs_adapters.trainers.trl import ExactLogprobs, attach, make_rollout_func  # noqa: E402
 from rollout_engine import RolloutPolicy, exact  # noqa: E402
-from rollout_engine.errors import ConfigError, RequestError  # noqa: E402
+from rollout_engine.base.errors import ConfigError, RequestError  # noqa: E402
 from rollout_engine.testing import tiny_checkpoint  # noqa: E402
 from tests.trainers.recorder import Recorder  # noqa: E402
 from tests.trainers.trl_runs import PROMPTS, grpo_trainer, logged, model_of  # noqa: E402

@@ -12,7 +12,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer  # 
 
 from envs_adapters.trainers.trl import PolicyWeightTransfer, StoreWeightTransfer  # noqa: E402
 from rollout_engine import RolloutPolicy, SamplingParams  # noqa: E402
-from rollout_engine.errors import ManifestMismatchError, WeightUpdateError  # noqa: E402
+from rollout_engine.base.errors import ManifestMismatchError, WeightUpdateError  # noqa: E402
 from rollout_engine.testing import tiny_checkpoint, tiny_model  # noqa: E402
 from sync import SyncError  # noqa: E402
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout_engine import RolloutPolicy
-from rollout_engine.errors import ManifestMismatchError
+from rollout_engine.base.errors import ManifestMismatchError
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from sync.errors import ManifestMismatch
 from sync.lazy_tensor import materialized

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.pooling_params import PoolingInfo
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import FakeExecutor
@@ -10,7 +11,6 @@ from rollout_engine.engine.client import EngineInfo
 from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.llm_engine import LLMEngine
-from rollout_engine.pooling_params import PoolingInfo
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.tokenizer import TextCodec
 

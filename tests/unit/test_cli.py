@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.cli import doctor, terminal
 from rollout_engine.cli.ceilings import Dimensions
 from rollout_engine.cli.main import COMMANDS, main
 from rollout_engine.cli.overrides import parse_overrides
 from rollout_engine.cli.prompts import read_prompts
-from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.kernels import linear
-from rollout_engine.policy import RolloutPolicy
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.rollouts.policy import RolloutPolicy
 from rollout_engine.testing import tiny_checkpoint, tiny_config
 
 POOL = "num_kv_blocks=64"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.model import backends
 from tests import gpu_check, gpu_report
 

@@ -19,7 +19,7 @@ def error_of(program, cwd, **environment):
 
 
 @pytest.mark.parametrize("shadow", ["sync.py", "worker_ext.py", "sync/__init__.py", "worker_ext/__init__.py"])
-@pytest.mark.parametrize("program", ["from rollout_engine import EngineConfig", "import rollout_engine.errors"])
+@pytest.mark.parametrize("program", ["from rollout_engine import EngineConfig", "import rollout_engine.base.errors"])
 def test_a_file_that_hides_a_package_of_ours_is_named_with_the_cure(tmp_path, shadow, program):
     path = tmp_path / shadow
     path.parent.mkdir(exist_ok=True)

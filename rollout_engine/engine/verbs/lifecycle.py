@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterable
 
+from rollout_engine.base.errors import (
+    DrainTimeoutError,
+    RolloutEngineError,
+)
+from rollout_engine.base.metrics import CoreStats
 from rollout_engine.core.lifecycle import PauseMode
 from rollout_engine.engine import combine
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.verb import Arguments
 from rollout_engine.engine.verb_table import VERBS
-from rollout_engine.errors import (
-    DrainTimeoutError,
-    RolloutEngineError,
-)
-from rollout_engine.metrics import CoreStats
 
 
 def _late_drain(verb: str, effect: str = "") -> Callable[[Arguments, bool], RolloutEngineError]:

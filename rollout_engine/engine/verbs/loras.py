@@ -1,12 +1,12 @@
-"""Verbs on LoRA adapters: add, remove, list, pin. What an adapter is: `rollout_engine.lora_request`."""
+"""Verbs on LoRA adapters: add, remove, list, pin. What an adapter is: `rollout_engine.base.lora_request`."""
 
+from rollout_engine.base.lora_request import LoRAInfo, LoRALike, LoRARequest, as_lora_request
+from rollout_engine.base.messages import KvMode
+from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.engine.adapters import ensure_adapter, load_adapter, remove_adapter, update_adapter
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.verb import Arguments
 from rollout_engine.engine.verb_table import VERBS
-from rollout_engine.lora_request import LoRAInfo, LoRALike, LoRARequest, as_lora_request
-from rollout_engine.messages import KvMode
-from rollout_engine.outputs import UpdateReport
 
 
 def _prepare_add(lora_request: LoRARequest, timeout: float | None) -> Arguments:

@@ -9,15 +9,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from rollout_engine._structs import plain
-from rollout_engine.class_names import function_name
-from rollout_engine.engine import combine
-from rollout_engine.engine.driver import EngineDriver
-from rollout_engine.engine.interrupts import allowed
-from rollout_engine.engine.scored_pairs import score_pairs
-from rollout_engine.engine.verb import Arguments
-from rollout_engine.engine.verb_table import VERBS
-from rollout_engine.errors import (
+from rollout_engine.base.class_names import function_name
+from rollout_engine.base.errors import (
     CallTimeoutError,
     LifecycleError,
     RequestError,
@@ -27,9 +20,16 @@ from rollout_engine.errors import (
     as_weight_errors,
     refused,
 )
-from rollout_engine.lora_request import LoRALike, as_lora_request
-from rollout_engine.pooling_params import check_generation
-from rollout_engine.routed_experts import as_array
+from rollout_engine.base.lora_request import LoRALike, as_lora_request
+from rollout_engine.base.pooling_params import check_generation
+from rollout_engine.base.routed_experts import as_array
+from rollout_engine.base.structs import plain
+from rollout_engine.engine import combine
+from rollout_engine.engine.driver import EngineDriver
+from rollout_engine.engine.interrupts import allowed
+from rollout_engine.engine.scored_pairs import score_pairs
+from rollout_engine.engine.verb import Arguments
+from rollout_engine.engine.verb_table import VERBS
 
 
 def _prepare_score(

@@ -4,16 +4,16 @@ import os
 import time
 from typing import Any
 
+from rollout_engine.base.errors import (
+    RequestError,
+    refused,
+)
+from rollout_engine.base.metrics import CoreMetrics
 from rollout_engine.engine import combine
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.health import Health
 from rollout_engine.engine.verb import Arguments
 from rollout_engine.engine.verb_table import VERBS
-from rollout_engine.errors import (
-    RequestError,
-    refused,
-)
-from rollout_engine.metrics import CoreMetrics
 
 
 @VERBS.add(when="any time", after_shutdown=True, combine=combine.mean)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import Tensor
 
-from rollout_engine.errors import RequestError
-from rollout_engine.lora_request import LoRARequest
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.lora_request import LoRARequest
 from rollout_engine.model.adapters.name_patterns import PatternError, name_pattern
 from sync.checkpoint import read_tensor_file
 from sync.errors import SyncError

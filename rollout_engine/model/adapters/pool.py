@@ -16,9 +16,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import xxhash
 from torch import Tensor, nn
 
-from rollout_engine.errors import RequestError, did_you_mean
+from rollout_engine.base.errors import RequestError, did_you_mean
+from rollout_engine.base.lora_request import LoRARequest
 from rollout_engine.kernels.adapters import AdapterRows
-from rollout_engine.lora_request import LoRARequest
 from rollout_engine.model.adapters.peft_format import LinearAdapter, naming_adapter, read_adapter
 from sync.digests import tensor_bytes
 

@@ -14,7 +14,7 @@ import time
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.admission import gate_cache
 from rollout_engine.model.admission.self_check import check_numerics
 from rollout_engine.model.modules.construct import construct

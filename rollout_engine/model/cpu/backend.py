@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.cpu import decoder_trial

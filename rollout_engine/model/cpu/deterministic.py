@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.linear import NotInvariant
 from rollout_engine.kernels.paged_attention import prove_row_invariance
 from rollout_engine.model.cpu.row_invariance import make_row_invariant, unproven_parts

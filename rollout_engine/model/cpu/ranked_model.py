@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.modules.routers import routing_info

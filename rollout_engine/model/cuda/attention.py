@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.block_copies import BlockCopies
@@ -16,7 +17,6 @@ from rollout_engine.model.cuda.attention_backends import attention_by
 from rollout_engine.model.cuda.memory import ReleasableMemory
 from rollout_engine.model.cuda.upload import upload
 from rollout_engine.model.modules.geometry import LayerGeometry
-from rollout_engine.routed_experts import RoutingInfo
 
 __all__ = ["CudaAttention", "CudaBatch", "CudaKVPool", "Limits", "ModuleStep"]
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.triton.rounding import compiles_kernels
 from rollout_engine.model.cuda import decoder_trial
@@ -41,7 +42,6 @@ from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.ranks.seat import Seat, described_ranks
 from rollout_engine.model.ranks.wiring import connect
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
-from rollout_engine.speculation_config import SpeculationConfig
 
 logger = logging.getLogger("rollout_engine")
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.messages import ModelRunnerOutput, NewSequence, SchedulerOutput
+from rollout_engine.base.messages import ModelRunnerOutput, NewSequence, SchedulerOutput
 from rollout_engine.model.cuda.draws import CudaDraws, Draws, DrawSettings, columns_of, special_columns
 from rollout_engine.model.cuda.edit_records import EditRecords
 from rollout_engine.model.cuda.host_draws import draw_rows

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.base.messages import NewSequence
 from rollout_engine.kernels.row_stats import Truncation
 from rollout_engine.kernels.token_logprobs import row_temperatures
 from rollout_engine.kernels.triton.sampling import Choice, SamplingRows
-from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_engine.messages import NewSequence, ScheduledSequence
+from rollout_engine.base.messages import NewSequence, ScheduledSequence
 
 UNKNOWN = -1
 """Stands for a sequence's last token where the host does not know it yet: the device does."""

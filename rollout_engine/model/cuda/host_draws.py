@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.base.messages import ModelRunnerOutput
 from rollout_engine.kernels.token_logprobs import row_temperatures
 from rollout_engine.kernels.triton.sampling import score
-from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.cuda.draws import Draws
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
 from rollout_engine.model.sampling.row_edits import RowEdits

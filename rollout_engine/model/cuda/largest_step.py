@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.kernels.triton.paged_attention import Batch
 from rollout_engine.model.cuda.attention import CudaBatch
 from rollout_engine.model.cuda.draws import CudaDraws, Draws, columns_of, special_columns
@@ -11,7 +12,6 @@ from rollout_engine.model.cuda.sampler import CudaSampler
 from rollout_engine.model.cuda.upload import upload
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
 from rollout_engine.model.sampling.sampling_batch import SamplingBatch
-from rollout_engine.sampling_params import SamplingParams
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, UntypedStorage
 
-from rollout_engine.errors import LifecycleError, StepMemoryError
+from rollout_engine.base.errors import LifecycleError, StepMemoryError
 
 _CHUNK_BYTES = 256 << 20
 """The allocator of pinned memory rounds up to a power of two: one piece of all weights could take twice their size."""

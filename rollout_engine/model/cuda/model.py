@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout_engine.errors import LifecycleError
+from rollout_engine.base.errors import LifecycleError
+from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.kernels.triton.paged_attention import Limits
 from rollout_engine.model.cuda.adapters import CudaAdapterPool
 from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKVPool, ModuleStep
@@ -22,7 +23,6 @@ from rollout_engine.model.modules.layer_watch import LayerWatch
 from rollout_engine.model.modules.routers import recording, replaying, routers_of
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.module_logits import module_logits
-from rollout_engine.routed_experts import RoutingInfo
 
 
 class CudaModel:

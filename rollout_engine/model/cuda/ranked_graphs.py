@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.cuda.decode_graphs import DecodeGraphs, Variant
 from rollout_engine.model.cuda.ranked_model import RankedCudaModel

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.cuda.attention import CudaKVPool
 from rollout_engine.model.cuda.upload import Download, upload
 from rollout_engine.model.sequences.routed_requests import RoutedRequests

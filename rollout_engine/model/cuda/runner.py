@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.errors import StepMemoryError
+from rollout_engine.base.errors import StepMemoryError
+from rollout_engine.base.messages import (
+    ModelRunnerOutput,
+    PromptLogprobs,
+    ScheduledSequence,
+    SchedulerOutput,
+)
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
 from rollout_engine.kernels.triton.sampling import score
 from rollout_engine.kernels.triton.shared_prefix import SharedPrefixes, shared_prefixes
-from rollout_engine.messages import (
-    ModelRunnerOutput,
-    PromptLogprobs,
-    ScheduledSequence,
-    SchedulerOutput,
-)
 from rollout_engine.model.cuda.attention import CudaBatch
 from rollout_engine.model.cuda.decode_graphs import DecodeGraphs
 from rollout_engine.model.cuda.decode_inputs import DecodeStep

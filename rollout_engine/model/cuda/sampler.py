@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.base.messages import ModelRunnerOutput
 from rollout_engine.kernels.row_stats import KeptTokens, RowStats
 from rollout_engine.kernels.token_logprobs import logprobs_at
 from rollout_engine.kernels.triton.logit_edits import edit
@@ -20,7 +21,6 @@ from rollout_engine.kernels.triton.outcome import Status, write_edited_outcomes,
 from rollout_engine.kernels.triton.sampling import SamplingWorkspace, sample, score
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
-from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.cuda.draws import CudaDraws, DrawColumns, Draws, SpecialColumns
 from rollout_engine.model.sampling.logit_rows import aligned_rows
 from rollout_engine.model.sampling.sampler import BAD_LOGITS, NONE_LEFT, ranks_of

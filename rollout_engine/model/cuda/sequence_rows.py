@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.messages import ScheduledSequence
+from rollout_engine.base.messages import ScheduledSequence
 from rollout_engine.model.cuda.upload import upload
 from rollout_engine.model.sequences.block_tables import BlockTableMatrix
 

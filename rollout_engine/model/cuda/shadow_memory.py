@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, UntypedStorage
 
-from rollout_engine.errors import WeightUpdateError
+from rollout_engine.base.errors import WeightUpdateError
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.model.cuda.copy_stream import CopyStream
 

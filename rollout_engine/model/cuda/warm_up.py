@@ -13,10 +13,10 @@ from itertools import count
 
 import numpy as np
 
-from rollout_engine.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+from rollout_engine.base.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.cuda.sequence_logprobs import sequence_logprobs
-from rollout_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger("rollout_engine")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from sync.checkpoint import INDEX_FILE, SINGLE_FILE, StoredTensor, is_checkpoint, read_checkpoint
 from sync.errors import SyncError
 

@@ -11,9 +11,9 @@ import xxhash
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError
-from rollout_engine.locations import find_directory
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.locations import find_directory
 from rollout_engine.model.admission.gate import admit, build_module
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.sharded_state import ShardedState

@@ -21,8 +21,8 @@ import msgspec
 import xxhash
 from torch import Tensor
 
-from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.locations import DESCRIPTION_FILES
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.base.locations import DESCRIPTION_FILES
 from rollout_engine.model.loading.checkpoint import STATE_FILE, as_config_errors
 from rollout_engine.model.modules.loaded_model import ModelFiles
 from sync.base import Metadata

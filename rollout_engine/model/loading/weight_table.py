@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.loading.checkpoint import as_config_errors
 from rollout_engine.model.ranks.part import Part, Region
 from rollout_engine.model.ranks.share import Share

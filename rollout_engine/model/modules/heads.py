@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.pooling_params import PoolingInfo
 from rollout_engine.model.modules.geometry import probe_geometry
-from rollout_engine.pooling_params import PoolingInfo
 
 HeadKind = Literal["sequence", "token"]
 _ENDINGS: dict[str, HeadKind] = {

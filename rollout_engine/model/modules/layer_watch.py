@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rollout_engine.errors import LifecycleError
+from rollout_engine.base.errors import LifecycleError
 
 logger = logging.getLogger("rollout_engine")
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.routed_experts import RoutingInfo
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.base.routed_experts import RoutingInfo
 
 
 def routers_of(module: nn.Module) -> list[nn.Module]:

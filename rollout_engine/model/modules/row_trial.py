@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.modules.heads import trunk_of
 from rollout_engine.model.packing.linear_groups import without_products

@@ -6,7 +6,7 @@ ones. Embeddings, heads, norms and biases are not rounded.
 
 from transformers import PreTrainedModel
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.cpu import gemm
 from rollout_engine.model.packing.linear_groups import linear_groups
 

@@ -6,7 +6,7 @@ packed copies keep their dtype: only the product's result is wider.
 
 from torch import nn
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.cpu import gemm
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from rollout_engine.errors import LifecycleError
+from rollout_engine.base.errors import LifecycleError
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import gemm
 from rollout_engine.kernels.memory import release_pages

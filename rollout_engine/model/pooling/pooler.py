@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.messages import NewSequence, ScheduledSequence, SchedulerOutput
-from rollout_engine.pooling_params import PoolingInfo, PoolingParams
+from rollout_engine.base.messages import NewSequence, ScheduledSequence, SchedulerOutput
+from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
 
 _LEAST_LENGTH = 1e-12
 """As in `torch.nn.functional.normalize`."""

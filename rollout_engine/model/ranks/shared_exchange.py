@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.cpu.turns import Turns
 from rollout_engine.model.ranks.exchange import WINDOW_BYTES, Exchange
 from rollout_engine.model.ranks.share import Share

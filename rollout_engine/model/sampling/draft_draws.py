@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_engine.messages import ModelRunnerOutput, NewSequence
+from rollout_engine.base.messages import ModelRunnerOutput, NewSequence
 from rollout_engine.model.sampling.draw_pieces import joined
 
 

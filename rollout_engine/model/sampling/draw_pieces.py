@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from rollout_engine.messages import ModelRunnerOutput
+from rollout_engine.base.messages import ModelRunnerOutput
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
 from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampler import sample

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.errors import error_text
+from rollout_engine.base.errors import error_text
+from rollout_engine.base.messages import NewSequence
+from rollout_engine.base.user_code import UserCode
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.state import GrammarState
-from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor, SequenceView
 from rollout_engine.model.sampling.penalties import TokenCounts, penalise
-from rollout_engine.user_code import UserCode
 
 
 class LogitEdits:

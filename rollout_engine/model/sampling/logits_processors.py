@@ -21,9 +21,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from rollout_engine.class_names import find_class
-from rollout_engine.errors import ConfigError, error_text
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.class_names import find_class
+from rollout_engine.base.errors import ConfigError, error_text
+from rollout_engine.base.sampling_params import SamplingParams
 
 
 class SequenceView(NamedTuple):

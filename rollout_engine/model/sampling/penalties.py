@@ -13,7 +13,7 @@ from copy import copy
 
 import numpy as np
 
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.sampling_params import SamplingParams
 
 
 class TokenCounts:

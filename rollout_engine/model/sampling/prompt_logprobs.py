@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.base.messages import NewSequence, PromptLogprobs, ScheduledSequence
 from rollout_engine.kernels.token_logprobs import RowStatsKernel, logprobs_at, row_blocks, row_stats, row_temperatures
 from rollout_engine.kernels.truncation import most_likely
-from rollout_engine.messages import NewSequence, PromptLogprobs, ScheduledSequence
 from rollout_engine.model.sampling.sampler import ranks_of
 
 _DEVICE_BLOCK_NUMEL = 1 << 22

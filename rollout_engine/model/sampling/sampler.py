@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.base.messages import ModelRunnerOutput
 from rollout_engine.kernels.draw import draw, prepare, redraw
 from rollout_engine.kernels.row_stats import KeptTokens, RowStats, TokenMasks, Truncation, UniformsOf
 from rollout_engine.kernels.token_logprobs import logprobs_at, row_blocks, row_stats
 from rollout_engine.kernels.truncation import is_kept, most_likely
-from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.sampling.row_edits import MaskedRows, RowEdits, edit
 from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 

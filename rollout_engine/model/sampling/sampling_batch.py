@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.kernels.cpu.sampling import PreparedRows
 from rollout_engine.kernels.draw import prepare
 from rollout_engine.kernels.row_stats import Truncation, UniformsOf
 from rollout_engine.kernels.token_logprobs import row_temperatures
-from rollout_engine.sampling_params import SamplingParams
 
 _RAW, _PROCESSED = 1, 2
 _MODE_CODES = {"tempered": 0, "raw": _RAW, "processed": _PROCESSED}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rollout_engine.messages import ScheduledSequence
+from rollout_engine.base.messages import ScheduledSequence
 
 
 class BlockTableMatrix:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rollout_engine.messages import SchedulerOutput
+from rollout_engine.base.messages import SchedulerOutput
 
 
 class RoutedRequests:

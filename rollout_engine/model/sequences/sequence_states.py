@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from rollout_engine.base.messages import NewSequence, SchedulerOutput
 from rollout_engine.grammars.compiler import GrammarCompiler
-from rollout_engine.messages import NewSequence, SchedulerOutput
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer

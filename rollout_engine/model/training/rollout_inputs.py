@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.provenance import rollout_note
 from rollout_engine.model.training.adapted_layers import active_adapters, known_adapters
-from rollout_engine.provenance import rollout_note
 
 
 class RolloutInputs(NamedTuple):

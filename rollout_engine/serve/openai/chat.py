@@ -4,8 +4,9 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-from rollout_engine.errors import RequestError
-from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.generation import Generation, failed
 from rollout_engine.serve.openai.chat_fields import chat_options
 from rollout_engine.serve.openai.logprobs import chat_logprobs
@@ -25,7 +26,6 @@ from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SamplingFields, Settings
 from rollout_engine.serve.served import Served
 from rollout_engine.text.conversations import as_messages
-from rollout_engine.threads import run_in_thread
 
 
 class ChatBody(SamplingFields, kw_only=True):

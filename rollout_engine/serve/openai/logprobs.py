@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.served import Served
 
 Texts: TypeAlias = dict[int, str]

@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import RequestError
-from rollout_engine.pooling_params import supported_tasks
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pooling_params import supported_tasks
 from rollout_engine.serve.openai.chat_fields import chat_options
 from rollout_engine.serve.prompt_bounds import check_text_size
 from rollout_engine.serve.request_templates import with_rendered_text

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from rollout_engine.outputs import RequestOutput, TokenTexts
+from rollout_engine.base.outputs import RequestOutput, TokenTexts
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.openai.logprobs import values_of
 from rollout_engine.serve.served import Served
-from rollout_engine.threads import run_in_thread
 
 _LONG_VALUES = 1 << 14
 """From so many log-probs on, they are written beside the event loop."""

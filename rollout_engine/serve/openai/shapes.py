@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.served import Served
 
 

@@ -6,7 +6,7 @@ place. Tokens that add no text, such as one that the tokenizer puts before every
 
 from collections.abc import Iterator, Sequence
 
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.text.text_stream import REPLACEMENT, TextStream
 from rollout_engine.text.tokenizer import TextCodec
 

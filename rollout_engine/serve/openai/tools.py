@@ -11,14 +11,14 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from rollout_engine.episodes.tool_calls import (
+from rollout_engine.base.errors import RequestError
+from rollout_engine.rollouts.episodes.tool_calls import (
     PROMPT_END,
     ToolFormat,
     format_of_template,
     opens_thinking,
     parse_typed_calls,
 )
-from rollout_engine.errors import RequestError
 from rollout_engine.serve.served import Served
 from rollout_engine.text.tokenizer import TextCodec
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from rollout_engine.errors import RequestError
-from rollout_engine.outputs import RequestOutput
-from rollout_engine.pooling_params import PoolingInfo, PoolingParams
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.outputs import RequestOutput
+from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
 from rollout_engine.serve.generation import Generation, failed
 from rollout_engine.serve.openai.chat_fields import chat_options
 from rollout_engine.serve.openai.shapes import now, total_usage

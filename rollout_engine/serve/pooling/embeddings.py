@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from rollout_engine.errors import RequestError
-from rollout_engine.outputs import RequestOutput
-from rollout_engine.pooling_params import PoolingInfo, PoolingKind
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.outputs import RequestOutput
+from rollout_engine.base.pooling_params import PoolingInfo, PoolingKind
 from rollout_engine.serve.pooling.call import Encoding, InputFields, PoolingCall, array_of, encoded, info_of, prompts_of
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served

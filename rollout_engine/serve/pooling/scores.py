@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout_engine.errors import RequestError
-from rollout_engine.outputs import RequestOutput
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.outputs import RequestOutput
 from rollout_engine.serve.pooling.call import PoolingCall, PoolingFields, array_of, info_of, text_prompt
 from rollout_engine.serve.pooling.embeddings import probabilities
 from rollout_engine.serve.route import Asked, Reply

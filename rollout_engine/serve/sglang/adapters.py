@@ -4,14 +4,14 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import RequestError
-from rollout_engine.lora_request import LoRARequest
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.lora_request import LoRARequest
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.adapter_problems import by_route_names
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
 from rollout_engine.serve.sglang.weights import tensors_of
 from rollout_engine.serve.vllm.control import revision_of
-from rollout_engine.threads import run_in_thread
 
 PEERS: dict[str, tuple[Any, ...]] = {"added_tokens_config": ({},)}
 """Fields of SGLang's that are not served -> the values that ask for nothing."""

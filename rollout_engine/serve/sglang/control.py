@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollout_engine.base.errors import LifecycleError, RequestError
 from rollout_engine.core.lifecycle import PauseMode
-from rollout_engine.errors import LifecycleError, RequestError
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served

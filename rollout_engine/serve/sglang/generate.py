@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import RequestError
-from rollout_engine.outputs import RequestOutput
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.outputs import RequestOutput
 from rollout_engine.serve.generation import Generation, failed
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.served import Served

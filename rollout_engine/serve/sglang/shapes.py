@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.openai.logprobs import values_of
 from rollout_engine.serve.openai.shapes import matched_stop, of_versions, weight_versions
 from rollout_engine.serve.routed_experts import as_int32

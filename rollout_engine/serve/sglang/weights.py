@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import RequestError, RPCError
-from rollout_engine.outputs import UpdateReport
+from rollout_engine.base.errors import RequestError, RPCError
+from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.pending_update import as_version, report_fields
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
 from rollout_engine.serve.vllm.weights import join
-from rollout_engine.threads import run_in_thread
 
 _GROUP_SECONDS = 300.0
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.lora_request import LoRARequest
 from rollout_engine.core.lifecycle import TAGS, PauseMode
-from rollout_engine.errors import RequestError
-from rollout_engine.lora_request import LoRARequest
 from rollout_engine.serve.adapter_problems import by_route_names
 from rollout_engine.serve.options import Seconds
 from rollout_engine.serve.problems import HttpProblem

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import RequestError
-from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.bodies import read_fields
 from rollout_engine.serve.generation import Generation, failed
 from rollout_engine.serve.openai.logprobs import token_logprobs

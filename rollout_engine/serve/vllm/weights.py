@@ -4,12 +4,12 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.base.errors import LifecycleError, RequestError
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.pending_update import report_fields
 from rollout_engine.serve.plain_group import PlainGroup
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
-from rollout_engine.threads import run_in_thread
 
 _GROUP_SECONDS = 300.0
 

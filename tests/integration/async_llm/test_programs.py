@@ -71,7 +71,7 @@ def test_a_program_without_a_guard_is_told_to_have_one(run):
     done = run(PROGRAM + "main()\n")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "rollout_engine.errors.ConfigError: worker_extensions: 'program:Mine' cannot be loaded: ConfigError: an engine "
-        "is started where the core's process imports the program: put what the program runs under "
+        "rollout_engine.base.errors.ConfigError: worker_extensions: 'program:Mine' cannot be loaded: ConfigError: "
+        "an engine is started where the core's process imports the program: put what the program runs under "
         '`if __name__ == "__main__":`.'
     )

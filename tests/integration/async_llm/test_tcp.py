@@ -13,8 +13,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import AsyncLLM, DrainTimeoutError, EngineDeadError, SamplingParams, WeightUpdateError
+from rollout_engine.base.config import EngineConfig
 from rollout_engine.cli.main import main
-from rollout_engine.config import EngineConfig
 from rollout_engine.process.core_launcher import CoreProcess, config_digest
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import ProcessClient

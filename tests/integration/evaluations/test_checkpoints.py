@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import RolloutPolicy, Sweep, replay
-from rollout_engine.errors import RequestError
-from rollout_engine.evaluation.sweep import seed_of
+from rollout_engine.base.errors import RequestError
+from rollout_engine.rollouts.evaluation.sweep import seed_of
 from rollout_engine.testing import random_adapter, tiny_model
 from tests.integration.evaluations.sweeps import OPTIONS, ROWS, SETTINGS, TASK, essence, evaluated, has_letter, row_of
 from tests.integration.test_replay import other_weights

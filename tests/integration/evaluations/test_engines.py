@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rollout_engine import RolloutPolicy
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 from tests.integration.evaluations.sweeps import OPTIONS, ROWS, SETTINGS, evaluated
 
 

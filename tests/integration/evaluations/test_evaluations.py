@@ -8,8 +8,8 @@ import pytest
 
 from envs_adapters import Observation
 from rollout_engine import EvalReport, EvalTask, SamplingParams, read_jsonl, replay
-from rollout_engine.errors import ConfigError, EpisodeError, RequestError, RewardError
-from rollout_engine.evaluation.sweep import seed_of
+from rollout_engine.base.errors import ConfigError, EpisodeError, RequestError, RewardError
+from rollout_engine.rollouts.evaluation.sweep import seed_of
 from tests.integration.evaluations.sweeps import ROWS, SETTINGS, TASK, essence, evaluated, has_letter, row_of
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import sync
 from rollout_engine import LLM, AsyncLLM, ConfigError, WeightUpdateError
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
 from rollout_engine.fleet.placements import connect_client
 from rollout_engine.process.core_launcher import CoreProcess
 from rollout_engine.process.keys import Keys

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from rollout_engine import AsyncLLM, SamplingParams, SpeculationConfig
-from rollout_engine.errors import ManifestMismatchError
+from rollout_engine.base.errors import ManifestMismatchError
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from tests.faults.replica_deaths import all_serve
 

@@ -10,9 +10,9 @@ import torch
 
 import sync
 from rollout_engine import LLM, AsyncLLM, ConfigError, LifecycleError, RolloutPolicy, RolloutService, SamplingParams
-from rollout_engine.errors import WeightUpdateError
+from rollout_engine.base.errors import WeightUpdateError
+from rollout_engine.base.threads import raise_if_cancelled
 from rollout_engine.testing import tiny_checkpoint, tiny_model
-from rollout_engine.threads import raise_if_cancelled
 from tests.faults.clean import Leftovers
 from tests.faults.replica_deaths import PARAMS, PROMPTS, ReplicaDeaths, all_serve, read, said
 

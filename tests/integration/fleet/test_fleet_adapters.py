@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollout_engine import LLM, AsyncLLM, RolloutService, SamplingParams
-from rollout_engine.errors import LifecycleError, RequestError, RPCError, StaleVersionError
+from rollout_engine.base.errors import LifecycleError, RequestError, RPCError, StaleVersionError
 from rollout_engine.testing import random_adapter, save_adapter, tiny_checkpoint, tiny_model
 from tests.faults.replica_deaths import all_serve
 from tests.unit.peft_layers import PeftModel

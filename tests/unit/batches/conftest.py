@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from rollout_engine.outputs import CompletionOutput, RequestOutput, VersionSpan
-from rollout_engine.rollout_batch import rollout_batch
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput, VersionSpan
+from rollout_engine.batches.rollout_batch import rollout_batch
 
 PAD = 99
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rollout_engine import RequestError, concat, minibatches
+from rollout_engine.base.provenance import RolloutNote, attach, rollout_note
 from rollout_engine.batches.layout import leaves, places
 from rollout_engine.batches.summary import RolloutBatch
-from rollout_engine.provenance import RolloutNote, attach, rollout_note
 
 LAYOUTS = ["padded", "packed"]
 TENSORS = ["seed", "sample_index", "num_prompt_tokens", "truncated", ("next", "reward"), ("next", "done")]

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from rollout_engine import RequestError, show
-from tests.unit.viewing.lines import HOSTILE
+from tests.unit.looking.lines import HOSTILE
 
 ALLOWED = set("div pre table thead tbody tr th td details summary span p".split())
 

@@ -6,10 +6,10 @@ import random
 import pytest
 
 from rollout_engine import RequestError
+from rollout_engine.base.outputs import RequestOutput
 from rollout_engine.batches.jsonl import line_of, samples
 from rollout_engine.batches.output_samples import output_samples
-from rollout_engine.outputs import RequestOutput
-from rollout_engine.rollout_batch import rollout_batch
+from rollout_engine.batches.rollout_batch import rollout_batch
 from tests.unit.batches.conftest import completion
 
 COLUMNS = {"answer": {"gold": [1, "ä"]}, "level": 3, "none": None, "tags": ["a", "b"], "x": 0.1}

@@ -3,10 +3,10 @@
 from functools import partial
 
 from rollout_engine import SamplingParams
+from rollout_engine.base.messages import EngineCoreRequest, ModelRunnerOutput
 from rollout_engine.capacity.costs import StepShape
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.messages import EngineCoreRequest, ModelRunnerOutput
 
 END, OTHER = 1, 2
 

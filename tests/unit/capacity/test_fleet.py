@@ -6,12 +6,12 @@ import sys
 import msgspec
 import pytest
 
+from rollout_engine.base.errors import EngineDeadError
 from rollout_engine.capacity.fan_out import FanOut
 from rollout_engine.capacity.fleet_file import read_cases
 from rollout_engine.capacity.options import FleetTable, WeightsTable
 from rollout_engine.capacity.plot import tokens_per_second
 from rollout_engine.capacity.simulation import Simulation
-from rollout_engine.errors import EngineDeadError
 
 SMALL = (
     "fleet.num_replicas=4",

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.capacity.costs import StepCosts, StepShape, fit
 from rollout_engine.capacity.fleet_file import TABLES, read_cases
 from rollout_engine.cli import measured_costs
 from rollout_engine.cli.main import main
-from rollout_engine.errors import ConfigError
 from rollout_engine.testing import tiny_checkpoint
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "fleet.toml"

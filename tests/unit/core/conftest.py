@@ -8,6 +8,11 @@ from typing import Any, NoReturn
 
 import pytest
 
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
+from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
+from rollout_engine.base.routed_experts import RoutingInfo
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.seeds import child_seed
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import (
@@ -17,11 +22,6 @@ from rollout_engine.core.fake_executor import (
     fake_pooled,
     fake_routed_experts,
 )
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
-from rollout_engine.pooling_params import PoolingInfo, PoolingParams
-from rollout_engine.routed_experts import RoutingInfo
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.seeds import child_seed
 
 Key = tuple[str, int]
 

@@ -2,7 +2,7 @@
 
 import random
 
-from rollout_engine.pooling_params import PoolingParams
+from rollout_engine.base.pooling_params import PoolingParams
 
 SALTS = ("", "", "", "tenant")
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rollout_engine.base.errors import LifecycleError, RequestError
+from rollout_engine.base.lora_request import LoRAInfo
 from rollout_engine.core.adapters import AdapterTable
-from rollout_engine.errors import LifecycleError, RequestError
-from rollout_engine.lora_request import LoRAInfo
 
 
 def _put(table, name, revision=0, digest="", num_uses=lambda adapter: 0):

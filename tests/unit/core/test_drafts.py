@@ -2,14 +2,14 @@
 
 import pytest
 
+from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.core.draft_choice import RightRates, StepCosts
 from rollout_engine.core.draft_index import DraftIndex, prompt_key
 from rollout_engine.core.drafts import MAX_MATCH, Draft, PromptDrafts
 from rollout_engine.core.request import Request
 from rollout_engine.core.speculation import source_of
-from rollout_engine.messages import EngineCoreRequest
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.speculation_config import SpeculationConfig
 
 PROMPT = list(range(100, 110))
 

@@ -4,9 +4,9 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from rollout_engine.base.messages import ModelRunnerOutput
+from rollout_engine.base.seeds import child_seed
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.messages import ModelRunnerOutput
-from rollout_engine.seeds import child_seed
 
 
 def test_a_request_gets_the_tokens_of_its_own_context_and_seed(make_rig):

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rollout_engine.base.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError, fake_next_token
-from rollout_engine.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
-from rollout_engine.sampling_params import SamplingParams
 
 PROMPT = [5, 6, 7, 8, 9]
 

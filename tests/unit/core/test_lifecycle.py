@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
+from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.core.lifecycle import MODES, Lifecycle
-from rollout_engine.errors import DirtyWeightsError, LifecycleError
 
 
 def running():

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from rollout_engine.base.speculation_config import DraftInfo, SpeculationConfig
 from rollout_engine.core import draft_model
 from rollout_engine.core.fake_executor import FakeExecutor
-from rollout_engine.speculation_config import DraftInfo, SpeculationConfig
 from tests.unit.core.random_operations import SHAPES, Monkey
 
 CHEAP = ((1, 1.0), (64, 1.1))

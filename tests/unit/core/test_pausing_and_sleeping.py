@@ -1,7 +1,7 @@
 import pytest
 
+from rollout_engine.base.errors import DirtyWeightsError, LifecycleError, RetryableError, StepMemoryError
 from rollout_engine.core.lifecycle import MODES
-from rollout_engine.errors import DirtyWeightsError, LifecycleError, RetryableError, StepMemoryError
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.pooling_params import PoolingParams
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.core.result_processor import BAD_STATES
-from rollout_engine.errors import RequestError
-from rollout_engine.messages import EngineCoreRequest
-from rollout_engine.pooling_params import PoolingParams
-from rollout_engine.sampling_params import SamplingParams
 
 LAST, MEAN, TOKEN = (PoolingParams(kind=kind) for kind in ("last", "mean", "token"))
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from rollout_engine.base.errors import WeightUpdateError
 from rollout_engine.core import prefix_cache
-from rollout_engine.errors import WeightUpdateError
 
 
 def test_a_known_prefix_is_not_computed_again_but_for_its_last_token(make_rig):

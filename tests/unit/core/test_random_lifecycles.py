@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.core.lifecycle import MODES, State
-from rollout_engine.errors import DirtyWeightsError, LifecycleError
 
 NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE = 24, 4, 23
 PROMPTS = [[(7 * i * i + salt) % VOCAB_SIZE for i in range(30)] for salt in range(2)]

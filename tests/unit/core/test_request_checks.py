@@ -1,8 +1,8 @@
 import msgspec
 import pytest
 
-from rollout_engine.errors import RequestError
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rollout_engine.base.messages import EngineCoreOutputs, ModelRunnerOutput
 from rollout_engine.core.result_processor import fill_columns
-from rollout_engine.messages import EngineCoreOutputs, ModelRunnerOutput
 
 
 def sampled(count, ended=()):

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.core import config
 from rollout_engine.core.speculation import Speculator
-from rollout_engine.speculation_config import SpeculationConfig
 from tests.unit.core.random_operations import SHAPES, Monkey
 
 CHEAP_ROWS = ((1, 1.0), (64, 1.1))

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rollout_engine.base.errors import DirtyWeightsError, DrainTimeoutError, LifecycleError
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.engine import calls, driver
-from rollout_engine.errors import DirtyWeightsError, DrainTimeoutError, LifecycleError
-from rollout_engine.sampling_params import SamplingParams
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -4,10 +4,10 @@ import weakref
 
 import pytest
 
+from rollout_engine.base.errors import LifecycleError, RequestError, RetryableError, WeightUpdateError
+from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.core.fake_executor import fake_next_token
-from rollout_engine.errors import LifecycleError, RequestError, RetryableError, WeightUpdateError
-from rollout_engine.messages import EngineCoreRequest
-from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.telemetry.stat_loggers import LogLine
 from tests.unit.fake_engine import make_engine as make_fake_engine
 

@@ -2,9 +2,9 @@ import threading
 
 import pytest
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.faces.reader import Reader
-from rollout_engine.sampling_params import SamplingParams
 
 HI = [{"role": "user", "content": "hi"}]
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)

@@ -7,12 +7,12 @@ from collections.abc import Generator
 
 import pytest
 
+from rollout_engine.base.errors import LifecycleError, RPCTimeoutError
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.engine.calls import Call
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.engine.verb_table import VerbTable
-from rollout_engine.errors import LifecycleError, RPCTimeoutError
-from rollout_engine.sampling_params import SamplingParams
 
 TABLE, EVENTS = VerbTable(), []
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rollout_engine.base.errors import RequestError
 from rollout_engine.engine.scored_pairs import score_pairs
-from rollout_engine.errors import RequestError
 
 
 class Scorer:

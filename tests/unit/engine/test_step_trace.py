@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from rollout_engine import ConfigError, EngineConfig
+from rollout_engine.base.messages import SchedulerOutput
 from rollout_engine.core.fake_executor import FakeExecutor
 from rollout_engine.engine.step_trace import (
     Row,
@@ -15,7 +16,6 @@ from rollout_engine.engine.step_trace import (
     read_traces,
     traced,
 )
-from rollout_engine.messages import SchedulerOutput
 
 
 def step(number, rows, samples=(), **more):

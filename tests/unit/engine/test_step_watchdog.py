@@ -6,9 +6,9 @@ import time
 import pytest
 
 from rollout_engine import SamplingParams
+from rollout_engine.base.errors import StepDeadlineError
+from rollout_engine.base.user_code import UserCode
 from rollout_engine.engine.step_watchdog import StepWatchdog
-from rollout_engine.errors import StepDeadlineError
-from rollout_engine.user_code import UserCode
 
 LONG = 600.0
 SHORT = 0.05

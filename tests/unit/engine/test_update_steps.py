@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rollout_engine.base.errors import LifecycleError, TransferTimeoutError
+from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.engine.update_steps import UpdateSteps
-from rollout_engine.errors import LifecycleError, TransferTimeoutError
-from rollout_engine.messages import UpdateOptions
 
 
 @contextmanager

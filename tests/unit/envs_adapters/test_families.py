@@ -6,7 +6,7 @@ import pytest
 
 from envs_adapters import make_env
 from envs_adapters.families import FAMILIES, import_package
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 
 class Countdown:

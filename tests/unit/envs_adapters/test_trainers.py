@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from envs_adapters.trainers.package import Package
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 
 
 def test_a_package_that_is_missing_is_named_with_the_cure(monkeypatch):

@@ -4,7 +4,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from rollout_engine.errors import LifecycleError
+from rollout_engine.base.errors import LifecycleError
 from rollout_engine.execution.executor import InlineExecutor
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_engine.errors import LifecycleError, RequestError, RolloutEngineError
+from rollout_engine.base.errors import LifecycleError, RequestError, RolloutEngineError
 from rollout_engine.execution.profiler import Profiler
 
 

@@ -5,13 +5,13 @@ import socket
 import pytest
 import torch
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import EngineDeadError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import EngineDeadError
+from rollout_engine.base.threads import start_thread
 from rollout_engine.execution import rank_main
 from rollout_engine.execution.rank_launcher import Rank
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_wire import Channel, Joined, RemoveAdapter
-from rollout_engine.threads import start_thread
 
 
 class Exchange:

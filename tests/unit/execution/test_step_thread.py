@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from rollout_engine.errors import RetryableError
+from rollout_engine.base.errors import RetryableError
 from rollout_engine.execution.step_thread import StepThread
 from tests.integration.sample_extensions import refuse_thread
 

@@ -5,11 +5,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from rollout_engine.base.errors import EngineDeadError, RolloutEngineError
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.local_client import LocalClient
-from rollout_engine.errors import EngineDeadError, RolloutEngineError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.fleet.balancer import Balancer

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.fleet import strategies
 from rollout_engine.fleet.balancer import STRATEGIES, Balancer
 from tests.unit.fleet.balancers import make, prompt_of, send

@@ -4,10 +4,10 @@ import msgspec
 import numpy as np
 
 from rollout_engine import PoolingParams, SamplingParams
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, Pooled, SequenceEnd
 from rollout_engine.fleet.actions import Abort, CatchUp, Fail, Send, Start, Stop
 from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.brain import MAX_FAILURES, Brain
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, Pooled, SequenceEnd
 
 
 def request_of(first, n=1):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rollout_engine import AsyncLLM, RequestError
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.sampling_params import SamplingParams
 from tests.unit.fleet.fake_fleet import make_service
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True, seed=1)

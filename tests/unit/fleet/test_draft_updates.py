@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from rollout_engine.base.errors import RetryableError, StaleVersionError, TransferTimeoutError
+from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.engine.calls import CallFuture
-from rollout_engine.errors import RetryableError, StaleVersionError, TransferTimeoutError
-from rollout_engine.outputs import UpdateReport
-from rollout_engine.sampling_params import SamplingParams
 from sync.checkpoint_names import CheckpointNames
 from tests.unit.fleet.fake_fleet import FakeClient, make_service
 

@@ -5,11 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from rollout_engine.base.errors import (
+    EngineDeadError,
+    LifecycleError,
+    RequestError,
+    RetryableError,
+    TransferTimeoutError,
+)
+from rollout_engine.base.lora_request import LoRAInfo
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RetryableError, TransferTimeoutError
 from rollout_engine.fleet.fleet_adapters import FleetAdapters
-from rollout_engine.lora_request import LoRAInfo
 from rollout_engine.testing import random_adapter, tiny_model
 
 

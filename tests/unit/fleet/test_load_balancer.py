@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from rollout_engine import LLM, ConfigError, EngineDeadError, LifecycleError, LoadBalancer, RequestError
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.sampling_params import SamplingParams
 from tests.forking import in_fork
 from tests.unit.fake_engine import make_engine
 from tests.unit.fleet.fake_fleet import make_service

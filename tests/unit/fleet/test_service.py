@@ -21,8 +21,8 @@ from rollout_engine import (
     RolloutPolicy,
     RolloutService,
 )
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.core.fake_executor import fake_pooled
-from rollout_engine.sampling_params import SamplingParams
 from tests.unit.fake_engine import make_engine
 from tests.unit.fleet.fake_fleet import make_service
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_engine.errors import WeightUpdateError
+from rollout_engine.base.errors import WeightUpdateError
 from rollout_engine.fleet.supervisor import Supervisor
 
 

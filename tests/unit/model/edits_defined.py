@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from rollout_engine.messages import NewSequence
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.messages import NewSequence
+from rollout_engine.base.sampling_params import SamplingParams
 
 VOCAB_SIZE = 23
 EOS = 2

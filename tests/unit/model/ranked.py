@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
 from rollout_engine.kernels.cpu import gemm
 from rollout_engine.model.cpu.backend import CpuBackend
 from rollout_engine.model.cpu.flat_batch import SequenceChunk

@@ -11,7 +11,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 from rollout_engine import EngineConfig, exact
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.execution import worker
 from rollout_engine.kernels.triton import availability
 from rollout_engine.model import backends

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from rollout_engine.errors import EngineDeadError
+from rollout_engine.base.errors import EngineDeadError
 from rollout_engine.process.authentication import make_token
 from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_socket import CoreSocket

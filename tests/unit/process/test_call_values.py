@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_engine.errors import RPCError, RPCTimeoutError
+from rollout_engine.base.errors import RPCError, RPCTimeoutError
 from rollout_engine.process import call_values
 from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.wire import WireError, failure_of

@@ -4,8 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout_engine.errors import RequestError
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, SequenceEnd
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, SequenceEnd
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.process.client_routing import (
     check_sequences,
     first_sequence_of,
@@ -13,7 +14,6 @@ from rollout_engine.process.client_routing import (
     sequences_of_client,
     split,
 )
-from rollout_engine.sampling_params import SamplingParams
 
 SECOND = 1 << 40
 

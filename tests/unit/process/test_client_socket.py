@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rollout_engine.errors import RequestError, RPCError
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs
+from rollout_engine.base.errors import RequestError, RPCError
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs
+from rollout_engine.base.sampling_params import MAX_PROMPT_LOGPROB_VALUES, SamplingParams
 from rollout_engine.process import client_socket
 from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.process_client import ProcessClient
 from rollout_engine.process.wire import Limits, Outputs
-from rollout_engine.sampling_params import MAX_PROMPT_LOGPROB_VALUES, SamplingParams
 from tests.faults.peers import READY
 
 

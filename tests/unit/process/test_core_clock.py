@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rollout_engine.messages import EngineCoreOutputs
+from rollout_engine.base.messages import EngineCoreOutputs
 from rollout_engine.process.core_clock import CoreClock, SharedClock
 from rollout_engine.process.wire import Abort, Call, Heartbeat, Outputs, Welcome
 from tests.faults.peers import READY

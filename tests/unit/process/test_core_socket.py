@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout_engine.errors import RPCError
-from rollout_engine.messages import EngineCoreOutputs, Pooled, PromptLogprobs, SequenceEnd
+from rollout_engine.base.errors import RPCError
+from rollout_engine.base.messages import EngineCoreOutputs, Pooled, PromptLogprobs, SequenceEnd
 from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.inbox import MAX_MESSAGES, ClientLeft, FromClient, Stop

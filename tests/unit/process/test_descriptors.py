@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from rollout_engine import EngineConfig
-from rollout_engine.errors import ConfigError, RetryableError
+from rollout_engine.base.errors import ConfigError, RetryableError
 from rollout_engine.process import descriptors
 from rollout_engine.process.authentication import read_token, show_token
 from rollout_engine.process.client_socket import ClientSocket

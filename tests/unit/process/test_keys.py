@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.process.keys import Keys, public_key
 
 

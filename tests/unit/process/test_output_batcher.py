@@ -2,9 +2,9 @@
 
 import pytest
 
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.process.output_batcher import HOLD_SECONDS, OutputBatcher
-from rollout_engine.sampling_params import SamplingParams
 
 OTHER = 1 << 40
 """First sequence of the second client."""

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import zmq
 
+from rollout_engine.base.messages import EngineCoreOutputs, PromptLogprobs
 from rollout_engine.engine.health import IoStats
-from rollout_engine.messages import EngineCoreOutputs, PromptLogprobs
 from rollout_engine.process.peers import Peers
 from rollout_engine.process.wire import Limits, Outputs, Reply
 

@@ -7,6 +7,10 @@ import sys
 import msgspec
 import pytest
 
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.cli.main import main
 from rollout_engine.cli.schedule_replay import replay
 from rollout_engine.core.config import CoreConfig
@@ -14,12 +18,8 @@ from rollout_engine.core.fake_executor import FakeExecutor
 from rollout_engine.core.scheduler import Scheduler
 from rollout_engine.engine import history
 from rollout_engine.engine.history import RecordedCore
-from rollout_engine.errors import RequestError
-from rollout_engine.messages import EngineCoreRequest
-from rollout_engine.pooling_params import PoolingInfo, PoolingParams
 from rollout_engine.process import post_mortem
 from rollout_engine.process.post_mortem import AddLine, CallLine, EndLine, LiveLine, StepLine
-from rollout_engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 1_000_003
 """So many that two samples hardly ever share a token by chance: a replay draws others."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rollout_engine.messages import EngineCoreOutputs, IdLogprobs, SequenceEnd
+from rollout_engine.base.messages import EngineCoreOutputs, IdLogprobs, SequenceEnd
 from rollout_engine.process.client_routing import NUM_ROWS, slices
 
 

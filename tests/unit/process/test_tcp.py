@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import zmq
 
-from rollout_engine.errors import ConfigError, EngineDeadError
+from rollout_engine.base.errors import ConfigError, EngineDeadError
 from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.keys import Keys

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from rollout_engine.errors import ManifestMismatchError, WeightUpdateError
-from rollout_engine.messages import UpdateOptions
+from rollout_engine.base.errors import ManifestMismatchError, WeightUpdateError
+from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.process import weight_rendezvous
 from rollout_engine.process.weight_client import WeightClient
 from rollout_engine.process.weight_rendezvous import Rendezvous, make_directory, remove_directories

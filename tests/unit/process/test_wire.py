@@ -7,9 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout_engine import errors
-from rollout_engine.errors import LifecycleError, RequestError, RPCError
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, SequenceEnd
+from rollout_engine.base import errors
+from rollout_engine.base.errors import LifecycleError, RequestError, RPCError
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, SequenceEnd
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.process import wire
 from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.wire import (
@@ -27,7 +28,6 @@ from rollout_engine.process.wire import (
     WireError,
     failure_of,
 )
-from rollout_engine.sampling_params import SamplingParams
 from tests.faults.peers import READY
 
 BIG, SMALL = np.arange(3000, dtype=np.float32).reshape(100, 30), np.arange(6, dtype=np.int32).reshape(2, 3)
@@ -223,7 +223,7 @@ def test_log_probs_of_ids_that_do_not_fit_their_sequences_are_no_message(sequenc
 
 
 def test_log_probs_of_ids_take_few_frames_none_too_long(monkeypatch):
-    monkeypatch.setattr("rollout_engine.messages._PIECE_VALUES", 2000)
+    monkeypatch.setattr("rollout_engine.base.messages._PIECE_VALUES", 2000)
     rows = {number: np.full(1 + number % 1500, number, np.float32) for number in range(3000)}
     rows[9999] = np.zeros(5000, np.float32)
     outputs = EngineCoreOutputs(1, id_logprobs=IdLogprobs.of(rows))

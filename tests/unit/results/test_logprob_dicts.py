@@ -5,8 +5,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from rollout_engine.errors import RequestError
-from rollout_engine.outputs import CompletionOutput, Logprob, RequestOutput
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.outputs import CompletionOutput, Logprob, RequestOutput
 from rollout_engine.testing import byte_tokenizer
 
 

@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout_engine.errors import EngineDeadError, RequestError
+from rollout_engine.base.errors import EngineDeadError, RequestError
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, SequenceEnd
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.faces.loop_waker import LoopWaker
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, SequenceEnd
 from rollout_engine.process.client_routing import slices
 from rollout_engine.results.open_streams import OpenStreams
-from rollout_engine.sampling_params import SamplingParams
 
 
 def request(number, **params):

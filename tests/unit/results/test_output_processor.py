@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, PromptLogprobs, SequenceEnd
-from rollout_engine.outputs import VersionSpan
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, PromptLogprobs, SequenceEnd
+from rollout_engine.base.outputs import VersionSpan
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.seeds import child_seed
 from rollout_engine.results.output_processor import OutputProcessor
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.seeds import child_seed
 
 FIRST_SEQUENCE = 40
 

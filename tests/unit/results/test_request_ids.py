@@ -2,9 +2,9 @@
 
 import pytest
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.results.request_ids import RequestIds, as_request_ids
-from rollout_engine.sampling_params import SamplingParams
 
 TWO = SamplingParams(n=2, stop=["ab"], max_tokens=20, ignore_eos=True)
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.results.output_processor import OutputProcessor
-from rollout_engine.sampling_params import SamplingParams
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_engine.sampling_params import MAX_PROMPT_LOGPROB_VALUES
+from rollout_engine.base.sampling_params import MAX_PROMPT_LOGPROB_VALUES
 from rollout_engine.serve import prompt_bounds
 
 LONG = list(range(3, 203))

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout_engine.outputs import RequestOutput, TokenTexts
+from rollout_engine.base.outputs import RequestOutput, TokenTexts
 from rollout_engine.serve.openai import prompt_rows as written
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
 from rollout_engine.testing import byte_tokenizer

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 from rollout_engine.serve.app import App
 from rollout_engine.text.request_templates import RequestTemplates
 

@@ -10,8 +10,8 @@ import time
 import httpx2
 import pytest
 
-from rollout_engine._version import VERSION
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.version import VERSION
 from rollout_engine.serve import generation, http_protocol
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.routes import ROUTES

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sync
 from rollout_engine import RolloutPolicy
-from rollout_engine.errors import ManifestMismatchError, StaleVersionError, WeightUpdateError
+from rollout_engine.base.errors import ManifestMismatchError, StaleVersionError, WeightUpdateError
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 
 

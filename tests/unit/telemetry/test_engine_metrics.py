@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.engine import driver
-from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.telemetry import logger_thread
 
 

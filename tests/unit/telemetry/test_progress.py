@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.telemetry import progress
 from rollout_engine.telemetry.progress import ProgressBar
 

@@ -10,10 +10,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from rollout_engine import LLM
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, LifecycleError, RequestError, StaleVersionError
-from rollout_engine.outputs import UpdateReport
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, LifecycleError, RequestError, StaleVersionError
+from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.telemetry.spans import OpenTelemetrySpans, spans_to
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout_engine.errors import ConfigError
-from rollout_engine.metrics import CoreMetrics, CoreStats, EngineMetrics, RequestStats
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.metrics import CoreMetrics, CoreStats, EngineMetrics, RequestStats
 from rollout_engine.telemetry import stat_loggers
 from rollout_engine.telemetry.stat_loggers import LogLine, PrometheusLogger, all_loggers
 

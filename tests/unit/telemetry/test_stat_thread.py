@@ -3,8 +3,8 @@
 import threading
 import time
 
-from rollout_engine.errors import CallTimeoutError
-from rollout_engine.metrics import StatLogger
+from rollout_engine.base.errors import CallTimeoutError
+from rollout_engine.base.metrics import StatLogger
 from rollout_engine.telemetry import stat_thread
 from rollout_engine.telemetry.stat_thread import StatThread
 

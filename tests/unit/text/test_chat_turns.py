@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.chat_turns import ChatTurns, RewrittenTurns
 from rollout_engine.text.tokenizer import TextCodec

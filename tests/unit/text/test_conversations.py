@@ -8,7 +8,7 @@ import torch
 from transformers import BatchEncoding
 
 from rollout_engine import LLM
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.input_processor import InputProcessor
 from rollout_engine.text.prompts import as_batch, check_chat_arguments, with_chat_options

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_engine.errors import RequestError
+from rollout_engine.base.errors import RequestError
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.shown_tools import first_unshown
 from rollout_engine.text.tokenizer import TextCodec

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.text.default_params import read_default_params
 
 

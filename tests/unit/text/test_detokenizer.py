@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.detokenizer import Detokenizer
 from rollout_engine.text.tokenizer import TextCodec

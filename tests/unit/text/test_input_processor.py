@@ -2,9 +2,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout_engine.errors import RequestError
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.seeds import mix
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.seeds import mix
 from rollout_engine.text.input_processor import InputProcessor, one_each
 
 MAX_MODEL_LEN, VOCAB_SIZE, EOS = 32, 259, 2

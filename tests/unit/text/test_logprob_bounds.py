@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.core.request_checks import CoreConfig, check_request
-from rollout_engine.errors import RequestError
-from rollout_engine.messages import EngineCoreRequest
-from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.text.input_processor import InputProcessor
 
 VOCAB_SIZE = 150_000

@@ -3,8 +3,8 @@ import regex
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout_engine.errors import RequestError
-from rollout_engine.sampling_params import STOP_REGEX_WINDOW, SamplingParams
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.sampling_params import STOP_REGEX_WINDOW, SamplingParams
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.detokenizer import Detokenizer
 from rollout_engine.text.stop_patterns import StopPatterns

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.detokenizer import Detokenizer
 from rollout_engine.text.text_stream import REPLACEMENT

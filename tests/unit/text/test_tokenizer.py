@@ -2,8 +2,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.tokenizer import TextCodec
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_engine.config import EngineConfig
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.faces.llm import LLM
-from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.testing import byte_tokenizer, tiny_checkpoint
 from rollout_engine.text.input_processor import InputProcessor
 from rollout_engine.text.tokenizer import TextCodec

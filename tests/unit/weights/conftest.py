@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_engine.messages import UpdateOptions
+from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.model.cpu.shadow_memory import CpuShadowMemory
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.weights.transaction import WeightUpdater

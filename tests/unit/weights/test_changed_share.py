@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import sync
 from rollout_engine import LLM
-from rollout_engine.messages import UpdateOptions
+from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from rollout_engine.testing.architectures import SIZES
 from rollout_engine.weights import changed_share, known_weights

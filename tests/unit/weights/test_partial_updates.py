@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import sync
-from rollout_engine import errors
-from rollout_engine.messages import UpdateOptions
+from rollout_engine.base import errors
+from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.model.cpu import shadow_memory
 from rollout_engine.weights.update import apply_update
 

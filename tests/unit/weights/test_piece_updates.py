@@ -7,7 +7,7 @@ import torch
 
 import sync
 from rollout_engine import LLM, errors
-from rollout_engine.messages import UpdateOptions
+from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.model.packing import changed_panels
 from rollout_engine.testing import tiny_model
 from rollout_engine.weights import known_weights

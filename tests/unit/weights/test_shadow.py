@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rollout_engine.errors import WeightUpdateError
+from rollout_engine.base.errors import WeightUpdateError
 from rollout_engine.model.cpu.shadow_memory import CpuShadowMemory
 from rollout_engine.weights.shadow import Shadow
 

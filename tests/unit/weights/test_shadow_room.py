@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_engine.errors import WeightUpdateError
+from rollout_engine.base.errors import WeightUpdateError
 from rollout_engine.model.cpu.shadow_memory import CpuShadowMemory
 
 

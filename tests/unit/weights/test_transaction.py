@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from rollout_engine.errors import LifecycleError
+from rollout_engine.base.errors import LifecycleError
 from sync.errors import ChecksumMismatch, ManifestMismatch, StaleVersion
 
 

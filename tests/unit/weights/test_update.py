@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from rollout_engine import errors
-from rollout_engine.messages import UpdateOptions
+from rollout_engine.base import errors
+from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.testing import tiny_model
 from rollout_engine.weights.update import apply_update, update_from_source
 from sync.base import WeightReceiver

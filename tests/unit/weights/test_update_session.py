@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rollout_engine.errors import DirtyWeightsError, LifecycleError, RetryableError
-from rollout_engine.metrics import CoreStats
+from rollout_engine.base.errors import DirtyWeightsError, LifecycleError, RetryableError
+from rollout_engine.base.metrics import CoreStats
 from rollout_engine.weights.update_session import UpdateSession
 from sync.base import WeightReceiver
 from sync.errors import SyncError, TransferTimeout

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from rollout_engine.errors import RequestError
-from rollout_engine.lora_request import LoRARequest
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.lora_request import LoRARequest
 from rollout_engine.model.adapters.peft_format import read_adapter
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.testing import random_adapter, save_adapter, tiny_model

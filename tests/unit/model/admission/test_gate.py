@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.cpu import build
 from rollout_engine.model.admission import gate
 from rollout_engine.model.admission.gate import admit, build_module

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
+from rollout_engine.base.lora_request import LoRARequest
 from rollout_engine.kernels.adapters import AdapterRows, AdapterTable
 from rollout_engine.kernels.cpu.build import load_kernels
 from rollout_engine.kernels.cpu.decoder import DecoderAdapters
-from rollout_engine.lora_request import LoRARequest
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.testing import random_adapter

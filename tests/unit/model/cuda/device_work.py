@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import sync
-from rollout_engine.messages import NewSequence, ScheduledSequence, UpdateOptions
+from rollout_engine.base.messages import NewSequence, ScheduledSequence, UpdateOptions
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.model.cuda import decode_graphs
 from rollout_engine.model.cuda.attention import CudaKVPool
 from rollout_engine.model.cuda.copy_stream import CudaCopyStream
@@ -28,7 +29,6 @@ from rollout_engine.model.cuda.weight_memory import CudaWeightMemory
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.sampling.logit_edits import LogitEdits
-from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.weights.copy_kernels import kernel_writer
 from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update import update_from_source

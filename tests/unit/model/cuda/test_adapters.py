@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import SamplingParams, exact
-from rollout_engine.errors import LifecycleError
+from rollout_engine.base.errors import LifecycleError
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.testing import random_adapter, tiny_checkpoint, tiny_model
 from tests.unit.model.cuda.test_engine import Rerun, graphs_by, runner_of

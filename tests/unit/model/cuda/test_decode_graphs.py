@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import nn
 
+from rollout_engine.base.messages import NewSequence, ScheduledSequence
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.triton.shared_prefix import SharedPrefixes
 from rollout_engine.kernels.triton.work import COLUMNS
-from rollout_engine.messages import NewSequence, ScheduledSequence
 from rollout_engine.model.cuda import captured_graphs, decode_graphs
 from rollout_engine.model.cuda.captured_graphs import GraphPool, NoRoomForGraph
 from rollout_engine.model.cuda.decode_graphs import DecodeGraphs, Variant
 from rollout_engine.model.cuda.decode_inputs import DecodeStep
 from rollout_engine.model.cuda.flat_columns import FlatColumns
 from rollout_engine.model.cuda.sequence_rows import SequenceRows
-from rollout_engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 10
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_engine.messages import NewSequence, ScheduledSequence
+from rollout_engine.base.messages import NewSequence, ScheduledSequence
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.model.cuda import sequence_rows
 from rollout_engine.model.cuda.decode_inputs import DecodeInputs, DecodeStep
 from rollout_engine.model.cuda.flat_columns import FlatColumns
 from rollout_engine.model.cuda.sequence_rows import SequenceRows
-from rollout_engine.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("num_blocks", [3, 7], ids=["travel with the step", "are too many and travel before it"])

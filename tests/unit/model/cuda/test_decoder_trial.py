@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.cuda import decoder_trial
 from rollout_engine.model.cuda.backend import runs_fused
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure

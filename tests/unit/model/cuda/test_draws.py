@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_engine import SamplingParams
-from rollout_engine.messages import NewSequence
+from rollout_engine.base.messages import NewSequence
 from rollout_engine.model.cuda import sampler
 from rollout_engine.model.cuda.draws import CudaDraws, Draws, DrawSettings, special_columns
 from rollout_engine.model.cuda.edit_records import EditRecords

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollout_engine import LLM, SamplingParams
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.execution import worker
 from rollout_engine.model import backends
 from rollout_engine.model.cuda import runner as runner_module
@@ -16,7 +17,6 @@ from rollout_engine.model.cuda.backend import CudaBackend
 from rollout_engine.model.cuda.pinned_upload import PinnedUpload
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.sampling import logit_rows
-from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing import random_adapter, spelled_token, spelling_state_dict
 from rollout_engine.testing.models import tiny_checkpoint, tiny_model
 from tests.fake_device.calls import CUDA

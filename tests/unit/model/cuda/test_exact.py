@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import SamplingParams, exact
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.triton import tiling
 from rollout_engine.model.cuda import runner
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rollout_engine.errors import LifecycleError, StepMemoryError
+from rollout_engine.base.errors import LifecycleError, StepMemoryError
 from rollout_engine.model.cuda import memory
 from rollout_engine.model.cuda.memory import ReleasableMemory
 

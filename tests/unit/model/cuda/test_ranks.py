@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from rollout_engine import LLM, ConfigError, EngineDeadError, SamplingParams
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.execution import device_rank_team, process_executor, rank_launcher, worker
 from rollout_engine.execution.rank_wire import CommitWeights, Meet, PackWeights, ReleaseKV, StageWeights, StartWeights
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model import backends
 from rollout_engine.model.cuda.backend import CudaBackend
 from rollout_engine.model.sampling import logit_rows
-from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing import random_adapter, tiny_checkpoint, tiny_model
 from tests.integration.test_remote_ranks import Elsewhere
 from tests.unit.model.cuda.conftest import OPTIONS

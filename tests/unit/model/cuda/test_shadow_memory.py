@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_engine.errors import WeightUpdateError
+from rollout_engine.base.errors import WeightUpdateError
+from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.kernels.triton.copies import _Part
-from rollout_engine.messages import UpdateOptions
 from rollout_engine.model.cuda.copy_stream import CudaCopyStream, HostCopyStream
 from rollout_engine.model.cuda.pinned_upload import PinnedUpload
 from rollout_engine.model.cuda.shadow_memory import CudaShadowMemory

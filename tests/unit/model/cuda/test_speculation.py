@@ -3,10 +3,10 @@
 import pytest
 
 from rollout_engine import SamplingParams
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.execution.step_costs import measure_steps
 from rollout_engine.model.cuda.largest_step import run_largest_step
 from rollout_engine.model.cuda.sampler import CudaSampler
-from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.testing import tiny_model
 from tests.parity.test_speculation import describe
 

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.cpu.flat_batch import SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.row_invariance import make_row_invariant

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.loading.vocabulary import first_difference
 
 BYTE_PAIRS = {"model": {"vocab": {"a": 0, "b": 1, "c": 2}}, "added_tokens": [{"id": 3, "content": "<end>"}]}

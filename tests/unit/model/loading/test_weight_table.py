@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.loading.checkpoint import read_entries
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.construct import construct

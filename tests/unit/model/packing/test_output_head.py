@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_engine.errors import ConfigError
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.cpu import build
 from rollout_engine.model.cpu.row_invariance import make_row_invariant
 from rollout_engine.model.packing.output_head import has_float32_head, set_float32_head

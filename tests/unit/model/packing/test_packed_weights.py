@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from rollout_engine.errors import LifecycleError
+from rollout_engine.base.errors import LifecycleError
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import build
 from rollout_engine.model.cpu.row_invariance import RowInvariantMLP, make_row_invariant

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_engine.messages import ModelRunnerOutput, NewSequence
+from rollout_engine.base.messages import ModelRunnerOutput, NewSequence
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.model.sampling import logit_rows
 from rollout_engine.model.sampling.draw_pieces import joined, sample_rows
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
 from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampling_batch import SamplingBatch
-from rollout_engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 300
 PARAMS = [

@@ -6,13 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout_engine.base.messages import NewSequence
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.kernels.token_logprobs import token_logprobs
-from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampler import ranks_of, sample
 from rollout_engine.model.sampling.sampling_batch import SamplingBatch
-from rollout_engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 150
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.model.sampling import sampler
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.row_edits import RowEdits, edit
 from rollout_engine.model.sampling.sampler import sample
 from rollout_engine.model.sampling.sampling_batch import SamplingBatch
-from rollout_engine.sampling_params import SamplingParams
 from tests.unit.model.edits_defined import EOS, VOCAB_SIZE, sequence, slow_edit, some_params, tokens
 
 

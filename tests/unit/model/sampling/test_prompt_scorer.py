@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from rollout_engine.messages import NewSequence, ScheduledSequence
+from rollout_engine.base.messages import NewSequence, ScheduledSequence
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
-from rollout_engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 11
 PROMPT = [3, 1, 4, 1, 5, 9, 2]

@@ -8,11 +8,11 @@ import torch
 from scipy import stats
 
 from rollout_engine import SamplingParams
+from rollout_engine.base.messages import NewSequence
 from rollout_engine.grammars import compiler
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.tokenizer_file import serialized
 from rollout_engine.grammars.vocabulary import Vocabulary
-from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampler import NONE_LEFT, sample

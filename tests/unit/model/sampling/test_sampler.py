@@ -3,14 +3,14 @@ import pytest
 import torch
 from scipy import stats
 
+from rollout_engine.base.messages import NewSequence
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.kernels.draw import CHUNK, draw
 from rollout_engine.kernels.token_logprobs import row_temperatures, token_logprobs
-from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampler import sample
 from rollout_engine.model.sampling.sampling_batch import SamplingBatch
-from rollout_engine.sampling_params import SamplingParams
 
 NUM_DRAWS = 200_000
 ALPHA = 1e-6

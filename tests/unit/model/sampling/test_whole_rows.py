@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.draw import draw
 from rollout_engine.kernels.rng import uniforms
 from rollout_engine.kernels.row_stats import UniformsOf
 from rollout_engine.model.sampling.sampler import BAD_LOGITS, sample
 from rollout_engine.model.sampling.sampling_batch import SamplingBatch
-from rollout_engine.sampling_params import SamplingParams
 
 SEEDS = [3, 2**64 - 1, 7, 0, 11]
 PARAMS = [SamplingParams(temperature=t, logprobs=0) for t in (1.0, 0.0, 0.5, 2.0, 1.0)]

@@ -2,7 +2,7 @@
 
 import random
 
-from rollout_engine.messages import ScheduledSequence
+from rollout_engine.base.messages import ScheduledSequence
 from rollout_engine.model.sequences.block_tables import BlockTableMatrix
 
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from rollout_engine.messages import NewSequence, SchedulerOutput
+from rollout_engine.base.messages import NewSequence, SchedulerOutput
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
 from rollout_engine.model.sequences.sequence_states import SequenceStates
-from rollout_engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 300
 

@@ -1,0 +1,1 @@
+"""Settings, messages, errors and small shared types; no torch."""

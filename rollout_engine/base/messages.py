@@ -1,0 +1,372 @@
+"""Messages between front end, core and model runner, typed. New fields go last and have a default.
+
+                add_request                    execute
+    front end ───────────────> EngineCore ───────────────> ModelRunner
+              EngineCoreRequest            SchedulerOutput
+              <─────────────── (scheduler) <───────────────
+              EngineCoreOutputs            ModelRunnerOutput
+
+Core and runner know sequences by ids that the front end counts up: sample i of a request is sequence
+`first_sequence_id + i`. Request ids stay in the front end.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Literal, get_args
+
+import msgspec
+import numpy as np
+
+from rollout_engine.base.errors import WeightUpdateError, refused
+from rollout_engine.base.outputs import FinishReason
+from rollout_engine.base.pooling_params import PoolingParams
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.structs import plain
+
+MAX_CACHE_SALT_BYTES = 1_024
+"""Longest cache salt, as UTF-8."""
+
+
+class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt, ready for the core: ids checked, seeds and stop ids resolved."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    """`params.max_tokens` resolved against `max_model_len`."""
+    seed: int
+    """Sequence seed of sample 0; sample i uses `child_seed(seed, i)`."""
+    first_sequence_id: int
+    """Sample i is sequence `first_sequence_id + i`. The front end uses no id twice."""
+    eos_token_ids: list[int] = []
+    """The checkpoint's end ids, empty with `ignore_eos`."""
+    priority: int = 0
+    """Lower runs first; ties by arrival."""
+    cache_salt: str = ""
+    """Prompts share KV only with prompts of the same salt."""
+    bad_words: list[list[int]] = []
+    """`params.bad_words` as token ids, every spelling of each."""
+    output_token_ids: list[int] = []
+    """Tokens that the only sample has already, from an engine that is gone: it goes on behind them as if it had sampled
+    them here. They are not returned again. Only with `params.n` == 1 and without `prompt_logprobs`."""
+    pooling: PoolingParams | None = None
+    """The request pools its prompt instead of sampling: `params.n` is 1 and `max_tokens` 0."""
+    lora: str = ""
+    """Name of the adapter that it runs under; "": the base model."""
+
+
+class SequenceEnd(msgspec.Struct):
+    """The end of one sequence. Its last token, if the step brought one, is in the columns."""
+
+    sequence_id: int
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+    """The stop id; None for the checkpoint's end token."""
+    error: str | None = None
+    is_given_up: bool = False
+    """Whether the engine itself ends, and aborts it for that alone: another engine may go on with it."""
+
+
+class PromptLogprobs(msgspec.Struct):
+    """Log-probs of a prompt's P tokens, NaN for the first."""
+
+    logprobs: np.ndarray
+    """float32 [P]."""
+    top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+    """(int32 [P, k], float32 [P, k]), the first row -1 and NaN; None where k is 0."""
+    ranks: np.ndarray | None = None
+    """int32 [P], of the prompt's own tokens: 1 for the most likely one, ties to the lowest id, 0 for the first. Model
+    runners always give them."""
+
+
+class Pooled(msgspec.Struct):
+    """Result of a pooling request."""
+
+    data: np.ndarray
+    """float32, in a shape of `PoolingParams`."""
+    kv_min_version: int
+    """Oldest version among the KV that it attended."""
+
+
+_PIECE_VALUES = 1 << 22
+"""Values in 16 MiB, well below the longest frame that a wire takes."""
+
+
+class IdLogprobs(msgspec.Struct):
+    """Log-probs of the token ids that some sequences asked for, in place of the one token that each gained."""
+
+    sequence_ids: list[int]
+    widths: list[int]
+    """Number of values of each sequence."""
+    pieces: list[np.ndarray]
+    """float32, all sequences end to end, each whole in one piece."""
+
+    def __post_init__(self) -> None:
+        ends, piece_ends = (set(accumulate(sizes)) for sizes in (self.widths, map(len, self.pieces)))
+        fits = max(ends, default=0) == max(piece_ends, default=0) and piece_ends <= ends
+        if not fits or len(self.sequence_ids) != len(self.widths) or min(self.widths, default=0) < 1:
+            raise ValueError("id_logprobs: sequence_ids, widths and pieces do not fit each other")
+
+    @classmethod
+    def of(cls, rows: Mapping[int, np.ndarray]) -> "IdLogprobs | None":
+        """Pack a map of sequence id -> float32 [width]; None if it is empty."""
+        if not rows:
+            return None
+        pieces: list[list[np.ndarray]] = [[]]
+        size = 0
+        for row in rows.values():
+            if size and size + len(row) > _PIECE_VALUES:
+                pieces.append([])
+                size = 0
+            pieces[-1].append(row)
+            size += len(row)
+        return cls(list(rows), [len(row) for row in rows.values()], [np.concatenate(piece) for piece in pieces])
+
+    def rows(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (sequence id, float32 [width])."""
+        pieces = iter(self.pieces)
+        piece = np.empty(0, np.float32)
+        for sequence, width in zip(self.sequence_ids, self.widths, strict=True):
+            piece = piece if len(piece) else next(pieces)
+            row, piece = piece[:width], piece[width:]
+            yield sequence, row
+
+
+class EngineCoreOutputs(msgspec.Struct):
+    """Outputs of one step: columns over the N sequences that gained a token, and the few that ended."""
+
+    policy_version: int
+    """Version that sampled all N tokens."""
+    sequence_ids: list[int] = []
+    """[N], `EngineCoreRequest.first_sequence_id` + sample index; each at most once."""
+    token_ids: list[int] = []
+    """[N]."""
+    kv_min_versions: list[int] = []
+    """[N], the oldest version among the KV that each token attended."""
+    logprobs: list[float] | None = None
+    """[N]; a column is None when no request of the step asked for it, and holds anything for those that did not."""
+    kept_logprob_mass: list[float] | None = None
+    """[N]."""
+    top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+    """(int32 [N, K], float32 [N, K]) with K the largest k asked."""
+    ended: list[SequenceEnd] = []
+    """Ends, also of sequences without a token in this step: aborted or failed."""
+    num_cached_tokens: dict[int, int] = {}
+    """`first_sequence_id` -> prompt tokens found in the prefix cache: in the outputs of the request's first step, and
+    perhaps again."""
+    start_time: float = 0.0
+    """When the step began, seconds on the system's monotonic clock: filled in by the caller of `EngineCore.step`."""
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    """`first_sequence_id` -> log-probs of its prompt, with the first tokens of a request that asked for them."""
+    sampled_ranks: np.ndarray | None = None
+    """int32 [N], 1 for the most likely token; None when no request of the step asked for more than its log-prob."""
+    id_logprobs: IdLogprobs | None = None
+    """Values of the sequences that asked; None when none did."""
+    pooled: dict[int, Pooled] = {}
+    """Sequence id -> result of a pooling request; its end comes with it, or with later outputs."""
+    routed_experts: np.ndarray | None = None
+    """uint8 or int16 [N, L, k]: experts of the token before each; None when no request of the step asked."""
+    prompt_routed_experts: dict[int, np.ndarray] = {}
+    """`first_sequence_id` -> those of its prompt's tokens but the last, [P - 1, L, k], with the first tokens of a
+    request that asked; perhaps again."""
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Keep only these of the N rows in every column. Lists and arrays are replaced, not changed."""
+        for name in ("sequence_ids", "token_ids", "kv_min_versions", "logprobs", "kept_logprob_mass"):
+            column = getattr(self, name)
+            if column is not None:
+                setattr(self, name, [column[row] for row in rows])
+        if self.top_logprobs is not None:
+            ids, values = self.top_logprobs
+            self.top_logprobs = ids[rows], values[rows]
+        if self.sampled_ranks is not None:
+            self.sampled_ranks = self.sampled_ranks[rows]
+        if self.routed_experts is not None:
+            self.routed_experts = self.routed_experts[rows]
+        if self.id_logprobs is not None:
+            values_of = dict(self.id_logprobs.rows())
+            self.id_logprobs = IdLogprobs.of({id: values_of[id] for id in self.sequence_ids if id in values_of})
+
+
+class NewSequence(msgspec.Struct):
+    """The full state of a sequence that is new to the runner, or returns after preemption."""
+
+    sequence_id: int
+    token_ids: list[int]
+    """Prompt and tokens sampled so far. The list is the runner's own: it appends what it samples."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    """This sequence's own seed."""
+    eos_token_ids: list[int] = []
+    bad_words: list[list[int]] = []
+    """Token ids of which the last must not complete the rest."""
+    pooling: PoolingParams | None = None
+    """Its prompt is pooled, and nothing sampled."""
+    adapter_slot: int = -1
+    """Where the runner has its adapter; -1: it runs under the base model."""
+
+
+class ScheduledSequence(msgspec.Struct, gc=False):
+    """Work of one sequence in one step: compute `num_scheduled_tokens` tokens from `num_computed_tokens` on."""
+
+    sequence_id: int
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    block_ids: list[int]
+    """Block table entries from `first_block` on: those that the runner does not have yet, or that have changed."""
+    first_block: int = 0
+    draft_token_ids: list[int] = []
+    """Guesses at the next tokens, the last of the scheduled ones: a token is drawn behind each, and those up to the
+    first that differs from its guess are kept."""
+
+
+class SampleTask(msgspec.Struct, gc=False):
+    """Draw one token for `sequence_id` from the logits of the last scheduled token of `scheduled[row]`.
+
+    Several tasks share a row when the prompt of n samples has just been computed.
+    """
+
+    sequence_id: int
+    row: int
+
+
+class SchedulerOutput(msgspec.Struct):
+    """The work of one step, in this order: drop `finished_sequence_ids`, add `new`, copy blocks, compute, sample."""
+
+    step: int
+    policy_version: int
+    finished_sequence_ids: list[int]
+    """Sequences whose state the runner releases (ended or preempted)."""
+    new: list[NewSequence]
+    block_copies: list[tuple[int, int]]
+    """(source, destination) block ids, whole blocks, copied before anything is computed."""
+    scheduled: list[ScheduledSequence]
+    samples: list[SampleTask]
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens of all `scheduled` sequences."""
+        return sum(s.num_scheduled_tokens for s in self.scheduled)
+
+
+class ModelRunnerOutput(msgspec.Struct):
+    """The tokens of each `SchedulerOutput.samples` entry, in order, as columns: one each, more behind right drafts."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """In each request's own mode; None when no request of the step asked."""
+    kept_logprob_mass: list[float] | None = None
+    """Log of the kept mass; 0.0 for requests without truncation. None when no request of the step truncates."""
+    top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+    """(int32 [N, K], float32 [N, K]) with K the largest k asked; None when nobody asked."""
+    errors: dict[int, str] = {}
+    """Sample index -> why that sequence cannot go on (for example NaN logits); its token id is -1."""
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    """Index into `SchedulerOutput.scheduled` -> log-probs of that prompt, in the step that completes it."""
+    sampled_ranks: np.ndarray | None = None
+    """int32 [N], 1 for the most likely token, 0 for requests that did not ask; None when nobody asked."""
+    id_logprobs: dict[int, np.ndarray] = {}
+    """Sample index -> float32 log-probs of the ids that its request asked for, all of the vocabulary's included."""
+    num_drawn: list[int] | None = None
+    """Tokens of each sample: they stand end to end in all columns, and a "sample index" counts them. None: one each."""
+    pooled: dict[int, np.ndarray] = {}
+    """Index into `SchedulerOutput.scheduled` -> float32 result of a pooling request, in the step that completes it."""
+    routed_experts: np.ndarray | None = None
+    """uint8 or int16 [N, L, k]: experts of the token behind which each was drawn; None when nobody asked."""
+    prompt_routed_experts: dict[int, np.ndarray] = {}
+    """Index into `SchedulerOutput.scheduled` -> those of the tokens before, in the step that completes a prompt."""
+
+
+UpdateMode = Literal["keep", "wait", "abort"]
+"""Treatment of requests in flight at a weight update: go on under the new weights, finish first, or end now."""
+KvMode = Literal["keep", "recompute"]
+"""Treatment of their KV: keep it, or compute it again."""
+Staging = Literal["auto", "shadow", "inplace"]
+
+
+class KeptSamples(msgspec.Struct):
+    """Finished samples of P prompts to draft tokens from (`core.draft_index`), the prompt seen last at the end.
+
+    Each sample is preceded by the last tokens of its prompt, three at most, behind which drafts are looked up.
+    """
+
+    prompt_keys: np.ndarray
+    """uint8 [P, 16], blake2b-128 of each prompt and its cache salt (`draft_index.prompt_key`)."""
+    num_samples: np.ndarray
+    """int64 [P], samples of each prompt, 1 at least; the newest last."""
+    lengths: np.ndarray
+    """int64 [S], tokens of each sample, 1 at least."""
+    token_ids: np.ndarray
+    """uint32 [T], the samples end to end."""
+
+    def __post_init__(self) -> None:
+        num_prompts, counts = len(self.num_samples), (self.num_samples, self.lengths)
+        fits = self.prompt_keys.shape == (num_prompts, 16) and self.prompt_keys.dtype == np.uint8
+        fits = fits and all(each.ndim == 1 and each.dtype == np.int64 for each in counts)
+        fits = fits and self.token_ids.ndim == 1 and self.token_ids.dtype == np.uint32
+        for each, total in zip(counts, (self.lengths, self.token_ids), strict=True):
+            fits = fits and not (each < 1).any() and not (each > len(total)).any() and int(each.sum()) == len(total)
+        if not fits:
+            raise ValueError("kept samples: prompt_keys, num_samples, lengths and token_ids do not fit each other")
+
+    @classmethod
+    def of(cls, prompts: Iterable[tuple[bytes, Sequence[Any]]]) -> "KeptSamples":
+        """Pack (key, samples) of each prompt; each sample an array of uint32, or what becomes one."""
+        prompts = list(prompts)
+        samples = [np.asarray(sample, np.uint32) for _, each in prompts for sample in each]
+        return cls(
+            np.frombuffer(b"".join(key for key, _ in prompts), np.uint8).reshape(-1, 16),
+            np.array([len(each) for _, each in prompts], np.int64),
+            np.array([len(sample) for sample in samples], np.int64),
+            np.concatenate([np.empty(0, np.uint32), *samples]),
+        )
+
+    def prompts(self) -> Iterator[tuple[bytes, list[np.ndarray]]]:
+        """Yield (key, samples) of each prompt, samples as views of `token_ids`."""
+        ends = np.cumsum(self.lengths)
+        samples = np.split(self.token_ids, ends[:-1]) if len(ends) else []
+        starts = np.cumsum(self.num_samples) - self.num_samples
+        for key, start, count in zip(self.prompt_keys, starts.tolist(), self.num_samples.tolist(), strict=True):
+            yield key.tobytes(), samples[start : start + count]
+
+
+class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a weight update is carried out: the arguments of `update_weights`, which explains them."""
+
+    mode: UpdateMode = "keep"
+    kv: KvMode = "keep"
+    staging: Staging = "auto"
+    reset_version: bool = False
+    allow_nonfinite: bool = False
+    timeout: float = 300.0
+    """Seconds."""
+    transport: str | None = None
+    """None: the engine's own choice."""
+    partial: bool = False
+    delta: bool = True
+    draft: bool = False
+    """The weights are the draft model's."""
+
+    @classmethod
+    def checked(cls, **values: Any) -> "UpdateOptions":
+        """Check types and values. Raises `WeightUpdateError` naming the option that is not allowed."""
+        values, defaults = plain(values), cls()
+        for name, kind in (("mode", UpdateMode), ("kv", KvMode), ("staging", Staging)):
+            if name in values and values[name] not in get_args(kind):
+                raise WeightUpdateError(refused(name, values[name], f"one of {', '.join(map(repr, get_args(kind)))}"))
+        for name, value in values.items():
+            if isinstance(getattr(defaults, name, None), bool) and not isinstance(value, bool):
+                raise WeightUpdateError(refused(name, value, "True or False"))
+        timeout = values.get("timeout", defaults.timeout)
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
+            raise WeightUpdateError(refused("timeout", timeout, "seconds in (0, 1e6]"))
+        try:
+            options = msgspec.convert(values, cls)
+        except msgspec.ValidationError as problem:
+            raise WeightUpdateError(f"update_weights: {problem}.") from None
+        for name in ("mode", "kv") if options.draft else ():
+            if getattr(options, name) != "keep":
+                what = f"{name}={getattr(options, name)!r} does not go with draft=True"
+                raise WeightUpdateError(f"update_weights: {what}: requests go on as they are. Leave {name} out.")
+        return options

@@ -1,0 +1,250 @@
+"""Conversion of outputs to the TensorDict that trainers read, and the definition of its keys.
+
+B sequences, group-major; P, R, T: longest prompt, response, prompt + response; N tokens in all.
+
+    key                                       padded   packed
+    ("tokens", "prompt")                      [B, P]   [1, sum P]   int64; padded on the left
+    ("tokens", "response")                    [B, R]   [1, sum R]   int64; sampled ids, end token included
+    ("tokens", "full")                        [B, T]   [1, N]       int64
+    ("masks", "all_attention_mask")           [B, T]   [1, N]       bool; real tokens of full
+    ("masks", "all_assistant_mask")           [B, T]   [1, N]       bool; tokens the policy sampled
+    ("masks", "prompt")                       [B, P]   [1, sum P]   bool; real tokens of prompt
+    ("masks", "response")                     [B, R]   [1, sum R]   bool; real tokens of response
+    ("log_probs", "response"), ("…", "full")  [B, R], [B, T] …      float32; 0 outside the mask
+    "kept_logprob_mass"                       [B, R]   [1, sum R]   float32; only where top-k, top-p or min-p cut
+    "policy_version", "kv_min_version"        [B, T]   [1, N]       int64; -1 outside the assistant mask
+    "routed_experts"                          [B, T, L, k]          int16; experts of each token in the L layers with a
+                                                       [1, N, L, k] router, -1 where it was not computed: the last of a
+                                                                    sequence; only with return_routed_experts
+    "group_id", "sample_index", "seed"        [B]                   int64
+    "num_prompt_tokens"                       [B]                   int64; where the response begins in full
+    "num_dropped"                             [B]                   int64; samples of its group that were started and
+                                                                    dropped; only with oversample
+    "truncated"                               [B, 1]                bool; cut off, by max_tokens or an abort
+    "finish_reason", ("text", "prompt"), ("text", "response"), columns   [B]   one Python object per sequence
+    ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards. done: the sample
+                                                                    was not cut off (finish_reason "stop")
+    ("rewards", NAME)                         [B, 1]                float32, of each function where there is a list of
+                                                                    them; NaN where it does not apply
+    ("masks", "turn")                         [B, T]   [1, N]       int64; only of episodes
+    "cu_seqlens"                                       [B + 1]      int32; where each sequence of full starts
+
+Padding is `pad_token_id` for tokens. The padded layout has batch size [B], the packed one [].
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack
+from torch import Tensor
+
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput, VersionSpan
+from rollout_engine.batches.summary import RolloutBatch
+
+Layout = Literal["padded", "packed"]
+
+
+def rollout_batch(
+    outputs: Sequence[RequestOutput],
+    *,
+    pad_token_id: int,
+    group_ids: Sequence[int] | None = None,
+    columns: Mapping[str, Sequence[Any]] | None = None,
+    rewards: Sequence[Sequence[float]] | None = None,
+    function_rewards: Mapping[str, Sequence[Sequence[float | None]]] | None = None,
+    oversampled: bool = False,
+    turns: Sequence[np.ndarray] | None = None,
+    layout: Layout = "padded",
+) -> RolloutBatch:
+    """Build one TensorDict from finished outputs, with the keys of the table above.
+
+    Args:
+        outputs: one per prompt, with log-probs; every sample becomes a sequence.
+        pad_token_id: padding of the tokens.
+        group_ids: one per prompt; default 0, 1, 2, ...
+        columns: name -> one value per prompt, repeated for its samples.
+        rewards: per prompt, one number per sample.
+        function_rewards: name -> the same for one reward function; None where it does not apply.
+        oversampled: add "num_dropped".
+        turns: per sequence int64 [response]: turn of a sampled token, -1 of any other (log-prob 0, version -1).
+        layout: "padded", or "packed" (all sequences end to end in one row, without padding).
+
+    `SamplingParams(seed=int(batch["seed"][row]), n=1)` replays a sequence. Seeds have 64 bits, so int64 holds the upper
+    half as negative numbers, which `SamplingParams` accepts.
+    Raises `RequestError` for an unknown layout and for outputs without log-probs.
+    """
+    check_layout(layout)
+    samples = [sample for output in outputs for sample in output.outputs]
+    rows = _repeated(range(len(outputs)), outputs)
+    prompts = _repeated([np.array(output.prompt_token_ids, np.int64) for output in outputs], outputs)
+    responses = [np.array(sample.token_ids, np.int64) for sample in samples]
+    num_prompt, num_response = (np.array([*map(len, parts)], np.int64) for parts in (prompts, responses))
+    masks = _masks(num_prompt, num_response, layout, turns)
+
+    batch_size = [len(samples)] if layout == "padded" else []
+    batch = RolloutBatch(_token_keys(prompts, responses, samples, masks, pad_token_id), batch_size=batch_size)
+    batch["group_id"] = _tensor(np.array(range(len(outputs)) if group_ids is None else group_ids, np.int64)[rows])
+    batch["sample_index"] = _tensor(np.array([sample.index for sample in samples], np.int64))
+    batch["seed"] = _tensor(np.array([sample.seed for sample in samples], np.uint64).view(np.int64))
+    batch["num_prompt_tokens"] = _tensor(num_prompt)
+    if oversampled:
+        batch["num_dropped"] = torch.tensor([outputs[row].num_dropped for row in rows], dtype=torch.int64)
+    batch["truncated"] = ~(done := _done(samples))
+    batch["finish_reason"] = NonTensorStack(*(sample.finish_reason for sample in samples))
+    batch["text", "prompt"] = NonTensorStack(*(outputs[row].prompt for row in rows))
+    batch["text", "response"] = NonTensorStack(*(sample.text for sample in samples))
+    for name, values in (columns or {}).items():
+        batch[name] = NonTensorStack(*(values[row] for row in rows))
+    if rewards is not None:
+        batch["next", "reward"] = torch.tensor([*itertools.chain(*rewards)], dtype=torch.float32).unsqueeze(-1)
+        batch["next", "done"] = done
+    for name, each in (function_rewards or {}).items():
+        batch["rewards", name] = _nan_for_none(itertools.chain(*each))
+    if layout == "packed":
+        batch["cu_seqlens"] = _tensor(np.cumsum([0, *(num_prompt + num_response)], dtype=np.int32))
+    return batch
+
+
+def check_layout(layout: str) -> None:
+    """Raise `RequestError` for an unknown layout."""
+    if layout not in get_args(Layout):
+        raise RequestError.for_field("layout", layout, " or ".join(map(repr, get_args(Layout))))
+
+
+class _Masks(NamedTuple):
+    """bool masks in the shape of the layout; their True places, row by row, are in the order of the tokens."""
+
+    prompt: np.ndarray
+    response: np.ndarray
+    full: np.ndarray
+    after: np.ndarray
+    """The response, within full."""
+    assistant: np.ndarray
+    turn: np.ndarray | None = None
+    """int64, not bool: the turn of each token of full, -1 outside the assistant mask."""
+
+
+def _masks(
+    num_prompt: np.ndarray, num_response: np.ndarray, layout: Layout, turns: Sequence[np.ndarray] | None
+) -> _Masks:
+    masks = _spans(num_prompt, num_response, layout)
+    if turns is None:
+        return masks
+    turn = np.full(masks.after.shape, -1)
+    turn[masks.after] = _joined(list(turns), np.int64)
+    return masks._replace(assistant=turn >= 0, turn=turn)
+
+
+def _spans(num_prompt: np.ndarray, num_response: np.ndarray, layout: Layout) -> _Masks:
+    if layout == "packed":
+        lengths = np.stack([num_prompt, num_response], axis=1).reshape(-1)
+        after = np.repeat(np.tile([False, True], len(num_prompt)), lengths)[None]
+        prompt, response, full = (np.ones((1, int(n.sum())), bool) for n in (num_prompt, num_response, lengths))
+        return _Masks(prompt, response, full, after, after)
+    p, r = num_prompt[:, None], num_response[:, None]
+    width = int(num_prompt.max(initial=0))
+    at = np.arange(int((num_prompt + num_response).max(initial=0)))
+    response = at[: int(num_response.max(initial=0))] < r
+    after = (at >= p) & (at < p + r)
+    return _Masks(np.arange(width) >= width - p, response, at < p + r, after, after)
+
+
+def _token_keys(
+    prompts: list[np.ndarray],
+    responses: list[np.ndarray],
+    samples: list[CompletionOutput],
+    masks: _Masks,
+    pad_token_id: int,
+) -> dict[str, Any]:
+    full = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+    logprobs = _joined([_logprobs(sample) for sample in samples], np.float32)
+    policy_version, kv_min_version = _versions(samples)
+    keys: dict[str, Any] = {
+        "tokens": {
+            "prompt": _placed(masks.prompt, _joined(prompts, np.int64), pad_token_id),
+            "response": _placed(masks.response, _joined(responses, np.int64), pad_token_id),
+            "full": _placed(masks.full, _joined(full, np.int64), pad_token_id),
+        },
+        "masks": {
+            "all_attention_mask": _tensor(masks.full),
+            "all_assistant_mask": _tensor(masks.assistant),
+            "prompt": _tensor(masks.prompt),
+            "response": _tensor(masks.response),
+        },
+        "log_probs": {
+            "response": _placed(masks.response, logprobs, 0.0),
+            "full": _placed(masks.after, logprobs, 0.0),
+        },
+        "policy_version": _placed(masks.after, policy_version, -1),
+        "kv_min_version": _placed(masks.after, kv_min_version, -1),
+    }
+    if masks.turn is not None:
+        keys["masks"]["turn"] = _tensor(masks.turn)
+    if any(sample.kept_logprob_mass is not None for sample in samples):
+        kept = [_or_zeros(sample.kept_logprob_mass, sample) for sample in samples]
+        keys["kept_logprob_mass"] = _placed(masks.response, _joined(kept, np.float32), 0.0)
+    if any(sample.routed_experts is not None for sample in samples):
+        num_tokens = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+        keys["routed_experts"] = _placed(masks.full, _routed_experts(samples, num_tokens), -1)
+    return keys
+
+
+def _logprobs(sample: CompletionOutput) -> np.ndarray:
+    if sample.logprobs is None and sample.token_ids:
+        raise RequestError.for_field("logprobs", None, "set for rollouts", "logprobs=0 is cheap.")
+    return _or_zeros(sample.logprobs, sample)
+
+
+def _routed_experts(samples: list[CompletionOutput], num_tokens: list[int]) -> np.ndarray:
+    """int16 [sum of num_tokens, L, k], all sequences end to end, -1 where there are none."""
+    shape = next(sample.routed_experts.shape[1:] for sample in samples if sample.routed_experts is not None)
+    rows = np.full((sum(num_tokens), *shape), -1, np.int16)
+    for sample, end, num in zip(samples, itertools.accumulate(num_tokens), num_tokens, strict=True):
+        if sample.routed_experts is not None:
+            rows[end - num : end - num + len(sample.routed_experts)] = sample.routed_experts
+    return rows
+
+
+def _or_zeros(values: np.ndarray | None, sample: CompletionOutput) -> np.ndarray:
+    return np.zeros(len(sample.token_ids), np.float32) if values is None else values
+
+
+def _versions(samples: list[CompletionOutput]) -> tuple[np.ndarray, np.ndarray]:
+    """(policy_version, kv_min_version) of every sampled token, int64, all samples end to end."""
+    spans: list[VersionSpan] = [span for sample in samples for span in sample.version_spans]
+    lengths = [span.end - span.start for span in spans]
+    assert sum(lengths) == sum(len(sample.token_ids) for sample in samples), "version spans do not tile the tokens"
+    columns = np.array([(span.policy_version, span.kv_min_version) for span in spans], np.int64).reshape(-1, 2)
+    policy_version, kv_min_version = np.repeat(columns, lengths, axis=0).T
+    return policy_version, kv_min_version
+
+
+def _done(samples: list[CompletionOutput]) -> Tensor:
+    return torch.tensor([sample.finish_reason == "stop" for sample in samples], dtype=torch.bool).unsqueeze(-1)
+
+
+def _nan_for_none(values: Iterable[float | None]) -> Tensor:
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32).unsqueeze(-1)
+
+
+def _repeated(values: Sequence[Any], outputs: Sequence[RequestOutput]) -> list[Any]:
+    return [value for value, output in zip(values, outputs, strict=True) for _ in output.outputs]
+
+
+def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *parts])
+
+
+def _placed(mask: np.ndarray, flat: np.ndarray, fill: float) -> Tensor:
+    placed = np.full(mask.shape + flat.shape[1:], fill, flat.dtype)
+    placed[mask] = flat
+    return _tensor(placed)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))

@@ -1,0 +1,17 @@
+"""The trainer's side of the numerics contract: the engine's own arithmetic, with gradients.
+
+    model = exact.enable(AutoModelForCausalLM.from_pretrained(...))            # .to("cuda"), before it is enabled
+    logprobs = exact.token_logprobs(model, batch)
+    logprobs = exact.token_logprobs(model, batch["tokens", "full"], batch["masks", "all_attention_mask"])  # the same
+
+`logprobs[:, i]` belongs to token `i + 1` and equals the engine's `batch["log_probs", "full"][:, i + 1]` bit for bit,
+wherever a token's whole context was computed under the trainer's current weights. On-policy ratios are exactly 1.0.
+Packed rows (several sequences end to end) are described by `cu_seqlens`, or by positions that restart at 0. What padded
+rows begin with alike, such as the prompt of a group's samples, is computed once, and their padding never. A model on
+the CPU matches engines on the CPU; one on a CUDA device matches engines with `device="cuda", deterministic=True`.
+"""
+
+from rollout_engine.exact.report import ExactReport, check
+from rollout_engine.exact.trainer import enable, logprobs_of, token_logprobs, token_logprobs_and_entropies
+
+__all__ = ["ExactReport", "check", "enable", "logprobs_of", "token_logprobs", "token_logprobs_and_entropies"]

@@ -1,0 +1,331 @@
+"""`enable`, which gives a trainer's model the engine's arithmetic, and the log-probs that it computes with it."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.provenance import (
+    LogprobsNote,
+    RolloutNote,
+    attach,
+    mismatches,
+    note_sent,
+    rollout_note,
+    sent_weights,
+    weights_state,
+)
+from rollout_engine.exact import routing
+from rollout_engine.kernels.token_logprobs import RowStatsKernel, row_blocks
+from rollout_engine.kernels.token_logprobs import token_logprobs as chosen_logprobs
+from rollout_engine.model.backend import Arithmetic
+from rollout_engine.model.backends import arithmetic_of
+from rollout_engine.model.cpu.backend import CpuBackend
+from rollout_engine.model.modules.next_token_logprobs import (
+    NextTokens,
+    logits_at,
+    next_tokens,
+    right_padded_next_tokens,
+    shared_next_tokens,
+)
+from rollout_engine.model.modules.packed_rows import positions_from, starts_of
+from rollout_engine.model.modules.rotary import refuse_long_batches
+from rollout_engine.model.packing.output_head import has_float32_head, set_float32_head
+from rollout_engine.model.training.adapted_layers import (
+    active_adapters,
+    make_adapters_exact,
+    plain_model,
+    without_adapters,
+)
+from rollout_engine.model.training.call_checks import install_checks, refuse_moved, warn_of_adapted_head, warn_once
+from rollout_engine.model.training.prefix_trial import shares_prefixes
+from rollout_engine.model.training.rollout_inputs import rollout_inputs
+from rollout_engine.model.training.token_batch import token_batch
+
+
+def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
+    """Make a Hugging Face causal LM compute bit for bit what the engine computes; in place, and return it.
+
+    Linears, norms, attention and SiLU are replaced by the engine's. Parameters, their names, optimizers and
+    `save_pretrained` are unaffected; the next forward sees every write to a parameter, however it was made. Batches
+    must be right-padded or packed (`token_logprobs` accepts any padding). Call it again after replacing modules;
+    calling it twice is harmless. Enable the model itself, on the device on which it will stay, before it is wrapped
+    (DDP, FSDP). Of a `PeftModel` one active LoRA is computed as an engine computes it that has the adapter
+    (`add_lora`), with gradients of its matrices. Dropout, autocast and `torch.compile` are refused at the first
+    forward that uses them. `fp32_head=True` is for engines with that option: logits of a bfloat16 model in float32;
+    None leaves the head as it is. Raises `ConfigError` for a model that cannot be exact.
+    """
+    wrapped, model = model, plain_model(model)
+    if not hasattr(model, "set_attn_implementation"):
+        raise ConfigError(
+            f"exact.enable expects a Hugging Face causal LM, not {type(model).__name__}. Enable the model before it is "
+            "wrapped."
+        )
+    _refuse_dtypes(model)
+    device, enabled = next(model.parameters()).device, _enabled(model)
+    if enabled is not None:
+        refuse_moved(device, enabled.device_type)
+    arithmetic = arithmetic_of(device)
+    causal_lm: Any = model  # nn.Module declares none of the attributes below
+    causal_lm.set_attn_implementation(arithmetic.attention_name)
+    with without_adapters(model):
+        arithmetic.make_row_invariant(model)
+        if fp32_head is not None:
+            set_float32_head(model, fp32_head)
+        if unproven := arithmetic.unproven_parts(model):
+            raise ConfigError(
+                f"{type(model).__name__} cannot be exact: {len(unproven)} of its parts compute rows that may depend on "
+                f"the batch, such as {unproven[0]}."
+            )
+    make_adapters_exact(model, arithmetic.add_adapter)
+    warn_of_adapted_head(model)
+    if enabled is None:
+        install_checks(causal_lm.base_model, device)
+        refuse_long_batches(causal_lm.base_model)
+        causal_lm._rollout_engine_exact = _Enabled(arithmetic, device.type)
+        if sent_weights(wrapped) is None:
+            note_sent(wrapped, weights_state(wrapped), None)
+    return wrapped
+
+
+def token_logprobs(
+    model: nn.Module,
+    input_ids: Tensor | TensorDictBase,
+    attention_mask: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    temperature: float | None = None,
+    routed_experts: Tensor | None = None,
+) -> Tensor:
+    """Log-probs of next tokens: input_ids, any integers [B, T] -> float32 [B, T - 1], differentiable.
+
+    Entry `[:, i]` is log softmax(logits_i / temperature)[token i + 1]; 0 where token i or i + 1 is padding, and where
+    token i + 1 begins a sequence. Temperature 0 counts as 1, as in the engine.
+
+    Args:
+        input_ids: token ids; or a batch that `RolloutPolicy.rollout` returned, padded or packed, in place of it and of
+            the next three. If the model has the adapter that sampled, no other one may be active then.
+        attention_mask: [B, T], padding on either side or between tokens. None: no padding.
+        cu_seqlens: int [N + 1] for packed rows: sequence j is `input_ids[0, cu_seqlens[j]:cu_seqlens[j + 1]]`, B = 1.
+        position_ids: int [B, T] for packed rows: positions count up, and restart at 0 where a sequence begins.
+            Padding may only follow the sequences of a row. Give either this or `cu_seqlens`.
+        temperature: None: that of the batch's log-probs; with ids 1.
+        routed_experts: integers [B, T or T - 1, L, k]: experts that the routers of a mixture of experts choose, such as
+            `batch["routed_experts"]`; -1: their own choice. Rows that begin alike are then computed apart.
+
+    Raises `ValueError` for ids beyond the model's vocabulary, for shapes, masks and positions that do not fit together,
+    and for a batch without a temperature (a plain TensorDict), or of another adapter. Warns, once per model, if the
+    model is not exact, and if the rollout that `input_ids` come from had another dtype or temperature.
+    """
+    if isinstance(input_ids, TensorDictBase):
+        others = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, position_ids=position_ids)
+        input_ids, attention_mask, cu_seqlens, temperature = rollout_inputs(model, input_ids, temperature, **others)
+    rollout = rollout_note(input_ids)
+    input_ids, mask = token_batch(model, input_ids, attention_mask)
+    positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
+    temperature = temperature or 1.0
+    note = _note(model, temperature)
+    _compare_notes(model, note, rollout, positions)
+    if positions is not None:
+        with _replaying(model, routed_experts, mask):
+            result = _packed_logprobs(model, input_ids, mask, positions, temperature)
+    else:
+        rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask))
+        found = _next_tokens(model, rows)
+        result = rows.restored(found, found.logprobs(temperature, _kernel(model)))
+    attach(result, note)
+    return result
+
+
+def token_logprobs_and_entropies(
+    model: nn.Module,
+    input_ids: Tensor | TensorDictBase,
+    attention_mask: Tensor | None = None,
+    *,
+    temperature: float | None = None,
+    routed_experts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs as `token_logprobs` returns them, and from the same forward the entropies of their distributions.
+
+    Both float32 [B, T - 1]. Entropies, in nats, are 0 where log-probs are, and carry no gradient. Arguments, errors and
+    warnings are those of `token_logprobs`, except that rows cannot be packed.
+    """
+    if isinstance(input_ids, TensorDictBase):
+        given = rollout_inputs(model, input_ids, temperature, attention_mask=attention_mask)
+        input_ids, attention_mask, temperature = given.input_ids, given.attention_mask, given.temperature
+    rollout = rollout_note(input_ids)
+    input_ids, mask = token_batch(model, input_ids, attention_mask)
+    temperature = temperature or 1.0
+    note = _note(model, temperature)
+    _compare_notes(model, note, rollout, None)
+    rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask))
+    found = _next_tokens(model, rows)
+    result = rows.restored(found, found.logprobs(temperature, _kernel(model)))
+    attach(result, note)
+    return result, rows.restored(found, _entropies(found.logits, temperature))
+
+
+def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Log-probs of one token per row: logits [N, V], token_ids int64 [N] -> float32 [N], differentiable.
+
+    The last step of `token_logprobs`, with its bits, for callers that need a model's logits too: those of an exact
+    model, whose inputs were right-padded or packed.
+    """
+    kernel = arithmetic_of(logits.device).row_stats
+    return chosen_logprobs(logits, token_ids, temperature or 1.0, kernel)
+
+
+def _note(model: nn.Module, temperature: float) -> LogprobsNote:
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    fp32_head = dtype != "float32" and has_float32_head(model)
+    adapters, sent = active_adapters(model), sent_weights(model)
+    return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head, adapters, sent)
+
+
+class _LeftRows(NamedTuple):
+    """A batch whose real tokens were moved to the left of their rows."""
+
+    order: Tensor
+    """int64 [B, T]: the place of each token before."""
+    ids: Tensor
+    real: Tensor
+    """bool [B, T]: not padding."""
+    is_moved: bool
+    routed_experts: Tensor | None = None
+    """int16 [B, T, L, k], to be replayed."""
+
+    @classmethod
+    def of(cls, input_ids: Tensor, mask: Tensor, routed_experts: Tensor | None = None) -> "_LeftRows":
+        order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens to the left, in order
+        real = mask.gather(1, order)
+        if routed_experts is not None:
+            routed_experts = routed_experts[torch.arange(len(order), device=order.device)[:, None], order]
+        return cls(order, input_ids.gather(1, order), real, not torch.equal(real, mask), routed_experts)
+
+    def restored(self, found: NextTokens, values: Tensor) -> Tensor:
+        """Values [M] of `found`, next tokens of the moved rows -> [B, T - 1] by the places before."""
+        result = found.spread(values, self.ids.shape[1] - 1)
+        if self.is_moved:
+            spread = result.new_zeros(self.ids.shape).scatter(1, self.order[:, 1:], result)  # of token order[i + 1]
+            result = spread[:, 1:]
+        return result
+
+
+def _next_tokens(model: nn.Module, rows: _LeftRows) -> NextTokens:
+    if rows.routed_experts is not None:
+        length = max(int(rows.real.sum(1).max()), 2)  # as many as `right_padded_next_tokens` computes
+        with routing.replay(model, rows.routed_experts[:, :length]):
+            return right_padded_next_tokens(model, rows.ids, rows.real)
+    is_shared = _enabled(model) is not None and shares_prefixes(model)
+    compute = shared_next_tokens if is_shared else right_padded_next_tokens
+    return compute(model, rows.ids, rows.real)
+
+
+def _of_batch(model: nn.Module, routed_experts: Tensor | None, mask: Tensor) -> Tensor | None:
+    return None if routed_experts is None else routing.for_batch(model, routed_experts, mask)
+
+
+def _replaying(model: nn.Module, routed_experts: Tensor | None, mask: Tensor) -> AbstractContextManager[None]:
+    found = _of_batch(model, routed_experts, mask)
+    return nullcontext() if found is None else routing.replay(model, found)
+
+
+@torch.no_grad()
+def _entropies(logits: Tensor, temperature: float) -> Tensor:
+    """Of softmax(logits [N, V] / temperature), float32 [N], in blocks that stay in the cache."""
+    result = torch.empty(len(logits), device=logits.device)
+    for block in row_blocks(logits):
+        logprobs = (logits[block].float() / temperature).log_softmax(-1)
+        result[block] = -(logprobs.exp() * logprobs).sum(-1)
+    return result
+
+
+def _packed_logprobs(
+    model: nn.Module, input_ids: Tensor, real: Tensor, position_ids: Tensor, temperature: float
+) -> Tensor:
+    wanted = (real & ~starts_of(position_ids))[:, 1:]
+    inputs = dict(input_ids=input_ids, attention_mask=None if real.all() else real, position_ids=position_ids)
+    if len(input_ids) == 1 and _enabled(model) is not None:
+        logits = logits_at(wanted[0].nonzero()[:, 0], model, **inputs)
+        found = NextTokens(logits, input_ids[:, 1:][wanted], wanted)
+    else:
+        found = next_tokens(model(**inputs, use_cache=False).logits[:, :-1], input_ids, wanted)
+    return found.spread(found.logprobs(temperature, _kernel(model)), input_ids.shape[1] - 1)
+
+
+def _kernel(model: nn.Module) -> RowStatsKernel:
+    enabled = _enabled(model)  # scores of a model that is not enabled are close, and warned of
+    return CpuBackend.arithmetic.row_stats if enabled is None else enabled.arithmetic.row_stats
+
+
+def _checked_positions(
+    input_ids: Tensor, mask: Tensor, cu_seqlens: Tensor | None, position_ids: Tensor | None
+) -> Tensor | None:
+    """position_ids int64 [B, T] of packed rows; None where every row is one sequence."""
+    if cu_seqlens is None:
+        if position_ids is not None and position_ids.shape != input_ids.shape:
+            raise ValueError(
+                f"position_ids must be {tuple(input_ids.shape)} like input_ids, got {tuple(position_ids.shape)}"
+            )
+        return position_ids
+    if position_ids is not None:
+        raise ValueError("Both cu_seqlens and position_ids were given; each says where sequences begin: give one.")
+    if len(input_ids) != 1 or not mask.all():
+        shape = tuple(input_ids.shape)
+        raise ValueError(
+            f"cu_seqlens goes with one row [1, T] without padding, got input_ids of shape {shape}"
+            + ("" if mask.all() else f" with {int((~mask).sum())} masked tokens")
+        )
+    return positions_from(cu_seqlens.to(input_ids.device), input_ids.shape[1])
+
+
+def _refuse_dtypes(model: nn.Module) -> None:
+    """Refuse float16 parameters, and rotary frequencies that a cast of the model has rounded."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float16:
+            raise ConfigError(
+                f"'{name}' is {parameter.dtype}, in which no engine computes exactly. Load the model with "
+                "from_pretrained(..., dtype=torch.bfloat16) or torch.float32, as the engine."
+            )
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and buffer.dtype != torch.float32:
+            raise ConfigError(
+                f"'{name}' is {buffer.dtype}, so it rotates positions otherwise than the engine does. Load the model "
+                "with from_pretrained(..., dtype=torch.bfloat16) instead of casting it afterwards."
+            )
+
+
+def _compare_notes(model: nn.Module, ours: LogprobsNote, rollout: RolloutNote | None, positions: Tensor | None) -> None:
+    """Warn of settings that make log-probs differ from the rollout's; refuse packed rows without positions."""
+    if not ours.is_enabled:
+        warn_once(
+            model,
+            f"exact.token_logprobs: {type(model).__name__} was not given to exact.enable, so its log-probs are "
+            "close to the engine's, not equal. Call exact.enable(model) once, before training.",
+        )
+    if rollout is None:
+        return
+    if rollout.is_packed and positions is None:
+        raise ValueError(
+            "These tokens are packed (layout='packed'): as one sequence, each would attend to those before it. Pass "
+            "cu_seqlens=batch['cu_seqlens']."
+        )
+    for text in mismatches(ours, rollout):
+        warn_once(model, f"exact.token_logprobs: {text}. Until then ratios will not be exactly 1.0.")
+
+
+class _Enabled(NamedTuple):
+    """Record that `enable` stores on a model."""
+
+    arithmetic: Arithmetic
+    device_type: str
+
+
+def _enabled(model: nn.Module) -> _Enabled | None:
+    """The record on a model, or on the model inside a wrapper."""
+    notes = (child.__dict__.get("_rollout_engine_exact") for child in model.modules())
+    return next((note for note in notes if note is not None), None)

@@ -1,0 +1,1 @@
+"""Pages and terminals that show rollouts, and the statistics of a training with their files and trackers."""

@@ -1,0 +1,1 @@
+"""Policies and what they run: rollouts, episodes of many turns, evaluation sweeps, replays."""

@@ -1,0 +1,212 @@
+"""Collects a trainer's batches from a dataset while unfinished groups stay in flight over weight updates."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from rollout_engine.base.errors import LifecycleError, RequestError, RetryableError
+from rollout_engine.batches.reward_functions import RewardFunctions
+from rollout_engine.batches.rollout_batch import Layout
+from rollout_engine.batches.summary import RolloutBatch
+from rollout_engine.engine.interrupts import allowed, deliver, held
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners
+from rollout_engine.rollouts.plan import GroupTask, as_int
+from rollout_engine.rollouts.run import Group, RolloutRun
+from rollout_engine.rollouts.staleness import StalenessControl
+
+_MAX_COUNT = 1_000_000
+
+
+class CollectorStats(msgspec.Struct):
+    """Counts of a collector so far."""
+
+    num_started: int = 0
+    """Groups started, again or for the first time."""
+    num_delivered: int = 0
+    """Groups in the batches that were returned."""
+    num_regenerated: int = 0
+    """Groups started again with the same seeds: too old for any batch, or cut short by an abort."""
+    num_dropped: int = 0
+    """Samples of delivered groups that were started and dropped (`oversample`)."""
+    num_running: int = 0
+    """Groups in flight now."""
+    num_complete: int = 0
+    """Complete groups that wait for the next batch."""
+
+
+class RolloutCollector:
+    """An iterator over batches of finished groups, made by `RolloutPolicy.collect`.
+
+    Each group of the dataset is delivered exactly once, whatever its length: what is unfinished when a batch is ready
+    goes on, over weight updates too, and comes with a later batch. Leaving the loop changes nothing of that, and `next`
+    goes on from there. `close`, or the end of a `with` block, aborts what is in flight; so does any error that `next`
+    raises, other than `LifecycleError` and `RetryableError` while the engine is paused or asleep: then call it again
+    later. One thread at a time may call `next`.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        batcher: GroupBatcher,
+        tasks: Iterator[GroupTask],
+        control: StalenessControl,
+        *,
+        reward_fn: RewardFunctions | None = None,
+        reward_weights: Sequence[float] | None = None,
+        layout: Layout = "padded",
+        listeners: GroupListeners,
+    ) -> None:
+        frontend.require_own_process()
+        self._frontend, self._batcher, self._tasks, self._control = frontend, batcher, tasks, control
+        self._run = RolloutRun(frontend, (), reward_fn, reward_weights=reward_weights, keeps_aborted=True)
+        self._listeners, self._layout = listeners, layout
+        self._open: dict[int, GroupTask] = {}
+        """Groups that were started and not delivered, with their seeds."""
+        self._groups: dict[int, Group] = {}
+        """The complete ones among them."""
+        self._next: deque[GroupTask] = deque()
+        """Groups to start before those that the dataset has next."""
+        self._problem: Exception | None = None
+        """An error that came up after a batch was ready."""
+        self._is_exhausted = self._is_closed = self._is_ended = False
+        self._busy = threading.Lock()
+        self._stats = CollectorStats()
+
+    @property
+    def stats(self) -> CollectorStats:
+        """Counts so far."""
+        counts = {"num_running": len(self._control.running), "num_complete": len(self._control.complete)}
+        return msgspec.structs.replace(self._stats, **counts)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> RolloutBatch:
+        """Wait for the next batch, then start as much as may run while the trainer works on it."""
+        if not self._busy.acquire(blocking=False):
+            raise LifecycleError("This collector is already collecting, on another thread or in a call from its own.")
+        try:
+            if self._is_closed:
+                raise LifecycleError("This collector is closed; policy.collect makes a new one.")
+            self._frontend.require_running("collect")
+            try:
+                with held():
+                    return self._collect()
+            except StopIteration:
+                self._close()
+                raise
+            except RetryableError:
+                raise
+            except BaseException:
+                self.close()
+                raise
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """Abort what is in flight. Calling it again is a no-op."""
+        with held():
+            self._close()
+        self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _collect(self) -> RolloutBatch:
+        if self._problem is not None:
+            raise self._problem
+        while True:
+            deliver()
+            self._renew()
+            self._refill(waiting=True)
+            taken = self._control.take(is_last=self._is_exhausted and not self._next)
+            if taken:
+                return self._deliver(taken)
+            if not self._open:
+                raise StopIteration
+            for group in self._run.advance():
+                self._complete(group)
+
+    def _renew(self) -> None:
+        """Put the groups that are too old, or were aborted, before those to start next."""
+        too_old = self._control.observe(self._frontend.client.policy_version)
+        self._run.abort(too_old)
+        aborted = [task.index for task in self._run.aborted]
+        self._run.aborted.clear()
+        self._control.forget(aborted)
+        again = sorted({*too_old, *aborted})
+        for index in again:
+            self._groups.pop(index, None)
+        self._next.extendleft(reversed([self._open.pop(index) for index in again]))
+        self._stats.num_regenerated += len(again)
+        self._frontend.streams.stats.regenerated_groups += len(again)
+
+    def _refill(self, *, waiting: bool) -> None:
+        """Start as many groups as may be open."""
+        while self._control.num_to_start(waiting=waiting) and self._has_next():
+            try:
+                task = self._run.start(self._next[0])
+            except RetryableError:  # the engine is paused and turns requests away
+                if waiting and not self._control.running:
+                    raise
+                return
+            self._open[task.index] = task
+            self._next.popleft()
+            self._control.started(task.index)
+            self._stats.num_started += 1
+
+    def _has_next(self) -> bool:
+        """Whether there is a group to start; `_next` then has it."""
+        if not self._next and not self._is_exhausted:
+            with allowed():
+                task = next(self._tasks, None)
+            self._is_exhausted = task is None
+            self._next.extend([] if task is None else [task])
+        return bool(self._next)
+
+    def _complete(self, group: Group) -> None:
+        self._groups[group.index] = group
+        self._control.completed(group.index, group.oldest_version)
+        self._batcher.tell(self._listeners, group, self._layout)
+
+    def _deliver(self, indexes: list[int]) -> RolloutBatch:
+        """Make the batch of these groups, and start what may run until the next call."""
+        groups = [self._groups[index] for index in sorted(indexes)]
+        batch = self._batcher.batch(groups, self._layout)
+        self._batcher.count_staleness(groups)
+        for group in groups:
+            del self._groups[group.index], self._open[group.index]
+        self._stats.num_delivered += len(groups)
+        self._stats.num_dropped += sum(group.output.num_dropped for group in groups)
+        try:
+            self._refill(waiting=False)
+        except Exception as problem:
+            self._problem = problem  # the batch comes first
+        return batch
+
+    def _close(self) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = True
+        self._run.close()
+        self._control.forget([*self._open])
+        self._open.clear()
+        self._groups.clear()
+        self._next.clear()
+        self._is_exhausted = True
+
+
+def staleness_control(groups_per_batch: Any, max_staleness: Any, max_in_flight: Any) -> StalenessControl:
+    """Check the arguments of `RolloutPolicy.collect` that a `StalenessControl` takes. Raises `RequestError`."""
+    size = as_int("groups_per_batch", groups_per_batch, 1, _MAX_COUNT)
+    if size is None:
+        raise RequestError.for_field("groups_per_batch", None, f"an int in [1, {_MAX_COUNT}]")
+    staleness = as_int("max_staleness", max_staleness, 0, _MAX_COUNT)
+    return StalenessControl(size, staleness, as_int("max_in_flight", max_in_flight, 1, _MAX_COUNT))

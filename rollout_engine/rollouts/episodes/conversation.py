@@ -1,0 +1,146 @@
+"""One seat of an episode: what it has read and answered, as messages and as rows of token ids.
+
+    row = prompt | sampled | glue | sampled | glue | sampled
+
+What was sampled is never tokenized again. Where the chat template rewrites earlier turns, a new row begins with the
+conversation as the template now writes it (`branches`), or the episode is refused.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from envs_adapters.base import Message
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.outputs import CompletionOutput
+from rollout_engine.text.chat_turns import RewrittenTurns, once_followed
+
+
+class Turns(Protocol):
+    """The prompts of conversations: `ChatTurns` or `TextTurns`."""
+
+    @property
+    def needs_messages(self) -> bool: ...
+    def text(self, messages: list[Message]) -> str: ...
+    def begin(self, messages: list[Message], text: str) -> list[int]: ...
+    def message(self, text: str) -> Message: ...
+    def between(
+        self, shown: str, now: str, said: str, sampled: Sequence[int], *, has_ended: bool = True
+    ) -> list[int]: ...
+    def rewriting(self, roles: Sequence[str]) -> str | None: ...
+
+
+class Row(msgspec.Struct):
+    """A training row: a prompt and all that follows it."""
+
+    prompt: list[int]
+    response: list[int] = []
+    """Sampled tokens and glue."""
+    turns: list[int] = []
+    """Per token of the response the turn that sampled it, -1 for glue."""
+    samples: list[tuple[int, CompletionOutput]] = []
+    """The answers, and where in the response each begins."""
+
+    def add_glue(self, token_ids: list[int]) -> None:
+        """Append text that the policy did not sample."""
+        self.response += token_ids
+        self.turns += [-1] * len(token_ids)
+
+    def add_sample(self, turn: int, sample: CompletionOutput) -> None:
+        """Append an answer."""
+        self.samples.append((len(self.response), sample))
+        self.response += sample.token_ids
+        self.turns += [turn] * len(sample.token_ids)
+
+    def drop_last_glue(self) -> None:
+        """Forget what was appended for an answer that did not come."""
+        end = self.samples[-1][0] + len(self.samples[-1][1].token_ids) if self.samples else 0
+        del self.response[end:], self.turns[end:]
+
+
+class Conversation:
+    """What one seat reads and answers. A policy plays it where `turns` is given, else a function of the user's."""
+
+    def __init__(self, turns: Turns | None, *, branches: bool = False) -> None:
+        self.messages: list[Message] = []
+        self.rows: list[Row] = []
+        self.rewards: list[float] = []
+        """One per turn."""
+        self._turns, self._branches = turns, branches
+        self._unread: list[Message] = []
+        self._shown = ""
+        """The text of the last prompt."""
+        self._early_reward = 0.0
+        """Given before the first turn."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.rewards)
+
+    def read(self, messages: list[Message]) -> None:
+        """Add what stands before the next answer."""
+        self._unread += messages
+        self.messages += messages
+
+    def prompt(self) -> list[int]:
+        """Token ids of the next turn's prompt. Raises `RequestError` where the conversation cannot be continued."""
+        assert self._turns is not None, "a policy plays this seat"
+        unread, self._unread = self._unread, []
+        if not unread and (self._turns.needs_messages or not self.rows):
+            gave = "step returned no message" if self.rows else "reset returned no text"
+            raise RequestError(f"The environment gave nothing to answer: {gave}.", field="messages")
+        shown, self._shown = self._shown, self._turns.text(self.messages)
+        if self.rows:
+            row = self.rows[-1]
+            sample = row.samples[-1][1]
+            try:
+                has_ended = sample.finish_reason == "stop"
+                glue = self._turns.between(shown, self._shown, sample.text, sample.token_ids, has_ended=has_ended)
+                row.add_glue(glue)
+                return row.prompt + row.response
+            except RewrittenTurns as problem:
+                if not self._branches:
+                    raise rewritten(once_followed([each["role"] for each in unread], problem.how)) from problem
+        self.rows.append(Row(self._turns.begin(self.messages, self._shown)))
+        return self.rows[-1].prompt
+
+    def answer(self, sample: CompletionOutput) -> None:
+        """Add the policy's answer."""
+        self.rows[-1].add_sample(self.num_turns, sample)
+        self.say(sample.text)
+
+    def say(self, text: str) -> None:
+        """Add the words of an answer, and the reward that came before any."""
+        self.messages.append(self._turns.message(text) if self._turns else {"role": "assistant", "content": text})
+        self.rewards.append(self._early_reward)
+        self._early_reward = 0.0
+
+    def reward(self, reward: float) -> None:
+        """Add a reward to the last turn."""
+        if self.rewards:
+            self.rewards[-1] += reward
+        else:
+            self._early_reward += reward
+
+    @property
+    def total_reward(self) -> float:
+        """The return: the sum of all rewards."""
+        return sum(self.rewards) + self._early_reward
+
+    def end(self) -> None:
+        """Forget the glue, or the branch, of an answer that will not come."""
+        if len(self.rows) > 1 and not self.rows[-1].samples:
+            del self.rows[-1]
+        for row in self.rows:
+            row.drop_last_glue()
+
+
+def rewritten(how: str) -> RequestError:
+    """Make the error of a chat template that rewrites earlier turns."""
+    advice = (
+        "on_rewrite='branch' trains such turns as rows of their own; or give a chat_template= (or "
+        "chat_template_kwargs=) that keeps earlier turns as they were sampled"
+    )
+    what = f"Turns cannot be continued token by token: the chat template rewrites what came before ({how})"
+    return RequestError(f"{what}. {advice}.", field="chat_template")

@@ -1,0 +1,165 @@
+"""Messages between this process and a worker that plays environments: msgpack, each after its length.
+
+A reply has the number of the order that it answers, and the process that wrote it: what an environment forks holds the
+same end of the connection.
+"""
+
+import os
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from envs_adapters.base import Action, Observation
+from rollout_engine.rollouts.episodes.env_host import Began
+from rollout_engine.rollouts.episodes.factory_reference import FactoryReference
+from rollout_engine.rollouts.episodes.observations import plain_data
+
+MAX_REPLY_BYTES = 1 << 26
+_MAX_FRAME_BYTES = 1 << 30
+_LENGTH_BYTES = 4
+
+
+class Load(msgspec.Struct, tag=True):
+    """Import the factory. First in each process."""
+
+    reference: FactoryReference
+
+
+class Reset(msgspec.Struct, tag=True):
+    """Make the environment of an episode and reset it."""
+
+    key: int
+    seed: int
+
+
+class Step(msgspec.Struct, tag=True):
+    """Step the environment of an episode."""
+
+    key: int
+    action: Action
+
+
+class Close(msgspec.Struct, tag=True):
+    """Close the environment of an episode and forget it."""
+
+    key: int
+
+
+class Reuse(msgspec.Struct, tag=True):
+    """Go on with another rollout; fails where a new process would be another one than this."""
+
+
+class End(msgspec.Struct, tag=True):
+    """End the process; the only order without a reply."""
+
+
+Order = Load | Reset | Step | Close | Reuse | End
+
+
+class NumberedOrder(msgspec.Struct):
+    """An order as it is sent."""
+
+    number: int
+    order: Order
+
+
+class Reply(msgspec.Struct):
+    """The result of an order; empty if it has none."""
+
+    began: Began | None = None
+    observation: Observation | None = None
+    failure: str = ""
+    """Why there is neither, on one line."""
+    number: int = 0
+    """Number of the order that it answers."""
+    pid: int = 0
+    """Process id of the worker that answers."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_orders = msgspec.msgpack.Decoder(NumberedOrder)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def encode_order(number: int, order: Order) -> bytes:
+    """Encode an order. Arguments that a policy has written and msgpack cannot carry become plain data."""
+    try:
+        return _encoder.encode(NumberedOrder(number, order))
+    except (OverflowError, ValueError, RecursionError):
+        if not isinstance(order, Step):
+            raise
+    calls = [
+        msgspec.structs.replace(call, name=plain_data(call.name), arguments=plain_data(call.arguments))
+        for call in order.action.tool_calls
+    ]
+    plain = Step(order.key, msgspec.structs.replace(order.action, tool_calls=calls))
+    return _encoder.encode(NumberedOrder(number, plain))
+
+
+def encode_reply(reply: Reply, number: int) -> bytes:
+    """Encode this process's reply to order `number`; `info` and messages become plain data.
+
+    Raises `ValueError` for one that is too long.
+    """
+    reply.number, reply.pid = number, os.getpid()
+    observation = reply.observation if reply.began is None else reply.began.observation
+    if observation is not None:
+        observation.info, observation.messages = plain_data(observation.info), plain_data(observation.messages)
+    if reply.began is not None:
+        reply.began.tools = plain_data(reply.began.tools)
+    frame = _encoder.encode(reply)
+    if len(frame) > MAX_REPLY_BYTES:
+        raise ValueError(f"info makes an observation of {len(frame)} bytes: {MAX_REPLY_BYTES} are the most allowed")
+    return frame
+
+
+def send(connection: socket.socket, frame: bytes) -> None:
+    """Send one frame. Raises `OSError` where the other end is gone."""
+    connection.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+
+
+def look_every(connection: socket.socket, seconds: float) -> None:
+    """Let a connection time out so often, for `receive_order` and `receive_reply`."""
+    whole, rest = divmod(seconds, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(rest * 1e6)))
+
+
+def receive_order(connection: socket.socket, is_wanted: Callable[[], bool]) -> NumberedOrder:
+    """Wait for an order, as long as `is_wanted` whenever the connection times out.
+
+    Raises `EOFError` or `OSError` where the other end is gone.
+    """
+    return _orders.decode(_receive(connection, is_wanted))
+
+
+def receive_reply(connection: socket.socket, is_alive: Callable[[], bool]) -> Reply:
+    """Wait for a reply, as long as `is_alive` whenever the connection times out.
+
+    Raises `EOFError` or `OSError` where the other end is gone, and `msgspec.DecodeError` for what is no reply.
+    """
+    return _replies.decode(_receive(connection, is_alive))
+
+
+def _receive(connection: socket.socket, goes_on: Callable[[], bool]) -> bytearray:
+    length = int.from_bytes(_receive_bytes(connection, _LENGTH_BYTES, goes_on), "little")
+    if length > _MAX_FRAME_BYTES:
+        raise msgspec.DecodeError("something else has written to the connection")
+    return _receive_bytes(connection, length, goes_on)
+
+
+def _receive_bytes(connection: socket.socket, number: int, goes_on: Callable[[], bool]) -> bytearray:
+    received = bytearray(number)
+    view, at = memoryview(received), 0
+    while at < number:
+        with suppress(BlockingIOError):  # it has timed out
+            count = connection.recv_into(view[at:])
+            at += count
+            if count:
+                continue
+            raise EOFError("the other end is gone")
+        if not goes_on():
+            raise EOFError("nothing more is to come")
+    return received

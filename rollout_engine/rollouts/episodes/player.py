@@ -1,0 +1,173 @@
+"""A policy that plays: the turns of many episodes at one engine."""
+
+import json
+from typing import Any, get_args
+
+from rollout_engine.base.errors import LifecycleError, RequestError
+from rollout_engine.base.outputs import CompletionOutput
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.faces.reader import Reader
+from rollout_engine.rollouts.episodes.conversation import Conversation, Turns, rewritten
+from rollout_engine.rollouts.episodes.episode import Ask
+from rollout_engine.rollouts.episodes.plan import EpisodePlan
+from rollout_engine.rollouts.episodes.taught_format import taught_format
+from rollout_engine.rollouts.episodes.tool_calls import (
+    ToolCalls,
+    ToolFormat,
+    opens_thinking,
+    parse_typed_calls,
+)
+from rollout_engine.rollouts.episodes.tool_functions import tool_name
+from rollout_engine.text.chat_turns import ChatTurns
+from rollout_engine.text.prompts import with_lora
+from rollout_engine.text.text_turns import TextTurns
+from rollout_engine.text.tokenizer import TextCodec
+
+
+class Player:
+    """Asks one engine for the turns of episodes, and reads its answers."""
+
+    def __init__(self, frontend: Frontend, plan: EpisodePlan, *, session: str, lora: str | None = None) -> None:
+        """`session`: begins the names of its sessions. `lora`: name of an adapter of its engine; None: the base alone.
+
+        Raises `RequestError` for a template that does not fit.
+        """
+        if frontend.inputs.codec is None:
+            raise LifecycleError("Environments speak in text: this engine has no tokenizer (skip_tokenizer_init=True).")
+        self.reader = Reader(frontend)
+        longest = frontend.client.info.max_model_len
+        self.max_tokens = min(plan.max_episode_tokens or longest, longest)
+        self._codec: TextCodec = frontend.inputs.codec
+        self._plan, self._session, self._lora = plan, session, lora
+        self._turns: dict[str, Turns] = {}
+        """Tools, as JSON -> the prompts of conversations with these tools."""
+        self._has_template = bool(plan.chat.get("chat_template") or self._codec.hf.chat_template)
+        self._form = plan.tool_format or self._taught_form()
+        self._require_form(self._all_tools([]))
+        self._asked: list[tuple[int, Ask]] = []
+        """Episodes whose turns are to be queued."""
+        self._open: dict[str, tuple[int, Ask]] = {}
+        """Request id -> the episode that it is a turn of."""
+        self._requests: dict[int, str] = {}
+        """The inverse."""
+        self._refuses = plan.max_turns > 1 and not plan.spec.is_single_turn and plan.on_rewrite == "refuse"
+        if self._refuses:
+            self._require_unchanged_turns(self._turns_with([]), may_call=True)
+
+    def __len__(self) -> int:
+        """Turns that have been queued and not read."""
+        return len(self._open)
+
+    def conversation(self, tools: list[dict[str, Any]]) -> Conversation:
+        """Begin the conversation of a seat. Raises `RequestError`."""
+        turns = self._turns_with(tools)
+        if self._refuses:
+            self._require_unchanged_turns(turns, may_call=bool(tools or self._plan.tools))
+        return Conversation(turns, branches=self._plan.on_rewrite == "branch")
+
+    def find_calls(self, sample: CompletionOutput, tools: list[dict[str, Any]], prompt_end: list[int]) -> ToolCalls:
+        """Find the calls in an answer to a prompt that ends with the ids `prompt_end`."""
+        if self._form is None or not (tools or self._plan.tools):
+            return ToolCalls()
+        is_thinking = opens_thinking(self._codec.decode(prompt_end))
+        text, schemas = self._codec.decode(sample.token_ids), self._all_tools(tools)
+        return parse_typed_calls(text, self._form, schemas, is_thinking=is_thinking)
+
+    def ask(self, key: int, ask: Ask) -> None:
+        """Have the next `queue` ask for an episode's turn."""
+        self._asked.append((key, ask))
+
+    def queue(self) -> None:
+        """Queue the requests of all turns that were asked for."""
+        if not self._asked:
+            return
+        asked, self._asked = self._asked, []
+        request_ids = self.reader.add_all(
+            with_lora([{"prompt_token_ids": ask.token_ids} for _, ask in asked], self._lora),
+            [self._params_within(ask.room) for _, ask in asked],
+            session_id=[f"{self._session}-{key}-{ask.seat}" for key, ask in asked],
+            seeds=[ask.seed for _, ask in asked],
+        )
+        self._open.update(zip(request_ids, asked, strict=True))
+        self._requests.update((key, request_id) for request_id, (key, _) in zip(request_ids, asked, strict=True))
+
+    def read(self) -> list[tuple[int, CompletionOutput]]:
+        """Take the answers that have come, by episode; computes a step or waits a moment where none has.
+
+        Turns that a pause, sleep or update with mode="abort" has cut short are asked for again, with the same seeds.
+        """
+        answers = []
+        for output in self.reader.read():
+            key, ask = self._open.pop(output.request_id)
+            del self._requests[key]
+            [sample] = output.outputs
+            if sample.finish_reason == "abort":
+                self.ask(key, ask)
+            else:
+                answers.append((key, sample))
+        return answers
+
+    def abort(self, key: int) -> None:
+        """End an episode's turn without an answer."""
+        self._asked = [each for each in self._asked if each[0] != key]
+        request_id = self._requests.pop(key, None)
+        if request_id is not None:
+            del self._open[request_id]
+            self.reader.abort([request_id])
+
+    def abort_all(self) -> None:
+        """End all turns without an answer."""
+        unfinished, self._open, self._requests, self._asked = list(self._open), {}, {}, []
+        if unfinished:
+            self.reader.abort(unfinished)
+
+    def _params_within(self, room: int) -> SamplingParams:
+        """Parameters of an answer of at most `room` tokens."""
+        params = self._plan.params
+        is_within = params.max_tokens is not None and params.max_tokens <= room
+        return params if is_within else params.clone(max_tokens=room)
+
+    def _turns_with(self, tools: list[dict[str, Any]]) -> Turns:
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._turns:
+            self._turns[key] = self._new_turns(self._all_tools(tools))
+        return self._turns[key]
+
+    def _all_tools(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Schemas of the rollout's tools and an environment's."""
+        return [*(tool.schema for tool in self._plan.tools.values()), *tools]
+
+    def _new_turns(self, tools: list[dict[str, Any]]) -> Turns:
+        self._require_form(tools)
+        if self._has_template:
+            return ChatTurns(self._codec, **self._plan.chat, **({"tools": tools} if tools else {}))
+        if tools:
+            raise RequestError.for_field("tools", tools, "absent: this tokenizer has no chat template to show them")
+        return TextTurns(self._codec)
+
+    def _require_form(self, tools: list[dict[str, Any]]) -> None:
+        if tools and self._has_template and self._form is None:
+            forms = " or ".join(map(repr, get_args(ToolFormat)))
+            hint = f"Give tool_format={forms}: the form in which the policy writes calls."
+            bound = "absent: the chat template teaches no form of calls that is read here"
+            raise RequestError.for_field("tools", list(map(tool_name, tools)), bound, hint)
+
+    def _taught_form(self) -> ToolFormat | None:
+        if not self._has_template:
+            return None
+        return taught_format(self._codec, self._plan.chat.get("chat_template"))
+
+    def _require_unchanged_turns(self, turns: Turns, *, may_call: bool) -> None:
+        """Raise `RequestError` if the template rewrites turns before a user and, with `may_call`, before a tool too."""
+        found: list[RequestError] = []
+        for role in ("user", "tool") if may_call else ("user",):
+            try:
+                how = turns.rewriting([role])
+            except RequestError as problem:  # a template may refuse a role
+                found.append(problem)
+                continue
+            if how is None:
+                return
+            found.append(rewritten(how))
+        raise found[0]

@@ -1,0 +1,266 @@
+"""Plays the episodes of a rollout, between the engines that answer and the environments that they answer to."""
+
+import heapq
+import logging
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from envs_adapters.base import Observation
+from rollout_engine.base.errors import EpisodeError, LifecycleError
+from rollout_engine.base.outputs import CompletionOutput
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.rollouts.episodes.conversation import Conversation
+from rollout_engine.rollouts.episodes.env_calls import Began, EnvCalls, EnvFailure
+from rollout_engine.rollouts.episodes.episode import Act, Ask, Consult, Episode, Next, Rules, UseTools
+from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
+from rollout_engine.rollouts.episodes.plan import EpisodePlan
+from rollout_engine.rollouts.episodes.player import Player
+from rollout_engine.rollouts.episodes.tool_calls import ToolCalls
+from rollout_engine.rollouts.episodes.tool_functions import tool_messages
+
+logger = logging.getLogger("rollout_engine")
+
+_LOOK_SECONDS = 0.05
+"""How long it waits for environments alone, so that an interrupt is heard soon."""
+
+
+class EpisodeGroup(msgspec.Struct, frozen=True):
+    """The episodes of one start, all of which have ended."""
+
+    index: int
+    episodes: list[Episode]
+    params: SamplingParams
+    lora: str | None = None
+    """Name of the adapter that sampled; None: the base alone."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled."""
+        return sum(episode.num_tokens for episode in self.episodes)
+
+    @property
+    def samples(self) -> list[CompletionOutput]:
+        """All answers of policies."""
+        return [sample for episode in self.episodes for sample in episode.samples]
+
+    @property
+    def total_rewards(self) -> list[float]:
+        """Returns of the first seats of the episodes that did not fail."""
+        return [each.seats[0].total_reward for each in self.episodes if each.seats and each.error is None]
+
+
+class EpisodeRun:
+    """Plays episodes: call `advance` until not `unfinished`, and `close` in any case."""
+
+    def __init__(
+        self, frontend: Frontend, plan: EpisodePlan, kept_workers: KeptWorkers, *, may_all_fail: bool = False
+    ) -> None:
+        """`may_all_fail`: only warn if every episode fails, as for those of a larger set that are played again.
+
+        Raises `RequestError` if the chat template cannot continue conversations.
+        """
+        self._may_all_fail = may_all_fail
+        self._plan, session = plan, f"episodes-{plan.seed:x}"
+        self._own = Player(frontend, plan, session=session, lora=plan.lora)
+        """Plays all seats but these, whose engines have adapters of their own."""
+        opponents = plan.opponents.items()
+        self._others = {seat: Player(o, plan, session=session) for seat, o in opponents if isinstance(o, Frontend)}
+        self._functions = {seat: o for seat, o in opponents if not isinstance(o, Frontend)}
+        self._players = [self._own, *self._others.values()]
+        self._rules = Rules(
+            plan.max_turns,
+            self._max_tokens,
+            self._new_conversation,
+            self._find_calls,
+            min_room=max(1, plan.params.min_tokens),
+            own_tools=frozenset(plan.tools),
+        )
+        self._num_started = 0
+        self._running: dict[int, Episode] = {}
+        self._ended: dict[int, list[Episode]] = {}
+        """Group -> its episodes that have ended, until all have."""
+        self._first_prompts: dict[int, list[int]] = {}
+        """Group -> the first prompt of its episodes."""
+        self._deadlines: list[tuple[float, int]] = []
+        self._causes: dict[int, BaseException | None] = {}
+        """Of episodes that fail now."""
+        self._failures: list[tuple[str, BaseException | None]] = []
+        self._complete: list[EpisodeGroup] = []
+        self._has_news = threading.Event()
+        self._calls = EnvCalls(plan.spec, self._wake, kept_workers)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether groups are still to come."""
+        return bool(self._running) or self._num_started < self._num_episodes
+
+    @property
+    def num_groups(self) -> int:
+        """Groups in all."""
+        return self._plan.num_episodes
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `advance` has something to do at once: an episode to start, or an answer that has come."""
+        starts = self._num_started < self._num_episodes and len(self._running) < self._plan.max_in_flight
+        return starts or self._has_news.is_set() or any(player.reader.has_news for player in self._players)
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether the engine samples for it, so that `advance` computes a step where there are no news."""
+        return any(map(len, self._players))
+
+    @property
+    def num_open_tokens(self) -> int:
+        """Tokens sampled so far of groups that are not complete."""
+        open_episodes = [*self._running.values(), *(each for group in self._ended.values() for each in group)]
+        sampled = sum(episode.num_tokens for episode in open_episodes)
+        return sampled + sum(player.reader.num_tokens() for player in self._players)
+
+    def advance(self) -> list[EpisodeGroup]:
+        """Do all that can be done now, then compute a step or wait a moment. Returns the groups that are complete.
+
+        Raises `EpisodeError` if every episode failed, with the first fault as its cause, unless `may_all_fail`.
+        """
+        self._start()
+        self._has_news.clear()
+        for key, result in self._calls.take():
+            if key in self._running:
+                self._go_on(self._running[key], self._after(self._running[key], result))
+        self._end_late()
+        for player in self._players:
+            player.queue()
+        asking = [player for player in self._players if len(player)]
+        for player in asking:
+            for key, sample in player.read():
+                self._go_on(self._running[key], self._running[key].sampled(sample))
+        if not asking and self._running:
+            self._has_news.wait(_LOOK_SECONDS)
+        complete, self._complete = self._complete, []
+        if not self.unfinished and self._failures:
+            self._report_failures()
+        return complete
+
+    def stop_waiting(self) -> None:
+        """Make an `advance` on another thread return soon: it never waits long."""
+
+    def close(self) -> None:
+        """End all that has not ended: requests and environments."""
+        for key in list(self._running):
+            self._calls.close(key)
+        self._running.clear()
+        self._num_started = self._num_episodes
+        for player in self._players:
+            with suppress(LifecycleError):
+                player.abort_all()
+        self._calls.end()
+
+    @property
+    def _num_episodes(self) -> int:
+        return self._plan.num_episodes * self._plan.num_samples
+
+    def _start(self) -> None:
+        """Reset the environments of as many episodes as may run."""
+        while self._num_started < self._num_episodes and len(self._running) < self._plan.max_in_flight:
+            key = self._num_started
+            start, member = divmod(key, self._plan.num_samples)
+            group = start if self._plan.starts is None else self._plan.starts[start]
+            self._running[key] = Episode(self._rules, key, group, member, self._plan.episode_seed(group, member))
+            self._num_started += 1
+            self._calls.reset(key, self._plan.env_seed(group))
+            heapq.heappush(self._deadlines, (time.monotonic() + self._plan.episode_timeout, key))
+
+    def _after(self, episode: Episode, result: Any) -> Next:
+        """Give an episode what its environment, its tools or a function returned."""
+        if isinstance(result, EnvFailure):
+            self._causes[episode.key] = result.exception
+            return episode.fail(result.reason)
+        if isinstance(result, Began):
+            return episode.began(result.observation, result.tools, result.functions, result.num_seats)
+        if isinstance(result, Observation):
+            return episode.observed(result)
+        if isinstance(result, list):
+            return episode.called(result)
+        if isinstance(result, str):
+            return episode.consulted(result)
+        return episode.fail(f"The function of seat {episode.seat} returned {type(result).__name__}, not a text.")
+
+    def _go_on(self, episode: Episode, needed: Next) -> None:
+        """See to what an episode needs next."""
+        if isinstance(needed, Ask):
+            if self._starts_like_its_group(episode):
+                self._player(needed.seat).ask(episode.key, needed)
+        elif isinstance(needed, Act):
+            self._calls.step(episode.key, needed.action)
+        elif isinstance(needed, UseTools):
+            self._calls.run(episode.key, partial(tool_messages, self._plan.tools, needed.calls))
+        elif isinstance(needed, Consult):
+            self._calls.run(episode.key, partial(self._functions[needed.seat], needed.messages))
+        else:
+            self._end(episode)
+
+    def _starts_like_its_group(self, episode: Episode) -> bool:
+        assert episode.first_prompt is not None
+        if self._first_prompts.setdefault(episode.group, episode.first_prompt) == episode.first_prompt:
+            return True
+        what = f"reset(seed={self._plan.env_seed(episode.group)}) gave another start than to this group's first episode"
+        advice = "an environment must be determined by its seed; one that draws from the global generators needs "
+        episode.fail(f"{what}: {advice}make_env(..., placement='processes').")
+        self._end(episode)
+        return False
+
+    def _end(self, episode: Episode) -> None:
+        del self._running[episode.key]
+        self._calls.close(episode.key)
+        if episode.error is not None:
+            self._failures.append((episode.error, self._causes.pop(episode.key, None)))
+        ended = self._ended.setdefault(episode.group, [])
+        ended.append(episode)
+        if len(ended) == self._plan.num_samples:
+            del self._ended[episode.group]
+            self._first_prompts.pop(episode.group, None)
+            ended.sort(key=lambda each: each.member)
+            self._complete.append(EpisodeGroup(episode.group, ended, self._plan.params, self._plan.lora))
+
+    def _end_late(self) -> None:
+        """End the episodes whose time is up."""
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            _, key = heapq.heappop(self._deadlines)
+            if key in self._running:
+                for player in self._players:
+                    player.abort(key)
+                episode = self._running[key]
+                episode.end("episode_timeout")
+                self._end(episode)
+
+    def _report_failures(self) -> None:
+        (reason, cause), count = self._failures[0], self._num_episodes
+        if len(self._failures) == count and not self._may_all_fail:
+            which = "The episode failed" if count == 1 else f"All {count} episodes failed; the first"
+            raise EpisodeError(f"{which}: {reason}") from cause
+        logger.warning("%d of %d episodes failed; the first: %s", len(self._failures), count, reason)
+
+    def _player(self, seat: int) -> Player:
+        return self._others.get(seat, self._own)
+
+    def _max_tokens(self, seat: int) -> int | None:
+        return None if seat in self._functions else self._player(seat).max_tokens
+
+    def _new_conversation(self, seat: int, tools: list[dict[str, Any]]) -> Conversation:
+        return Conversation(None) if seat in self._functions else self._player(seat).conversation(tools)
+
+    def _find_calls(
+        self, seat: int, sample: CompletionOutput, tools: list[dict[str, Any]], prompt_end: list[int]
+    ) -> ToolCalls:
+        return self._player(seat).find_calls(sample, tools, prompt_end)
+
+    def _wake(self) -> None:
+        self._has_news.set()
+        for player in self._players:
+            player.reader.nudge()

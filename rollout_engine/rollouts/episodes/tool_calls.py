@@ -1,0 +1,332 @@
+"""Finds the tool calls in an answer. Nothing that a policy writes raises here: a part that is no call stays text.
+
+"hermes"   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>                  Hermes, Qwen 2.5, Qwen 3
+"llama3"   <|python_tag|>{"name": "add", "parameters": {"a": 1}}; {...}                   Llama 3.1 and later
+"xml"      <tool_call><function=add><parameter=a>1</parameter></function></tool_call>     Qwen3-Coder
+"seed"     <seed:tool_call><function=add>...</function></seed:tool_call>                  Seed-OSS
+"glm"      <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>         GLM 4.5 and later
+
+A call ends where its own grammar ends, so that its arguments may contain the tags. Calls that are only drafted between
+<think> and </think> are no calls. A tag that is neither closed nor followed by the beginning of a call is prose.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import msgspec
+
+from envs_adapters.base import BrokenCall, ToolCall
+from rollout_engine.base.errors import RequestError
+from rollout_engine.rollouts.episodes.tool_arguments import parse_json, raw_json, typed_arguments
+
+ToolFormat = Literal["hermes", "llama3", "xml", "seed", "glm"]
+
+PROMPT_END = 32
+"""Tokens at the end of a prompt of which `opens_thinking` wants the text."""
+_MAX_CALLS = 64
+"""Calls looked at in one answer."""
+_MAX_CALL_CHARACTERS = 1 << 16
+_MAX_PROBLEM_CHARACTERS = 200
+_MAX_END_TOKENS = 4
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)\s*>\s*")
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
+_FUNCTION_END = re.compile(r"</function>")
+_GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")
+_GLM_ARGUMENT = re.compile(
+    r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|</?tool_call>|\Z)", re.DOTALL
+)
+_PYTHON_TAG = "<|python_tag|>"
+_LLAMA3_LESSON = re.compile(r'\{\s*"name":\s*function name,\s*"parameters":')
+"""How Llama 3's and 4's templates describe a call."""
+_THINKING = re.compile(r"<(/?)(?:seed:)?think>")
+_END_TOKEN = re.compile(r"<\|\w+\|>|</s>|<(?:\w+:)?eos>")
+"""The token that ends an answer, as the common families spell it."""
+
+
+class ToolCalls(msgspec.Struct, frozen=True):
+    """The calls of one answer and the parts that were meant as calls, in their order."""
+
+    found: list[ToolCall | BrokenCall] = []
+    texts: list[str] = []
+    """The text of each in the answer, tags included."""
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls that could be read."""
+        return [each for each in self.found if isinstance(each, ToolCall)]
+
+    @property
+    def call_texts(self) -> list[str]:
+        """The text of each of these calls."""
+        return [text for each, text in zip(self.found, self.texts, strict=True) if isinstance(each, ToolCall)]
+
+    @property
+    def broken(self) -> list[BrokenCall]:
+        """The parts that were meant as calls and are none."""
+        return [each for each in self.found if isinstance(each, BrokenCall)]
+
+
+class _Piece(NamedTuple):
+    """A part of an answer that is meant as a call."""
+
+    start: int
+    end: int
+    """All of it, tags included."""
+    found: ToolCall | str
+    """The call, or why it is none."""
+    inner: str
+    """The text between the tags."""
+
+
+class _Unreadable(Exception):
+    """Raised by readers with the reason why there is no call."""
+
+
+_Reader: TypeAlias = Callable[[str, int], tuple[ToolCall, int]]
+"""(text, where a call begins) -> (the call, where it ends). Raises `_Unreadable`, `ValueError` or `RecursionError`."""
+
+
+class _Frame(NamedTuple):
+    """How a form writes calls between tags."""
+
+    opening: str
+    closing: str
+    read: _Reader
+    begins: re.Pattern[str]
+    """Matches text behind the opening tag that is meant as a call even if no closing tag follows."""
+
+
+def parse_tool_calls(text: str, form: ToolFormat, *, is_thinking: bool | None = None) -> ToolCalls:
+    """Find the calls in an answer's text, special tokens included if the form has some. Never raises.
+
+    `is_thinking`: whether the answer begins with thinking, because the prompt has opened <think>; None: if a </think>
+    without its <think> says so.
+    """
+    text = _without_end_tokens(text)
+    pieces = _bare(text, is_thinking) if form == "llama3" else _framed(text, _FRAMES[form], is_thinking)
+    found: list[ToolCall | BrokenCall] = []
+    for number, piece in enumerate(pieces):
+        problem = piece.found
+        if number == _MAX_CALLS:
+            problem = f"more than {_MAX_CALLS} calls in one answer"
+        elif len(piece.inner) > _MAX_CALL_CHARACTERS:
+            problem = f"{len(piece.inner)} characters, more than {_MAX_CALL_CHARACTERS}"
+        if isinstance(problem, str):
+            found.append(BrokenCall(piece.inner[:_MAX_PROBLEM_CHARACTERS], problem))
+        else:
+            found.append(problem)
+    return ToolCalls(found, [text[piece.start : piece.end] for piece in pieces])
+
+
+def parse_typed_calls(
+    text: str, form: ToolFormat, schemas: Iterable[Mapping[str, Any]], *, is_thinking: bool | None = None
+) -> ToolCalls:
+    """`parse_tool_calls`, with the types that the tools' JSON schemas give to values that the form writes as text."""
+    parsed = parse_tool_calls(text, form, is_thinking=is_thinking)
+    if form in ("hermes", "llama3") or not parsed.calls:
+        return parsed
+    inner = [schema.get("function", schema) for schema in schemas]
+    parameters = {schema["name"]: schema.get("parameters") or {} for schema in inner}
+    found = [
+        with_types(each, parameters.get(each.name, {})) if isinstance(each, ToolCall) else each for each in parsed.found
+    ]
+    return ToolCalls(found, parsed.texts)
+
+
+def format_of_template(template: str) -> ToolFormat | None:
+    """The form of calls that a chat template teaches; None if it teaches none of these."""
+    if "<seed:tool_call>" in template:
+        return "seed"
+    if "<tool_call>" in template:
+        return "glm" if "<arg_key>" in template else "xml" if "<function=" in template else "hermes"
+    return "llama3" if _PYTHON_TAG in template or _LLAMA3_LESSON.search(template) else None
+
+
+def check_format(form: str) -> None:
+    """Raise `RequestError` for an unknown form of tool calls."""
+    if form not in get_args(ToolFormat):
+        raise RequestError.for_field("tool_format", form, " or ".join(map(repr, get_args(ToolFormat))))
+
+
+def opens_thinking(prompt_end: str) -> bool | None:
+    """`is_thinking` of the answer to a prompt that ends with this text: True, or None if the prompt does not say."""
+    marks = list(_THINKING.finditer(prompt_end))
+    return True if marks and not marks[-1][1] and not prompt_end[marks[-1].end() :].strip() else None
+
+
+def with_types(call: ToolCall, schema: Mapping[str, Any]) -> ToolCall:
+    """The call with values of the types that the tool's JSON schema gives them, for forms that write values as text.
+
+    A value that is not of its type stays a text.
+    """
+    return ToolCall(call.name, typed_arguments(call.arguments, schema))
+
+
+def _framed(text: str, frame: _Frame, is_thinking: bool | None) -> list[_Piece]:
+    """Find the calls between the tags of a form, outside of thinking: one more than may be made at most."""
+    marks = re.compile(f"{re.escape(frame.opening)}|{re.escape(frame.closing)}|{_THINKING.pattern}")
+    pieces: list[_Piece] = []
+    at = _end_of_thinking(text, 0) if is_thinking else 0
+    may_be_thinking = is_thinking is None
+    while len(pieces) <= _MAX_CALLS and (mark := marks.search(text, at)) is not None:
+        at = mark.end()
+        if mark[0] == frame.opening:
+            piece = _piece_after(text, mark.start(), at, frame, marks)
+            if piece is not None:
+                pieces.append(piece)
+                at = piece.end
+        elif mark[1] == "/" and may_be_thinking:
+            pieces.clear()  # the prompt has opened this thinking: all calls so far were drafts
+            may_be_thinking = False
+        elif mark[1] == "":
+            at, may_be_thinking = _end_of_thinking(text, at), False
+    return pieces
+
+
+def _piece_after(text: str, start: int, at: int, frame: _Frame, marks: re.Pattern[str]) -> _Piece | None:
+    """The call whose opening tag is `text[start:at]`, or a broken one; None if the tag is prose."""
+    try:
+        call, length = frame.read(text[at : at + _MAX_CALL_CHARACTERS + len(frame.closing)], 0)
+        end = _after_space(text, at + length)
+        if text.startswith(frame.closing, end):
+            return _Piece(start, end + len(frame.closing), call, text[at : at + length])
+        if end == len(text) or text.startswith(frame.opening, end):
+            return _Piece(start, at + length, call, text[at : at + length])
+        problem = f"something other than {frame.closing} follows it"
+    except (_Unreadable, ValueError, RecursionError) as reason:
+        problem = str(reason) if isinstance(reason, _Unreadable) else f"not JSON: {reason}"
+    mark = next((each for each in marks.finditer(text, at) if each[1] != ""), None)
+    stop = len(text) if mark is None else mark.start()
+    if mark is not None and mark[0] == frame.closing:
+        return _Piece(start, mark.end(), problem, text[at:stop])
+    return _Piece(start, stop, problem, text[at:stop]) if frame.begins.match(text, at) else None
+
+
+def _bare(text: str, is_thinking: bool | None) -> list[_Piece]:
+    """Find calls without closing tags: behind thinking all is calls, or nothing is, since prose may contain braces."""
+    at = _after_space(text, 0)
+    first = _THINKING.search(text)
+    if is_thinking or (first is not None and first.start() == at):
+        return _bare_from(text, _end_of_thinking(text, at))[0]
+    pieces, end = _bare_from(text, at)
+    rest = _THINKING.search(text, end)
+    if is_thinking is None and rest is not None and rest[1]:
+        pieces, _ = _bare_from(text, rest.end())  # the prompt has opened this thinking: all calls so far were drafts
+    return pieces
+
+
+def _bare_from(text: str, at: int) -> tuple[list[_Piece], int]:
+    """The calls that follow one another from `at` on, and where the text is something else."""
+    pieces: list[_Piece] = []
+    at = _after_space(text, at)
+    is_tagged = text.startswith(_PYTHON_TAG, at)
+    at = _after_space(text, at + len(_PYTHON_TAG)) if is_tagged else at
+    while at < len(text) and len(pieces) <= _MAX_CALLS and (is_tagged or text[at] == "{"):
+        try:
+            value, end = raw_json(text, at)
+        except (ValueError, RecursionError) as problem:
+            if is_tagged or '"name"' in text[at:]:
+                pieces.append(_Piece(at, len(text), f"not JSON: {problem}", text[at:]))
+            break
+        if not is_tagged and not _looks_like_call(value):
+            break
+        try:
+            found: ToolCall | str = _call_of_json(value)
+        except _Unreadable as reason:
+            found = str(reason)
+        pieces.append(_Piece(at, end, found, text[at:end]))
+        at = _after_space(text, end)
+        at = _after_space(text, at + 1) if text.startswith(";", at) else at
+    return pieces, at
+
+
+def _end_of_thinking(text: str, at: int) -> int:
+    """The end of the thinking that begins at `at`: behind its closing tag, or the end of the text without one."""
+    return next((mark.end() for mark in _THINKING.finditer(text, at) if mark[1]), len(text))
+
+
+def _without_end_tokens(text: str) -> str:
+    text = text.rstrip()
+    for _ in range(_MAX_END_TOKENS):
+        start = text.rfind("<")
+        if start < 0 or not _END_TOKEN.fullmatch(text, start):
+            break
+        text = text[:start].rstrip()
+    return text
+
+
+def _looks_like_call(value: Any) -> bool:
+    """Whether JSON without a tag is meant as a call: an answer may be an object with a name, too."""
+    return isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
+
+
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def _read_json(text: str, at: int) -> tuple[ToolCall, int]:
+    at = _after_space(text, at)
+    if not text.startswith(("{", "["), at):
+        raise _Unreadable("not JSON: it is no object")
+    value, end = raw_json(text, at)
+    return _call_of_json(value), end
+
+
+def _call_of_json(value: Any) -> ToolCall:
+    if not isinstance(value, dict):
+        raise _Unreadable(f"a JSON {type(value).__name__}, not an object with name and arguments")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some models quote their arguments once more
+        try:
+            arguments = parse_json(arguments)
+        except (ValueError, RecursionError):
+            raise _Unreadable("its arguments are a text") from None
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        raise _Unreadable("it names no tool")
+    if not isinstance(arguments, dict):
+        raise _Unreadable(f"its arguments are a {type(arguments).__name__}, not an object")
+    return ToolCall(name, arguments)
+
+
+def _read_xml(text: str, at: int) -> tuple[ToolCall, int]:
+    function = _FUNCTION.match(text, at)
+    if function is None:
+        raise _Unreadable("not <function=NAME>...</function>")
+    arguments, at = {}, function.end()
+    while (match := _PARAMETER.match(text, at)) is not None:
+        if "<parameter=" in match[2]:
+            raise _Unreadable(f"<parameter={match[1]}> is not closed before the next parameter")
+        arguments[match[1]] = match[2]
+        at = match.end()
+    end = _FUNCTION_END.match(text, at)
+    if end is None:
+        raise _Unreadable("something other than <parameter=NAME>...</parameter> is in its function")
+    return ToolCall(function[1], arguments), end.end()
+
+
+def _read_glm(text: str, at: int) -> tuple[ToolCall, int]:
+    name = _GLM_NAME.match(text, at)
+    if name is None:
+        raise _Unreadable("it names no tool")
+    arguments, at = {}, name.end()
+    while (match := _GLM_ARGUMENT.match(text, at)) is not None:
+        if "<arg_key>" in match[1] or "<arg_key>" in match[2]:
+            raise _Unreadable("an <arg_key> or <arg_value> is not closed before the next argument")
+        arguments[match[1].strip()] = match[2]
+        at = match.end()
+    if not arguments and not text.startswith("</tool_call>", at):
+        raise _Unreadable("not NAME<arg_key>...</arg_key><arg_value>...</arg_value>")
+    return ToolCall(name[1], arguments), at
+
+
+_XML_BEGINS = re.compile(r"\s*<function")
+_FRAMES: dict[ToolFormat, _Frame] = {
+    "hermes": _Frame("<tool_call>", "</tool_call>", _read_json, re.compile(r"\s*[{\[]")),
+    "xml": _Frame("<tool_call>", "</tool_call>", _read_xml, _XML_BEGINS),
+    "seed": _Frame("<seed:tool_call>", "</seed:tool_call>", _read_xml, _XML_BEGINS),
+    "glm": _Frame("<tool_call>", "</tool_call>", _read_glm, re.compile(r"\s*[^\s<]+\s*<arg_")),
+}

@@ -1,0 +1,218 @@
+"""Tasks of an evaluation: prompts with reward functions, or environments."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from envs_adapters.base import EnvSpec, load
+from envs_adapters.families import make_env
+from envs_adapters.rows import RowTable, check_function, read_rows
+from rollout_engine.base.errors import RequestError, unknown_name
+from rollout_engine.base.structs import UserStruct
+from rollout_engine.batches.reward_functions import is_listed
+from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS
+from rollout_engine.rollouts.episodes.tool_functions import tool_functions, tool_schemas
+from rollout_engine.rollouts.plan import split_row
+
+_NUM_STARTS = 100
+"""Prompts of an environment, unless given."""
+_OF_EVALUATION = ("env", "num_episodes")
+"""Options of episodes that a task says in another way."""
+
+
+class EvalTask(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass]
+    """One task of an evaluation: rows with a reward function, or an environment."""
+
+    error_class = RequestError
+    readings = {"rows": lambda rows: str(rows) if isinstance(rows, os.PathLike) else rows}
+
+    name: str = ""
+    """Name in the results. "" where the environment or the file gives it one."""
+    rows: Any = None
+    """Prompts, or dicts with a prompt and columns for the reward function; a dict of columns; a `datasets.Dataset`; or
+    the path of a JSONL file."""
+    prompt_column: str = "prompt"
+    """Key of the prompt in a row; rows with "messages" or "prompt_token_ids" need none."""
+    reward_fn: Any = None
+    """The reward, as in `rollout`: a function, "module:function", or a list of them; for rows."""
+    reward_weights: list[float] | None = None
+    env: Any = None
+    """In place of rows: as in `rollout(env=...)`, such as "reasoning_gym:spell_backward". Prompt i is the start that
+    `reset(seed=first_seed + i)` gives."""
+    env_options: dict[str, Any] = {}
+    """Options of `make_env` where `env` is a name."""
+    episodes: dict[str, Any] = {}
+    """Options of episodes, such as {"max_turns": 4}."""
+    chat: dict[str, Any] = {}
+    """Options of chat templates, as in `rollout`."""
+    num_prompts: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
+    """The first so many; None: all rows, or 100 starts of an environment."""
+    first_seed: Annotated[int, msgspec.Meta(ge=0, le=2**30)] = 0
+    correct_from: float = 1.0
+    """A sample is correct, for pass@k and maj@k, if its reward is at least this."""
+    answer: Any = None
+    """Finds the answer that a sample votes for in maj@k: a function of its text, or "module:function", that returns a
+    text, or None where there is none. Without it the whole text votes, without space around it; of environments what
+    their `info` calls "answer"."""
+
+    def check(self) -> None:
+        if (self.rows is None) == (self.env is None):
+            raise RequestError("EvalTask needs rows= (with reward_fn=) or env=, one of them.", field="rows")
+        if self.env is None and self.reward_fn is None:
+            raise RequestError("reward_fn= is needed beside rows=: it says how good a sample is.", field="reward_fn")
+        if self.env is not None and self.reward_fn is not None:
+            hint = "The environment gives the rewards."
+            raise RequestError.for_field("reward_fn", self.reward_fn, "absent beside env=", hint)
+        if self.env_options and not isinstance(self.env, str):
+            raise RequestError.for_field("env_options", self.env_options, 'absent unless env is a name, "family:name"')
+        known = [name for name in EPISODE_KEYS if name not in _OF_EVALUATION]
+        for name in self.episodes:
+            if name not in known:
+                raise RequestError(unknown_name("option of episodes", name, known), field="episodes")
+
+
+class PreparedTask(NamedTuple):
+    """A task whose rows have been read."""
+
+    task: EvalTask
+    name: str
+    num_prompts: int
+    prompts: list[Any] | None
+    """None for environments."""
+    columns: dict[str, list[Any]]
+    reward_fn: Any
+    spec: EnvSpec | None
+    answer: Callable[[str], Any] | None
+    digest: str
+    """Digest of prompts and columns, or of the environment and its options."""
+
+
+def prepare_tasks(tasks: Any) -> list[PreparedTask]:
+    """Read the tasks of `RolloutPolicy.evaluate`. Raises `RequestError` or `ConfigError`, naming the task.
+
+    `tasks`: one or a list of `EvalTask`s, dicts of their fields, names of environments ("family:name", or a dataset of
+    reasoning_gym alone), or what makes environments; or a dict from names to these. Those of a list that are prepared
+    already are not read again.
+    """
+    if isinstance(tasks, Mapping) and not {"rows", "env"} & tasks.keys():
+        listed: list[EvalTask | PreparedTask] = [_named(str(name), task) for name, task in tasks.items()]
+    else:
+        given = tasks if isinstance(tasks, list | tuple) else [tasks]
+        listed = [task if isinstance(task, PreparedTask) else _as_task(task) for task in given]
+    if not listed:
+        raise RequestError.for_field("tasks", tasks, "at least one task")
+    prepared = [task if isinstance(task, PreparedTask) else _prepared(task) for task in listed]
+    names = [task.name for task in prepared]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise RequestError.for_field("tasks", twice, "different names", "Two tasks have this one: give them name=.")
+    return prepared
+
+
+def _as_task(given: Any) -> EvalTask:
+    if isinstance(given, EvalTask):
+        return given
+    if isinstance(given, Mapping):
+        return EvalTask(**{str(name): value for name, value in given.items()})
+    return EvalTask(env=given)
+
+
+def _named(name: str, given: Any) -> EvalTask:
+    task = _as_task(given)
+    renamed: EvalTask = task if task.name else task.clone(name=name)
+    return renamed
+
+
+def _prepared(task: EvalTask) -> PreparedTask:
+    answer = None if task.answer is None else _function("answer", task.answer)
+    if task.env is not None:
+        spec = _spec(task)
+        told = [spec.name, _plain(spec.arguments), task.first_seed, _plain(task.episodes)]
+        name = task.name or spec.name
+        count = task.num_prompts or _NUM_STARTS
+        return PreparedTask(task, name, count, None, {}, None, spec, answer, _digest(task, told))
+    prompts, columns = _read(task)
+    name = task.name or (Path(task.rows).stem if isinstance(task.rows, str) else "rows")
+    told = [_plain(prompts), {column: _plain(values) for column, values in columns.items()}]
+    functions = task.reward_fn if is_listed(task.reward_fn) else [task.reward_fn]
+    loaded = [_function("reward_fn", function) for function in functions]
+    reward_fn = loaded if is_listed(task.reward_fn) else loaded[0]
+    digest = _digest(task, told)
+    return PreparedTask(task, name, len(prompts), prompts, columns, reward_fn, None, answer, digest)
+
+
+def _spec(task: EvalTask) -> EnvSpec:
+    if isinstance(task.env, EnvSpec):
+        return task.env
+    if isinstance(task.env, str):
+        return make_env(task.env if ":" in task.env else f"reasoning_gym:{task.env}", **task.env_options)
+    return make_env(task.env)
+
+
+def _read(task: EvalTask) -> tuple[list[Any], dict[str, list[Any]]]:
+    rows = task.rows
+    if isinstance(rows, str | Mapping | RowTable):
+        rows = read_rows(rows)
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__") or not len(rows):
+        bound = (
+            "at least one row: a list of prompts or of dicts with a prompt, a dict of columns, a data set, or a path"
+        )
+        raise RequestError.for_field("rows", task.rows, bound)
+    count = min(len(rows), task.num_prompts or len(rows))
+    split = [_split(index, rows[index], task.prompt_column) for index in range(count)]
+    names = split[0][1].keys()
+    for index, (_, columns) in enumerate(split):
+        if columns.keys() != names:
+            raise RequestError.for_field(
+                f"rows[{index}]", sorted(columns), f"with the columns of rows[0], {sorted(names)}"
+            )
+    return [prompt for prompt, _ in split], {name: [columns[name] for _, columns in split] for name in names}
+
+
+def _split(index: int, row: Any, prompt_column: str) -> tuple[Any, dict[str, Any]]:
+    if isinstance(row, Mapping) and prompt_column in row and prompt_column != "prompt":
+        row = {"prompt": row[prompt_column]} | {name: value for name, value in row.items() if name != prompt_column}
+    prompt, columns = split_row(row)
+    if isinstance(prompt, Mapping) and not columns and not {"prompt", "messages", "prompt_token_ids"} & prompt.keys():
+        hint = f"It has {sorted(prompt)}; prompt_column= names another key."
+        raise RequestError.for_field(f"rows[{index}]", dict(prompt), f"with the key {prompt_column!r}", hint)
+    return prompt, columns
+
+
+def _function(field: str, given: Any) -> Any:
+    check_function(field, given)
+    return load(given)
+
+
+def _digest(task: EvalTask, told: Any) -> str:
+    described = [task.correct_from, _plain(_with_schemas(task.chat)), told]
+    return sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _with_schemas(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options with the schemas of tools that are functions: these are in the prompts."""
+    tools = options.get("tools")
+    if not isinstance(tools, list | tuple):
+        return options
+    return {**options, "tools": tool_schemas(tools, tool_functions(tools))}
+
+
+def _plain(value: Any) -> Any:
+    """`value` for a digest that is the same in every process: functions and objects by name or type, not by address."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(each) for each in value), key=repr)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, bytes | os.PathLike):
+        return repr(value)
+    return (
+        _plain(value.tolist()) if hasattr(value, "tolist") else getattr(value, "__qualname__", type(value).__qualname__)
+    )

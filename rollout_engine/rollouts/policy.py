@@ -1,0 +1,391 @@
+"""The policy as a trainer sees it: it rolls out, scores, and takes new weights."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Self, Unpack
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.base.lora_request import LoRALike, as_lora_request
+from rollout_engine.base.metrics import StatLogger
+from rollout_engine.base.outputs import TokenTexts
+from rollout_engine.base.provenance import attach
+from rollout_engine.base.sampling_params import MAX_N, SamplingLike
+from rollout_engine.base.seeds import MAX_SEED
+from rollout_engine.base.threads import no_thread, run_in_thread
+from rollout_engine.batches.layout import check_batch, full_places
+from rollout_engine.batches.reward_functions import RewardFunctions
+from rollout_engine.batches.rollout_batch import Layout
+from rollout_engine.faces.async_llm import AsyncLLM
+from rollout_engine.faces.llm import LLM
+from rollout_engine.faces.llm_engine import LLMEngine
+from rollout_engine.faces.replica_methods import ReplicaMethods
+from rollout_engine.faces.rollout_service import RolloutService
+from rollout_engine.faces.verb_methods import BlockingVerbs, Face
+from rollout_engine.rollouts.arguments import RolloutArguments, check_for_prompts, run_to_end
+from rollout_engine.rollouts.collector import RolloutCollector, staleness_control
+from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
+from rollout_engine.rollouts.episodes.plan import RolloutOptions
+from rollout_engine.rollouts.evaluation.evaluator import Evaluator
+from rollout_engine.rollouts.evaluation.ledger import Ledger
+from rollout_engine.rollouts.evaluation.report import EvalReport
+from rollout_engine.rollouts.evaluation.sweep import Sweep, as_sweep
+from rollout_engine.rollouts.evaluation.tasks import prepare_tasks
+from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners, OnGroup, log_rollout
+from rollout_engine.rollouts.log import RolloutLog
+from rollout_engine.rollouts.plan import Columns, as_int, dataset_tasks
+from rollout_engine.text.conversations import ChatOptions
+
+_ALONE = (1, "processes", None)
+"""`num_replicas`, `placement` and `ray_address` of an engine in this process."""
+
+
+class RolloutPolicy(ReplicaMethods, BlockingVerbs):
+    """A language model that produces rollouts and follows a trainer's weights.
+
+        policy = RolloutPolicy.from_pretrained(path)
+        trainer = exact.enable(AutoModelForCausalLM.from_pretrained(path))
+        for step in range(100):
+            batch = policy.rollout(prompts, SamplingParams(max_tokens=64), num_samples=8, reward_fn=reward)
+            advantage = advantages.grpo(batch["next", "reward"], batch["group_id"])
+            logprobs = exact.token_logprobs(trainer, batch["tokens", "full"], batch["masks", "all_attention_mask"])
+            ratio = (logprobs - batch["log_probs", "full"][:, 1:]).exp()
+            loss = -(ratio * advantage)[batch["masks", "all_assistant_mask"][:, 1:]].mean()
+            loss.backward(), optimizer.step(), optimizer.zero_grad()
+            policy.update_weights(trainer)
+
+    Several rollouts may run at once, from several threads or tasks, beside what others ask of the engine.
+    """
+
+    def __init__(self, engine: LLMEngine | LLM | AsyncLLM | RolloutService) -> None:
+        """A policy over an engine in this process or another; `shutdown` ends the engine too."""
+        if not isinstance(engine, Face):
+            given = f"the path {str(engine)!r}" if isinstance(engine, str | os.PathLike) else f"{engine!r:.80}"
+            raise ConfigError(
+                f"RolloutPolicy takes an engine (LLM, LLMEngine, AsyncLLM or RolloutService), not {given}: "
+                "RolloutPolicy.from_pretrained(path) makes both."
+            )
+        self.engine, self.frontend = engine, engine.frontend
+        self._batcher = GroupBatcher(self.frontend)
+        self._kept_workers = KeptWorkers()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        num_replicas: int = 1,
+        placement: str = "processes",
+        ray_address: str | None = None,
+        stat_loggers: Sequence[StatLogger] = (),
+        **engine_kwargs: Any,
+    ) -> Self:
+        """A policy over a new engine for a checkpoint directory or hub id; options as in `EngineConfig`.
+
+        `num_replicas`: with 2 or more, so many engines in processes of their own; `placement` and `ray_address` as for
+        `AsyncLLM`.
+        """
+        if (num_replicas, placement, ray_address) != _ALONE:
+            engine = AsyncLLM(
+                model,
+                num_replicas=num_replicas,
+                placement=placement,
+                ray_address=ray_address,
+                stat_loggers=stat_loggers,
+                **engine_kwargs,
+            )
+            return cls(engine)
+        config = EngineConfig(model=model, **engine_kwargs)  # type: ignore[arg-type]  # it converts paths
+        return cls(LLMEngine.from_config(config, stat_loggers=stat_loggers))
+
+    def rollout(
+        self,
+        prompts: Any,
+        sampling_params: SamplingLike | Sequence[SamplingLike] | None = None,
+        *,
+        num_samples: int | None = None,
+        columns: Columns | None = None,
+        reward_fn: RewardFunctions | None = None,
+        reward_weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        layout: Layout = "padded",
+        oversample: int | None = None,
+        session_id: str | Sequence[str | None] | None = None,
+        lora_request: LoRALike | None = None,
+        on_group: OnGroup | None = None,
+        log_to: str | os.PathLike[str] | None = None,
+        use_tqdm: bool = True,
+        **options: Unpack[RolloutOptions],
+    ) -> TensorDict:
+        """Sample every prompt and return all sequences, group-major, with the keys of `batches.rollout_batch`.
+
+        Args:
+            prompts: one prompt or a list of them, of any kind that the engine takes: text, token ids, conversations.
+            sampling_params: one for all, or one per prompt; a dict of their fields will do. Log-probs are always on.
+            num_samples: samples per prompt; overrides `n`.
+            columns: name -> one value per prompt. They reach the result and, repeated per sample, the reward function.
+            reward_fn: `reward_fn(prompts, completions, completion_ids, **columns)` gives one number per completion, or
+                None where it does not apply; called per group as it finishes, with the prompt as it was given. It gets
+                those arguments that it names, as in TRL (`rollout_engine.batches.reward_functions`). May be async.
+                Completions are texts; if the prompt was a plain list of messages, they are lists of one message. A list
+                of functions gives the sum, and ("rewards", NAME) for each. reward_weights: one per function, or 1.0.
+            seed: sample i of prompt p is drawn with sequence seed child_seed(mix(seed, p), i), both functions of
+                `rollout_engine.base.seeds`; None leaves seeds to the sampling params and the engine.
+            oversample: samples to start per prompt; the first `num_samples` to end are returned, and the others aborted
+                ("num_dropped" counts them). This is biased: short answers end first, and a policy trained on those
+                learns to be brief. `collect` is not biased. None: off.
+            session_id, lora_request: as in `LLM.generate`; prompts of one session go to the replica that has their KV.
+            on_group: called with the TensorDict of each group as soon as it is complete.
+            log_to: a file to append each group to, with what made it (`rollout_engine.rollouts.log`) for `replay`.
+            layout, use_tqdm: "padded" or "packed"; show a progress bar, or print nothing.
+            options: for conversations, as in `ChatOptions`, such as chat_template_kwargs={"enable_thinking": False};
+                and for environments in place of prompts, `rollout(None, params, env=...)`, as in `EpisodeOptions`.
+
+        Works inside a running event loop too (it blocks that loop). Whatever is raised, its requests are aborted first
+        and the engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as soon as one
+        sequence fails, `RewardError` naming the prompt. `LifecycleError` while paused or asleep; paused by another
+        thread once it has begun, it waits for the resume, or raises `RetryableError` where that pause (sleep, update)
+        aborts a group: none is returned cut short.
+        """
+        given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
+        self.frontend.require_running("rollout")
+        start = time.perf_counter()
+        listeners = self._listeners(on_group, log_to, lora_request)
+        arguments = RolloutArguments(*given, session_id, lora_request, options)
+        run = arguments.begin(self.frontend, self._kept_workers, self.rollout)
+        groups = run_to_end(run, lambda group: self._batcher.tell(listeners, group, layout), shown=use_tqdm)
+        log_rollout(groups, time.perf_counter() - start, self.policy_version)
+        self._batcher.count_staleness(groups)
+        return self._batcher.batch(groups, layout)
+
+    async def arollout(
+        self,
+        prompts: Any,
+        sampling_params: SamplingLike | Sequence[SamplingLike] | None = None,
+        *,
+        num_samples: int | None = None,
+        columns: Columns | None = None,
+        reward_fn: RewardFunctions | None = None,
+        reward_weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        layout: Layout = "padded",
+        oversample: int | None = None,
+        session_id: str | Sequence[str | None] | None = None,
+        lora_request: LoRALike | None = None,
+        log_to: str | os.PathLike[str] | None = None,
+        **options: Unpack[RolloutOptions],
+    ) -> AsyncIterator[TensorDict]:
+        """Yield what `rollout` returns, one TensorDict per group, in completion order; "group_id" names its prompt.
+
+        The engine steps in a worker thread, so the loop stays free; async rewards run on the caller's loop. Leaving the
+        iteration early aborts what is left. Nothing is queued before the first group is asked for. While paused or
+        asleep it waits for another task to resume, or is turned away, by `EngineConfig.admission`. A group that an
+        abort cuts short is not yielded: `RetryableError` is raised.
+        """
+        given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
+        loop = asyncio.get_running_loop()
+        step: asyncio.Future[Sequence[Any]] | None = None
+        if lora_request is not None:
+            await run_in_thread(self.frontend.ensure_loras, lora_request)
+        listeners = await run_in_thread(self._listeners, None, log_to, lora_request)
+        run = RolloutArguments(*given, session_id, lora_request, options).begin(
+            self.frontend, self._kept_workers, self.arollout, loop
+        )
+        try:
+            while run.unfinished:
+                self.frontend.require_own_process()  # the loop's threads are not in a forked child
+                try:
+                    step = loop.run_in_executor(None, run.advance)
+                except RuntimeError as problem:
+                    raise no_thread("rollout", problem) from problem
+                for group in await asyncio.shield(step):
+                    if any(listeners):
+                        await run_in_thread(self._batcher.tell, listeners, group, layout)
+                    self._batcher.count_staleness([group])
+                    yield self._batcher.batch([group], layout)
+        finally:
+            if step is not None and not step.done():  # cancelled in mid-step: let that step end
+                run.stop_waiting()
+                await asyncio.wait([step])
+                step.exception()
+            run.close()
+
+    def collect(
+        self,
+        dataset: Iterable[Any],
+        sampling_params: SamplingLike | None = None,
+        *,
+        num_samples: int | None = None,
+        groups_per_batch: int = 32,
+        max_staleness: int | None = 1,
+        max_in_flight: int | None = None,
+        oversample: int | None = None,
+        reward_fn: RewardFunctions | None = None,
+        reward_weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        lora_request: LoRALike | None = None,
+        on_group: OnGroup | None = None,
+        log_to: str | os.PathLike[str] | None = None,
+        layout: Layout = "padded",
+        **chat: Unpack[ChatOptions],
+    ) -> RolloutCollector:
+        """Return an iterator over batches of finished groups, which keeps unfinished ones in flight between batches.
+
+            with policy.collect(dataset, params, num_samples=8, reward_fn=reward) as collector:
+                for batch in collector:
+                    train(batch), policy.update_weights(trainer)
+
+        A batch is ready when enough groups are complete. The others are carried over: they go on while the trainer
+        works (where the engine has a process of its own) and over its weight update (`mode="keep"`), and come with a
+        later batch, their versions recorded per token. Nothing is dropped for its length, so nothing is biased towards
+        short answers. Without an update in between, a group is what `rollout` with the same `seed` returns for it.
+
+        Args:
+            dataset: prompts as for `rollout`, or rows: dictionaries with a prompt (`prompt`, `prompt_token_ids` or
+                `messages`) whose other keys are columns. Any iterable, read one row at a time as groups start;
+                `itertools.cycle` repeats one. "group_id" is the number of the row.
+            groups_per_batch: groups in every batch; fewer in the last one.
+            max_staleness: no sampled token of a batch is more versions behind the live weights than this, when the
+                batch is returned. Push the weights before asking for the next batch, once per batch; then a prompt
+                starts only if its batch is sure to be in time, and a batch waits for a group that no later one could
+                take. A group that is too old all the same, after several updates at once, is aborted and started again
+                with the same seeds (`stats.num_regenerated`). 0: every token is of the live weights, and nothing runs
+                while the trainer works. None: no bound.
+            max_in_flight: groups that run at once; None: all that `max_staleness` lets start, or without a bound twice
+                `groups_per_batch`.
+            on_group, log_to: as in `rollout`. Groups are complete, and rewards computed, while `next` waits.
+        The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; what `next`
+        raises is what `rollout` does, except that groups cut short by an abort are started again.
+        """
+        check_for_prompts(self.collect, layout, chat)
+        self.frontend.ensure_loras(lora_request)
+        return RolloutCollector(
+            self.frontend,
+            self._batcher,
+            dataset_tasks(dataset, sampling_params, num_samples, seed, chat, oversample, lora_request),
+            staleness_control(groups_per_batch, max_staleness, max_in_flight),
+            reward_fn=reward_fn,
+            reward_weights=reward_weights,
+            listeners=self._listeners(on_group, log_to, lora_request),
+            layout=layout,
+        )
+
+    def evaluate(
+        self,
+        tasks: Any,
+        *,
+        sweep: Sweep | Mapping[str, Any] | None = None,
+        num_samples: int = 1,
+        k: int | Sequence[int] = (1,),
+        out: str | os.PathLike[str] | None = None,
+        resume: bool = True,
+        seed: int = 0,
+        use_tqdm: bool = True,
+    ) -> EvalReport:
+        """Sample every task under every setting by every checkpoint, and reckon what that says (docs/evaluation.md).
+
+        Args:
+            tasks: one or a list of `EvalTask`s, or what stands for one: a dict of its fields, or the name of an
+                environment; or a dict from names to these.
+            sweep: a `Sweep` or a dict of its fields: sampling settings, and checkpoints to load one after another.
+                None: the default settings, and the live weights. Those may change meanwhile: each sample says which
+                versions sampled it, and the report which ones it saw.
+            num_samples: of each prompt under each setting by each checkpoint.
+            k: of pass@k and maj@k; at most `num_samples`.
+            out: a directory that keeps each sample as soon as its group has ended. What it has already is not sampled
+                again, and is part of the report: samples of an evaluation that was killed, and other checkpoints, such
+                as earlier versions of the live weights. None: in memory.
+            resume: False: begin anew in `out`; what it had is gone.
+            seed: with task, setting, prompt and index it determines every draw; checkpoints share theirs.
+            use_tqdm: show progress, by rich where that is installed; or print nothing.
+
+        The policy keeps the weights of the last checkpoint that was loaded. Raises what `rollout` does, beginning with
+        task and setting; `RequestError` also where `out` holds another evaluation.
+        """
+        self.frontend.require_running("evaluate")
+        num_samples = as_int("num_samples", num_samples, 1, MAX_N) or 1
+        ks = [k] if isinstance(k, int) else list(k)
+        if not ks or not all(type(each) is int and 1 <= each <= num_samples for each in ks):
+            raise RequestError.for_field("k", k, f"ints from 1 to num_samples={num_samples}")
+        evaluator = Evaluator(
+            self,
+            self._batcher,
+            self._kept_workers,
+            prepare_tasks(tasks),
+            as_sweep(sweep),
+            num_samples=num_samples,
+            k=ks,
+            seed=as_int("seed", seed, 0, MAX_SEED) or 0,
+        )
+        with closing(Ledger(out, evaluator.plan, resume=resume)) as ledger:
+            evaluator.run(ledger, shown=use_tqdm)
+            codec = self.frontend.inputs.codec
+            texts = TokenTexts(None if codec is None else codec.hf)
+            return EvalReport(ledger.plan, ledger.samples, texts.__getitem__)
+
+    def score(  # type: ignore[override]
+        self,
+        batch: TensorDict,
+        temperature: float = 1.0,
+        *,
+        lora: LoRALike | None = None,
+        replay_routing: bool = False,
+        timeout: float | None = None,
+    ) -> Tensor:
+        """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
+
+        float32, 0 outside the mask. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
+        as the weights are the same and the engine is deterministic. `provenance.rollout_note(result)` is their mark:
+        with `quantization`, they are those of rounded weights. `lora`: the adapter that scores; None: the base
+        model alone. `replay_routing`: send tokens to the experts of batch["routed_experts"], which
+        `return_routed_experts` gives. After `timeout` seconds it raises `CallTimeoutError`; for anything but a rollout,
+        `RequestError`.
+        """
+        needed = ["tokens", "masks", *(["routed_experts"] if replay_routing else [])]
+        otherwise = "Token ids alone are scored by the engine: LLM.score(prompt_token_ids, completion_token_ids)."
+        check_batch(batch, needed=needed, otherwise=otherwise)
+        tokens, assistant = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
+        full = full_places(batch)
+        sampled = [assistant[place].nonzero().flatten() for place in full]
+        scored = [(place, int(at[0])) for place, at in zip(full, sampled, strict=True) if len(at)]
+        ids = [tokens[place].tolist() for place, _ in scored]
+        results = BlockingVerbs.score(
+            self,
+            [row[:first] for row, (_, first) in zip(ids, scored, strict=True)],
+            [row[first:] for row, (_, first) in zip(ids, scored, strict=True)],
+            temperature=temperature,
+            lora=lora,  # type: ignore[arg-type]  # the verb's `prepare` reads it
+            routed_experts=[batch["routed_experts"][p][:-1].numpy() for p, _ in scored] if replay_routing else None,
+            timeout=timeout,
+        )
+        logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
+        for (place, first), result in zip(scored, results, strict=True):
+            logprobs[place][first:] = torch.from_numpy(np.asarray(result))
+        logprobs.masked_fill_(~assistant, 0.0)
+        adapter = None if lora is None else as_lora_request(lora).name
+        note = self._batcher.note(temperature or 1.0, [adapter], is_packed="cu_seqlens" in batch.keys())
+        attach(logprobs, note)
+        return logprobs
+
+    def _listeners(
+        self, on_group: OnGroup | None, log_to: str | os.PathLike[str] | None, lora: LoRALike | None
+    ) -> GroupListeners:
+        return GroupListeners(on_group, None if log_to is None else RolloutLog(self, log_to, lora))
+
+    def shutdown(self) -> None:
+        """End the engine as `Face.shutdown` does, and worker processes kept for environments. May be called again."""
+        self._kept_workers.close()
+        super().shutdown()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
+        return self.frontend.get_tokenizer()

@@ -1,1 +1,0 @@
-"""Rollouts to look at: in a page, and in a terminal."""
