@@ -102,7 +102,7 @@ def test_a_child_forked_inside_ends_with_the_block(end, status, capfd):
 
 TRACED = """
 import sys
-from tests.unit import test_user_code
+from tests.unit.base import test_user_code
 
 test_user_code.test_interrupts_at_any_instant_are_raised_inside_the_block_or_not_at_all()
 sys.settrace(lambda *_: None)
@@ -111,4 +111,4 @@ sys.settrace(lambda *_: None)
 
 
 def test_code_can_be_traced_after_interrupts():
-    subprocess.run([sys.executable, "-c", TRACED], check=True, timeout=300, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", TRACED], check=True, timeout=300, cwd=Path(__file__).parents[3])
