@@ -1,4 +1,4 @@
-"""Weight transports: how a trainer's tensors reach an engine, and how both sides know that they did.
+"""Weight transports: how a trainer's tensors reach an engine, and how both sides verify that they did.
 
 `rollout_engine.base.errors` needs `sync.errors` without torch, so the public names are imported on first use (PEP 562).
 """

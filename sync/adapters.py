@@ -28,9 +28,9 @@ _warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether any layer of `model` has an adapter beside it, or a trained copy of itself.
+    """Whether any layer of `model` has an adapter, or a trained copy of itself.
 
-    Raises `ManifestMismatch` for adapters that no weights can stand for (prompts, and what depends on the input).
+    Raises `ManifestMismatch` for adapters that no weights can express (prompts, and those that depend on the input).
     """
     for module in model.modules():
         configs = getattr(module, "peft_config", None)
@@ -51,7 +51,7 @@ def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor | LazyTensor]]:
     for full_name, tensor in model.state_dict(keep_vars=True).items():
         name = without_wrappers(full_name)
         if any(name.startswith(f"{t}base_model.") and not name.startswith(f"{t}base_model.model.") for t in tuners):
-            continue  # what all adapters of a model share
+            continue  # a part that all adapters of a model share
         path = next((path for path in _parents(name) if path in modules), None)
         if path is None:
             yield name, tensor
@@ -83,7 +83,7 @@ class _Merged(LazyTensor):
         self.is_collective = layer.is_collective
 
     def materialize(self) -> Tensor:
-        """Merge the layer's adapters, in a copy. Raises `ManifestMismatch` where PEFT cannot, and `GatherFailed`."""
+        """Merge the layer's adapters, in a copy. Raises `ManifestMismatch` if PEFT cannot, and `GatherFailed`."""
         self.was_begun = True
         return self._layer.take(self._name)
 
@@ -123,7 +123,7 @@ class _MergedLayer:
 
 
 def _is_adapted(module: Any) -> bool:
-    """Whether it is a layer with adapters beside its `base_layer`."""
+    """Whether it is a layer with adapters around its `base_layer`."""
     return isinstance(getattr(module, "base_layer", None), nn.Module) and callable(getattr(module, "merge", None))
 
 

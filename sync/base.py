@@ -43,29 +43,29 @@ class WeightSender(Protocol):
         """
 
     def send(self) -> None:
-        """Move what was offered to every receiver, which calls `receive` meanwhile; returns when all have it.
+        """Move the offered tensors to every receiver, which calls `receive` meanwhile; returns when all have it.
 
         Does nothing for transports whose receivers fetch by themselves. Raises `TransferTimeout` or `SyncError`.
         """
 
     def forget(self) -> None:
-        """Move all of the next offer, also what the last one has in common with it; no-op where that is so anyway."""
+        """Move all of the next offer, also pieces that equal the last one's; no-op for transports that always do."""
         return
 
     def close(self) -> None:
-        """Let go of the source and of the connection."""
+        """Release the source and the connection."""
 
 
 class WeightReceiver(Protocol):
     """The engine's end."""
 
     takes_part: ClassVar[bool] = False
-    """Whether what `receive_into` is told is not lacking does not travel."""
+    """Whether pieces that the receiver of `receive_into` has already are not sent."""
 
     def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor of `manifest` once, under its manifest name, in any order.
 
-        A tensor is valid until the next one is asked for; on a device, for what was launched on the current stream by
+        A tensor is valid until the next one is asked for; on a device, for work launched on the current stream by
         then. Exhaust the iterator, or `close`.
         """
 
@@ -76,7 +76,7 @@ class WeightReceiver(Protocol):
         writer: TensorWriter = HOST_WRITER,
         lacking: Lacking | None = None,
     ) -> dict[str, CheckResult]:
-        """Write each tensor of `manifest` into `shadow` by `writer`, and return what each name then holds.
+        """Write each tensor of `manifest` into `shadow` by `writer`, and return the record of each.
 
         `lacking`: only these tensors, or these pieces of them, need to be written; the others are not in the result.
 

@@ -1,4 +1,4 @@
-"""Packed broadcast of weights over a process group: what `gloo` and `nccl` have in common.
+"""Packed broadcast of weights over a process group: the part that `gloo` and `nccl` share.
 
     every rank                 rank 0                                      ranks 1 ..
     header      ────────────>  version, digest, bucket size
@@ -79,7 +79,7 @@ class BroadcastEnd:
         return int(total.item())
 
     def gather_lacking(self, lacking: Lacking | None, specs: Sequence[TensorSpec]) -> Lacking:
-        """What any rank lacks; `lacking` is what this one does, None: all. Waits for every rank."""
+        """The pieces that any rank lacks; `lacking`: those that this one lacks, None: all. Waits for every rank."""
         flags = torch.frombuffer(piece_flags(lacking, specs) or bytearray(1), dtype=torch.uint8).to(self.device)
         self._reduce(flags, dist.ReduceOp.MAX)
         return flagged(flags.tolist(), specs)
@@ -240,6 +240,6 @@ class BroadcastReceiver(GroupReceiver):
 
 
 def _header(manifest: WeightManifest, bucket_bytes: int) -> list[int]:
-    """Version, total digest in four parts, bucket size: what all ranks have to agree on."""
+    """Version, total digest in four parts, bucket size: all ranks have to agree on them."""
     parts = [int(manifest.digest[i : i + 8], 16) for i in range(0, 32, 8)]
     return [manifest.version, *parts, bucket_bytes]

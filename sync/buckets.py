@@ -3,7 +3,7 @@
 bucket 0: [ tensor | pad | tensor | pad | tensor ]   bucket 1: [ tensor larger than a bucket ]   ...
            ^ every start is a multiple of 64 bytes
 
-Where only some pieces of a tensor travel, they stand one after the other in its place.
+If only some pieces of a tensor are sent, they stand one after the other in its place.
 """
 
 import sys

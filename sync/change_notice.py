@@ -24,7 +24,7 @@ class ChangeNotice:
     def warn_if_hardly_changed(self, pairs: Iterable[SourcePair], share: float) -> None:
         """Warn if `share` of the trained weights, more than none, changed, and most of all are plain, of 16 bits.
 
-        Weights that are cast for the engine are not: their masters have changed where the cast ones have not yet.
+        Weights that are cast for the engine are not: their masters may have changed before the cast ones do.
         """
         if self._was_logged or self.trainer_has_masters or not 0 < share < _LEAST_SHARE:
             return

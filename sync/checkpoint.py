@@ -77,7 +77,7 @@ def read_checkpoint(directory: Path, *, being_trained: bool = False) -> list[Sto
         being_trained: a trainer may be saving to the directory. Log a warning if its files look like an unfinished
             save, which cannot be known from their bytes.
 
-    Raises `ManifestMismatch`, naming the file, and the tensor where one is at fault: absent or cut files, headers that
+    Raises `ManifestMismatch`, naming the file, and the tensor if one is at fault: absent or cut files, headers that
     contradict the bytes, an index that contradicts the shards. `ChecksumMismatch` when files keep changing.
     """
     files = open_snapshot(lambda: _CheckpointFiles(directory))
@@ -114,7 +114,7 @@ class _CheckpointFiles(FileSet):
         self.files = [SnapshotFile(config)] if os.path.lexists(config) else []
         self.index: SnapshotFile | None = None
         self.weight_map: dict[str, str] = {}
-        """Tensor name -> file name of its shard, as the index says."""
+        """Tensor name -> file name of its shard, from the index."""
         if os.path.lexists(directory / SINGLE_FILE):
             self.shards = [SnapshotFile(directory / SINGLE_FILE)]
         else:

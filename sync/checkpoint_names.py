@@ -22,7 +22,7 @@ class CheckpointNames(msgspec.Struct, frozen=True):
     prefix: str = ""
     """Part of the model's names, such as "model", that a checkpoint of its base model lacks."""
     unused: list[str] = []
-    """Regular expressions of names that the model does not use: what other releases store, layers that only draft."""
+    """Regular expressions of names that the model does not use: leftovers of other releases, layers that only draft."""
 
     def used(self, pairs: Iterable[tuple[str, _Value]], known: Collection[str]) -> list[tuple[str, _Value]]:
         """`pairs` under the names of the model, which are `known`, without those that it does not use.

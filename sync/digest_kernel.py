@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, import-untyped"
-"""Digests of tensors on a CUDA device, computed there by Triton: 24 bytes of each piece come to the host.
+"""Digests of tensors on a CUDA device, computed there by Triton: 24 bytes of each piece reach the host.
 
 Every piece has a program of its own, which follows the specification of XXH3 (128 bits, no seed, the usual secret):
 
     state    8 words of 64 bits                      a block is [16 stripes, 8 words]: 1,024 bytes
     block    word w of stripe s adds  w  to the word of the state beside its own,
              and  low half x high half of (w ^ key[s])  to its own: sums, in any order, so a block is added at once
-    after each whole block the state is scrambled; then comes the rest, and the last 64 bytes under keys of their own
+    after each whole block the state is scrambled; then the rest follows, and the last 64 bytes under keys of their own
 
 Ends of tensors that are shorter than this is meant for (240 bytes) are hashed on the host.
 
@@ -71,7 +71,7 @@ _CONSTANTS = np.concatenate(
 
 
 class DeviceCheck:
-    """Checks tensors of one device in order; results come at once. Works on the stream that is current at each call."""
+    """Checks tensors of one device in order; results are returned at once. Uses the current stream of each call."""
 
     def __init__(self) -> None:
         self._pending: list[Tensor] = []
@@ -81,7 +81,7 @@ class DeviceCheck:
         """A row of the kernel's table for each pending tensor with pieces: their number (later that of the first one),
         address, bytes, the address to copy to or 0, and the three markers of values that are not finite."""
         self._ends: list[tuple[Tensor, Tensor | None]] = []
-        """uint8 ends of pending tensors that are hashed on the host, and where they are copied to."""
+        """uint8 ends of pending tensors that are hashed on the host, and the host memory that they are copied to."""
         self._shapes: list[tuple[int, int, torch.dtype]] = []
         """For each tensor so far: the number of its pieces, the bytes after them, and its dtype."""
         self._piece_results: list[Tensor] = []
@@ -191,7 +191,7 @@ def _loaded_kernel() -> Any:
 
 def _piece_kernel(constants_ptr, pieces_ptr, tensors_ptr, results_ptr, PIECE: "tl.constexpr"):
     NUM_COLUMNS, NUM_RESULTS = 7, 3
-    SCRAMBLE, LAST, LOW, HIGH, STATE = 128, 136, 144, 152, 160  # where words of _CONSTANTS begin
+    SCRAMBLE, LAST, LOW, HIGH, STATE = 128, 136, 144, 152, 160  # offsets of words in _CONSTANTS
     piece = tl.program_id(0).to(tl.int64)
     row = tensors_ptr + tl.load(pieces_ptr + piece) * NUM_COLUMNS
     first = (piece - tl.load(row)) * PIECE

@@ -2,7 +2,7 @@
 
     bytes    [ 512 KiB | 512 KiB | 512 KiB | rest ]        row-major; strides do not matter
     pieces      16        16        16       16            bytes each, as xxh3-128 is written: the high half first
-    digest   xxh3-128 of those bytes, in hexadecimal       of nothing, where there is no piece
+    digest   xxh3-128 of those bytes, in hexadecimal       of nothing, if there is no piece
 
 The hash of a piece is one long chain of operations, but pieces are independent: a device hashes many at the same time,
 and the host hashes each as it arrives.

@@ -30,4 +30,4 @@ class TransferTimeout(SyncError):
 
 
 class GatherFailed(SyncError):
-    """A weight that is sharded over the ranks of a trainer could not be gathered: one of them ended, or never came."""
+    """A weight that is sharded over the ranks of a trainer could not be gathered: one ended, or never joined."""

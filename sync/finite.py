@@ -40,6 +40,6 @@ def markers(dtype: torch.dtype) -> tuple[int, int, int]:
         return 0, 0, 0
     width = 8 * dtype.itemsize
     sign = 1 << (width - 1)
-    mask = largest_bits(dtype) + 1  # infinity, whose exponent is all ones; or NaN, where there is no infinity
+    mask = largest_bits(dtype) + 1  # infinity, whose exponent is all ones; or NaN, if the dtype has no infinity
     every = sum(1 << start for start in range(0, 64, width))
     return mask * every, (mask & -mask) * every, sign * every

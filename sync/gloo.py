@@ -57,7 +57,7 @@ def connect_patient(store: Store, config: GroupConfig) -> ProcessGroup:
 def run_patiently(group: WeightGroup, launch: Callable[[ProcessGroup], Work]) -> None:
     """Run a step of a patient group, until this rank leaves the group, which does not end the step.
 
-    Raises `SyncError` where the group is not there, and `RuntimeError` where the step fails, or is left.
+    Raises `SyncError` if the group is not there, and `RuntimeError` if the step fails, or is left.
     """
     backend = group.joined()
     work = launch(backend)

@@ -3,7 +3,7 @@
     rendezvous "file:///path/nobody/used"      one machine: no port is opened for it
     rendezvous "tcp://host:port"               several: rank 0 listens on that address, and on no other
 
-The trainer is rank 0, workers are ranks 1 to N. Every rank makes its own group object at once and can go on with other
+The trainer is rank 0, workers are ranks 1 to N. Every rank makes its own group object at once and is free for other
 work; `ready` says whether all have joined.
 """
 
@@ -171,7 +171,7 @@ _BROKEN = object()
 _POLL_SECONDS = 0.005
 _FORMING: set[WeightGroup] = set()
 _OPENING_STORE = threading.Lock()
-"""Held from a look at a store's file to its opening: a thread that has locked the file for a look could not let go of
+"""Held from a look at a store's file to its opening: a thread that has locked the file for a look could not release
 it while another one waits for it in torch, which holds the interpreter."""
 _EXIT_SECONDS = 30.0
 """How long an ending process waits for connects under way. One that takes longer will not return."""
@@ -216,7 +216,7 @@ def _rendezvous_of(config: GroupConfig) -> Callable[[], Store]:
 
 
 def _file_store(path: str, config: GroupConfig) -> Store:
-    """Connect, once nobody else keeps the file locked: torch would wait for that without an end, and hold the
+    """Connect, once no other process keeps the file locked: torch would wait for that without an end, and hold the
     interpreter meanwhile. Raises `TransferTimeout`, and `OSError` for a file that is not this user's own."""
     deadline = time.monotonic() + config.timeout
     while True:

@@ -23,7 +23,7 @@ class InprocSender(HeldOfferSender):
     """Offers a source to receivers in the same process."""
 
     def offered(self, manifest: WeightManifest) -> Offer:
-        """The offer that `manifest` describes. `SyncError` after `close`, and where something else is on offer."""
+        """The offer that `manifest` describes. `SyncError` after `close`, and if something else is on offer."""
         if self._held is None or self._held[1].digest != manifest.digest:
             raise SyncError(f"Version {manifest.version} is not, or no longer, on offer.")
         return self._held[0]
@@ -35,7 +35,7 @@ class InprocSender(HeldOfferSender):
 
 
 class InprocReceiver(WeightReceiver):
-    """Reads what an `InprocSender` offers."""
+    """Reads the tensors that an `InprocSender` offers."""
 
     takes_part = True
 

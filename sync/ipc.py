@@ -164,7 +164,7 @@ class HandleReceiver(GroupReceiver):
                 )
             in_place.append((spec.name, _view(memories[place.handle], Slot(spec, place.start))))
         yield in_place
-        pending: deque[tuple[int, Callable[[float], bool]]] = deque()  # buckets being unpacked, and what waits for that
+        pending: deque[tuple[int, Callable[[float], bool]]] = deque()  # buckets being unpacked, how to wait for each
         for k, bucket in enumerate(plan_buckets(list(specs.values()), shared.bucket_bytes)):
             self.channel.expect(Filled, transfer)
             yield [(slot.spec.name, _view(memories[k % NUM_BUFFERS], slot)) for slot in bucket.slots]
@@ -177,7 +177,7 @@ class HandleReceiver(GroupReceiver):
         self.channel.send(Done(transfer))
 
     def _open(self, handles: list[MemoryHandle]) -> list[Tensor]:
-        """The trainer's memory. What earlier updates opened beside it is closed, so that the trainer can free it."""
+        """The trainer's memory. Memory that earlier updates opened is closed, so that the trainer can free it."""
         known, opened = self._opened, dict[MemoryHandle, Tensor]()
         for handle in handles:
             before = known.get(handle)
@@ -204,7 +204,7 @@ class IpcSender(HandleSender):
     """The trainer's end; one engine at the other.
 
     Args:
-        directory: where the two meet; created if absent (mode 0700).
+        directory: the meeting place of both ends; created if absent (mode 0700).
         device: the one that both are on.
         timeout: seconds for each step.
         bucket_bytes: how much travels at once.

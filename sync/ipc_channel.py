@@ -1,4 +1,4 @@
-"""The socket of the ipc transport: what its two ends, in `sync.ipc`, tell each other.
+"""The socket of the ipc transport: messages between its two ends, in `sync.ipc`.
 
 Handles travel as plain numbers in typed messages over a socket in a directory which only this user may enter. Every
 message carries the number that its Request drew, so messages of an earlier attempt are never taken for an answer.
@@ -28,14 +28,14 @@ _CLOSED = "This end of the weight transport was closed."
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """A message, with what every one carries."""
+    """A message, with the fields of every one."""
 
     transfer: int
     """Number of this transfer, drawn anew by each Request."""
 
 
 class Request(Message, frozen=True, forbid_unknown_fields=True):
-    """The engine asks for the weights of this manifest; `memory` names what it can open."""
+    """The engine asks for the weights of this manifest; `memory` names the memory that it can open."""
 
     version: int
     digest: str
@@ -129,7 +129,7 @@ class Channel:
             raise SyncError(f"Trainer and engine cannot meet in {directory}: {why}.") from None
 
     def send(self, message: Message, *, waits: bool = True) -> None:
-        """Send `message`. `TransferTimeout` when nobody takes it, or does not at once and this does not wait."""
+        """Send `message`. `TransferTimeout` if no peer takes it, or not at once and this does not wait."""
         with self._used():
             if not self._is_ready(zmq.POLLOUT, self._timeout if waits else 0.0):
                 raise TransferTimeout(f"No engine connected to take weights within {self._timeout:g} s.")
@@ -138,7 +138,7 @@ class Channel:
     def expect(self, kind: type[_Expected], transfer: int | None = None, *, latest: bool = False) -> _Expected:
         """The next message of `kind` (of `transfer`), dropping others; `Refused` and `GaveUp` of it are raised.
 
-        `latest` takes the last of those that have arrived. `TransferTimeout` when none comes, whatever else does.
+        `latest` takes the last of those that have arrived. `TransferTimeout` if none arrives, even if others do.
         """
         deadline = time.monotonic() + self._timeout
         found: _Expected | None = None
@@ -161,7 +161,7 @@ class Channel:
         return found
 
     def await_device(self, wait: Callable[[float], bool]) -> None:
-        """Wait, by a `SharedMemory.mark`, for the device. `TransferTimeout` when it does not come to an end."""
+        """Wait, by a `SharedMemory.mark`, for the device. `TransferTimeout` if it does not end."""
         if not wait(self._timeout):
             raise TransferTimeout(f"The device has not copied weights within {self._timeout:g} s.")
 

@@ -32,7 +32,7 @@ class LazyTensor(ABC):
 
     @abstractmethod
     def materialize(self) -> Tensor:
-        """The tensor, whole and detached; nobody else writes to it."""
+        """The tensor, whole and detached; no other holder writes to it."""
 
 
 class GatheredTensor(LazyTensor):
@@ -58,8 +58,8 @@ class FileTensor(LazyTensor):
     """A tensor in a file, which is read into memory of our own and never mapped.
 
     Args:
-        fetch: reads bytes of the tensor, row-major; raises once the file is not what it was.
-        check: raises if the file, or one that belongs to it, is not what it was.
+        fetch: reads bytes of the tensor, row-major; raises once the file has changed.
+        check: raises if the file, or one that belongs to it, has changed.
         check_digest: raises unless the digest of all that was read is the one that the tensor must have.
     """
 
@@ -90,7 +90,7 @@ class FileTensor(LazyTensor):
         return out
 
     def piece_digests(self) -> list[bytes]:
-        """The digests of the pieces of what is in the file. Raises `ChecksumMismatch`."""
+        """The digests of the pieces in the file. Raises `ChecksumMismatch`."""
         piece = memoryview(bytearray(PIECE_BYTES))
         return self._digest(lambda start, end: piece[: end - start])
 

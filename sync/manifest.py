@@ -1,4 +1,4 @@
-"""The manifest of one weight version: what travels, in which form, and the digests that prove it arrived.
+"""The manifest of one weight version: its tensors, their form on the wire, and the digests that prove it arrived.
 
 Digests are those of `sync.digests`, of a tensor in the receiver's dtype. The total digest covers name, dtype, shape and
 digest of every tensor, sorted by name: equal totals mean equal weights under equal names. The digests of pieces make up
@@ -61,7 +61,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def piece_digests(self) -> list[str]:
-        """The digest of each piece, in hexadecimal; none where they are not known."""
+        """The digest of each piece, in hexadecimal; none if they are not known."""
         return [self.pieces[i : i + _DIGEST_LENGTH] for i in range(0, len(self.pieces), _DIGEST_LENGTH)]
 
     def check(self) -> None:
@@ -228,7 +228,7 @@ def describe_all(pairs: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
 
 
 def decode_json(content: bytes | bytearray, kind: type[_Decoded], what: str, advice: str = "") -> _Decoded:
-    """`content` as `kind`. Raises `ManifestMismatch`, which says `what` is wrong, why, and what to do."""
+    """`content` as `kind`. Raises `ManifestMismatch`, which names `what` is wrong, why, and the remedy."""
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
@@ -236,13 +236,13 @@ def decode_json(content: bytes | bytearray, kind: type[_Decoded], what: str, adv
 
 
 def total_digest(tensors: Iterable[TensorSpec]) -> str:
-    """One digest for a set of tensors, whatever order they come in."""
+    """One digest for a set of tensors, in any order."""
     lines = sorted((s.name, s.dtype, tuple(s.shape), s.digest) for s in tensors)
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(lines))
 
 
 def counted(items: Sized, one: str, many: str) -> str:
-    """Their number and the word for so many: "1 name is", "3 names are"."""
+    """Format a count with its noun: "1 name is", "3 names are"."""
     return f"{len(items)} {one if len(items) == 1 else many}"
 
 

@@ -33,10 +33,10 @@ class NcclSender(BroadcastSender):
     """The trainer's end: rank 0 of `world_size`. Unproven (see the module). Returns at once.
 
     Args:
-        device: where the buckets are; the source may be anywhere.
+        device: the device of the buckets; the source may be anywhere.
         rendezvous, timeout, bucket_bytes: as for `GlooSender`.
 
-    Raises `SyncError` for a device that is not CUDA, or where torch has no NCCL.
+    Raises `SyncError` for a device that is not CUDA, or if torch has no NCCL.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ def _end(config: GroupConfig, device_name: str) -> BroadcastEnd:
 
     @contextlib.contextmanager
     def on_stream() -> Iterator[None]:
-        """Run after the work that the caller has launched; the caller's later work runs after what is launched here."""
+        """Run after the work that the caller has launched; the caller's later work runs after this."""
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield
@@ -102,7 +102,7 @@ def _end(config: GroupConfig, device_name: str) -> BroadcastEnd:
 def connect_ahead(store: Store, config: GroupConfig, *, device: torch.device) -> ProcessGroup:
     """A group whose steps are launched like kernels: later work on the device waits for them, the host does not.
 
-    torch's watchdog ends no process that has it: whoever makes it notices how the others end, and aborts it.
+    torch's watchdog ends no process that has it: its owner notices how the others end, and aborts it.
     """
     variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
     return _connected(store, config, device, _NEVER_SECONDS, variables)

@@ -1,4 +1,4 @@
-"""Opens files and directories of this user, and refuses what only looks like one. Nothing here waits.
+"""Opens files and directories of this user, and refuses links and files of others. Nothing here waits.
 
 A path may name a link, a named pipe (opening one waits for its other end), a device, a file of another user, or one
 that others may write to. So each is looked at before it is opened, and again afterwards, when nothing can be put in its
@@ -30,7 +30,7 @@ _KINDS = {
 
 
 def open_file(path: AnyPath, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
-    """Open a regular file that is this user's, has this one name, and that nobody else may write to.
+    """Open a regular file that is this user's, has this one name, and that no other user may write to.
 
     With `os.O_CREAT` it is made (mode 0600) if it is absent.
     """
@@ -50,7 +50,7 @@ def open_file(path: AnyPath, flags: int = os.O_RDONLY, *, dir_fd: int | None = N
 
 
 def open_directory(path: AnyPath, *, dir_fd: int | None = None, closed_to: int = OTHERS_WRITE) -> int:
-    """Open a directory that is this user's, where others have none of the rights `closed_to`."""
+    """Open a directory that is this user's, in which others have none of the rights `closed_to`."""
     _check_directory(os.stat(path, dir_fd=dir_fd, follow_symlinks=False), path, closed_to)
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=dir_fd)
     try:
@@ -115,7 +115,7 @@ def make_directories(path: Path, *, closed_to: int = OTHERS_WRITE) -> None:
     for directory in reversed(missing):
         with suppress(FileExistsError):
             os.mkdir(directory, 0o700)
-        os.close(open_directory(directory, closed_to=closed_to))  # somebody else may have been first
+        os.close(open_directory(directory, closed_to=closed_to))  # another process may have been first
 
 
 def read_small(path: AnyPath, max_bytes: int, *, dir_fd: int | None = None) -> bytes:

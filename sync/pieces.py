@@ -1,4 +1,4 @@
-"""Which pieces of which tensors a receiver lacks: what has to travel to it when the rest is there already."""
+"""Which pieces of which tensors a receiver lacks: those to send if the rest is there already."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -14,7 +14,7 @@ from sync.tensor_check import CheckResult
 
 
 class Part(NamedTuple):
-    """Some pieces of a tensor, where the receiver has the others."""
+    """Some pieces of a tensor, if the receiver has the others."""
 
     spec: TensorSpec
     """With the digest of every piece."""
@@ -60,7 +60,7 @@ def num_bytes_lacking(lacking: Lacking, specs: Mapping[str, TensorSpec]) -> int:
 
 
 def changed_part(known: TensorSpec | None, spec: TensorSpec) -> Part | None:
-    """The pieces of `spec` that a tensor of `known` lacks. None: all, also where pieces are not known."""
+    """The pieces of `spec` that a tensor of `known` lacks. None: all, also if pieces are not known."""
     if known is None or (known.dtype, known.shape) != (spec.dtype, spec.shape):
         return None
     if known.digest == spec.digest:
@@ -73,7 +73,7 @@ def changed_part(known: TensorSpec | None, spec: TensorSpec) -> Part | None:
 
 
 def piece_flags(lacking: Lacking | None, specs: Sequence[TensorSpec]) -> bytearray:
-    """One byte for each piece of each tensor, in order: 1 where it is lacking. `lacking=None`: all are."""
+    """One byte for each piece of each tensor, in order: 1 if it is lacking. `lacking=None`: all are."""
     flags = bytearray()
     for spec in specs:
         count = _num_pieces(spec)
@@ -89,7 +89,7 @@ def piece_flags(lacking: Lacking | None, specs: Sequence[TensorSpec]) -> bytearr
 
 
 def flagged(flags: Sequence[int], specs: Sequence[TensorSpec]) -> Lacking:
-    """What is lacking where `piece_flags` are these."""
+    """The lacking pieces that `piece_flags` name."""
     lacking: dict[str, Part | None] = {}
     first = 0
     for spec in specs:
@@ -133,7 +133,7 @@ class PartCheck:
 
 
 def described(part: Part, tensor: Tensor) -> TensorSpec:
-    """The spec of a tensor, of which only the pieces of `part` are read: the others are as its spec says."""
+    """The spec of a tensor, of which only the pieces of `part` are read: the others are as in its spec."""
     check, memory = PartCheck(part), tensor_bytes(tensor.detach())
     for start, end in part.ranges:
         check.add(start, memory[start:end])

@@ -21,7 +21,7 @@ def without_wrappers(name: str) -> str:
 def plain_names(names: list[str]) -> list[str]:
     """Names without the prefixes of wrappers.
 
-    Raises `ManifestMismatch` for the names of something else than the weights of a model, with what to pass instead.
+    Raises `ManifestMismatch` for names of something else than the weights of a model, with the object to pass instead.
     """
     if "n_averaged" in names and any(name.startswith("module.") for name in names):
         what = "'n_averaged' is a name in the state dict of a torch.optim.swa_utils.AveragedModel"

@@ -49,7 +49,7 @@ class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: int
     directory: str
-    """Name in `versions/`: the version in at least six digits, then `-1`, `-2`, ... where that was taken."""
+    """Name in `versions/`: the version in at least six digits, then `-1`, `-2`, ... if that was taken."""
     manifest_digest: str
     """xxh3-128 of the bytes of its manifest.json."""
 
@@ -141,7 +141,7 @@ def lease_current(directory: Path) -> Lease:
     while time.monotonic() < deadline:
         pointer = read_pointer(directory)
         lease = _try_lease(directory, pointer)
-        # Leased and still current: from here on nobody recycles it.
+        # Leased and still current: from here on no publisher recycles it.
         if lease is not None and read_pointer(directory) == pointer:
             return lease
         time.sleep(0.001)
@@ -273,7 +273,7 @@ def _try_lease(directory: Path, pointer: Pointer) -> Lease | None:
 
 
 def _unusable(directory: Path, problem: OSError) -> ManifestMismatch:
-    """The error where a part of the store at `directory` cannot be opened."""
+    """The error if a part of the store at `directory` cannot be opened."""
     part = "" if problem.filename == os.fspath(directory) else f": {problem.filename}"
     return ManifestMismatch(f"{directory}{part} cannot be used: {problem.strerror}. Mend that, or publish again.")
 

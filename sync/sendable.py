@@ -27,7 +27,7 @@ def check_sendable(name: object, tensor: object) -> None:
 
 
 def _check_plain(name: str, tensor: Tensor) -> None:
-    """Raise `ManifestMismatch` for tensors whose values are not what their dtype and shape say."""
+    """Raise `ManifestMismatch` for tensors whose values are not those of their dtype and shape."""
     kind = type(tensor).__name__
     if kind in ("Params4bit", "Int8Params"):
         what = f"'{name}' is quantised by bitsandbytes ({kind}), which engines do not read"

@@ -37,7 +37,7 @@ def lock(file: int) -> None:
 
 
 def try_lock(file: int, *, shared: bool = False) -> bool:
-    """Take the lock of an open file, exclusive or shared; False where another holder is in the way."""
+    """Take the lock of an open file, exclusive or shared; False if another holder is in the way."""
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -84,7 +84,7 @@ def write_at(file: int, content: memoryview | bytes, start: int) -> None:
 def reserve(file: int, num_bytes: int) -> None:
     """Grow an open file to `num_bytes` if it is smaller, with space for all of them on the disk, and keep its content.
 
-    Where there is no room this raises `OSError` now; otherwise writing to a mapped page would be a bus error.
+    If there is no room this raises `OSError` now; otherwise writing to a mapped page would be a bus error.
     """
     if hasattr(os, "posix_fallocate"):
         if num_bytes:

@@ -43,7 +43,7 @@ class SharedMemory(Protocol):
         """The handle of such memory, the same one as long as the memory lives."""
 
     def open(self, handle: MemoryHandle) -> Tensor:
-        """Open another process's memory: all of the storage, as uint8. `SyncError` where that is not possible."""
+        """Open another process's memory: all of the storage, as uint8. `SyncError` if that is not possible."""
 
     def close(self, opened: list[Tensor]) -> None:
         """Close another process's memory, which nothing uses any more, and empty the list."""
@@ -69,7 +69,7 @@ class CudaMemory(SharedMemory):
         return tensor.device == self._device
 
     def export(self, storage: UntypedStorage) -> MemoryHandle:
-        """The handle of `storage`. `SyncError` where the allocator keeps memory that cannot be shared."""
+        """The handle of `storage`. `SyncError` if the allocator keeps memory that cannot be shared."""
         # torch counts one more reader at each export, so each storage is exported once.
         self._exported = {key: pair for key, pair in self._exported.items() if not pair[0].expired()}
         whole: Any = storage
@@ -88,7 +88,7 @@ class CudaMemory(SharedMemory):
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def close(self, opened: list[Tensor]) -> None:
-        """Close memory beside a stream without work: torch waits for the current one at each storage, and holds the
+        """Close memory under a stream without work: torch waits for the current one at each storage, and holds the
         interpreter meanwhile."""
         if opened:
             with torch.cuda.stream(_cuda.Stream(self._device)):
@@ -102,7 +102,7 @@ class CudaMemory(SharedMemory):
 
 def _handle_of(storage: Any) -> MemoryHandle:
     try:
-        # The device index is dropped: the other process numbers devices by itself, and compares the memory's name.
+        # The device index is dropped: the other process numbers devices on its own, and compares the memory's name.
         _, *fields = storage._share_cuda_()
     except RuntimeError as problem:
         advice = "Start the trainer without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or send by 'nccl'."

@@ -85,7 +85,7 @@ class ShmSender(WeightSender):
         """Digests of the content, by the first byte and the number of bytes of each tensor."""
 
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
-        """Write to shared memory what of `source` is not there from the last offer, piece by piece.
+        """Write to shared memory those parts of `source` that differ from the last offer, piece by piece.
 
         `SyncError` when there is no room; the last version is then gone as well.
         """
@@ -116,7 +116,7 @@ class ShmSender(WeightSender):
         self._written = {}
 
     def close(self) -> None:
-        """Remove the announcement; receivers keep what they have mapped. No-op the second time."""
+        """Remove the announcement; receivers keep their mappings. No-op the second time."""
         if self._file >= 0:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
@@ -147,7 +147,7 @@ class ShmSender(WeightSender):
 
 
 class ShmReceiver(WeightReceiver):
-    """Reads what a `ShmSender` of the same user announces in `directory`. Tensors are views of the mapping.
+    """Reads the tensors that a `ShmSender` of the same user announces in `directory`. Tensors are views of the mapping.
 
     Args:
         num_threads: how many threads `receive_into` copies and digests on.
@@ -200,7 +200,7 @@ class ShmReceiver(WeightReceiver):
         return dict(zip(tensors, results, strict=True))
 
     def close(self) -> None:
-        """Let go of the mapping; it ends with the last tensor that is a view of it."""
+        """Release the mapping; it ends with the last tensor that is a view of it."""
         self._mapping, self._inode = None, -1
 
     def _mapped(self, num_bytes: int) -> mmap.mmap:

@@ -24,7 +24,7 @@ SourcePair = tuple[str, SourceTensor]
 
 
 def read_source(source: WeightSource) -> list[SourcePair]:
-    """The (name, tensor) pairs of a source, without what wrappers add to names. Nothing is copied, gathered or read.
+    """(name, tensor) pairs of a source, without the prefixes that wrappers add. Nothing is copied, gathered or read.
 
     Raises `ManifestMismatch` for anything that is not a plain tensor with data, naming it.
     """
@@ -41,17 +41,17 @@ def join_gathers(source: WeightSource) -> None:
     publishes or updates from the same source.
 
     Gathering a full tensor is collective; the sending rank does it once for each sharded tensor, in source order. It
-    does so also where its update is refused, so this returns then, too. Raises `GatherFailed` where a rank has ended,
-    or did not come within the timeout of the process group.
+    does so even if its update is refused, so this returns then, too. Raises `GatherFailed` if a rank has ended,
+    or did not join within the timeout of the process group.
     """
     _gather_rest(read_source(source))
 
 
 @contextmanager
 def gathers_finished(pairs: Sequence[SourcePair]) -> Iterator[None]:
-    """Gather at the end what the block has not, so that ranks in `join_gathers` never wait for one that has failed.
+    """Gather the rest at the block's end, so that ranks in `join_gathers` never wait for one that has failed.
 
-    Not after `GatherFailed`, nor where the block was interrupted.
+    Not after `GatherFailed`, nor if the block was interrupted.
     """
     try:
         yield

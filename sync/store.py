@@ -1,6 +1,6 @@
 """The store transport: versions published as directories of tensors, read by any number of processes.
 
-    publish:  versions/.staging (an old version nobody reads any more, or new) ── write, digest, fsync
+    publish:  versions/.staging (an old version without readers, or new) ── write, digest, fsync
               ── manifest.json ── rename to versions/000042 ── CURRENT replaced ── done
 
 Killed anywhere before the last step, the old version is still current and whole. The layout on disk and the rules of
@@ -96,7 +96,7 @@ class StoreSender(WeightSender):
         self._store, self._reset_version, self._num_threads = Path(directory), reset_version, num_threads
         self._owner = OwnerProcess()
         self._before: Pointer | None = None
-        """What was current before the last offer."""
+        """The version that was current before the last offer."""
         self._lock = ExitStack()
         self._lock.enter_context(_sole_publisher(self._store))
 
@@ -108,15 +108,15 @@ class StoreSender(WeightSender):
         return _publish(self._store, Offer(source, metadata), version, self._reset_version, self._num_threads)
 
     def send(self) -> None:
-        """Do nothing: receivers read what is published."""
+        """Do nothing: receivers read the published files."""
 
     def take_back(self) -> None:
-        """Make current again what was current before the last offer; no-op if nothing was, or nothing was offered."""
+        """Make the version before the last offer current again; no-op if nothing was, or nothing was offered."""
         if self._before is not None:
             _point_to(self._store, self._before)
 
     def close(self) -> None:
-        """Let other publishers in; what is published stays."""
+        """Let other publishers in; the published versions stay."""
         self._lock.close()
 
 
@@ -235,13 +235,13 @@ def _published_already(store: Path, offer: Offer, version: int) -> WeightManifes
 def _staging(versions: Path, keep: str | None) -> Iterator[Path]:
     """Yield a directory to write the next version in, under an exclusive lease; it is removed on error.
 
-    Rewriting the files of an old version is several times faster than making new ones, so one that nobody reads is
+    Rewriting the files of an old version is several times faster than making new ones, so one without readers is
     reused, and further ones are removed.
     """
     staging = versions / _STAGING
     lock = None
     try:
-        for name in sorted(os.listdir(versions)):  # .staging, left by a publisher that died, comes first
+        for name in sorted(os.listdir(versions)):  # .staging, left by a publisher that died, sorts first
             if name == keep:
                 continue
             if not _is_own_directory(versions / name):
@@ -269,7 +269,7 @@ def _staging(versions: Path, keep: str | None) -> Iterator[Path]:
 
 
 def _unleased(version: Path) -> int | None:
-    """An exclusive lock on the version's lease, or None while somebody reads it."""
+    """An exclusive lock on the version's lease, or None while a reader holds it."""
     if not _is_own_file(version / LEASE):
         _remove(version / LEASE)
     lock = open_file(version / LEASE, _READ_WRITE)
@@ -296,7 +296,7 @@ def _is_own_file(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove whatever a path names; what a link points to stays."""
+    """Remove the file, link or tree at a path; the target of a link stays."""
     with suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -325,7 +325,7 @@ def _write_version(staging: Path, offer: Offer, version: int, num_threads: int) 
 
 
 def _make_current(store: Path, staging: Path, manifest: WeightManifest) -> None:
-    """Make `staging` the current version, by two renames. Everything that needs space on the disk comes before them."""
+    """Make `staging` the current version, by two renames. All that needs space on the disk is done before them."""
     versions, plain = staging.parent, f"{manifest.version:06d}"
     names = itertools.chain([plain], (f"{plain}-{i}" for i in itertools.count(1)))
     name = next(name for name in names if not os.path.lexists(versions / name))
@@ -344,7 +344,7 @@ def _point_to(store: Path, pointer: Pointer) -> None:
 
 
 def _write_pointer(store: Path, pointer: Pointer) -> Path:
-    """Write what CURRENT is to be replaced by."""
+    """Write the file that will replace CURRENT."""
     fresh = store / f"{CURRENT}.new"
     _remove(fresh)
     _write_file(fresh, msgspec.json.encode(pointer))

@@ -26,7 +26,7 @@ class CheckResult(NamedTuple):
     digest: str
     """The digest as a manifest has it."""
     finite: bool
-    """No NaN and no infinity. True for integers, and where finiteness was not checked."""
+    """No NaN and no infinity. True for integers, and if finiteness was not checked."""
 
 
 class HostCheck:
@@ -105,10 +105,10 @@ def supports(tensor: Tensor) -> bool:
 
 @functools.cache
 def _device_is_supported(device: torch.device) -> bool:
-    """Whether the kernel works on that device. Where it does not, tensors are checked on the host, more slowly."""
+    """Whether the kernel works on that device. If it does not, tensors are checked on the host, more slowly."""
     try:
         unsupported_reason = _trial(device) if importlib.util.find_spec("triton") else "Triton is not installed"
-    except Exception as problem:  # Triton finds no compiler, or does not know the device
+    except Exception as problem:  # Triton finds no compiler, or does not support the device
         unsupported_reason = f"{type(problem).__name__}: {problem}"
     if unsupported_reason:
         logger.warning("Weights on %s are copied to the host for their digests: %s.", device, unsupported_reason)
@@ -116,7 +116,7 @@ def _device_is_supported(device: torch.device) -> bool:
 
 
 def _trial(device: torch.device) -> str:
-    """Compare the kernel on that device with the host; return what is wrong, or ""."""
+    """Compare the kernel on that device with the host; return the difference in words, or ""."""
     values = torch.arange(1500.0)
     values[1234] = float("inf")
     there = values.to(device)

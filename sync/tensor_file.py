@@ -14,7 +14,7 @@ from sync.manifest import Form, TensorSpec, dtype_name, torch_dtype
 from sync.shared_files import reserve, write_at
 
 _ALIGNMENT = 8
-"""Bytes: where the data begins, as in files of the safetensors library."""
+"""Bytes: the offset of the data, as in files of the safetensors library."""
 _STORED_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
@@ -25,7 +25,7 @@ def write_tensor_file(path: Path, forms: Mapping[str, Form], make: Callable[[str
         forms: name -> (dtype, shape).
         make: returns the values of a name; called once for each.
 
-    When it returns the bytes are on the disk. Raises `OSError` where the file is there already, or there is no room;
+    When it returns the bytes are on the disk. Raises `OSError` if the file is there already, or there is no room;
     `ManifestMismatch` for a tensor of another form.
     """
     specs = [TensorSpec(name, shape, dtype, "") for name, (dtype, shape) in forms.items()]

@@ -1,4 +1,4 @@
-"""Writes tensors to where they belong and checks them on the way: digest and finiteness, in one pass over memory.
+"""Writes tensors to their destination and checks them on the way: digest and finiteness, in one pass over memory.
 
     in the host's memory            for each piece:   write ──> digest ──> finiteness
     with a copy function            for each piece:   digest of the source ──> copy past the cache, largest bits
@@ -33,21 +33,21 @@ copies to `out`; copies may still be under way when it returns. Several threads 
 
 
 class Written(NamedTuple):
-    """Record of what a sender has written for a tensor."""
+    """Record of the bytes that a sender has written for a tensor."""
 
     digests: list[bytes]
     """Digest of each piece."""
     sources: list[bytes]
-    """Digests of what each piece was cast from, if that is narrower."""
+    """Digests of the source of each cast piece, if that is narrower."""
     dtypes: tuple[torch.dtype, torch.dtype]
     """Dtypes before and after the cast, which may be the same."""
 
 
 class TensorWriter:
-    """Writes tensors, and says what was written. Several threads may share one.
+    """Writes tensors, and returns records of them. Several threads may share one.
 
     Args:
-        find_copy: returns the function that copies where nothing has to be cast, or None for numpy's; called for each
+        find_copy: returns the function that copies if no cast is needed, or None for numpy's; called for each
             tensor, so that kernels need not be loaded before.
         find_upload: returns the function that writes to a tensor outside the host's plain memory, or None for torch's.
     """
@@ -61,7 +61,7 @@ class TensorWriter:
         self._find_copy, self._find_upload = find_copy, find_upload
 
     def write(self, out: Tensor, tensor: Tensor, *, check_finite: bool = True) -> CheckResult:
-        """Write `tensor`, cast nearest-even, into `out`, and check what `out` holds then.
+        """Write `tensor`, cast nearest-even, into `out`, and check the content of `out` afterwards.
 
         The work is done on the calling thread.
         """
@@ -92,13 +92,13 @@ class TensorWriter:
     def write_changed(self, out: Tensor, tensor: Tensor, known: "Written | None" = None) -> "Written":
         """Write `tensor`, cast nearest-even, into `out`, which is plain, but for pieces that `out` has already.
 
-        `known`: what was written to `out` before, None if it is new. Returns what it has then.
+        `known`: the record of the last write to `out`, None if it is new. Returns the new record.
         """
         on_host = tensor.detach() if tensor.is_cpu else tensor.detach().to(out.dtype).cpu()  # cast before it travels
         values, width, copy = _in_a_row(on_host), out.itemsize, self._find_copy()
         from_width, is_cast, origin = values.itemsize, values.dtype != out.dtype, values.data_ptr()
         memory, end = tensor_bytes(values), len(values)
-        # Casts to a wider dtype keep all values apart: a piece has changed exactly if what it is cast from has.
+        # Casts to a wider dtype keep all values apart: a piece has changed exactly if its source has.
         is_widened = from_width < width
         written = Written([], [], (values.dtype, out.dtype))
         before = known if known is not None and known.dtypes == written.dtypes else Written([], [], written.dtypes)
@@ -124,7 +124,7 @@ class TensorWriter:
         return written
 
     def write_part(self, out: Tensor, tensor: Tensor, part: Part) -> CheckResult:
-        """Write the pieces of `part` of `tensor`, which has the dtype of `out`, and check what `out` should hold then.
+        """Write the pieces of `part` of `tensor`, which has the dtype of `out`, and check the result.
 
         Both are the host's. The digest is the manifest's if all these pieces have theirs.
         """
@@ -200,7 +200,7 @@ class WriteBatch:
             self._done[name] = self._writer.write(out, tensor)
 
     def write_group(self, tensors: Iterable[tuple[str, Tensor, Tensor]]) -> None:
-        """`write` each (name, out, tensor); on a device, one pass copies and checks what needs no cast.
+        """`write` each (name, out, tensor); on a device, one pass copies and checks those that need no cast.
 
         The tensors may change once this returns.
         """

@@ -14,7 +14,7 @@ _Result = TypeVar("_Result")
 
 
 def thread_count(num_threads: int, num_items: int) -> int:
-    """Threads for so many items: `num_threads`, or fewer. Raises `SyncError` unless 1 <= num_threads <= 1024."""
+    """Threads to use for `num_items`: `num_threads`, or fewer. Raises `SyncError` unless 1 <= num_threads <= 1024."""
     if type(num_threads) is not int or not 1 <= num_threads <= MAX_THREADS:
         raise SyncError(f"num_threads={num_threads!r:.80} is not allowed: must be an int in [1, {MAX_THREADS}].")
     return max(1, min(num_threads, num_items))

@@ -9,7 +9,7 @@
     engine = LLM(path, worker_extensions=[LargestWeights])  # or by name: "my_package.weights:LargestWeights"
     engine.collective_rpc("largest_weights", kwargs={"count": 5})     # one result per rank
 
-Annotate every argument and the result, with types that msgspec knows, `torch.Tensor` or `numpy.ndarray`: calls are
+Annotate every argument and the result, with types that msgspec supports, `torch.Tensor` or `numpy.ndarray`: calls are
 checked against the annotations. A call runs between two steps, never inside one; methods marked `@rpc_beside_steps` run
 on a thread of their own instead. Arrays cross processes without a copy, so return none that changes afterwards; structs
 arrive as dicts and tuples as lists.
@@ -29,7 +29,7 @@ _MARK = "_rpc_runs"
 
 
 class WeightTransaction(Protocol):
-    """The one weight update of a worker that RPC calls may have open. Every method raises where it is out of order."""
+    """The one weight update of a worker that RPC calls may have open. Every method raises if it is out of order."""
 
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every name that an update may send."""
@@ -47,7 +47,7 @@ class WeightTransaction(Protocol):
         version. `partial`: weights that the manifest leaves out keep their values."""
 
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors to where the next weights are staged."""
+        """Copy tensors into the staging memory of the next weights."""
 
     def receive(self, receiver: WeightReceiver, manifest: WeightManifest | None = None) -> None:
         """Stage the tensors of `manifest` (None: all of the open update) as `receiver` brings them.
@@ -56,13 +56,13 @@ class WeightTransaction(Protocol):
         """
 
     def verify(self) -> str:
-        """Total digest of what is staged. Raises unless that is all of the manifest, unchanged and finite."""
+        """Total digest of the staged tensors. Raises unless they are all of the manifest, unchanged and finite."""
 
     def commit(self, version: int, kv: Literal["keep", "recompute"]) -> str:
         """Make the staged weights live between two steps; returns the digest of the live weights."""
 
     def abort(self) -> None:
-        """Drop what is staged and close the update. No-op without an open update."""
+        """Drop the staged tensors and close the update. No-op without an open update."""
 
 
 class WorkerLike(Protocol):
@@ -73,7 +73,7 @@ class WorkerLike(Protocol):
     module: nn.Module
     """The Hugging Face module that serves. Read its structure here, and its values from `live_weights`."""
     update: WeightTransaction
-    """Weight updates. Use it in methods that run beside steps (`rpc_beside_steps`), except `metadata` and `digest`."""
+    """Weight updates. Use it in methods marked `rpc_beside_steps`, except `metadata` and `digest`."""
     vocab_size: int
     """Width of the logits."""
     max_model_len: int
@@ -83,7 +83,7 @@ class WorkerLike(Protocol):
         """Every weight under the module's name, tied ones once; not to be written. Each is read when it is asked for.
 
         Of a model that is cut over ranks, each has its own part of every weight (docs/ranks.md).
-        Raises where they have no values: while an update is open, and after one that failed half-way or a sleep that
+        Raises if they have no values: while an update is open, and after one that failed half-way or a sleep that
         dropped them.
         """
 
@@ -108,13 +108,13 @@ class WorkerLike(Protocol):
 
 
 class WorkerExtension:
-    """Base of extensions. One is made per worker once its model is loaded; calls come one at a time."""
+    """Base of extensions. One is made per worker once its model is loaded; calls arrive one at a time."""
 
     def __init__(self, worker: WorkerLike) -> None:
         self.worker = worker
 
     def close(self) -> None:
-        """Release what the extension holds: the worker is shutting down."""
+        """Release the resources of the extension: the worker is shutting down."""
 
 
 RESERVED = frozenset(
@@ -131,7 +131,7 @@ def rpc(method: _Method) -> _Method:
 
 
 def rpc_beside_steps(method: _Method) -> _Method:
-    """Mark a method as callable by name, on a thread of its own beside steps: for long work on nothing shared."""
+    """Mark a method as callable by name, on a thread of its own during steps: for long work on nothing shared."""
     setattr(method, _MARK, "beside steps")
     return method
 

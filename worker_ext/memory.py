@@ -1,4 +1,4 @@
-"""Reports a worker's memory usage; between `sleep` and `wake_up`, what is still resident."""
+"""Reports a worker's memory usage; between `sleep` and `wake_up`, that of what is still resident."""
 
 from worker_ext.base import WorkerExtension, rpc
 

@@ -3,7 +3,7 @@
     begin_weight_update(manifest) ──> receive_weights(...) ──> verify_weights() ──> commit_weight_update(version)
                                       or update_weight(...)        abort_weight_update() at any point before
 
-Until the commit the old weights serve on, and steps go on. An update that was begun stays open until its commit or
+Until the commit the old weights serve on, and steps continue. An update that was begun stays open until its commit or
 abort, whichever client calls that, or until its timeout or until the client that began it is gone; meanwhile no other
 can begin. The engine's `update_weights` does all of this in one call.
 """
@@ -97,7 +97,7 @@ class WeightSyncExtension(WorkerExtension):
 
     @rpc_beside_steps
     def update_weight(self, name: str, dtype_name: str, shape: tuple[int, ...], tensor: Tensor | None = None) -> None:
-        """Stage one tensor of the open update: `tensor`, or, if None, what the trainer broadcasts to the group.
+        """Stage one tensor of the open update: `tensor`, or, if None, the one that the trainer broadcasts to the group.
 
         The trainer broadcasts a version of this tensor alone.
         """
@@ -115,7 +115,7 @@ class WeightSyncExtension(WorkerExtension):
 
     @rpc_beside_steps
     def verify_weights(self) -> str:
-        """Total digest of what is staged. Raises unless all has arrived, unchanged and finite."""
+        """Total digest of the staged tensors. Raises unless all have arrived, unchanged and finite."""
         return self.worker.update.verify()
 
     @rpc_beside_steps

@@ -1,1 +1,1 @@
-"""A simulation of a whole fleet from measured costs of steps: what it would do, before there is one."""
+"""A simulation of a whole fleet from measured costs of steps, before there is one."""

@@ -1,4 +1,4 @@
-"""What a step costs, as a sum of four parts, and the fit of such a sum to measured steps."""
+"""The cost of a step as a sum of four parts, and the fit of such a sum to measured steps."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -13,7 +13,7 @@ _NUM_ROUNDS = 8
 
 
 class StepShape(NamedTuple):
-    """What a step computes, as far as its time depends on it."""
+    """Counts of the work in a step, as far as its time depends on them."""
 
     num_rows: int
     """Sequences that decode: one new token each."""

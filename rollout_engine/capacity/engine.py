@@ -21,7 +21,7 @@ from rollout_engine.capacity.steps import StepRun
 
 
 class EngineCounts:
-    """What an engine has done since the simulation began."""
+    """Counters of an engine since the simulation began."""
 
     __slots__ = ("busy_seconds", "num_cached", "num_looked_up", "num_preempted", "num_prefilled", "num_sampled")
 
@@ -34,7 +34,7 @@ class EngineCounts:
 
 
 class SimulatedEngine:
-    """One engine. Whoever drives it calls `begin` while it is idle, and `finish` when the run that it began is over."""
+    """One engine. Its driver calls `begin` while it is idle, and `finish` at the end of the run that it began."""
 
     def __init__(self, table: EngineTable, costs: StepCosts, counts: EngineCounts, version: int) -> None:
         self.version = version
@@ -49,7 +49,7 @@ class SimulatedEngine:
         self._num_kv_tokens = table.num_kv_tokens
         self._pool = PrefixPool(self._num_kv_tokens, enabled=table.enable_prefix_caching)
         self._waiting: list[tuple[tuple[int, int], EngineSequence]] = []
-        """Heap of what waits or is parked, first come first."""
+        """Heap of waiting and parked sequences, oldest first."""
         self._prefilling: list[EngineSequence] = []
         self._chunks: list[tuple[EngineSequence, int]] = []
         """Prefilling sequences and their tokens in the run in progress."""
@@ -129,7 +129,7 @@ class SimulatedEngine:
         return self.run
 
     def finish(self, num_steps: int) -> None:
-        """The steps that were begun are over, or so many of them."""
+        """End the current run after `num_steps` of its steps, or after all."""
         run, self.run = self.run, None
         assert run is not None, "no run is in progress"
         rows, counts = len(self._decoding), self.counts
@@ -152,7 +152,7 @@ class SimulatedEngine:
                 self._prefilled(sequence)
 
     def _schedule_prefills(self) -> list[tuple[EngineSequence, int]]:
-        """Prompt tokens of the next step, and new sequences in the batch, first come first."""
+        """Prompt tokens of the next step, and new sequences in the batch, oldest first."""
         table = self._table
         beside = table.max_prefill_beside_decode if self._decoding else table.max_num_batched_tokens
         budget = table.max_num_batched_tokens - len(self._decoding)
@@ -213,7 +213,7 @@ class SimulatedEngine:
         return True
 
     def _prefilled(self, sequence: EngineSequence) -> None:
-        """A sequence's context is computed: it has its next token. Where it was the prompt, its siblings fork off."""
+        """A sequence's context is computed: it has its next token. If that was the prompt's, its siblings fork off."""
         request = sequence.request
         self._pool.num_held -= sequence.num_own
         request.publish(self._pool, sequence)
@@ -285,7 +285,7 @@ class SimulatedEngine:
         heappush(self._waiting, (sequence.order, sequence))
 
     def _make_room(self) -> None:
-        """Have KV for one more token of each sequence: the last parked lose their references, then the last to come."""
+        """Have KV for one more token of each sequence: the last parked lose their references, then the youngest."""
         if self._num_free() >= len(self._decoding):
             return
         parked = sorted((sequence for _, sequence in self._waiting if sequence.is_parked), key=lambda s: s.order)
@@ -306,7 +306,7 @@ class SimulatedEngine:
         return self._ends[0][0]
 
     def check_integrity(self) -> None:
-        """Recount what is kept beside the sequences."""
+        """Recount the totals that are kept in addition to the sequences."""
         context = sum(each.num_prompt + self.num_sampled(each) for each in self._decoding.values())
         assert context == self._num_context, f"{self._num_context} context tokens are counted, and there are {context}"
         requests = {id(each.request): each.request for each in self.sequences()}

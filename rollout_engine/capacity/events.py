@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Events:
-    """What is going to happen. Of events at one time the one that was planned first comes first."""
+    """Future events in order of time; of equal times the one that was planned first is first."""
 
     def __init__(self) -> None:
         self.now = 0.0

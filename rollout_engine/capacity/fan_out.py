@@ -32,14 +32,14 @@ class FanOut:
 
     @property
     def stage_seconds(self) -> float:
-        """Seconds in which a replica reads them, all others of its node beside it."""
+        """Seconds in which a replica reads them, concurrently with all others of its node."""
         weights = self._weights
         alone = weights.gigabytes / weights.stage_gigabytes_per_second
         return max(alone, self._num_readers * weights.gigabytes / weights.node_read_gigabytes_per_second)
 
     @property
     def network_gigabytes(self) -> float:
-        """What crosses the network in one update."""
+        """Bytes that cross the network in one update."""
         return self._num_receivers * self._weights.gigabytes
 
     def arrival_seconds(self, receiver: int) -> float:

@@ -1,4 +1,4 @@
-"""A simulated fleet: the brain of a real one, and simulated replicas that carry out what it decides."""
+"""A simulated fleet: the brain of a real one, and simulated replicas that carry out its decisions."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -21,17 +21,17 @@ _SHARED = "shared"
 
 
 class FleetCounts:
-    """What has happened to replicas and to the requests that they had."""
+    """Counts of the failures of replicas, and of their effects on requests."""
 
     def __init__(self) -> None:
         self.num_failures = self.num_moved = self.num_lost_tokens = self.num_carried_tokens = 0
-        """Failures; sequences that went on elsewhere; their tokens that were sampled again, or taken along."""
+        """Failures; sequences that continued elsewhere; their tokens that were sampled again, or taken along."""
         self.seconds_out = 0.0
-        """Time of replicas out of service, those summed up that have come back."""
+        """Time of replicas out of service, summed over those that have returned."""
 
 
 class SimulatedFleet:
-    """Replicas, and the brain that tells them what to do. `job_ended` hears of each job whose last sample has ended."""
+    """Replicas, and the brain that directs them. `job_ended` is called for each job whose last sample has ended."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class SimulatedFleet:
         self.on_lost(replica.index)
 
     def _tell_tokens(self, replica: SimulatedReplica) -> None:
-        """Tell the ledger the tokens of sequences that have not ended: it needs them only when these move."""
+        """Record in the ledger the tokens of sequences that have not ended: it needs them only when these move."""
         left = {
             each.sequence_id: replica.engine.num_sampled(each) - each.num_taken_over
             for each in replica.engine.sequences()

@@ -1,4 +1,4 @@
-"""Reads a fleet file (TOML), `table.key=value` beside it, and the cases that its table [compare] makes of it."""
+"""Reads a fleet file (TOML), `table.key=value` overrides, and the cases that its table [compare] makes of it."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     """One row of a comparison."""
 
     settings: dict[str, Any]
-    """What it sets, of what is compared: "table.key" -> value."""
+    """Its values of the compared settings: "table.key" -> value."""
     file: FleetFile
 
 
@@ -84,7 +84,7 @@ def with_costs(case: Case, costs: CostsTable) -> Case:
 
 
 def _measured_before(path: Path, beside: Path | None) -> dict[str, Any]:
-    """The numbers of another file's table [costs]; its path counts from where the fleet file is."""
+    """The numbers of another file's table [costs]; its path is relative to the fleet file."""
     path = path if beside is None else beside.parent / path
     table = TomlFile.read(path, _EXAMPLE).content.get("costs")
     if not isinstance(table, dict) or not set(_COST_NAMES) <= set(table):
@@ -103,7 +103,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _settings(compared: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Every combination of what is compared."""
+    """Every combination of the compared settings."""
     for key, values in compared.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(where + refused(f"compare.{key}", values, "a list of the values to compare"))

@@ -10,7 +10,7 @@ _Z95 = 1.6448536269514722
 
 
 class LengthSampler:
-    """Draws from `Lengths`; lengths of one group are alike as far as `correlation` says."""
+    """Draws from `Lengths`; lengths of one group are alike to the degree `correlation`."""
 
     def __init__(self, lengths: Lengths, source: random.Random, correlation: float = 0.0) -> None:
         self._lengths, self._random = lengths, source

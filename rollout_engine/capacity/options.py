@@ -1,4 +1,4 @@
-"""The tables of a fleet file: what fleet, what work, and what it all costs. Units are in the names."""
+"""The tables of a fleet file: the fleet, its work, and all costs. Units are in the names."""
 
 from typing import Annotated, Any, Literal
 
@@ -21,12 +21,12 @@ class Table(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True): 
 
 
 class FleetTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Replicas, where they are, and who gets a request."""
+    """Replicas, their places, and the choice of one for a request."""
 
     readings = {"balancer": lambda value: [value] if isinstance(value, str) else value}
 
     num_replicas: Count = 8
-    """Engines at the start; a failed one comes back."""
+    """Engines at the start; a failed one returns."""
     replicas_per_node: Count = 8
     """Replicas that share a node, and there one copy of published weights."""
     balancer: tuple[str, ...] = ("prefix-aware", "requests")
@@ -68,7 +68,7 @@ class EngineTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     block_size: Count = 16
     """Tokens of a block: by default 16 on a CPU, 64 on a device."""
     enable_prefix_caching: bool = True
-    """Whether prompts that begin alike share the KV of what they have in common."""
+    """Whether prompts that begin alike share the KV of their common part."""
 
     @property
     def num_kv_tokens(self) -> int:
@@ -82,7 +82,7 @@ class EngineTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CostsTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of a step, added up; or where they come from. The defaults are reckoned, not measured: an 8B model in
+    """Seconds of a step, added up; or their source. The defaults are reckoned, not measured: an 8B model in
     bfloat16 that reads its weights at 3 TB/s."""
 
     step_seconds: Amount = 6e-3
@@ -134,7 +134,7 @@ class Lengths(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class WorkloadTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rollout batches, one after another; or requests that arrive by themselves."""
+    """Rollout batches, one after another; or requests that arrive independently."""
 
     num_batches: Count = 4
     """Rollout batches, one after another."""
@@ -162,7 +162,7 @@ class WorkloadTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def arrives(self) -> bool:
-        """Whether prompts arrive by themselves."""
+        """Whether prompts arrive independently."""
         return self.requests_per_second > 0
 
     def check(self) -> None:
@@ -180,9 +180,9 @@ class TrainingTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Versions by which the weights that begin a batch may lag behind those that train on it. 0: rollouts and training
     take turns; 1: the next batch is made while this one trains."""
     mode: Literal["keep", "wait"] = "keep"
-    """Requests in flight at an update go on under the new weights, or end first."""
+    """Requests in flight at an update continue under the new weights, or end first."""
     kv: Literal["keep", "recompute"] = "keep"
-    """Requests that go on keep the KV of the old weights, or compute it again under the new ones."""
+    """Requests that continue keep the KV of the old weights, or compute it again under the new ones."""
 
 
 class WeightsTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -201,9 +201,9 @@ class WeightsTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True)
     network_gigabytes_per_second: Rate = 12.5
     """Out of one node, shared by all that it sends to."""
     chunk_megabytes: Rate = 64.0
-    """What a node has before it begins to pass it on."""
+    """The part that a node has before it begins to pass it on."""
     latency_seconds: Amount = 0.001
-    """Of a chunk from node to node, beside its transfer."""
+    """Of a chunk from node to node, in addition to its transfer."""
     stage_gigabytes_per_second: Rate = 10.0
     """How fast one replica reads them."""
     node_read_gigabytes_per_second: Rate = 40.0
@@ -213,16 +213,16 @@ class WeightsTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class FailuresTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Failures of replicas, and what they cost."""
+    """Failures of replicas, and their costs."""
 
     mtbf_hours: Amount = 0.0
     """Mean time of service of one replica until it fails; times are exponential. 0: none ever fails."""
     detection_seconds: Amount = 0.25
-    """From a failure until the fleet knows of it."""
+    """From a failure until the fleet notices it."""
     restart_seconds: Amount = 120.0
     """From the restart's begin until the engine is loaded; it then stages the newest weights."""
     requests: Literal["continue", "restart"] = "continue"
-    """Requests of a lost replica go on behind the tokens that they have, as `FleetClient`'s do, or begin again."""
+    """Requests of a lost replica continue behind the tokens that they have, as `FleetClient`'s do, or begin again."""
 
 
 class FleetFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,7 +239,7 @@ class FleetFile(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of lengths, arrivals and failures: the same file and seed give the same figures."""
 
     def check(self) -> None:
-        """Raise `ConfigError` where tables do not fit each other."""
+        """Raise `ConfigError` if tables do not fit each other."""
         longest = self.workload.prompt_tokens.most + self.workload.output_tokens.most
         if longest > self.engine.num_kv_tokens:
             what = (

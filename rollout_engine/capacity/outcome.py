@@ -1,4 +1,4 @@
-"""What a simulated run has come to, as plain numbers and as a table."""
+"""The outcome of a simulated run, as plain numbers and as a table."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one case. Seconds are simulated ones unless they say otherwise."""
+    """Figures of one case. Seconds are simulated ones unless a name says otherwise."""
 
     seconds: float
     """From the first request to the end of the last one, or of the last update."""
@@ -45,27 +45,27 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """From the submission to the end of a request's last sample."""
     first_token_seconds: Quantiles | None
     batch_seconds: Quantiles | None
-    """The same of whole batches; None where prompts arrive by themselves."""
+    """The same of whole batches; None if prompts arrive independently."""
     staleness: Quantiles | None
-    """Versions, of each sample when it is trained on; when it ends, where prompts arrive by themselves."""
+    """Versions, of each sample when it is trained on; when it ends, if prompts arrive independently."""
     prefix_hit_share: float
     """Looked-up tokens that were found in a prefix cache."""
     update_seconds: Quantiles | None
     update_gigabytes: float
-    """What crosses the network in one update."""
+    """Bytes that cross the network in one update."""
     num_preempted: int
     """Sequences that lost their KV because there was none left."""
     num_failures: int
     out_of_service_share: float
     """Share of the replicas' time between a failure and the return to service, of those that have returned."""
     num_moved: int
-    """Sequences that went on at another replica."""
+    """Sequences that continued at another replica."""
     num_carried_tokens: int
     """Tokens that these took along."""
     num_lost_tokens: int
     """Tokens that these sampled again."""
     wall_seconds: float
-    """What the simulation took, on this machine."""
+    """Seconds that the simulation took, on this machine."""
     num_events: int
 
 
@@ -128,7 +128,7 @@ _COLUMNS: dict[str, Callable[[Outcome], str]] = {
 
 
 def table(outcomes: Sequence[tuple[dict[str, Any], Outcome]]) -> str:
-    """A row for each case: what it sets, then its figures. Columns that are 0 or missing everywhere are left out."""
+    """A row for each case: its settings, then its figures. Columns that are 0 or missing everywhere are left out."""
     rows = [
         {**{key: _shown(value) for key, value in case.items()}, **{key: make(o) for key, make in _COLUMNS.items()}}
         for case, o in outcomes

@@ -14,7 +14,7 @@ _NUM_BINS = 200
 
 
 def check_plot(path: Path) -> None:
-    """Raise `ConfigError` where a plot cannot be drawn or written: before hours of simulation, not after."""
+    """Raise `ConfigError` if a plot cannot be drawn or written: before hours of simulation, not after."""
     if path.suffix not in KINDS:
         raise ConfigError(refused("--plot", str(path), f"a file named {' or '.join('*' + kind for kind in KINDS)}"))
     if not path.parent.is_dir():

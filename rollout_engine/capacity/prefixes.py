@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 
 class Prefix:
-    """Full blocks of a prompt, or of what all prompts share."""
+    """Full blocks of a prompt, or of the part that all prompts share."""
 
     __slots__ = ("key", "num_holders", "num_tokens")
 
@@ -15,7 +15,7 @@ class Prefix:
 
 
 class PrefixPool:
-    """Tokens of a KV pool. What live sequences do not hold may keep prefixes that nobody holds; the oldest go first."""
+    """Tokens of a KV pool. Those that no live sequence holds may keep known prefixes; the oldest are dropped first."""
 
     def __init__(self, num_tokens: int, *, enabled: bool) -> None:
         self.num_tokens = num_tokens
@@ -23,7 +23,7 @@ class PrefixPool:
         self._enabled = enabled
         self._known: dict[object, Prefix] = {}
         self._idle: OrderedDict[object, int] = OrderedDict()
-        """Key -> tokens of known prefixes that nobody holds, and of ended outputs, which nobody finds; oldest first."""
+        """Key -> tokens of prefixes without a holder, and of ended outputs, which are never found; oldest first."""
         self._num_idle = 0
 
     def find(self, key: object) -> Prefix | None:
@@ -39,7 +39,7 @@ class PrefixPool:
         return found
 
     def lacks(self, key: object, num_tokens: int) -> bool:
-        """Whether a prefix of so many tokens would be known under that key, but is not."""
+        """Whether a prefix of `num_tokens` would be known under that key, but is not."""
         return self._enabled and num_tokens > 0 and key not in self._known
 
     def publish(self, key: object, num_tokens: int) -> Prefix:
@@ -64,7 +64,7 @@ class PrefixPool:
             self._keep(owner, num_tokens)
 
     def forget(self) -> None:
-        """Know no prefix any more: those of another version are never found."""
+        """Forget all prefixes: those of another version are never found."""
         self._known.clear()
         self._idle.clear()
         self._num_idle = 0

@@ -22,7 +22,7 @@ class Timeline:
 
 
 class SimulatedReplica:
-    """One engine that computes whenever it can. `ended` hears of sequences that have ended, `idle` of the last one."""
+    """One engine that computes whenever it can. It calls `ended` with ended sequences, `idle` after the last one."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class SimulatedReplica:
     ) -> None:
         self.index, self.engine = index, engine
         self.is_draining = False
-        """Requests that come are held until `resume`."""
+        """Arriving requests are held until `resume`."""
         self._held: list[EngineRequest] = []
         self._events, self._timeline, self._ended, self._idle = events, timeline, ended, idle
         self._begun_at = self._stalled_until = 0.0
@@ -69,7 +69,7 @@ class SimulatedReplica:
         return [sequence for request in self._held for sequence in request.sequences]
 
     def commit(self, version: int, seconds: float, done: Callable[[], None], *, recompute: bool) -> None:
-        """Have the weights of a version after the step in progress, and stall for so many seconds; then call `done`."""
+        """Take the weights of a version after the step in progress, and stall for `seconds`; then call `done`."""
         self._commit = version, recompute, seconds, done
         if self.engine.run is None:
             self._carry_out_commit()

@@ -30,7 +30,7 @@ class EngineSequence:
         """Sampled tokens at its end."""
         self.num_prompt = request.num_prompt
         self.num_sampled = self.num_taken_over = num_sampled
-        """`num_taken_over`: those that it came with, from an engine that is gone."""
+        """`num_taken_over`: those that it brought, from an engine that has ended."""
         self.num_computed = 0
         """Tokens whose KV is computed, while it prefills."""
         self.num_own = 0
@@ -77,7 +77,7 @@ class EngineRequest:
             self.prefixes.append(found)
 
     def first_missing(self, pool: PrefixPool) -> object | None:
-        """The key of its first prefix that is not known; None where there is none."""
+        """The key of its first prefix that is not known; None if all are."""
         keys = zip(self.keys, self.sizes, strict=True)
         return next((key for key, num_tokens in keys if pool.lacks(key, num_tokens)), None)
 
@@ -90,7 +90,7 @@ class EngineRequest:
             self.prefixes = []
 
     def publish(self, pool: PrefixPool, sequence: EngineSequence) -> None:
-        """Share what a sequence has computed of the prefixes; its own KV is the rest."""
+        """Share the computed part of the sequence's prefixes; its own KV is the rest."""
         for key, size in zip(self.keys[len(self.prefixes) :], self.sizes[len(self.prefixes) :], strict=True):
             self.prefixes.append(pool.publish(key, size))
             pool.num_held += size

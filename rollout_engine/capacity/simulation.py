@@ -20,7 +20,7 @@ class Simulation:
     def __init__(self, file: FleetFile, on_progress: Callable[[int], object] = lambda num_samples: None) -> None:
         """`on_progress` is called now and then with the number of samples that have ended since.
 
-        Raises `ConfigError` where tables do not fit each other.
+        Raises `ConfigError` if tables do not fit each other.
         """
         file.check()
         self.file, self.events, self.fan_out = file, Events(), FanOut(file.weights, file.fleet)

@@ -12,11 +12,11 @@ class StepRun:
         self.num_steps, self.first, self.growth = num_steps, first, growth
 
     def seconds_of(self, num_steps: int) -> float:
-        """Seconds of the first so many."""
+        """Seconds of the first `num_steps`."""
         return num_steps * self.first + self.growth * (num_steps * (num_steps - 1) / 2)
 
     def num_over(self, seconds: float) -> int:
-        """Steps that are over after so many seconds."""
+        """Steps that are over after `seconds`."""
         if self.growth > 0:
             half = self.first / self.growth - 0.5
             guess = math.sqrt(half * half + 2 * seconds / self.growth) - half
@@ -30,5 +30,5 @@ class StepRun:
         return found
 
     def num_begun(self, seconds: float) -> int:
-        """Steps that have begun after so many seconds, at least one: where an event from outside takes hold."""
+        """Steps that have begun after `seconds`, at least one: the point at which an outside event takes effect."""
         return min(self.num_over(seconds) + 1, self.num_steps)

@@ -16,7 +16,7 @@ class UpdateRecord(NamedTuple):
     seconds: float
     """From its begin to the last commit."""
     drain_seconds: float
-    """Until requests had ended, where it waits for them."""
+    """Until requests had ended, if it waits for them."""
     num_missed: int
     """Replicas that have failed meanwhile, and committed nothing."""
 
@@ -34,7 +34,7 @@ class Update:
 
 
 class Updates:
-    """Brings new weights to a fleet: a drain where that is asked for, the way to each replica, each one's commit."""
+    """Brings new weights to a fleet: a drain if that is asked for, the way to each replica, each one's commit."""
 
     def __init__(self, file: FleetFile, fleet: SimulatedFleet, events: Events, fan_out: FanOut) -> None:
         self.records: list[UpdateRecord] = []
@@ -94,7 +94,7 @@ class Updates:
     def _look_for_end(self, update: Update) -> None:
         if update.pending or self._update is not update:
             return
-        if not update.took:  # everybody has failed: publish again for those that come back
+        if not update.took:  # all have failed: publish again for those that return
             self._events.plan(self._events.now + 1.0, self._publish, update)
             return
         self._update = None
@@ -160,14 +160,14 @@ class Trainer:
 
 
 class Arrivals:
-    """Prompts that come by themselves. Where training takes time, weights are updated as often all the while."""
+    """Prompts that arrive independently. If training takes time, weights are updated as often all the while."""
 
     def __init__(self, file: FleetFile, workload: Workload, fleet: SimulatedFleet, updates: Updates, events: Events):
         self._file, self._workload, self._fleet = file, workload, fleet
         self._updates, self._events = updates, events
         self._num_left, self._version = len(workload.jobs), 0
         self.batch_seconds: list[float] = []
-        """Empty: nothing comes in batches."""
+        """Empty: nothing arrives in batches."""
         self.staleness: list[int] = []
         """Of each sample that has ended: the newest version less that of its first token."""
 

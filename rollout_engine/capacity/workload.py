@@ -1,4 +1,4 @@
-"""The requests of a simulated run, and what became of them."""
+"""The requests of a simulated run, and their results."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ class SimulatedPrompt(Sequence[int]):
 
 
 class Job:
-    """One request: what it asks for, and when things happened to it. Times are seconds of the simulation."""
+    """One request: its lengths, and the times of its events. Times are seconds of the simulation."""
 
     __slots__ = ("batch", "ended_at", "first_token_at", "lengths", "num_left", "oldest", "prompt", "submitted_at")
 
@@ -94,7 +94,7 @@ class Workload:
         return self.jobs[number], index
 
     def request(self, number: int) -> EngineCoreRequest:
-        """What a front end sends for a job."""
+        """The messages that a front end sends for a job."""
         job = self.jobs[number]
         length = self.prompt_lengths[job.prompt]
         return EngineCoreRequest(
@@ -106,7 +106,7 @@ class Workload:
         )
 
     def arrivals(self, seed: int) -> Iterator[tuple[float, list[int]]]:
-        """(when, which jobs) for prompts that arrive by themselves."""
+        """(time, jobs) for prompts that arrive independently."""
         times, now = random.Random(mix(seed, 2)), 0.0
         per_prompt = self.table.samples_per_prompt // self.num_samples
         for first in range(0, len(self.jobs), per_prompt):

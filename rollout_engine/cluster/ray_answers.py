@@ -1,4 +1,4 @@
-"""What actors of ours answer: bytes of msgpack. Ray's errors become ours."""
+"""Answers of our actors, which are bytes of msgpack; Ray's errors become ours."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ import msgspec
 from rollout_engine.base.errors import ConfigError, EngineDeadError, RetryableError
 
 SAME_VERSION = "install the same version of rollout-engine on every node of the cluster."
-"""Advice where the two ends do not understand one another."""
+"""Advice if the two ends do not understand one another."""
 _SHOWN_CHARS = 200
 
 
 def read_answer(ray: Any, reference: Any, seconds: float, kind: Any, name: str) -> Any:
     """Wait for the answer of the actor called `name`, and decode it as `kind`.
 
-    Raises `TimeoutError`; `RetryableError` where the actor cannot be reached, and may or may not have run the call;
-    `EngineDeadError` where it is gone; `ConfigError` where it cannot run on its node, or its answer cannot be read.
+    Raises `TimeoutError`; `RetryableError` if the actor cannot be reached, and may or may not have run the call;
+    `EngineDeadError` if it has ended; `ConfigError` if it cannot run on its node, or its answer cannot be read.
     """
     errors = ray.exceptions
     try:

@@ -66,7 +66,7 @@ class RayCluster:
     def __init__(self, address: str | None, namespace: str, *, asked: str = 'placement="ray"') -> None:
         """Connect, unless the process is connected. Raises `ConfigError`: Ray is missing, or no cluster answers.
 
-        `asked`: what the user has set that needs Ray.
+        `asked`: the setting of the user's that needs Ray.
         """
         self.ray = import_ray(asked)
         with self._lock:
@@ -106,12 +106,12 @@ class RayCluster:
             time.sleep(_POLL_SECONDS)
 
     def require_size(self, bundle: Bundle, count: int) -> None:
-        """Raise `ConfigError` unless the nodes hold `count` bundles when nobody else uses them."""
+        """Raise `ConfigError` unless the nodes hold `count` bundles when they are otherwise idle."""
         if (room := _room(bundle, self._sizes())) < count:
             raise ConfigError(self._no_room(bundle, count, self._free(), f"room for {room} even in an idle cluster"))
 
     def num_cpus_each(self, count: int) -> int:
-        """The most CPUs that each of `count` bundles can have when nobody else uses the nodes; 0: not even one."""
+        """The most CPUs that each of `count` bundles can have on otherwise idle nodes; 0: not even one."""
         nodes = self._sizes()
         most = int(max((resources.get("CPU", 0.0) for resources in nodes.values()), default=0.0))
         return next((num_cpus for num_cpus in range(most, 0, -1) if _room(Bundle(num_cpus, 0), nodes) >= count), 0)
@@ -119,7 +119,7 @@ class RayCluster:
     def place(self, bundle: Bundle, name: str, seconds: float, is_ended: Callable[[], bool]) -> Any:
         """Reserve a bundle on one node. Returns Ray's placement group.
 
-        Raises `RetryableError` where none is free within `seconds`, or before `is_ended()`.
+        Raises `RetryableError` if none is free within `seconds`, or before `is_ended()`.
         """
         group = self.ray.util.placement_group([bundle.resources], strategy="STRICT_PACK", name=name)
         if not self._is_ready(group, seconds, is_ended):
@@ -130,8 +130,8 @@ class RayCluster:
     def place_together(self, bundle: Bundle, count: int, name: str, seconds: float, *, asked: str) -> Any:
         """Reserve `count` bundles, on as few nodes as hold them. Returns Ray's placement group.
 
-        Raises `ConfigError` where the nodes are too small, and `RetryableError` where too few bundles are free within
-        `seconds`; `asked`: what the user has set.
+        Raises `ConfigError` if the nodes are too small, and `RetryableError` if too few bundles are free within
+        `seconds`; `asked`: the setting of the user's.
         """
         wanted = (
             f"{asked} does not fit into the Ray cluster. Asked: {bundle} for each rank but the first, {count} times"
@@ -159,7 +159,7 @@ class RayCluster:
         return is_ready
 
     def release(self, group: Any) -> None:
-        """Free what a placement group reserved; actors in it end."""
+        """Free the reserved resources of a placement group; actors in it end."""
         if self.is_connected:
             self.ray.util.remove_placement_group(group)
 
@@ -194,7 +194,7 @@ def variables_of_children() -> dict[str, str]:
 
 
 def import_ray(asked: str = 'placement="ray"') -> Any:
-    """Import Ray. Raises `ConfigError` where it is not installed; `asked`: what the user has set that needs it."""
+    """Import Ray. Raises `ConfigError` if it is not installed; `asked`: the setting of the user's that needs it."""
     try:
         import ray
         import ray.util.scheduling_strategies

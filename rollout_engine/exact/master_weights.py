@@ -29,7 +29,7 @@ def float32_masters(optimizer: Optimizer) -> Optimizer:
     >>> optimizer = float32_masters(torch.optim.AdamW(model.parameters(), lr=1e-6))
 
     Call it before the first step; weights of other dtypes stay as they are. Until a step, gradients are those of the
-    weights: clip `model.parameters()`, not what is in the optimizer's groups. Weights that something else has changed
+    weights: clip `model.parameters()`, not the tensors in the optimizer's groups. Weights that other code has changed
     between two steps are copied anew. `optimizer.state_dict()` contains the copies under "float32_masters", and
     `load_state_dict` takes them: a training that resumes loses nothing. Raises `ConfigError` for an optimizer that has
     stepped; its `step` does so for a closure, whose gradients would arrive too late, and its `load_state_dict` for the

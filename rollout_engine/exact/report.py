@@ -1,4 +1,4 @@
-"""Comparison of a trainer's log-probs with a rollout's, naming the likely cause where they differ."""
+"""Comparison of a trainer's log-probs with a rollout's, naming the likely cause of a difference."""
 
 from typing import Any, NamedTuple
 
@@ -16,13 +16,13 @@ class ExactReport(NamedTuple):
     num_different: int
     """Compared tokens whose log-probs are not equal bit for bit."""
     largest_difference: float
-    """Largest absolute difference of two log-probs, in nats; inf where one of them is NaN."""
+    """Largest absolute difference of two log-probs, in nats; inf if one of them is NaN."""
     first_different: tuple[int, int] | None
     """(row, column) of the first such token in `batch["tokens", "full"]`."""
     num_mixed: int
     """Sampled tokens left out: they continued KV of an older version (`kv="keep"`), which no trainer can reproduce."""
     cause: str
-    """The likely cause, and what to do; "" where all are equal."""
+    """The likely cause, and what to do; "" if all are equal."""
 
     @property
     def is_exact(self) -> bool:
@@ -43,9 +43,9 @@ def check(batch: Any, logprobs: Tensor, temperature: float = 1.0) -> ExactReport
     """Compare `logprobs` float [B, T - 1] from `exact.token_logprobs` with the rollout's own.
 
     Args:
-        batch: what `RolloutPolicy.rollout` returned, padded or packed.
+        batch: the result of `RolloutPolicy.rollout`, padded or packed.
         logprobs: entry `[:, i]` belongs to token `i + 1` of `batch["tokens", "full"]`.
-        temperature: that of `logprobs`; read only where they carry no note of it.
+        temperature: that of `logprobs`; read only if they carry no note of it.
 
     Raises `ValueError` for anything but a rollout, and for log-probs of another shape.
     """
@@ -159,7 +159,7 @@ def _of_no_temperature(found: _Differences) -> str:
 
 
 def _other_version(found: _Differences) -> str:
-    """Versions whose tokens are equal, beside others whose tokens are not."""
+    """Versions whose tokens are equal, if those of others are not."""
     versions = found.batch["policy_version"][:, 1:]
     differing, compared = (set(versions[mask].tolist()) for mask in (found.different, found.compared))
     equal = compared - differing
@@ -172,7 +172,7 @@ def _other_version(found: _Differences) -> str:
 
 
 def _stepped(found: _Differences) -> str:
-    """Parameters that were written to since the version that sampled was sent: what later epochs of PPO compute."""
+    """Parameters that were written to since the version that sampled was sent, as in later epochs of PPO."""
     sent, versions = found.sent, set(found.batch["policy_version"][:, 1:][found.compared].tolist())
     if sent is None or not sent.is_changed or sent.version not in (None, *versions) or len(versions) > 1:
         return ""
@@ -207,7 +207,7 @@ def _by_size(found: _Differences) -> str:
 
 
 def _other_adapters(found: _Differences) -> list[str]:
-    """A sentence where the rollout was not sampled under the adapter that the log-probs are under."""
+    """A sentence if the rollout was not sampled under the adapter that the log-probs are under."""
     note = rollout_note(found.batch["tokens", "full"])
     if note is None or not note.adapters or not found.adapters or note.adapters == found.adapters:
         return []

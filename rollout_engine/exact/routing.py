@@ -31,12 +31,12 @@ def replay(model: nn.Module, routed_experts: Any) -> Iterator[None]:
     Args:
         model: a causal LM, also inside a wrapper.
         routed_experts: integers [B, T, L, k] for forwards of B * T tokens, padding included, or [N, L, k] for those of
-            N; L layers that have a router, k experts each. Where all k are -1, a router chooses by itself: what
+            N; L layers that have a router, k experts each. If all k are -1, a router makes its own choice: what
             `padded` and rollouts fill in for padding and for the last token of a sequence.
 
     Gradient checkpointing computes layers once more in the backward, which therefore belongs inside as well. Raises
     `RequestError` for other shapes and dtypes, ids of experts that do not exist or stand twice, and for a forward of
-    another number of tokens; `ConfigError` for a model without routers, and where layers would be computed again
+    another number of tokens; `ConfigError` for a model without routers, and if layers would be computed again
     outside.
     """
     routers, info = _routers(model)
@@ -60,7 +60,7 @@ class Recorded:
 
     @property
     def routed_experts(self) -> Tensor:
-        """int16 [N, L, k] of the N tokens of the last forward. Raises `ConfigError` where there was none."""
+        """int16 [N, L, k] of the N tokens of the last forward. Raises `ConfigError` if there was none."""
         found = [experts for experts in self._chosen if experts is not None]
         if len(found) < len(self._chosen):
             raise ConfigError("routing.record: not every router has computed. Call the model inside the context first.")
@@ -91,9 +91,9 @@ def padded(routed_experts: Sequence[Any], length: int) -> Tensor:
 
 
 def flipped(first: Tensor, second: Tensor) -> Tensor:
-    """Where two forwards chose different sets of experts: integers [..., L, k] of both -> bool [..., L].
+    """Positions at which two forwards chose different sets of experts: integers [..., L, k] of both -> bool [..., L].
 
-    False where either has -1. The order of the k experts does not count.
+    False if either has -1. The order of the k experts does not count.
     """
     one, two = first.long(), second.long().to(first.device)
     differ = (one.sort(-1).values != two.sort(-1).values).any(-1)

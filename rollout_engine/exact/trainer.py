@@ -47,7 +47,7 @@ from rollout_engine.model.training.token_batch import token_batch
 
 
 def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
-    """Make a Hugging Face causal LM compute bit for bit what the engine computes; in place, and return it.
+    """Make a Hugging Face causal LM compute the engine's values bit for bit; in place, and return it.
 
     Linears, norms, attention and SiLU are replaced by the engine's. Parameters, their names, optimizers and
     `save_pretrained` are unaffected; the next forward sees every write to a parameter, however it was made. Batches
@@ -103,7 +103,7 @@ def token_logprobs(
 ) -> Tensor:
     """Log-probs of next tokens: input_ids, any integers [B, T] -> float32 [B, T - 1], differentiable.
 
-    Entry `[:, i]` is log softmax(logits_i / temperature)[token i + 1]; 0 where token i or i + 1 is padding, and where
+    Entry `[:, i]` is log softmax(logits_i / temperature)[token i + 1]; 0 if token i or i + 1 is padding, and if
     token i + 1 begins a sequence. Temperature 0 counts as 1, as in the engine.
 
     Args:
@@ -265,7 +265,7 @@ def _kernel(model: nn.Module) -> RowStatsKernel:
 def _checked_positions(
     input_ids: Tensor, mask: Tensor, cu_seqlens: Tensor | None, position_ids: Tensor | None
 ) -> Tensor | None:
-    """position_ids int64 [B, T] of packed rows; None where every row is one sequence."""
+    """position_ids int64 [B, T] of packed rows; None if every row is one sequence."""
     if cu_seqlens is None:
         if position_ids is not None and position_ids.shape != input_ids.shape:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""One open request: a prompt and its n samples, and what of them is returned."""
+"""One open request: a prompt and its n samples, and the choice of those to return."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -48,7 +48,7 @@ class OpenRequest:
         self.params = params
         self._num_kept = num_kept
         self._kept: frozenset[int] = frozenset()
-        """Indexes of the samples to return, where not all are."""
+        """Indexes of the samples to return, if not all are."""
         self.num_cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
         """Log-probs of the prompt that have not been returned yet, if asked for."""
@@ -81,7 +81,7 @@ class OpenRequest:
         self._pooled = PoolingOutput(pooled.data, policy_version, pooled.kv_min_version)
 
     def keep(self) -> Iterable[int]:
-        """Keep the samples that ended in this step, where not all are kept.
+        """Keep the samples that ended in this step, if not all are kept.
 
         Returns the sequence ids of the others, once there are enough.
         """
@@ -98,7 +98,7 @@ class OpenRequest:
         return len(self._kept) == self._num_kept
 
     def render(self) -> RequestOutput | None:
-        """Return what is new since the last call, if anything."""
+        """Return the news since the last call, if anything."""
         finished = self.num_live == 0
         if not self.changed or (self._kind == "final_only" and not finished):
             return None
@@ -131,7 +131,7 @@ class OpenRequest:
 
 
 def _detokenizer(codec: TextCodec | None, request: EngineCoreRequest) -> Detokenizer | None:
-    """Make the detokenizer of one sample; None where its text is not asked for."""
+    """Make the detokenizer of one sample; None if its text is not asked for."""
     params = request.params
     if codec is None or not params.detokenize:
         return None

@@ -1,10 +1,10 @@
 """Holds the open requests of one client and wakes their readers. Any thread may call anything here.
 
-engine's thread: deliver(outputs) ──> OutputProcessor.update ──> wake the readers of what changed
-reader:          take(stream) <── rendered when it is read: a slow reader delays nobody else
+engine's thread: deliver(outputs) ──> OutputProcessor.update ──> wake the readers of changed requests
+reader:          take(stream) <── rendered when it is read: a slow reader delays no other
 
-Only its reader holds a stream. Where the reader has forgotten it (a generator that was dropped, perhaps with its event
-loop), the request is aborted and forgotten with the next outputs, or when somebody looks.
+Only its reader holds a stream. If the reader has forgotten it (a generator that was dropped, perhaps with its event
+loop), the request is aborted and forgotten with the next outputs, or at the next look.
 """
 
 import threading
@@ -22,7 +22,7 @@ from rollout_engine.text.tokenizer import TextCodec
 
 
 class Stream:
-    """One open request, as its reader holds it; `wake` tells that there is something to `take`."""
+    """One open request, as its reader holds it; `wake` signals that there is something to `take`."""
 
     __slots__ = ("__weakref__", "error", "request", "wake")
 
@@ -43,7 +43,7 @@ class Stream:
 
 
 class OpenStreams:
-    """Guards an `OutputProcessor` with a lock and knows the stream of each of its requests, as long as one reads it."""
+    """Guards an `OutputProcessor` with a lock and maps each of its requests to its stream, while one reads it."""
 
     def __init__(
         self,

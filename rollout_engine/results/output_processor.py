@@ -20,7 +20,7 @@ _NUM_LOGGED = 8
 class OutputProcessor:
     """Holds every open request. Each ends in exactly one `RequestOutput` with `finished=True`.
 
-    While a request runs, its `output_kind` decides what is returned: "cumulative": the samples that changed, whole;
+    While a request runs, its `output_kind` decides the content of results: "cumulative": changed samples, whole;
     "delta": their new part; "final_only": nothing. The finished output has all samples; with "delta" the new part of
     those that changed.
     """
@@ -72,7 +72,7 @@ class OutputProcessor:
     ) -> OpenRequest:
         """Open a request; call it before the core gets it. `prompt` is its text, if it had one.
 
-        `num_kept`: once so many samples have ended, the others are ended too and not returned. Ties within a step go to
+        `num_kept`: once that many have ended, the others are ended too and not returned. Ties within a step go to
         the lowest index; samples that failed or were aborted do not count. None: all are returned.
         """
         assert request_id not in self._requests, "the caller has checked the id"
@@ -138,7 +138,7 @@ class OutputProcessor:
         return requests, stopped + self._end_surplus(requests, outputs.policy_version)
 
     def take(self, request: OpenRequest) -> RequestOutput | None:
-        """Return what is new of a request since the last call, if anything; a finished request is closed."""
+        """Return the news of a request since the last call, if anything; a finished request is closed."""
         result = request.render()
         if result is not None and result.finished:
             self.discard(result.request_id)
@@ -220,7 +220,7 @@ class OutputProcessor:
             logger.warning("%s. This ended %s%s", (error or "").rstrip("."), samples, more)
 
     def _describe(self, sequence_id: int) -> str:
-        """Describe a sample as its user knows it."""
+        """Describe a sample in its user's terms."""
         request = self._owners[sequence_id]
         return f"sample {sequence_id - request.sequence_ids.start} of {request.request_id!r} (sequence {sequence_id})"
 

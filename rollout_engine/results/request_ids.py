@@ -1,4 +1,4 @@
-"""Request ids: names of a client's unfinished requests. The core does not know them."""
+"""Request ids: names of a client's unfinished requests. The core never sees them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -35,7 +35,7 @@ class RequestIds:
 
 
 def as_request_ids(request_ids: str | Iterable[str]) -> list[str]:
-    """Return one id or several as a list. Raises `RequestError` for what cannot be an id."""
+    """Return one id or several as a list. Raises `RequestError` for values that cannot be an id."""
     ids = [request_ids] if isinstance(request_ids, str) or not isinstance(request_ids, Iterable) else list(request_ids)
     for request_id in ids:
         if not isinstance(request_id, str):

@@ -81,7 +81,7 @@ class RequestTimer:
             self.stats.token_seconds.observe((end - first) * num_samples / (num_generation_tokens - num_samples))
 
     def discarded(self, sequence_ids: Iterable[int]) -> None:
-        """Forget these sequences: nobody reads them any more."""
+        """Forget these sequences: no reader is left."""
         self._note_last_step()
         for sequence_id in sequence_ids:
             self._last_token.pop(sequence_id, None)

@@ -14,7 +14,7 @@ class RoutedColumn:
         return len(self._rows)
 
     def begin(self, rows: np.ndarray) -> None:
-        """Set those of the prompt's tokens but the last, [P - 1, L, k]. The first that come stay."""
+        """Set those of the prompt's tokens but the last, [P - 1, L, k]. The first that arrive stay."""
         if self._prompt is None:
             self._prompt = rows
 
@@ -23,9 +23,9 @@ class RoutedColumn:
         self._rows.append(row)
 
     def stacked(self, start: int) -> np.ndarray | None:
-        """Those that came with the sampled tokens from `start` on, the prompt's with the first: [n, L, k].
+        """Those that arrived with the sampled tokens from `start` on, the prompt's with the first: [n, L, k].
 
-        None where no token was sampled.
+        None if no token was sampled.
         """
         if not self._rows:
             return None

@@ -40,7 +40,7 @@ class Sample:
     ) -> None:
         """`quantization`: that of the engine."""
         self.is_watched = params.output_kind != "final_only" or params.stops_on_text
-        """Whether each token matters as it comes: the request streams, or its text may stop it."""
+        """Whether each token matters on arrival: the request streams, or its text may stop it."""
         self._index = index
         self._seed = seed
         self._quantization = quantization
@@ -111,7 +111,7 @@ class Sample:
             self._kept_logprob_mass.append(mass)
 
     def begin_routed(self, rows: np.ndarray) -> None:
-        """Set the experts of the prompt's tokens but the last, if asked for; the first that come stay."""
+        """Set the experts of the prompt's tokens but the last, if asked for; the first that arrive stay."""
         if self._routed_experts is not None:
             self._routed_experts.begin(rows)
 
@@ -137,7 +137,7 @@ class Sample:
         self._is_ended_by_text()
 
     def render(self, *, only_new: bool) -> CompletionOutput:
-        """Render the sample, or what is new since the last call. Spans count positions from the start either way."""
+        """Render the sample, or the news since the last call. Spans count positions from the start either way."""
         num_tokens = len(self._token_ids)
         columns: tuple[Sized | None, ...] = (
             *(self._logprobs, self._top_logprobs, self._kept_logprob_mass),
@@ -189,7 +189,7 @@ class Sample:
         """Call `decode`. If it raises, the sample fails: its tokens stay, its text is empty."""
         try:
             return decode()
-        except Exception as problem:  # the tokenizer may be the user's own; other samples go on
+        except Exception as problem:  # the tokenizer may be the user's own; other samples continue
             what = f"the tokenizer cannot decode its tokens: {type(problem).__name__}: {problem}"
             self._undecodable = f"{what}. SamplingParams(detokenize=False) does without text."
             self._text = None

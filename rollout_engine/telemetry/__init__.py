@@ -1,1 +1,1 @@
-"""Reports what an engine does: stat loggers, tracing spans and progress bars."""
+"""Reports on an engine's work: stat loggers, tracing spans and progress bars."""

@@ -1,6 +1,6 @@
 """An engine's metrics under the names that dashboards of vLLM and SGLang read.
 
-Buckets are ours, values are what the name says there; a name whose value an engine does not have is absent.
+Buckets are ours, values have the meaning that the name has there; a name without a value here is absent.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Shows a progress bar. Where that fails it is left out with one warning, and no result is lost."""
+"""Shows a progress bar. If that fails it is left out with one warning, and no result is lost."""
 
 import logging
 import time

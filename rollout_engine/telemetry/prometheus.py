@@ -63,7 +63,7 @@ def own_families(metrics: EngineMetrics, labels: Labels) -> Iterator[Metric]:
 
 
 def replica_families(replicas: Mapping[int, ReplicaMetrics], labels: Labels) -> Iterator[Metric]:
-    """The metrics of each replica of a fleet, `rollout_engine_replica_*`, told apart by the label `replica`.
+    """The metrics of each replica of a fleet, `rollout_engine_replica_*`, distinguished by the label `replica`.
 
     Their names are others than those of the sums, so that summing one family counts nothing twice.
     """
@@ -93,7 +93,7 @@ def counter(name: str, text: str, value: float, labels: Labels) -> Metric:
 
 
 def counters(name: str, text: str, key: str, values: Iterable[tuple[str, float]], labels: Labels) -> Metric:
-    """A family of values that only grow, told apart by the label `key`; `_total` is added to its name."""
+    """A family of values that only grow, distinguished by the label `key`; `_total` is added to its name."""
     family = CounterMetricFamily(name, text, labels=[*labels, key])
     for each, value in values:
         family.add_metric([*labels.values(), each], value)

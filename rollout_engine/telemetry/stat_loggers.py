@@ -40,7 +40,7 @@ def is_stock(stat_logger: StatLogger) -> bool:
 
 
 class LogLine:
-    """Logs one line of text: what has happened since the last one."""
+    """Logs one line of text: changes since the last one."""
 
     def __init__(self) -> None:
         self._last = CoreStats()
@@ -78,7 +78,7 @@ class PrometheusLogger:
     >>> engine = LLMEngine.from_config(config, stat_loggers=[PrometheusLogger(engine="0")])
     >>> prometheus_client.start_http_server(9090)
 
-    `engine` is the label that tells engines of one process apart.
+    `engine` is the label that distinguishes engines of one process.
     """
 
     def __init__(self, *, engine: str = "0", registry: CollectorRegistry = REGISTRY) -> None:

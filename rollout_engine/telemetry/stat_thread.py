@@ -18,14 +18,14 @@ logger = logging.getLogger("rollout_engine")
 _POLL_SECONDS = 0.5
 """Most seconds until the end of the work is noticed."""
 _READ_SECONDS = 2.0
-"""Most seconds until `close` is noticed while the engine does not say how it is."""
+"""Most seconds until `close` is noticed while the engine does not report."""
 
 
 class MetricsReader(Protocol):
     """Reads the metrics of an engine."""
 
     def __call__(self, timeout: float | None = None) -> EngineMetrics:
-        """Raises `CallTimeoutError` where the engine does not answer within `timeout` seconds."""
+        """Raises `CallTimeoutError` if the engine does not answer within `timeout` seconds."""
         ...
 
 
@@ -64,14 +64,14 @@ class StatThread:
     def write(self, timeout: float | None = None) -> None:
         """Log now; returns when every logger that does not hang has been called.
 
-        Raises `EngineDeadError`, and `CallTimeoutError` where the engine does not answer within `timeout` seconds.
+        Raises `EngineDeadError`, and `CallTimeoutError` if the engine does not answer within `timeout` seconds.
         """
         self._write(self._read(timeout))
         for thread in self._threads:
             thread.flush()
 
     def close(self) -> None:
-        """Close every logger, after a last call where there was work. Calling it again is a no-op."""
+        """Close every logger, after a last call if there was work. Calling it again is a no-op."""
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -108,7 +108,7 @@ class StatThread:
             self._since = None
 
     def _read_until_closed(self) -> EngineMetrics | None:
-        """The metrics; None where this is closed while the engine does not answer."""
+        """The metrics; None if this is closed while the engine does not answer."""
         while True:
             try:
                 return self._read(_READ_SECONDS)

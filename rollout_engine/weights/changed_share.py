@@ -1,4 +1,4 @@
-"""What share of the weights an update changes, estimated from a few of their elements.
+"""The share of the weights that an update changes, estimated from a few of their elements.
 
 An exact count would read every live weight once more, most of them from packed copies. Here up to 1,024 elements of up
 to 128 tensors are compared with those of the update before; at first with those that were loaded. A tensor is chosen
@@ -46,7 +46,7 @@ class ChangedShare:
         Args:
             specs: of the tensors of the update; the share counts others as unchanged.
             lacking: the pieces that were staged, if the rest is live already.
-            staged: the next values of a name. Only what was staged of them is read.
+            staged: the next values of a name. Only their staged parts are read.
         """
         sizes = {spec.name: math.prod(spec.shape) for spec in sorted(specs, key=lambda spec: spec.name)}
         total, chosen = sum(sizes.values()), _by_size(sizes)

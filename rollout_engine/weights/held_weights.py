@@ -1,7 +1,7 @@
 """The live weights of one worker, and the memory of their next values, for `WeightUpdater`.
 
 The shadow of a weight that steps read in place is a second plain copy. A linear that runs from a packed copy has no
-plain one: its next values are staged where they will be packed. `pack` packs them there, beside the copies in use;
+plain one: its next values are staged in place for packing. `pack` packs them there, next to the copies in use;
 `commit` copies the few plain weights and swaps the packed copies. So a linear is held once, and during an update twice.
 """
 
@@ -23,7 +23,7 @@ from sync.pieces import Lacking
 
 
 class WeightHolder(Protocol):
-    """Holds live weights and stages their next values. Steps may go on during every method but `commit`.
+    """Holds live weights and stages their next values. Steps may continue during every method but `commit`.
 
     start(...) ── place(name) ... ── pack(...) ── commit(...)
                                      settle() at any point before
@@ -36,7 +36,7 @@ class WeightHolder(Protocol):
 
     @property
     def takes_parts(self) -> bool:
-        """Whether an update may leave what is live already as it is, and bring the rest."""
+        """Whether an update may send only the tensors that differ from the live ones."""
         ...
 
     def values(self, name: str) -> Tensor:
@@ -66,28 +66,28 @@ class WeightHolder(Protocol):
     def start(self, *, inplace: bool, lacking: Lacking | None, carried: Iterable[str] | None) -> None:
         """Prepare for the first write.
 
-        `inplace`: give the live values up. `lacking`: what will be written, where the rest stays live. `carried`: the
+        `inplace`: give the live values up. `lacking`: the pieces to be written, if the rest stays live. `carried`: the
         names of all weights, whose live values are staged first, for an update that writes only some.
         """
 
     def place(self, name: str, *, inplace: bool) -> Tensor:
-        """Where the next values of a name are written."""
+        """The destination of the next values of a name."""
         ...
 
     def pack(self, *, inplace: bool, lacking: Lacking | None, names: Iterable[str]) -> None:
-        """Make the next copies from what was staged; `names`: all that a commit replaces, if `lacking` is None."""
+        """Make the next copies from the staged values; `names`: all that a commit replaces, if `lacking` is None."""
 
     def commit(self, *, lacking: Lacking | None) -> None:
-        """Make the next values live, where no forward is running."""
+        """Make the next values live, while no forward is running."""
 
     def settle(self) -> None:
-        """Drop what is staged, after a commit or instead of one."""
+        """Drop the staged values, after a commit or instead of one."""
 
     def release(self) -> None:
         """Free memory for next values, which the next update takes again."""
 
     def copies(self) -> Iterator[Tensor]:
-        """The copies in this process that updates and linears hold beside the live weights now."""
+        """The copies in this process that updates and linears hold now in addition to the live weights."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class WeightHolder(Protocol):
 
     @property
     def num_shadow_bytes(self) -> int:
-        """Bytes that updates hold now, beside the live weights."""
+        """Bytes that updates hold now, in addition to the live weights."""
         ...
 
     def num_bytes_to_shadow(self) -> int:
@@ -131,7 +131,7 @@ class HeldWeights:
         prepare: Callable[[], object] = lambda: None,
     ) -> None:
         self._live = packed.take_over({name: view.detach() for name, view in targets.items()})
-        """Views by name; on meta where `packed` alone holds the values."""
+        """Views by name; on meta if `packed` alone holds the values."""
         self.metadata = {name: (dtype_name(view.dtype), tuple(view.shape)) for name, view in self._live.items()}
         self._packed, self._memory, self._prepare = packed, memory, prepare
         self._shadow = Shadow(memory)
@@ -142,7 +142,7 @@ class HeldWeights:
         return self._on_host and not self._packed.is_without_values
 
     def values(self, name: str) -> Tensor:
-        """The live values of a name: a view where steps read them, else a copy."""
+        """The live values of a name: a view if steps read them, else a copy."""
         if self._packed.holds(name):
             return self._packed.plain(name)
         view = self._live[name]

@@ -1,4 +1,4 @@
-"""Digests of the live weights by tensor and piece, so that an update need bring only what differs."""
+"""Digests of the live weights by tensor and piece, so that an update need send only the differences."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -7,23 +7,23 @@ from sync.pieces import Lacking, Part, changed_part, num_bytes_lacking
 
 _LEAST_UNCHANGED = 0.5
 """Share of the bytes that must be live already before the others alone are taken: the less there is to leave, the less
-it saves, and what is taken alone is copied over live weights while steps wait."""
+it saves, and a piece that is sent alone is copied over live weights while steps wait."""
 
 
 class KnownWeights:
-    """Specs of live tensors, all finite, by the names under which they came. It may know of fewer than there are."""
+    """Specs of live tensors, all finite, by the names under which they arrived. It may have fewer than there are."""
 
     def __init__(self) -> None:
         self._specs: dict[str, TensorSpec] = {}
 
     def replace(self, specs: Iterable[TensorSpec]) -> None:
-        """Know exactly these tensors to be live."""
+        """Record that exactly these tensors are live."""
         self._specs = {spec.name: spec for spec in specs}
 
     def lacking(self, specs: Mapping[str, TensorSpec], takes_pieces: Callable[[str], bool]) -> Lacking | None:
         """Return the pieces that an update to `specs` has to bring; None: all, because that is most of it.
 
-        Pieces of a tensor are told apart where `takes_pieces(name)`.
+        Pieces of a tensor are distinguished if `takes_pieces(name)`.
         """
         lacking: dict[str, Part | None] = {}
         for name, spec in specs.items():

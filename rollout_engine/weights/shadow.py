@@ -24,7 +24,7 @@ class Shadow:
         """Shadows, uint8, by the address of the live storage."""
         self._copy: Callable[[], None] | None = None
         self._copy_some: Callable[[], None] | None = None
-        """Copies what `plan_some` was given, once."""
+        """Copies the values given to `plan_some`, once."""
         self._staged: dict[int, Runs] = {}
         """The byte runs of `plan_some`, by the address of the live storage."""
 
@@ -39,7 +39,7 @@ class Shadow:
         return empty.set_(place.untyped_storage(), start, view.shape, view.stride())
 
     def reserve(self, views: Iterable[Tensor]) -> None:
-        """Allocate what these live views lack, as one piece: all of it, or nothing and an error of the memory's."""
+        """Allocate the memory that these live views lack, in one piece: all of it, or nothing and a memory error."""
         if sizes := self._lacking(views):
             self._allocate(sizes)
 
@@ -88,7 +88,7 @@ class Shadow:
         self._copy_some = self._memory.prepare_copy(pairs)
 
     def completed(self, view: Tensor) -> Tensor:
-        """The next values of a view after `plan_some`: what was not staged of them is taken from the live ones."""
+        """The next values of a view after `plan_some`: parts that were not staged are taken from the live ones."""
         runs = byte_runs(view)
         place, live = self.of(view), view.untyped_storage()
         staged = self._staged.get(live.data_ptr(), _NO_RUNS)

@@ -18,7 +18,7 @@ class StagedUpdate:
         self.staged: dict[str, CheckResult] = {}
         """Digest and finiteness of the tensor written last, by name."""
         self.lacking: Lacking | None = None
-        """Pieces that are received, where the rest is live already; None: all."""
+        """Pieces that are received, if the rest is live already; None: all."""
         self.elements: dict[str, Tensor] = {}
         """Some elements of the tensors, by name, for the next update to be compared with."""
         self.started = self.verified = False

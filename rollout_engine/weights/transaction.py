@@ -3,13 +3,13 @@
     begin(manifest) ──> stage(pairs) ... ──> verify() ──> commit(version)
        refuse: nothing changed   into the shadow   complete,   live := shadow, version := v
                                                    digests,
-                                                   finite,     confirm(): the digest of what is live then
+                                                   finite,     confirm(): the digest of the live ones
                                                    packed      abort() before commit: the shadow is forgotten
 
 Until the first byte of `commit`, neither the version nor the weights that steps use change, whatever goes wrong. If
 `commit` itself fails, `dirty` stays set and only a complete update clears it.
 
-Steps wait for `commit` alone. `confirm` runs beside the steps that follow: it reads the live weights again and returns
+Steps wait for `commit` alone. `confirm` runs during the steps that follow: it reads the live weights again and returns
 their digest.
 
 An update in place has no shadow: the first staged byte sets `dirty`, and the old values are lost.
@@ -50,7 +50,7 @@ class WeightUpdater:
     Args:
         weights: holds them and their next values.
         checks: compares manifests with them.
-        writer: writes tensors that arrive to where they are staged.
+        writer: writes arriving tensors to their staging memory.
         changes: estimates how much updates change; None: nothing does.
     """
 
@@ -82,7 +82,7 @@ class WeightUpdater:
         self.dirty = False
         """The weights must not be used: an update ended half-way, or is under way in place, or they were released."""
         self.forgotten = False
-        """They were released, and no complete update has come since."""
+        """They were released, and no complete update has followed."""
 
     @classmethod
     def of(
@@ -141,7 +141,7 @@ class WeightUpdater:
     def live(self, verb: str) -> Mapping[str, Tensor]:
         """The module's own names and their live values, tied weights once; not to be written.
 
-        Raises, naming `verb`, where values may not be live ones: `LifecycleError` while an update is open,
+        Raises, naming `verb`, if values may not be live ones: `LifecycleError` while an update is open,
         `DirtyWeightsError` when `dirty`.
         """
         if self._open is not None:
@@ -151,7 +151,7 @@ class WeightUpdater:
         return LazyTensors(self._checks.canonical, self.values)
 
     def values(self, name: str) -> Tensor:
-        """The live values of a name, to be read only: a view where steps read them, else a copy.
+        """The live values of a name, to be read only: a view if steps read them, else a copy.
 
         Raises `LifecycleError` when they were released.
         """
@@ -201,7 +201,7 @@ class WeightUpdater:
         *,
         check: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """Stage what `receiver` brings of `manifest` (None: all of the open one), written straight into the shadow.
+        """Stage the tensors of `manifest` from `receiver` (None: all of the open one), written right into the shadow.
 
         `check` is called as each tensor arrives; an exception it raises ends the transfer.
         """
@@ -238,7 +238,7 @@ class WeightUpdater:
     def commit(self, version: int | None = None) -> None:
         """Make the shadow live.
 
-        Call it where no forward is running. Raises `LifecycleError` before `verify`, or for a `version` that is not the
+        Call it while no forward is running. Raises `LifecycleError` before `verify`, or for a `version` that is not the
         open one; `DirtyWeightsError` when it fails half-way, which leaves `dirty` set.
         """
         update = self._opened("commit")
@@ -272,7 +272,7 @@ class WeightUpdater:
 
     def confirm(self) -> str:
         """The digest of the live weights under the names of the manifest that was committed last; after a partial
-        update that of all live weights, as `digest`. Steps may go on.
+        update that of all live weights, as `digest`. Steps may continue.
 
         Raises `DirtyWeightsError`, and sets `dirty`, when they differ from the staged ones.
         """
@@ -314,12 +314,12 @@ class WeightUpdater:
 
     @property
     def num_resident_bytes(self) -> int:
-        """Bytes that copies beside the live weights, of updates and of linears, take now."""
+        """Bytes that copies of the live weights, of updates and of linears, take now."""
         return self.weights.num_resident_bytes
 
     @property
     def num_shadow_bytes(self) -> int:
-        """Bytes that updates hold now, beside the live weights."""
+        """Bytes that updates hold now, in addition to the live weights."""
         return self.weights.num_shadow_bytes
 
     def make_room_for_shadow(self) -> bool:
@@ -353,13 +353,13 @@ class WeightUpdater:
         update.started = True
 
     def _measure_change(self, update: StagedUpdate) -> None:
-        """Compare some elements of what is staged, while it is plain, with those of the live weights."""
+        """Compare some staged elements, while they are plain, with those of the live weights."""
         if self._changes is not None:
             staged = partial(self.weights.place, inplace=update.inplace)
             self.changed_share, update.elements = self._changes.measure(update.specs.values(), update.lacking, staged)
 
     def _lacking(self, update: StagedUpdate) -> Lacking | None:
-        """Return the pieces that the update has to bring, where it may leave the rest as it is; None: all."""
+        """Return the pieces that the update has to send, if the rest may stay; None: all."""
         if not update.options.delta or update.options.partial or update.inplace or update.started or self.dirty:
             return None
         return self._known.lacking(update.specs, self.weights.takes_pieces) if self.weights.takes_parts else None

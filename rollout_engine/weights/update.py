@@ -5,7 +5,7 @@
     in place    begin  drain │ stage ... stage  verify  (hold)  commit │ confirm
                              └─────────────── no steps ────────────────┘
 
-`hold` is where the replicas of a fleet wait for one another. `drain` lets requests in flight go on ("keep"), finish
+At `hold` the replicas of a fleet wait for one another. `drain` lets requests in flight continue ("keep"), finish
 first ("wait"), or ends them now ("abort").
 """
 
@@ -104,9 +104,9 @@ def apply_update(
 
     `check` is called as each tensor arrives and before the commit; an exception it raises ends the update. `accepted`
     is called when the manifest is accepted, before the first tensor is asked for; `hold` with the version and the
-    digest of what is staged, before anything of it is live: the update goes on when it returns.
+    digest of the staged values, before any of them is live: the update continues when it returns.
 
-    Raises the weight errors; `DirtyWeightsError` where the weights are incomplete now and were not before.
+    Raises the weight errors; `DirtyWeightsError` if the weights are incomplete now and were not before.
     """
     start, deadline = time.perf_counter(), time.monotonic() + options.timeout
     inplace = _in_place(updater, options.staging)
@@ -158,7 +158,7 @@ def _unchanged(version: int, digest: str, seconds: float) -> UpdateReport:
 
 @contextmanager
 def _aborting_at_end(updater: WeightUpdater, version: int) -> Iterator[None]:
-    """Leaves no update open that was not. An error that leaves the weights incomplete, where they were not, says so."""
+    """Leaves no update open that was not. An error that leaves complete weights incomplete says so."""
     was_dirty, was_open = updater.dirty, updater.is_open
     try:
         yield

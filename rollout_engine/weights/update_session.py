@@ -5,7 +5,7 @@
              └── refused: nothing changed          abort, caller_left ── updater.abort ────────────── core.end_update
                                                    or its timeout
 
-Verbs run on threads beside the busy loop and call the core at a step boundary.
+Verbs run on threads of their own, not in the busy loop, and call the core at a step boundary.
 """
 
 import threading
@@ -36,7 +36,7 @@ class Core(Protocol):
         ...
 
     def begin_update(self, verb: str) -> None:
-        """Enter UPDATING. Raises `LifecycleError`, naming `verb`, where the engine cannot take an update now."""
+        """Enter UPDATING. Raises `LifecycleError`, naming `verb`, if the engine cannot take an update now."""
 
     def commit_version(self, version: int, kv: Literal["keep", "recompute"]) -> int:
         """Make `version` the live one."""
@@ -104,7 +104,7 @@ class UpdateSession:
     def begin(
         self, manifest: WeightManifest, *, reset_version: bool, timeout: float = 300.0, partial: bool = False
     ) -> bool:
-        """Begin an update, as `WeightUpdater.begin` does. Raises `LifecycleError` too where one is not possible now.
+        """Begin an update, as `WeightUpdater.begin` does. Raises `LifecycleError` too if one is not possible now.
 
         After `timeout` seconds without a commit the update is aborted, and the caller's next verb raises.
         """
@@ -154,7 +154,7 @@ class UpdateSession:
             return self._updater.verify()
 
     def commit(self, version: int, kv: Literal["keep", "recompute"]) -> str:
-        """Commit, as `WeightUpdater.commit` does, then `confirm`. The update stays open where the commit is refused."""
+        """Commit, as `WeightUpdater.commit` does, then `confirm`. The update stays open if the commit is refused."""
         with self._verb("commit_weight_update") as update:
             try:
                 with self._at_boundary() as core:
