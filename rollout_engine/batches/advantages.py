@@ -36,7 +36,7 @@ def grpo(
     """Reward minus its group's mean, divided by the group's standard deviation; shape and order of `rewards`.
 
     A_i = (r_i - mean(r)) / (std(r) + 1e-4), std with G - 1 in the denominator (DeepSeekMath, Shao et al., 2024, section
-    4.1.2). `scale=False` omits the division: Dr. GRPO (Liu et al., 2025), where hard and easy prompts do not weigh more
+    4.1.2). `scale=False` omits the division: Dr. GRPO (Liu et al., 2025), so hard and easy prompts do not weigh more
     than others. A group of equal rewards gets exactly 0, and so does a sample that is alone in its group.
 
     Args:
@@ -88,7 +88,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimates, and targets for the critic: [B, T] each, 0 where no token was sampled.
+    """Generalized advantage estimates, and targets for the critic: [B, T] each, 0 at tokens that were not sampled.
 
     d_t = r_t + gamma V_{t+1} - V_t,  A_t = d_t + gamma lam A_{t+1},  target_t = A_t + V_t  (Schulman et al., 2016,
     equations 11 and 16). The steps t of a sequence are its sampled tokens; other tokens between them are skipped. After

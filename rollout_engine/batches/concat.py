@@ -37,7 +37,7 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
     layout rows and cu_seqlens are joined.
 
     Args:
-        batches: what `RolloutPolicy.rollout` and `arollout` return, or parts of it; keys may have been added.
+        batches: results of `RolloutPolicy.rollout` and `arollout`, or parts of them; keys may have been added.
         group_ids: "renumber" numbers groups 0, 1, 2, ... in order of appearance; groups of different batches stay
             different. "keep" leaves "group_id" unchanged: for parts of one rollout, whose groups may be split.
 

@@ -1,4 +1,4 @@
-"""Values of users, such as columns and `info`, as what JSON has."""
+"""Values of users, such as columns and `info`, as JSON."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _KEYS = (str, int, type(None))
 
 
 def json_value(value: Any, depth: int = 0) -> Any:
-    """The value with everything that JSON lacks written another way; what is nested deeper than 64 levels is a text.
+    """The value with everything that JSON lacks written another way; a part nested deeper than 64 levels is a text.
 
     Sets become sorted lists, arrays and tensors lists, anything else (NaN, infinities, bytes, dates) its `str`.
     """

@@ -4,21 +4,21 @@
     group_id, sample_index                        which prompt, which of its samples
     seed                                          in [0, 2**64): `SamplingParams(seed=seed, n=1)` replays the sample
     finish_reason, truncated                      how it ended; whether it was cut off
-    prompt, response                              text; null where the prompt was token ids without a text
+    prompt, response                              text; null if the prompt was token ids without a text
     prompt_token_ids, response_token_ids          response: end token included
-    log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 where it was not sampled
+    log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 if it was not sampled
     kept_logprob_mass                             the same, with top-k, top-p or min-p
     reward, done                                  with a reward function; of episodes also `terminated`: the
                                                   environment ended it, and no limit or fault
-    rewards                                       {name: number} with a list of them; null where one does not apply
+    rewards                                       {name: number} with a list of them; null if one does not apply
     turns, turn_rewards, num_turns, episode_id, seat, ended_by, error, messages, info
                                                   of episodes (`rollouts.episodes.rows`); turns: per token
                                                   of the response the turn that sampled it, -1 for glue
     columns                                       {name: value} of your columns, and of keys that you added
 
-In `columns`, `info` and `messages` sets are lists, and what JSON lacks besides them (NaN, infinities, bytes, dates) is
+In `columns`, `info` and `messages` sets are lists, and other values that JSON lacks (NaN, infinities, bytes, dates) are
 a text: a warning names such values (`rollout_engine.batches.json_values`).
-`rollout(log_to=...)` adds what made the sample (`rollout_engine.rollouts.log`); `read_jsonl` reads both.
+`rollout(log_to=...)` adds the origin of the sample (`rollout_engine.rollouts.log`); `read_jsonl` reads both.
 "routed_experts" are not written. Numbers are written so that reading them gives the same bits (float32 as its float64
 value).
 """
@@ -163,7 +163,7 @@ def _convert(name: str, value: Any, converted: Converted | None) -> Any:
 
 
 def _refused(sample: dict[str, Any]) -> RequestError:
-    """The error that names what of a sample cannot be written."""
+    """The error that names the part of a sample that cannot be written."""
     for name, value in sample.items():
         try:
             _dumps(value)
@@ -174,7 +174,7 @@ def _refused(sample: dict[str, Any]) -> RequestError:
 
 
 def _numbers(value: Any) -> str | None:
-    """A list of finite numbers, as most of a line is, as JSON in a tenth of the time; None where it is not one."""
+    """A list of finite numbers, as most of a line is, as JSON in a tenth of the time; None if it is not one."""
     try:
         if type(value) is list and value and math.isfinite(sum(value)):
             return msgspec.json.encode(value).decode()

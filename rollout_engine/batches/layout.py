@@ -49,7 +49,7 @@ RESERVED_KEYS = frozenset(
 )
 """Top-level keys that no column may take."""
 EPISODE_KEYS = frozenset("num_turns episode_id seat ended_by error messages info".split())
-"""Top-level keys of episodes besides these, one entry per row; `rollout_engine.rollouts.episodes.rows` defines them."""
+"""Further top-level keys of episodes, one entry per row; `rollout_engine.rollouts.episodes.rows` defines them."""
 
 _NEEDED = {"tokens", "masks", "num_prompt_tokens"}
 
@@ -77,7 +77,7 @@ def check_batch(
 ) -> TensorDictBase:
     """Return `batch` if it is a rollout in one of the two layouts. Raises `RequestError`, naming it `field`.
 
-    `needed`: top-level keys that it has to have; `otherwise`: what to do with anything but a TensorDict.
+    `needed`: required top-level keys; `otherwise`: the advice for anything but a TensorDict.
     """
     if not isinstance(batch, TensorDictBase):
         raise RequestError.for_field(field, batch, "a TensorDict as RolloutPolicy.rollout returns it", otherwise)
@@ -124,7 +124,7 @@ def width_of(batch: TensorDictBase, span: Span) -> int:
 
 
 def padding_token(batch: TensorDictBase) -> int | None:
-    """Token id of the padding; None where nothing is padded."""
+    """Token id of the padding; None if nothing is padded."""
     for span, mask in (("prompt", "prompt"), ("response", "response"), ("full", "all_attention_mask")):
         padding = batch["tokens", span][~batch["masks", mask]]
         if len(padding):

@@ -44,8 +44,8 @@ def show(batch: TensorDictBase, tokenizer: Any = None) -> ShownBatch:
         show(batch, policy.tokenizer)
 
     Tokens are coloured by their log-probs. `tokenizer`: a Hugging Face tokenizer, for the texts of tokens; without one
-    they are boxes. What samples say is shown as text, never run, and cut where it is long. Raises `RequestError` for
-    what is no rollout.
+    they are boxes. Texts of samples are shown as text, never run, and cut if long. Raises `RequestError` for
+    an object that is no rollout.
     """
     check_batch(batch)
     if missing := sorted(map(str, LISTED_KEYS - set(batch.keys(include_nested=True)))):

@@ -18,19 +18,19 @@ import numpy as np
 from rollout_engine.base.errors import RequestError, RewardError, did_you_mean
 
 RewardFunction: TypeAlias = Callable[..., Iterable[float | None] | Awaitable[Iterable[float | None]]]
-"""Returns one number per completion, or None where the function does not apply.
+"""Returns one number per completion, or None if the function does not apply.
 
 The lists it gets, and lists, dicts, sets, arrays and tensors in them, are copies, which it may modify.
 """
 RewardFunctions: TypeAlias = RewardFunction | Sequence[RewardFunction]
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""Arguments of every reward function, besides columns."""
+"""Arguments of every reward function, in addition to columns."""
 
 _NO_REWARD = "which is not finite in float32, the dtype of a batch's rewards"
 
 _COPIED = (list, dict, set, bytearray, np.ndarray)
-"""Types that a reward function might modify, beside tensors. Objects of the user's own classes are passed without a
+"""Types other than tensors that a reward function might modify. Objects of the user's own classes are passed without a
 copy."""
 
 
@@ -127,7 +127,7 @@ def copies(value: Any, num: int) -> list[Any]:
 
 
 def checked_rewards(answer: object, num: int, where: str, label: str) -> list[float | None]:
-    """Check what the function called `label` returned for `num` samples. Raises `RewardError`, which begins `where`."""
+    """Check the values of the function `label` for `num` samples. Raises `RewardError`, which begins `where`."""
     if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
         what = f"returned {type(answer).__name__}, not a list of {num} numbers"
         raise RewardError(f"{where}: {label} {what}.")

@@ -32,7 +32,7 @@ from rollout_engine.text.conversations import is_conversation
 logger = logging.getLogger("rollout_engine")
 
 _RAISED = (Exception, SystemExit)
-"""What a reward function raises as its own fault: an exit would end the training, or the loop of other groups."""
+"""A reward function's own fault: an exit would end the training, or the loop of other groups."""
 END_SECONDS = 5.0
 """Time for coroutines to end once they are cancelled."""
 
@@ -43,7 +43,7 @@ class Rewards(NamedTuple):
     total: list[float]
     """One per sample: weight times reward, summed over the functions that apply."""
     by_function: dict[str, list[float | None]]
-    """Name -> one per sample, None where the function does not apply; empty where a single function was given."""
+    """Name -> one per sample, None if the function does not apply; empty if a single function was given."""
 
 
 class RewardCaller:

@@ -11,23 +11,23 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     ("masks", "prompt")                       [B, P]   [1, sum P]   bool; real tokens of prompt
     ("masks", "response")                     [B, R]   [1, sum R]   bool; real tokens of response
     ("log_probs", "response"), ("…", "full")  [B, R], [B, T] …      float32; 0 outside the mask
-    "kept_logprob_mass"                       [B, R]   [1, sum R]   float32; only where top-k, top-p or min-p cut
+    "kept_logprob_mass"                       [B, R]   [1, sum R]   float32; only if top-k, top-p or min-p cut
     "policy_version", "kv_min_version"        [B, T]   [1, N]       int64; -1 outside the assistant mask
     "routed_experts"                          [B, T, L, k]          int16; experts of each token in the L layers with a
-                                                       [1, N, L, k] router, -1 where it was not computed: the last of a
+                                                       [1, N, L, k] router, -1 if it was not computed: the last of a
                                                                     sequence; only with return_routed_experts
     "group_id", "sample_index", "seed"        [B]                   int64
-    "num_prompt_tokens"                       [B]                   int64; where the response begins in full
+    "num_prompt_tokens"                       [B]                   int64; the start of the response in full
     "num_dropped"                             [B]                   int64; samples of its group that were started and
                                                                     dropped; only with oversample
     "truncated"                               [B, 1]                bool; cut off, by max_tokens or an abort
     "finish_reason", ("text", "prompt"), ("text", "response"), columns   [B]   one Python object per sequence
     ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards. done: the sample
                                                                     was not cut off (finish_reason "stop")
-    ("rewards", NAME)                         [B, 1]                float32, of each function where there is a list of
-                                                                    them; NaN where it does not apply
+    ("rewards", NAME)                         [B, 1]                float32, of each function if there is a list of
+                                                                    them; NaN if it does not apply
     ("masks", "turn")                         [B, T]   [1, N]       int64; only of episodes
-    "cu_seqlens"                                       [B + 1]      int32; where each sequence of full starts
+    "cu_seqlens"                                       [B + 1]      int32; the start of each sequence in full
 
 Padding is `pad_token_id` for tokens. The padded layout has batch size [B], the packed one [].
 """
@@ -69,7 +69,7 @@ def rollout_batch(
         group_ids: one per prompt; default 0, 1, 2, ...
         columns: name -> one value per prompt, repeated for its samples.
         rewards: per prompt, one number per sample.
-        function_rewards: name -> the same for one reward function; None where it does not apply.
+        function_rewards: name -> the same for one reward function; None if it does not apply.
         oversampled: add "num_dropped".
         turns: per sequence int64 [response]: turn of a sampled token, -1 of any other (log-prob 0, version -1).
         layout: "padded", or "packed" (all sequences end to end in one row, without padding).
@@ -201,7 +201,7 @@ def _logprobs(sample: CompletionOutput) -> np.ndarray:
 
 
 def _routed_experts(samples: list[CompletionOutput], num_tokens: list[int]) -> np.ndarray:
-    """int16 [sum of num_tokens, L, k], all sequences end to end, -1 where there are none."""
+    """int16 [sum of num_tokens, L, k], all sequences end to end, -1 if there are none."""
     shape = next(sample.routed_experts.shape[1:] for sample in samples if sample.routed_experts is not None)
     rows = np.full((sum(num_tokens), *shape), -1, np.int16)
     for sample, end, num in zip(samples, itertools.accumulate(num_tokens), num_tokens, strict=True):

@@ -105,7 +105,7 @@ def complete_lines(content: bytes) -> tuple[list[bytes], bytes]:
 
 
 def parse_sample(line: bytes) -> dict[str, Any] | None:
-    """A line of a file that grows as a sample; None for what is none, and for one of a newer schema."""
+    """A line of a file that grows as a sample; None for other lines, and for a sample of a newer schema."""
     try:
         sample = json.loads(line, parse_constant=_not_json)
     except (ValueError, RecursionError):

@@ -32,12 +32,12 @@ _GROUPS = "group_id"
 
 
 class RolloutBatch(TensorDict):  # type: ignore[misc]
-    """A TensorDict whose `repr` shows, on one screen, what the rollout contains besides its shapes.
+    """A TensorDict whose `repr` shows, on one screen, the content of the rollout along with its shapes.
 
     `batch["group_id"]` brings to `advantages` which rows are of one episode, and which failed.
 
     Indexing, `to`, `reshape`, `stack` and the like return a `RolloutBatch`; `to_tensordict()` returns a plain one.
-    `memmap` and `save` write a plain TensorDict, which loads where this library is not installed.
+    `memmap` and `save` write a plain TensorDict, which can be loaded without this library.
     """
 
     def __repr__(self) -> str:
@@ -50,7 +50,7 @@ class RolloutBatch(TensorDict):  # type: ignore[misc]
         return text.replace("\n", "\n  ")
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks, as of `show(batch)`; the `repr` where the batch is no list of samples any more."""
+        """HTML for notebooks, as of `show(batch)`; the `repr` if the batch is no list of samples any more."""
         return html(self) if _is_listed(self) else f"<pre>{escape(repr(self))}</pre>"
 
     def __getitem__(self, index: Any) -> Any:

@@ -19,9 +19,9 @@ def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str,
         completion_ids, completion_mask     [B, R] int64, padded on the right
         sampling_per_token_logps            [B, R] float32, of the policy that sampled; 0 on padding
         old_per_token_logps                 the same: engine and trainer agree bit for bit, so none is recomputed
-        advantages                          [B] float32; where given, or where the batch has a key "advantage"
+        advantages                          [B] float32; if given, or if the batch has a key "advantage"
         num_items_in_batch                  [] int64, tokens that count in the loss
-        tool_mask                           [B, R] int64, 0 on response tokens outside all_assistant_mask; only where
+        tool_mask                           [B, R] int64, 0 on response tokens outside all_assistant_mask; only if
                                             there are any
 
     With prompts and completions concatenated as in TRL,
@@ -61,11 +61,11 @@ def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str,
 def to_trl_rollout(batch: TensorDictBase) -> dict[str, list[Any]]:
     """Convert a rollout to the result of a `rollout_func` of TRL's GRPOTrainer; one entry per sequence.
 
-        def rollout_func(prompts, trainer):  # prompts come repeated, num_generations times each
+        def rollout_func(prompts, trainer):  # each prompt is repeated num_generations times
             return to_trl_rollout(policy.rollout(prompts, SamplingParams(max_tokens=256), use_tqdm=False))
 
     "prompt_ids", "completion_ids" and "logprobs" are lists without padding; "env_mask" is 0 on completion tokens that
-    the policy did not sample, and absent where there are none.
+    the policy did not sample, and absent if there are none.
     """
     prompts, responses, _ = places(check_batch(batch))
     lists = {

@@ -17,7 +17,7 @@ class Adapter:
     """An adapter in a slot."""
 
     slot: int
-    """Where the model runner has its matrices."""
+    """The slot in which the model runner has its matrices."""
     info: LoRAInfo
     serial: int
     """Number of these values, from 1, never used again: KV is keyed by it. Base requests have 0."""
@@ -41,7 +41,7 @@ class AdapterTable:
         return self._num_slots
 
     def list(self) -> list[LoRAInfo]:
-        """Every adapter, in the order in which they came."""
+        """Every adapter, in the order of their arrival."""
         return [adapter.info for adapter in self._by_name.values()]
 
     def find(self, name: str) -> Adapter | None:
@@ -64,7 +64,7 @@ class AdapterTable:
         return adapter
 
     def check_values(self, name: str, revision: int, digest: str) -> bool:
-        """Whether these values are new. Raises `RequestError` where a known name has others under this revision."""
+        """Whether these values are new. Raises `RequestError` if a known name has others under this revision."""
         known = self._by_name.get(name)
         if known is None or known.info.digest == digest:
             return known is None
@@ -81,7 +81,7 @@ class AdapterTable:
     def place(self, name: str, num_uses: Callable[[Adapter], int]) -> int:
         """The slot for an adapter: its own, a free one, or that of the least recently used, which is removed.
 
-        `num_uses`: unfinished requests of an adapter. Raises `LifecycleError` where all are pinned or in use.
+        `num_uses`: unfinished requests of an adapter. Raises `LifecycleError` if all are pinned or in use.
         """
         known = self._by_name.get(name)
         if known is not None:
@@ -99,7 +99,7 @@ class AdapterTable:
         return oldest.slot
 
     def put(self, slot: int, info: LoRAInfo) -> Adapter:
-        """Have an adapter in a slot that `place` has given for it. Requests that used the values before go on.
+        """Put an adapter into a slot that `place` has given for it. Requests that used the values before continue.
 
         One that is pinned stays so.
         """
@@ -130,14 +130,14 @@ class AdapterTable:
         return adapter.info
 
     def check_unused(self, name: str, num_uses: Callable[[Adapter], int]) -> None:
-        """Raise `LifecycleError` while requests use an adapter. No-op where there is none."""
+        """Raise `LifecycleError` while requests use an adapter. No-op if there is none."""
         adapter = self._by_name.get(name)
         if adapter is not None and (count := num_uses(adapter)):
             what = f"remove_lora: {count} unfinished requests use '{name}'"
             raise LifecycleError(f"{what}: wait for them, or abort them.")
 
     def remove(self, name: str, num_uses: Callable[[Adapter], int]) -> Adapter | None:
-        """Remove an adapter; None where there is none. Raises `LifecycleError` while requests use it."""
+        """Remove an adapter; None if there is none. Raises `LifecycleError` while requests use it."""
         self.check_unused(name, num_uses)
         return self._by_name.pop(name, None)
 

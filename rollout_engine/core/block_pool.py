@@ -9,7 +9,7 @@ class BlockPool:
 
     reused first  | content worthless | never used | content cached, oldest first |  reused last
 
-    Memory of blocks that were never used need not exist yet, so it is taken only where content would be lost otherwise.
+    Memory of blocks that were never used need not exist yet, so it is taken only if content would be lost otherwise.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -51,7 +51,7 @@ class BlockPool:
             (self._cached if worth_keeping else self._worthless)[block] = None
 
     def forget_contents(self) -> None:
-        """Take what free blocks hold to be worthless from now on. O(n) for the smaller of the two kinds, then O(1)."""
+        """Mark the content of free blocks as worthless. O(n) for the smaller of the two kinds, then O(1)."""
         fewer, more = sorted((self._worthless, self._cached), key=len)
         more.update(fewer)
         self._worthless, self._cached = more, OrderedDict()

@@ -21,7 +21,7 @@ class BlockTables:
         self._pool = BlockPool(config.num_blocks)
         self._cache = PrefixCache()
         self._being_computed: set[bytes] = set()
-        """Hashes of blocks that were looked up in vain, and that the sequence which did so computes."""
+        """Hashes of blocks that were looked up without a match, and that the searching sequence computes itself."""
 
     @property
     def num_free(self) -> int:
@@ -57,7 +57,7 @@ class BlockTables:
     def attach_prefix(self, sequence: Sequence) -> bool:
         """Start `sequence` on the known blocks of its prefix; at least one token is left to compute.
 
-        Returns False, and does nothing, where a sequence with the same prefix computes the next of its blocks now.
+        Returns False, and does nothing, if a sequence with the same prefix computes the next of its blocks now.
         """
         if not self.caching:
             return True
@@ -136,7 +136,7 @@ class BlockTables:
         self._pool.forget_contents()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Recount references and compare every table with what its sequence claims."""
+        """Recount references and compare every table with the claims of its sequence."""
         sequences = list(sequences)
         assert self._being_computed == {s.looked_up_in_vain for s in sequences} - {b""}, "a block is computed by nobody"
         self._pool.check_integrity(sequence.block_ids for sequence in sequences)
@@ -154,7 +154,7 @@ class BlockTables:
         self._pool.release(block, worth_keeping=worth_keeping)
 
     def _is_computed(self, sequence: Sequence) -> None:
-        """Let nobody wait for the block that `sequence` has looked up in vain: it was published, or will not be."""
+        """End all waits for the block that `sequence` looked up without a match: it was published, or will not be."""
         self._being_computed.discard(sequence.looked_up_in_vain)
         sequence.looked_up_in_vain = b""
 

@@ -37,11 +37,11 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_loras: int = 8
     """Most adapters held at a time."""
     step_seconds: tuple[tuple[int, float], ...] = ()
-    """(rows, seconds) of steps of so many rows, ascending, two at least where tokens are drafted."""
+    """(rows, seconds) of steps, ascending in rows, two at least if tokens are drafted."""
     drafted_step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps in which some rows are drafted tokens; empty: as `step_seconds`."""
     draft: DraftInfo | None = None
-    """Sizes of the draft model, where there is one."""
+    """Sizes of the draft model, if there is one."""
     generates: bool = True
     """Whether the model has an output head."""
     pooling: PoolingInfo | None = None

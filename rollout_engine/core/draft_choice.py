@@ -24,7 +24,7 @@ class Proposal:
     chances: list[float]
     """Probability, for each token, that it is right and so are all before it."""
     source: str
-    """One of those that `DraftStats` tells apart."""
+    """One of the sources that `DraftStats` distinguishes."""
 
 
 class StepCosts:
@@ -33,7 +33,7 @@ class StepCosts:
     def __init__(self, measured: Rows[tuple[int, float]], drafted: Rows[tuple[int, float]] = ()) -> None:
         """`measured` and `drafted` are (rows, seconds), ascending: of steps without and with drafted tokens.
 
-        Where `drafted` is empty, steps with drafted tokens cost what the others do.
+        If `drafted` is empty, steps with drafted tokens cost as much as the others.
         """
         assert len(measured) >= 2, "two measured costs at least"
         self._rows = [rows for rows, _ in measured]
@@ -54,7 +54,7 @@ class StepCosts:
 class RightRates:
     """How often a drafted token is right, by the kind of token.
 
-    The mean of what was seen, and of one right and one wrong token to begin with; the newest 64 count most.
+    The mean of the observed ones, and of one right and one wrong token to begin with; the newest 64 count most.
     """
 
     def __init__(self, num_kinds: int) -> None:
@@ -72,7 +72,7 @@ class RightRates:
 
 
 def choose(proposals: Rows[Proposal], costs: StepCosts, num_rows: int, num_samples: int, most: int) -> list[int]:
-    """How many first tokens of each draft to compute beside `num_rows` rows that draw `num_samples` tokens.
+    """How many first tokens of each draft to compute along with `num_rows` rows that draw `num_samples` tokens.
 
     `most`: tokens of all drafts that a step has room for.
     """

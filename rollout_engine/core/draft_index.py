@@ -60,7 +60,7 @@ class DraftIndex:
         self.load(_key_of(sequence.request), [run])
 
     def add(self, prompts: Iterable[tuple[bytes, Iterable[Iterable[int]]]]) -> None:
-        """Keep runs by the key of their prompt, the newest last. Where rollouts are not kept, nothing is."""
+        """Keep runs by the key of their prompt, the newest last. If rollouts are not kept, nothing is."""
         for key, runs in prompts if self._max_rollout_tokens else ():
             self.load(key, [array("I", run) for run in runs])
 

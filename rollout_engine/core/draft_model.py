@@ -57,9 +57,9 @@ class _Known:
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     num_sent_blocks: int = 0
-    """Entries of the block table that the runner knows."""
+    """Entries of the block table that the runner has."""
     is_introduced: bool = False
-    """Whether the runner knows it, with `token_ids`."""
+    """Whether the runner has it, with `token_ids`."""
 
     @property
     def num_shared(self) -> int:
@@ -103,7 +103,7 @@ class DraftModel:
         return num_tokens - (0 if sibling is None else sibling.num_shared)
 
     def begin(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Begin a round: compute what `sequences` lack, as far as one round may. Returns those that can be drafted."""
+        """Begin a round: compute missing tokens of `sequences`, as far as one round may. Returns those that can be drafted."""
         self._round = {sequence.sequence_id for sequence in sequences}
         ready, left = [], CHUNK
         for sequence in sorted(sequences, key=lambda each: self.num_missing(each) > SHORT):
@@ -116,7 +116,7 @@ class DraftModel:
                 left -= num_tokens
             if len(known.token_ids) - known.num_computed <= SHORT:
                 ready.append(sequence)
-            if not left:  # whoever begins later may copy what this one has computed by then
+            if not left:  # one that begins later may copy the blocks that this one has computed by then
                 break
         return ready
 
@@ -191,7 +191,7 @@ class DraftModel:
         return max(found, key=lambda known: known.num_shared, default=None)
 
     def _reserve(self, known: _Known, num_tokens: int) -> bool:
-        """Have blocks for so many tokens; others that are not in this round may lose theirs."""
+        """Take blocks for `num_tokens`; others that are not in this round may lose theirs."""
         num_missing = -(-num_tokens // self._block_size) - len(known.block_ids)
         while num_missing > len(self._free):
             oldest = next((name for name in self._known if name not in self._round), None)

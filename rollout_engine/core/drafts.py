@@ -1,6 +1,6 @@
-"""Where the drafts of one prompt come from: its runs, and where three tokens in a row stand in them.
+"""The sources of one prompt's drafts: its runs, and the places of each three tokens in a row in them.
 
-A run is a list of tokens: the prompt, an earlier sample of it, or a sample in flight. Where the last three tokens of a
+A run is a list of tokens: the prompt, an earlier sample of it, or a sample in flight. If the last three tokens of a
 sequence stood before, what followed them there is its draft. Of several such places the one wins before which most
 tokens agree, and of those the newest.
 """
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 
 class PromptDrafts:
-    """The runs of one prompt: lists of tokens, and where each three tokens in a row stand in them."""
+    """The runs of one prompt: lists of tokens, and the places of each three tokens in a row in them."""
 
     def __init__(self, key: bytes, prompt: list[int]) -> None:
         self.key = key
@@ -41,7 +41,7 @@ class PromptDrafts:
         self.num_indexed = 0
         """Tokens."""
         self.runs: list[list[int]] = []
-        """Whoever owns a run may append to it, and then calls `index`."""
+        """The owner of a run may append to it, and then calls `index`."""
         self._newest: dict[int, int] = {}
         """Three tokens as one number -> the newest place behind them: run number << 32 | index."""
         self._before: dict[int, int] = {}
@@ -69,7 +69,7 @@ class PromptDrafts:
         self.num_indexed += max(len(tokens) - start, 0)
 
     def find(self, tokens: list[int], left_out: Iterable[int] = ()) -> Place | None:
-        """The best place to go on from behind `tokens`, not in the runs `left_out`."""
+        """The best place to continue from behind `tokens`, not in the runs `left_out`."""
         if len(tokens) < NUM_KEY_TOKENS:
             return None
         best = None
@@ -90,7 +90,7 @@ class PromptDrafts:
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """Where one sequence's drafts come from."""
+    """The source of one sequence's drafts."""
 
     prompt: PromptDrafts
     own_run: int

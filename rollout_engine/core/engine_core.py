@@ -38,19 +38,19 @@ class EngineCore:
         policy_version: int = 0,
         prepare: Callable[[SamplingParams], Preparation | None] = lambda params: None,
     ) -> None:
-        """`prepare` begins what a request needs before its first step, beside the steps; None where that is nothing."""
+        """`prepare` begins work that a request needs before its first step, during steps; None if there is none."""
         self._executor, self._prepare = executor, prepare
         self._config = config
         self._tables = BlockTables(config, policy_version)
         self._scheduler = Scheduler(self._tables, config, speculator_of(config, self._tables, executor))
         self._requests = RequestTable()
         self.adapters = AdapterTable(config.max_loras)
-        """Adapters that requests may name. What changes here has to change in the model runner."""
+        """Adapters that requests may name. A change here has to be made in the model runner too."""
         self._results = ResultProcessor(self._scheduler, self._requests)
         self._steps: deque[Step] = deque()
         """Steps in flight, oldest first."""
         self.lifecycle = Lifecycle()
-        """The state, and what it allows. Change it only by the methods of the core."""
+        """The state, and the calls that it allows. Change it only by the methods of the core."""
         self._clear_cache_when_paused = False
 
     def step(self) -> EngineCoreOutputs:
@@ -75,7 +75,7 @@ class EngineCore:
         return self._results.pop_outputs()
 
     def _schedule(self) -> Step | None:
-        """Schedule the next step. None when there is nothing to submit, or what it computes is not known yet."""
+        """Schedule the next step. None when there is nothing to submit, or its content is not known yet."""
         num_in_flight = len(self._steps)
         if num_in_flight and self._steps[-1].has_drafts:
             return None
@@ -91,7 +91,7 @@ class EngineCore:
         return None
 
     def _update(self, step: Step) -> None:
-        """Wait for the result of a step and apply it. If the step failed, its sequences end and all others go on."""
+        """Wait for the result of a step and apply it. If the step failed, its sequences end and all others continue."""
         outputs = EngineCoreOutputs(step.work.policy_version, num_cached_tokens=step.num_cached_tokens)
         try:
             result = step.result()
@@ -129,7 +129,7 @@ class EngineCore:
             self._queue(added)
 
     def abort_sequences(self, sequence_ids: Iterable[int]) -> EngineCoreOutputs:
-        """End sequences; the outputs say which. An unknown or finished id is a no-op."""
+        """End sequences; the outputs name them. An unknown or finished id is a no-op."""
         known = self._requests.known(sequence_ids)
         for sequence_id in sorted(known, reverse=True):  # a leader last, so that no sibling has to take over
             sequence = self._requests.live(sequence_id)
@@ -149,7 +149,7 @@ class EngineCore:
         return self._stop(mode)
 
     def resume(self) -> None:
-        """Lift the pause: frozen requests go on and held ones join. A pause that is still draining is cancelled."""
+        """Lift the pause: frozen requests continue and held ones join. A pause that is still draining is cancelled."""
         self.lifecycle.resume()
         self._clear_cache_when_paused = False
         self._admit_held()
@@ -194,11 +194,11 @@ class EngineCore:
         return True
 
     def begin_update(self, verb: str = "update_weights") -> None:
-        """Begin a weight update. Steps go on until `commit_version`. Errors name `verb`, the caller's method."""
+        """Begin a weight update. Steps continue until `commit_version`. Errors name `verb`, the caller's method."""
         self.lifecycle.begin_update(verb)
 
     def close_for_update(self, mode: PauseMode) -> EngineCoreOutputs:
-        """Admit no request until `end_update`. Requests in flight end now ("abort"; returns the ends) or go on."""
+        """Admit no request until `end_update`. Requests in flight end now ("abort"; returns the ends) or continue."""
         self.lifecycle.close_for_update(mode, in_flight=self.num_in_flight > 0)
         if mode == "abort":
             self._abort_in_flight()
@@ -208,7 +208,7 @@ class EngineCore:
     def commit_version(self, version: int, kv: str = "keep") -> int:
         """The weights are now `version`'s. Called between steps; returns the number of live requests.
 
-        kv="keep": sequences go on over the KV they have. kv="recompute": they compute it again under the new weights;
+        kv="keep": sequences continue on the KV they have. kv="recompute": they compute it again under the new weights;
         always so when `version` does not grow, since old KV could not be told from new by its version any more.
         """
         if kv not in ("keep", "recompute"):
@@ -268,13 +268,13 @@ class EngineCore:
 
     @property
     def draft_index(self) -> DraftIndex | None:
-        """The finished samples that tokens are drafted from; None where no token is drafted."""
+        """The finished samples that tokens are drafted from; None if no token is drafted."""
         speculator = self._scheduler.speculator
         return None if speculator is None else speculator.index
 
     @property
     def draft_model(self) -> ModelDrafts | None:
-        """Drafts of a small model; None where there is none."""
+        """Drafts of a small model; None if there is none."""
         speculator = self._scheduler.speculator
         return None if speculator is None else speculator.model
 
@@ -316,7 +316,7 @@ class EngineCore:
         return queued + self._requests.num_held_sequences
 
     def check_integrity(self) -> None:
-        """Recount everything from scratch; AssertionError says what is off."""
+        """Recount everything from scratch; AssertionError names the difference."""
         self._scheduler.check_integrity()
         self.adapters.check_integrity()
         self._requests.check_integrity(may_hold=not self.lifecycle.admits, num_queued=self._scheduler.num_queued)

@@ -26,7 +26,7 @@ class Executor(Protocol):
         ...
 
     def draft(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a step of the draft model, whose sequences and blocks are its own. What it raises fails no request."""
+        """Run a step of the draft model, whose sequences and blocks are its own. An error of it fails no request."""
         ...
 
     def release_kv(self) -> None:

@@ -173,7 +173,7 @@ class FakeExecutor:
         return found
 
     def _route_prompts(self, scheduled: list[ScheduledSequence]) -> dict[int, np.ndarray]:
-        """The experts of complete prompts. Raises for those of a token that was computed for nobody who asks."""
+        """The experts of complete prompts. Raises for those of a token that was computed for no request that asks."""
         found = {}
         for index, row in enumerate(scheduled):
             state, end = self.sequences[row.sequence_id], row.num_computed_tokens + row.num_scheduled_tokens
@@ -258,7 +258,7 @@ class FakeSequence:
         """Prompt tokens that were scored so far."""
         self.params, self.pooling = new.params, new.pooling
         self.num_pooled = 0
-        """Prompt tokens before this one were computed since the sequence came."""
+        """Prompt tokens before this one were computed since the sequence arrived."""
         self.seed = new.seed
         self.stop_ids = {*new.eos_token_ids, *(new.params.stop_token_ids or ())}
 
@@ -291,7 +291,7 @@ def fake_routed_experts(token_ids: list[int]) -> np.ndarray:
 
 
 def fake_pooled(token_ids: list[int], pooling: PoolingParams) -> np.ndarray:
-    """The pooling result of the fake model: rows (token id, 1) that tell which tokens were pooled."""
+    """The pooling result of the fake model: rows (token id, 1) that identify the pooled tokens."""
     rows = np.array([[token_id, 1.0] for token_id in token_ids], np.float32)
     found: np.ndarray = {"last": rows[-1], "cls": rows[0], "mean": rows.mean(0)}.get(pooling.kind, rows)
     return found

@@ -6,7 +6,7 @@
     any but ASLEEP ── begin_update() ──> UPDATING ── end_update() ──> as before, or DIRTY
     any ── shut_down() ──> DEAD
 
-A pause lasts through sleep and updates until `resume`. While requests drain (mode "wait") steps go on; the pause or
+A pause lasts through sleep and updates until `resume`. While requests drain (mode "wait") steps continue; the pause or
 sleep is complete once `finish_draining` was called. Several states may hold together: `state` is the strongest one.
 """
 
@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""Treatment of requests in flight: end now with what they have, finish first, or freeze and go on later."""
+"""Treatment of requests in flight: end now with the tokens they have, finish first, or freeze and continue later."""
 MemoryTag = Literal["weights", "kv_cache"]
 """Memory that sleeps and wakes up."""
 MODES: tuple[PauseMode, ...] = get_args(PauseMode)
@@ -36,7 +36,7 @@ class State(StrEnum):
 
 
 class Lifecycle:
-    """The state of an engine, and what it allows. `EngineCore` carries the transitions out.
+    """The state of an engine, and the calls that it allows. `EngineCore` carries the transitions out.
 
     A verb that the state does not allow raises `LifecycleError` naming both, and changes nothing.
     """
@@ -63,7 +63,7 @@ class Lifecycle:
 
     @property
     def state(self) -> State:
-        """The strongest state. Weights that are asleep are ASLEEP before they are DIRTY; asleep KV comes after both."""
+        """The strongest state. Weights that are asleep are ASLEEP before they are DIRTY; asleep KV ranks after both."""
         if self.dead:
             return State.DEAD
         if self.updating:
@@ -135,7 +135,7 @@ class Lifecycle:
         return level
 
     def wake_up(self, tags: Iterable[str] | None) -> set[MemoryTag]:
-        """Wake the memory named by `tags` (None: all); return what was asleep. After level 2 weights wake DIRTY."""
+        """Wake the memory of `tags` (None: all); return the tags that were asleep. After level 2 weights wake DIRTY."""
         asked = check_tags(tags)
         self._check_between("wake_up")
         woken = self.asleep & asked
@@ -152,7 +152,7 @@ class Lifecycle:
         self.level = level
 
     def begin_update(self, verb: str = "update_weights") -> None:
-        """Begin an update, one at a time, onto weights that are resident. Steps go on. `verb`: the caller's method."""
+        """Begin an update, one at a time, onto resident weights. Steps continue. `verb`: the caller's method."""
         self._check_between(verb)
         if "weights" in self.asleep:
             raise self._refused(verb, "the weights are not resident; call wake_up(['weights']) first")

@@ -6,8 +6,8 @@ it. The model is run where drafts pay by the mean of that, and stops where one m
 
     first use of a sequence   its prompt is computed once the drafts that it went without would have saved as much
     drafts do not pay         one token is drafted now and then, in a two-hundredth of the time at most, and compared
-                              with what is drawn: nothing else is computed
-    it raises                 it is not run any more, until its weights are sent again; requests go on without drafts
+                              with the drawn token: nothing else is computed
+    it raises                 it is not run any more, until its weights are sent again; requests continue without drafts
 """
 
 import logging
@@ -45,7 +45,7 @@ _ANY = len(_LOGPROBS) + 1
 
 
 class _Judged(NamedTuple):
-    """A draft that waits to be compared with what is drawn."""
+    """A draft that waits to be compared with the drawn tokens."""
 
     sequence: Sequence
     start: int
@@ -94,7 +94,7 @@ class ModelDrafts:
         self.is_off |= forget
 
     def end(self, sequence: Sequence) -> None:
-        """Release what is kept for a sequence that has ended."""
+        """Release the state of a sequence that has ended."""
         self._model.end(sequence.sequence_id)
         self._credits.pop(sequence.sequence_id, None)
 
@@ -181,7 +181,7 @@ class ModelDrafts:
         return [each for each in proposals if each.token_ids]
 
     def _room(self, sequence: Sequence) -> int:
-        """Most tokens that may be drafted for a sequence; not more than 0 where none may."""
+        """Most tokens that may be drafted for a sequence; not more than 0 if none may."""
         num_tokens = len(sequence.token_ids)
         longest = min(sequence.max_num_tokens - 1, self._max_model_len)
         return min(self._max_draft_tokens, longest - num_tokens)
@@ -205,7 +205,7 @@ class ModelDrafts:
         return proposals[:num_worth]
 
     def _gain(self, num_drafting: int, num_rows: int, tokens: float) -> float:
-        """Tokens a second with drafts for so many sequences, over those without, `tokens` a step."""
+        """Tokens a second with drafts for `num_sequences`, over those without, `tokens` a step."""
         rate, best = self._rates.of(_ANY), 0.0
         for num in (1, 2, 4, 8):
             if num_drafting and num <= min(self._max_draft_tokens, (self._max_num_tokens - num_rows) // num_drafting):
@@ -216,7 +216,7 @@ class ModelDrafts:
         return best * (self._costs.of(num_rows) + SECONDS_PER_TOKEN * tokens) / tokens
 
     def _seconds_to_draft(self, num_sequences: int) -> float:
-        """Seconds to draft one token for each of so many."""
+        """Seconds to draft one token for each of `num_sequences`."""
         return self._draft_costs.of(num_sequences) + _SECONDS_PER_DRAFT * num_sequences
 
     def _probe(self, step: Step) -> None:

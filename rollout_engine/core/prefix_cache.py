@@ -1,6 +1,6 @@
 """KV blocks that may be found again: by their tokens, all tokens before them, policy version, space and salt.
 
-Full ones and tails: the last block of a sequence that has ended, filled in part, in which the next turn goes on.
+Full ones and tails: the last block of a sequence that has ended, filled in part, in which the next turn continues.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ class PrefixBlock:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the block: fewer than it has room for where it is a tail."""
+        """Tokens in the block: fewer than it has room for if it is a tail."""
         return len(self.content) // 4
 
     @property

@@ -66,7 +66,7 @@ class Sequence:
     tokens   |0 ........ num_computed_tokens ........ num_tokens|
     KV       |  in block_ids                |  to catch up      |
 
-    Steps in flight count as done: what they compute is computed, what they sample is a token whose id is not known yet.
+    Steps in flight count as done: the tokens they compute are computed, a sampled token has an id that is not known yet.
     """
 
     request: Request
@@ -87,11 +87,11 @@ class Sequence:
     num_writable_tokens: int = 0
     """Positions from num_computed_tokens up to here have a block of their own."""
     num_sent_blocks: int = 0
-    """Entries of the block table that the runner knows."""
+    """Entries of the block table that the runner has."""
     prefix: list[PrefixBlock] = field(default_factory=list)
     """Identities of the first full blocks, as far as they were published or looked up."""
     looked_up_in_vain: bytes = b""
-    """Hash of the first block that was not known, until this sequence has computed it; b"" where there is none."""
+    """Hash of the first block that was not known, until this sequence has computed it; b"" if there is none."""
     kv_min_version: int | None = None
     """Oldest policy version among the computed KV; None when there is none."""
     queue: "list[Sequence] | None" = None
@@ -100,7 +100,7 @@ class Sequence:
     """The runner has (or may have) state of it."""
     ended: bool = False
     draft: Draft | None = None
-    """Where its drafts come from; None before it has had any."""
+    """The source of its drafts; None before it has had any."""
 
     def __lt__(self, other: "Sequence") -> bool:
         return self.order < other.order
@@ -117,7 +117,7 @@ class Sequence:
 
     @property
     def decodes_in_place(self) -> bool:
-        """Whether it computes its last token next, in a block of its own, and the runner knows all that it needs."""
+        """Whether it computes its last token next, in a block of its own, and the runner has all that it needs."""
         num_tokens = len(self.token_ids) + self.num_pending_tokens
         return (
             self.num_computed_tokens + 1 == num_tokens <= self.num_writable_tokens

@@ -8,13 +8,13 @@ from rollout_engine.core.adapters import Adapter
 from rollout_engine.core.request import Request, Sequence
 
 Preparation = Callable[[float], bool]
-"""Waits up to so many seconds for what a request needs before its first step; whether it is there."""
+"""Waits up to `seconds` for the work that a request needs before its first step; returns whether it is done."""
 
 
 class RequestTable:
     """Unfinished requests by the id of their first sequence, and all their sequences by id.
 
-    Held requests came while the engine was not running; they are scheduled from resume, wake-up or end of update on.
+    Held requests arrived while the engine was not running; they are scheduled from resume, wake-up or end of update on.
     Requests in preparation are scheduled once that is complete; they count as in flight.
     """
 

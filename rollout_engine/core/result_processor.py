@@ -47,12 +47,12 @@ class ResultProcessor:
         return outputs
 
     def append(self, outputs: EngineCoreOutputs) -> None:
-        """Queue the outputs of a step, unless they say nothing."""
+        """Queue the outputs of a step, unless they are empty."""
         if outputs.sequence_ids or outputs.num_cached_tokens or outputs.prompt_logprobs or outputs.pooled:
             self.pending_outputs.append(outputs)
 
     def update_from_output(self, step: Step, result: ModelRunnerOutput, outputs: EngineCoreOutputs) -> None:
-        """Append the sampled tokens to their sequences, end what is finished, and queue the outputs.
+        """Append the sampled tokens to their sequences, end finished sequences, and queue the outputs.
 
         They are `outputs`, and for the tokens behind right drafts as many more as the longest brought.
         """
@@ -140,7 +140,7 @@ class _Drawn:
         self.sequences = step.sampled
         """Of each row of the columns."""
         self.num_kept: list[int] = []
-        """Tokens of each sample that its sequence gained; left empty where each drew one."""
+        """Tokens of each sample that its sequence gained; left empty if each drew one."""
         self.finished: list[tuple[Sequence, tuple[FinishReason, int | None]]] = []
         self.failed: list[tuple[Sequence, str]] = []
         if result.num_drawn is None:
@@ -178,7 +178,7 @@ class _Drawn:
 def fill_columns(
     outputs: EngineCoreOutputs, sampled: list[Sequence], result: ModelRunnerOutput, rows: Collection[int] | None = None
 ) -> None:
-    """Fill in the tokens of `sampled`, the sequences of the rows of `result`: of `rows` alone where they are given.
+    """Fill in the tokens of `sampled`, the sequences of the rows of `result`: of `rows` alone if they are given.
 
     Rows with an error are left out, and those of sequences that had ended before.
     """

@@ -12,7 +12,7 @@ from rollout_engine.core.speculation import Speculator
 from rollout_engine.core.step import Step
 
 _NOTHING: list[int] = []
-"""No blocks, or no drafts: nobody changes the lists of a scheduled sequence."""
+"""No blocks, or no drafts: no caller changes the lists of a scheduled sequence."""
 
 
 class Scheduler:
@@ -145,7 +145,7 @@ class Scheduler:
             self._drop(sequence)
 
     def check_integrity(self) -> None:
-        """Assert that the queues are sorted and disjoint, and hold what their names promise."""
+        """Assert that the queues are sorted and disjoint, and hold the sequences that their names promise."""
         queued = self.waiting + self.parked + self.running
         assert len({sequence.sequence_id for sequence in queued}) == len(queued), "a sequence stands in two queues"
         assert len(self.running) <= self._max_num_seqs, f"{len(self.running)} running of {self._max_num_seqs}"
@@ -198,7 +198,7 @@ class Scheduler:
         return budget
 
     def _running_fit(self) -> bool:
-        """Whether all running sequences can go on without taking blocks from any."""
+        """Whether all running sequences can continue without taking blocks from any."""
         grown = (s for s in self.running if s.num_tokens > s.num_writable_tokens and not s.awaits_last_token)
         return sum(self.tables.num_missing(s, s.num_tokens) for s in grown) <= self.tables.num_free
 
@@ -240,7 +240,7 @@ class Scheduler:
         return sequence.queue is self.waiting and self.tables.caching
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move to `running` if all its tokens fit beside the others. No running sequence loses blocks for it."""
+        """Move to `running` if all its tokens fit along with the others. No running sequence loses blocks for it."""
         came_without_blocks, looks_up = sequence.queue is self.waiting, self._looks_up(sequence)
         while self.tables.num_missing(sequence, sequence.num_tokens) > self.tables.num_free:
             if self.running or not self.parked or self.parked[-1] is sequence:
@@ -282,7 +282,7 @@ class Scheduler:
             step.sampled.append(sample)
 
     def _advance(self, step: Step) -> None:
-        """Count the scheduled tokens as computed. Where a prompt is complete, its siblings fork off."""
+        """Count the scheduled tokens as computed. If a prompt is complete, its siblings fork off."""
         for row, sequence in zip(step.work.scheduled, step.rows, strict=True):
             sequence.num_computed_tokens += row.num_scheduled_tokens - len(row.draft_token_ids)
             if sequence.kv_min_version is None:

@@ -7,11 +7,11 @@ A draw depends on the sequence's seed and the position alone, and no kernel's ro
 drawn behind right drafts is the one that would have been drawn without them, with the same log-prob to the bit; what
 stands behind a wrong draft is dropped, and its KV overwritten.
 
-Drafts are added where they shorten the work. A step of R rows takes as long as `CoreConfig.step_seconds` says, measured
-at load; on a device a step with drafts has no graph, and takes as long as `drafted_step_seconds` says. A draft is right
-as often as others were that had as many agreeing tokens before them. The draft that is likeliest to be right comes
-first, and as many are added as give the most tokens a second. Where not even drafts that are always right would give a
-fifth more, no sequence is looked at; and where drafts are right too seldom, four at most are, in so few steps that it
+Drafts are added if they shorten the work. A step of R rows takes the time of `CoreConfig.step_seconds`, measured
+at load; on a device a step with drafts has no graph, and takes the time of `drafted_step_seconds`. A draft is right
+as often as others were that had as many agreeing tokens before them. The draft that is likeliest to be right is added
+first, and as many are added as give the most tokens a second. If not even drafts that are always right would give a
+fifth more, no sequence is looked at; and if drafts are right too seldom, four at most are, in so few steps that it
 takes no more than a four-hundredth of the time. That is decided once for sixteen steps, unless the batch becomes half
 or twice as large; a step in which no sequence is looked at takes no time for drafts.
 """
@@ -49,7 +49,7 @@ _MAX_PROBED = 4
 _STEPS_PER_CHOICE = 16
 """Steps of about the same size for which that is decided at once."""
 _CHOICES_PER_LOOK = 8
-"""While drafts do not pay, sequences are followed in one such run of steps of so many: a step without costs nothing."""
+"""While drafts do not pay, sequences are followed in one such run in that many: a step without costs nothing."""
 _NUM_REMEMBERED = 64
 """Tokens over which the rate of all followed sequences is a mean."""
 _MAX_MISSES = 4
@@ -76,7 +76,7 @@ class Speculator:
         self._uses_index = bool(speculation.sources)
         self._rates = _FollowedRates()
         self.model = model
-        """Drafts of a small model, where there is one."""
+        """Drafts of a small model, if there is one."""
         self._every = self._num_steps_left = 0
         """Which sequences are followed, and for how many more steps of about these sizes."""
         self._sizes = (0, 0)
@@ -84,10 +84,10 @@ class Speculator:
         """Since sequences were followed, while drafts do not pay."""
         self._weighed: tuple[int, int, float] | None = None
         self._pays, self._one_in = False, 0
-        """What `_weigh` said of these sizes and this rate."""
+        """The answer of `_weigh` for these sizes and this rate."""
 
     def add_drafts(self, step: Step, num_rows: int) -> None:
-        """Extend decode rows by drafts, where that gives more tokens a second. No step may be in flight.
+        """Extend decode rows by drafts, if that gives more tokens a second. No step may be in flight.
 
         `num_rows`: tokens that the step computes.
         """
@@ -132,7 +132,7 @@ class Speculator:
     def _which_to_follow(self, num_rows: int, num_samples: int) -> int:
         """1: every sequence; k: one in k; 0: none.
 
-        Where drafts do not pay, some sequences are followed now and then, to see whether they would be right.
+        If drafts do not pay, some sequences are followed now and then, to see whether they would be right.
         """
         if not self._uses_index:
             return 0
@@ -148,7 +148,7 @@ class Speculator:
         return math.ceil(max(self._one_in / num_choices, num_samples / _MAX_PROBED))
 
     def _weigh(self, num_rows: int, num_samples: int) -> tuple[bool, int]:
-        """Whether drafts pay; and k where one sequence in k may be followed all the time to see that, 0 for none."""
+        """Whether drafts pay; and k if one sequence in k may be followed all the time to see that, 0 for none."""
         if self._gain(1.0, num_rows, num_samples) < _LEAST_POSSIBLE_GAIN:
             return False, 0
         pays = self._gain(self._rates.mean, num_rows, num_samples) >= LEAST_EXPECTED_GAIN
@@ -234,7 +234,7 @@ class Speculator:
         return choose(proposals, self._costs, num_rows, num_samples, self._max_num_tokens - num_rows)
 
     def _extend(self, row: ScheduledSequence, sequence: Sequence, draft: list[int]) -> None:
-        """Add drafts to a row, with blocks for them; where blocks are short, as many as its own have room for."""
+        """Add drafts to a row, with blocks for them; if blocks are short, as many as its own have room for."""
         tables, num_tokens = self._tables, len(sequence.token_ids)
         if tables.num_missing(sequence, num_tokens + len(draft)) > tables.num_free:
             draft = draft[: max(sequence.num_writable_tokens - num_tokens, 0)]
@@ -251,13 +251,13 @@ class Speculator:
 
 
 def source_of(sequence: Sequence) -> str:
-    """Where the run that a sequence follows comes from: its prompt and its own tokens are the n-grams."""
+    """The source of the run that a sequence follows: its prompt and its own tokens are the n-grams."""
     draft = sequence.draft
     return "ngram" if draft is not None and draft.run in (0, draft.own_run) else "rollouts"
 
 
 def speculator_of(config: CoreConfig, tables: BlockTables, executor: Executor) -> Speculator | None:
-    """The speculator that `config` asks for; None where no token is drafted."""
+    """The speculator that `config` asks for; None if no token is drafted."""
     if config.speculation is None:
         return None
     model = None
@@ -279,7 +279,7 @@ class _FollowedRates(RightRates):
     def __init__(self) -> None:
         super().__init__(MAX_MATCH.bit_length() + 1)
         self.mean = 0.5
-        """Of all tokens of sequences that are followed; where none was drafted, that counts as wrong."""
+        """Of all tokens of sequences that are followed; if none was drafted, that counts as wrong."""
 
     def learn(self, kind: int, is_right: bool) -> None:
         super().learn(kind, is_right)

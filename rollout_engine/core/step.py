@@ -25,7 +25,7 @@ class Step:
         self.num_cached_tokens: dict[int, int] = {}
         """`EngineCoreOutputs.num_cached_tokens` of the requests that are new in this step."""
         self.draft_sources: dict[int, str] = {}
-        """Where the draft of each sequence comes from, by its id; see `DraftStats`."""
+        """The source of each sequence's draft, by its id; see `DraftStats`."""
         self._wait: Callable[[], ModelRunnerOutput] = _refuse
 
     @property
@@ -63,7 +63,7 @@ class Step:
         self._wait = executor.submit(self.work)
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the result. Raises what the executor raised, and `ValueError` for columns of a wrong length."""
+        """Wait for the result. Raises the error of the executor, and `ValueError` for columns of a wrong length."""
         result = self._wait()
         num_rows = len(self.sampled) if result.num_drawn is None else sum(result.num_drawn)
         if result.num_drawn is not None and len(result.num_drawn) != len(self.sampled):

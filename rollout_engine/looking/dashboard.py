@@ -1,4 +1,4 @@
-"""A run in a terminal, drawn anew as it goes on.
+"""A run in a terminal, drawn anew while it continues.
 
 q    quit
 """
@@ -13,7 +13,7 @@ from textual.widgets import Footer, Static
 
 
 class Dashboard(App[None]):
-    """Shows lines of text that `read` returns, every so many seconds."""
+    """Shows lines of text that `read` returns, every few seconds."""
 
     BINDINGS: ClassVar = [("q", "quit", "quit")]
     CSS = "#lines { padding: 0 1; }"

@@ -1,6 +1,6 @@
 """Rollouts as a piece of HTML for notebooks: a table of samples that open, without a script or a style of its own.
 
-Whatever a rollout says is shown as text: it is escaped, control characters are pictures, and what is long is cut.
+All texts of a rollout are shown as text: it is escaped, control characters are pictures, and what is long is cut.
 """
 
 import math
@@ -21,7 +21,7 @@ def html_of(head: str, samples: Sequence[Viewed], num_all: int, *, has_texts: bo
     """A piece of HTML of some samples.
 
     `head`: lines of text above. `num_all`: how many samples there are, of which `samples` are the first.
-    `has_texts`: the texts of tokens are known; otherwise tokens are boxes beside the text of the response.
+    `has_texts`: the texts of tokens are known; otherwise tokens are boxes next to the text of the response.
     """
     parts = [f"<div><pre style='margin:0 0 6px'>{_shown(head)}</pre>"]
     parts.append("<table><thead><tr>" + "".join(f"<th>{name}</th>" for name in _HEAD) + "</tr></thead><tbody>")
@@ -34,7 +34,7 @@ def html_of(head: str, samples: Sequence[Viewed], num_all: int, *, has_texts: bo
 
 
 def num_shown(num_all: int) -> int:
-    """How many of so many samples `html_of` shows."""
+    """The number of samples that `html_of` shows of `num_samples`."""
     return min(num_all, _MOST_SAMPLES)
 
 
@@ -64,7 +64,7 @@ def _row(each: Viewed, advantage: float | None, has_texts: bool) -> Iterator[str
 
 
 def _token(each: Viewed, place: int, has_texts: bool) -> str:
-    """A token with a colour that is the stronger, the less likely it was, and what is known of it as a tooltip."""
+    """A token with a colour that is the stronger, the less likely it was, and its figures as a tooltip."""
     sample = each.sample
     logprob, version = sample["log_probs"][place], sample["policy_version"][place]
     told = f"token {sample['response_token_ids'][place]}"

@@ -1,4 +1,4 @@
-"""The state of a run, from its directory: files of rollouts, and files of steps where the trainer writes them."""
+"""The state of a run, from its directory: files of rollouts, and files of steps if the trainer writes them."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from rollout_engine.looking.steps_file import NAME, LoggedStep, read_step
 
 _MOST_STEPS = 1_000
 _WINDOW = 32
-"""Samples whose means stand for a step where no steps are logged."""
+"""Samples whose means stand for a step if no steps are logged."""
 _FIRST = (
     "reward/mean",
     "reward/std",
@@ -56,7 +56,7 @@ class RunWatch:
     """Follows the files below a directory: `rollouts*.jsonl` and `steps.jsonl`, at any depth."""
 
     def __init__(self, directory: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises `RequestError` where there is no such directory."""
+        """Raises `RequestError` if there is no such directory."""
         self.directory = Path(directory)
         if not self.directory.is_dir():
             hint = "Give the one that rollout(log_to=...) or StepLog writes into."
@@ -74,7 +74,7 @@ class RunWatch:
         """(time, tokens read by then) of the latest calls of `read`."""
 
     def read(self) -> bool:
-        """Read what is new. Returns whether there was anything."""
+        """Read new lines. Returns whether there were any."""
         num_lines, was_behind = 0, self.is_behind
         for path in self._found():
             file = self._files.setdefault(path, FollowedFile(path))
@@ -85,13 +85,13 @@ class RunWatch:
                 else:
                     self._add_sample(path, line)
         if was_behind or self.is_behind:
-            self._reads.clear()  # what is caught up with does not come in now
+            self._reads.clear()  # old lines do not count as arriving now
         self._reads.append((self._clock(), self.num_tokens))
         return num_lines > 0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Sampled tokens that came into the files a second, over the latest calls of `read`; None at first."""
+        """Sampled tokens that were added to the files a second, over the latest calls of `read`; None at first."""
         if len(self._reads) < 2:
             return None
         (start, before), (end, now) = self._reads[0], self._reads[-1]

@@ -1,4 +1,4 @@
-"""Samples with what is derived from their lines: group, advantage, texts of tokens."""
+"""Samples with values derived from their lines: group, advantage, texts of tokens."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ TokenText = Callable[[int], Text]
 
 
 class Viewed(NamedTuple):
-    """A sample of a file, and what is derived from it."""
+    """A sample of a file, and values derived from it."""
 
     sample: Mapping[str, Any]
     group: int
@@ -18,7 +18,7 @@ class Viewed(NamedTuple):
     prompt: str
     response: str
     pieces: list[str]
-    """Text of each token of the response; <id> where it is not known."""
+    """Text of each token of the response; <id> if it is not known."""
 
     @property
     def reward(self) -> float | None:
@@ -42,7 +42,7 @@ class Viewed(NamedTuple):
 
 
 def viewed(samples: Iterable[Mapping[str, Any]], token_text: TokenText) -> list[Viewed]:
-    """Derive what views show. Samples of a group are in the order of their indexes, maybe between others."""
+    """Derive the values that views show. Samples of a group are in the order of their indexes, maybe between others."""
     made: list[Viewed] = []
     newest: dict[Any, Viewed] = {}
     """The last sample with each group id, in an evaluation of each cell."""

@@ -9,7 +9,7 @@ Values = Sequence[float | None]
 
 
 def sparkline(values: Values, width: int) -> str:
-    """The last `width` values as bars between the least and the greatest of them; a dot where there is none."""
+    """The last `width` values as bars between the least and the greatest of them; a dot if there is none."""
     shown = values[-width:]
     known = [value for value in shown if value is not None]
     if not known:

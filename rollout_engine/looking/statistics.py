@@ -10,7 +10,7 @@ entropy                          nats per token: mean of -log-prob of the sample
                                  of the distribution they were drawn from, at the temperature of the log-probs; with
                                  top-k, top-p, min-p or penalties it does not
 kl                               nats per token, from the rollouts' policy to the trainer's: mean of r - 1 - log r, r
-                                 the ratio of the trainer's probability of a token to the engine's. Exactly 0 where
+                                 the ratio of the trainer's probability of a token to the engine's. Exactly 0 if
                                  both are the same to the bit
 kl/max_ratio                     largest of max(r, 1 / r)
 staleness/mean max               versions between the weights that sampled a token and those that were live when the
@@ -21,7 +21,7 @@ seconds                          since the step before
 engine/tokens_per_second         tokens that the engine sampled since the step before, of this batch or not
 engine/stall_seconds             time since the step before in which weight updates held generation up
 engine/pause_seconds             time since the step before in which pauses were completed
-engine/update_seconds            time that weight updates took, beside generation or not
+engine/update_seconds            time of weight updates, during generation or not
 engine/cached_share              share of looked-up tokens that were found in the prefix cache
 engine/preemptions               sequences that lost their blocks
 engine/cache_usage               share of KV blocks in use, at the moment
@@ -49,12 +49,12 @@ Numbers = dict[str, float]
 def batch_statistics(
     batch: TensorDictBase, *, live_version: int | None = None, trainer_logprobs: Tensor | None = None
 ) -> Numbers:
-    """The statistics of a batch in either layout, as far as it has what they are made of.
+    """The statistics of a batch in either layout, as far as it has the keys they are made of.
 
     `live_version`: version of the live weights, for the staleness of a batch that has lost its note of it (a plain
     TensorDict). `trainer_logprobs`: the trainer's log-probs of the
     same tokens, of the shape of batch["log_probs", "full"], or without its first column, as `exact.token_logprobs`
-    returns them. Raises `RequestError` for another shape, and for what is not a rollout.
+    returns them. Raises `RequestError` for another shape, and for an object that is no rollout.
     """
     check_batch(batch)
     mask = batch["masks", "all_assistant_mask"]

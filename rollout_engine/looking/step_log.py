@@ -1,4 +1,4 @@
-"""One callback a training step: its statistics go to a file beside the rollouts, and to trackers."""
+"""One callback a training step: its statistics are written to a file next to the rollouts, and to trackers."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ class StepLog:
                 policy.update_weights(trainer)
                 steps(batch, trainer_logprobs=logprobs, loss=loss)
 
-    A tracker that fails is left out from then on, with a warning: the training goes on.
+    A tracker that fails is left out from then on, with a warning: the training continues.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StepLog:
 
         `trainer_logprobs`: for the KL divergence to the trainer, see `batch_statistics`. `step`: its number; None: one
         more than the last. `numbers`: numbers of your own, such as loss=0.1; tensors of one element will do. Raises
-        `RequestError` for what is no number.
+        `RequestError` for values that are no numbers.
         """
         number = self._file.next_step if step is None else step
         if number < self._file.next_step:

@@ -35,10 +35,10 @@ class LoggedStep(NamedTuple):
 
 
 class StepsFile:
-    """Appends steps to a file. What was cut off at its end, as by a process that was killed, spoils itself alone."""
+    """Appends steps to a file. A line that was cut off at its end, as by a killed process, spoils itself alone."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """The file and its folder are made where they are missing. Raises `RequestError` where that cannot be."""
+        """The file and its folder are made if they are missing. Raises `RequestError` if that cannot be."""
         self._path = Path(path)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def read_steps(path: str | os.PathLike[str]) -> list[LoggedStep]:
 
 
 def read_step(line: bytes) -> LoggedStep | None:
-    """A line as a step; None for what is none, and for one of a newer schema."""
+    """A line as a step; None for other lines, and for a step of a newer schema."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

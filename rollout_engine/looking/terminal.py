@@ -33,7 +33,7 @@ _MOST_COMPARED = 2_000
 
 
 class _Cell(Text):
-    """One line of text about a sample. A table measures every row, so it tells its width without being laid out."""
+    """One line of text about a sample. A table measures every row, so its width is known without a layout."""
 
     def __init__(self, text: str, index: int) -> None:
         super().__init__(text)
@@ -116,7 +116,7 @@ class RolloutViewer(App[None]):
         self._show(self._card(self._chosen))
 
     def action_fold(self) -> None:
-        """Show what environments and tools said, or only how long it was."""
+        """Show the messages of environments and tools, or only their length."""
         self._folds = not self._folds
         self._show(self._card(self._chosen))
 
@@ -126,7 +126,7 @@ class RolloutViewer(App[None]):
         self._show(Group(*(self._panel(i) for i in mates)))
 
     def action_compare(self) -> None:
-        """Show what differs between the chosen sample and the one that was chosen before."""
+        """Show the differences between the chosen sample and the one that was chosen before."""
         one, other = self._samples[self._before], self._samples[self._chosen]
         text = Text(f"{one.name} (red) and {other.name} (green)\n\n")
         gone, new = one.pieces[:_MOST_COMPARED], other.pieces[:_MOST_COMPARED]

@@ -1,6 +1,6 @@
 """Trackers that take the statistics of steps: TensorBoard, Weights & Biases, trackio and MLflow, each by its package.
 
-None of them is loaded before it is made. By default all keep what they get on this machine.
+None of them is loaded before it is made. By default all keep their data on this machine.
 """
 
 import importlib
@@ -59,7 +59,7 @@ class WandB:
 
 
 class Trackio:
-    """Logs to a run of trackio, which is kept where the environment variable TRACKIO_DIR says: `trackio show`.
+    """Logs to a run of trackio, which is kept in the directory of the environment variable TRACKIO_DIR: `trackio show`.
 
     `options`: arguments of `trackio.init`.
     """
@@ -118,7 +118,7 @@ TRACKERS: dict[str, type[TensorBoard] | type[WandB] | type[Trackio] | type[MLflo
 def as_tracker(given: str | Tracker, directory: str | os.PathLike[str]) -> Tracker:
     """A tracker by its name, or the one that is given.
 
-    Raises `ConfigError` for an unknown name, a package that is not installed, and what is no tracker.
+    Raises `ConfigError` for an unknown name, a package that is not installed, and an object that is no tracker.
     """
     if isinstance(given, str):
         if given not in TRACKERS:

@@ -14,6 +14,6 @@ def assert_clean(engine: LLMEngine) -> None:
     assert isinstance(client, LocalClient), "the runner of another process cannot be looked at"
     while client.driver.core.has_unfinished_requests():  # tokens that drafts brought behind a stop string
         engine.step()
-    engine.step()  # lets the runner forget what has ended
+    engine.step()  # lets the runner forget ended sequences
     num_sequences = client.driver.executor.num_sequences
     assert num_sequences == 0, f"the runner still holds {num_sequences} sequences"

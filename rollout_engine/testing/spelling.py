@@ -106,7 +106,7 @@ class _Speller:
         return self.stream * weight / (self.stream.square().mean() + self.config.rms_norm_eps).sqrt()
 
     def _sharpen(self, name: str, head_dim: int) -> torch.Tensor | float:
-        """Factor of a query or key before its norm, where there is one, that gives the sharp direction after it."""
+        """Factor of a query or key before its norm, if there is one, that gives the sharp direction after it."""
         if name not in self.parameters:
             return self.SHARPNESS
         signs = self._signs(head_dim)
@@ -130,7 +130,7 @@ class _Speller:
         self.tensors[name + ".weight"] = targets @ torch.linalg.pinv(seen.T)
 
     def _write_bias(self, name: str, size: float) -> torch.Tensor | float:
-        """Write a random bias and return it, where the projection has one; 0 otherwise."""
+        """Write a random bias and return it, if the projection has one; 0 otherwise."""
         if name + ".bias" not in self.parameters:
             return 0.0
         self.tensors[name + ".bias"] = size * self._normal(len(self.parameters[name + ".bias"]))
