@@ -103,7 +103,7 @@ class DraftModel:
         return num_tokens - (0 if sibling is None else sibling.num_shared)
 
     def begin(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Begin a round: compute missing tokens of `sequences`, as far as one round may. Returns those that can be drafted."""
+        """Begin a round: compute missing tokens, as far as one round may. Returns the sequences that can be drafted."""
         self._round = {sequence.sequence_id for sequence in sequences}
         ready, left = [], CHUNK
         for sequence in sorted(sequences, key=lambda each: self.num_missing(each) > SHORT):

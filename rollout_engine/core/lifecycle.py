@@ -135,7 +135,7 @@ class Lifecycle:
         return level
 
     def wake_up(self, tags: Iterable[str] | None) -> set[MemoryTag]:
-        """Wake the memory of `tags` (None: all); return the tags that were asleep. After level 2 weights wake DIRTY."""
+        """Wake the memory of `tags` (None: all); return those that were asleep. After level 2 weights wake DIRTY."""
         asked = check_tags(tags)
         self._check_between("wake_up")
         woken = self.asleep & asked

@@ -66,7 +66,7 @@ class Sequence:
     tokens   |0 ........ num_computed_tokens ........ num_tokens|
     KV       |  in block_ids                |  to catch up      |
 
-    Steps in flight count as done: the tokens they compute are computed, a sampled token has an id that is not known yet.
+    Steps in flight count as done: their tokens are computed, a token that they sample has no known id yet.
     """
 
     request: Request
