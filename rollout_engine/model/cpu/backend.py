@@ -33,7 +33,7 @@ from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 logger = logging.getLogger("rollout_engine")
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """Satisfies `backend.Backend`."""
 
     arithmetic = ARITHMETIC

@@ -49,7 +49,7 @@ _LEAST_POOL = 0.25
 """The least share of what weights, steps and graphs leave that the KV pool gets before an update gets any."""
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """Satisfies `backend.Backend`."""
 
     arithmetic = ARITHMETIC

@@ -137,7 +137,7 @@ class CudaRunner:
         return lambda: pending.settle(self._pending)
 
     def _note_changes(self, work: SchedulerOutput) -> TableChanges:
-        self._sequences.update(work)
+        self._sequences.begin_step(work)
         for sequence_id in work.finished_sequence_ids:
             self.rows.forget(sequence_id)
         self.drawing.update(work)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers import PretrainedConfig
 
 _LEAST_ROWS = 1024
@@ -65,7 +66,7 @@ class RotaryTable:
         return cos[0], sin[0]
 
 
-def refuse_long_batches(model: nn.Module) -> None:
+def refuse_long_batches(model: PreTrainedModel) -> None:
     """Make a Hugging Face causal LM raise `ValueError` for batches longer than `rotary_limit`, in place."""
     limit = rotary_limit(model.config)
     if limit is None:

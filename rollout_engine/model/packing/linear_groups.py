@@ -26,6 +26,7 @@ def swap_linears(module: nn.Module) -> None:
         shared.float32_out = isinstance(group[0], RowInvariantLinear) and group[0]._group.float32_out
         for slot, child in enumerate(group):
             child.__class__ = RowInvariantLinear
+            assert isinstance(child, RowInvariantLinear), "its class has been replaced"
             child._group, child._slot = shared, slot
 
 
@@ -250,10 +251,10 @@ def linears_by_input(module: nn.Module, classes: tuple[type, ...]) -> Iterator[l
     for parent in list(module.modules()):
         children = dict(parent.named_children())
         for names in _FUSED_NAMES:
-            siblings = [children.get(name) for name in names]
-            if all(type(s) in classes for s in siblings) and len({_signature(s) for s in siblings}) == 1:
+            siblings = [s for name in names if isinstance(s := children.get(name), nn.Linear) and type(s) in classes]
+            if len(siblings) == len(names) and len({_signature(s) for s in siblings}) == 1:
                 taken.update(id(s) for s in siblings)
-                yield siblings  # type: ignore[misc]
+                yield siblings
         for child in children.values():
             if type(child) in classes and id(child) not in taken:
                 taken.add(id(child))

@@ -23,4 +23,6 @@ class PackedEmbedding(nn.Embedding):
 
 def read_from_head(embedding: nn.Embedding, group: LinearGroup) -> None:
     """Make `embedding`, which shares its parameter with `group`, read the group's operand; in place."""
-    embedding.__class__, embedding._group = PackedEmbedding, group
+    embedding.__class__ = PackedEmbedding
+    assert isinstance(embedding, PackedEmbedding), "its class has been replaced"
+    embedding._group = group
