@@ -81,7 +81,7 @@ class WorkerLike(Protocol):
 
     @property
     def update(self) -> WeightTransaction:
-        """Weight updates. Use it in methods that run beside steps (`rpc_beside_steps`), except `metadata` and `digest`."""
+        """Weight updates. Use it in methods run by `rpc_beside_steps`, except `metadata` and `digest`."""
 
     def live_weights(self) -> Mapping[str, Tensor]:
         """Every weight under the module's name, tied ones once; not to be written. Each is read when it is asked for.

@@ -104,7 +104,9 @@ class _Speller:
         """Write a random norm; returns the normalised stream at an even token."""
         weight = self._signs(len(self.stream)) * self._normal(len(self.stream)).exp()
         self.tensors[name + ".weight"] = weight
-        normalised: torch.Tensor = self.stream * weight / (self.stream.square().mean() + self.config.rms_norm_eps).sqrt()
+        normalised: torch.Tensor = (
+            self.stream * weight / (self.stream.square().mean() + self.config.rms_norm_eps).sqrt()
+        )
         return normalised
 
     def _sharpen(self, name: str, head_dim: int) -> torch.Tensor | float:

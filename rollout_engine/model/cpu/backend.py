@@ -12,6 +12,7 @@ from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import AdapterRows
+from rollout_engine.model.backend import Backend
 from rollout_engine.model.cpu import decoder_trial
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.model.cpu.deterministic import make_deterministic

@@ -32,7 +32,7 @@ def construct(
     registered attention function. `config` is not changed; the module has its own copy.
     """
     with torch.device("meta"):
-        module = _KINDS[head].from_config(
+        module: PreTrainedModel = _KINDS[head].from_config(
             copy.deepcopy(config),
             dtype=dtype,
             attn_implementation=attention,

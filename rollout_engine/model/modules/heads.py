@@ -4,7 +4,7 @@ A module with such a head is a base model, and one linear on its hidden states: 
 sequence, or for each token.
 """
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn

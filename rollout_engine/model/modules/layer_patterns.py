@@ -132,7 +132,9 @@ def _attend(
             inputs.append(x)
             return projected
 
-        parts: dict[str, object] = {name: partial(_projected, hidden, value) for name, value in flat.items()} | {"o_proj": project}
+        parts: dict[str, object] = {name: partial(_projected, hidden, value) for name, value in flat.items()} | {
+            "o_proj": project
+        }
         if "q_norm" in forward.children:
             parts |= {name: partial(_norm, geometry.head_dim_k, factor) for name, factor in _NORMS.items()}
         result, call = _called(forward, parts, hidden, (cos, sin), positions)

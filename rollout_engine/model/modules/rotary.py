@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 _LEAST_ROWS = 1024
 """Positions in a table at first."""
