@@ -70,14 +70,18 @@ class WorkerLike(Protocol):
 
     rank: int
     """Index of this worker among those of one engine, from 0."""
-    module: nn.Module
-    """The Hugging Face module that serves. Read its structure here, and its values from `live_weights`."""
-    update: WeightTransaction
-    """Weight updates. Use it in methods marked `rpc_beside_steps`, except `metadata` and `digest`."""
     vocab_size: int
     """Width of the logits."""
     max_model_len: int
     """Largest number of tokens of one sequence."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The Hugging Face module that serves. Read its structure here, and its values from `live_weights`."""
+
+    @property
+    def update(self) -> WeightTransaction:
+        """Weight updates. Use it in methods run by `rpc_beside_steps`, except `metadata` and `digest`."""
 
     def live_weights(self) -> Mapping[str, Tensor]:
         """Every weight under the module's name, tied ones once; not to be written. Each is read when it is asked for.

@@ -83,7 +83,8 @@ class InlineExecutor:
             if self.dirty and work.scheduled:
                 return partial(self._refuse, work)
             with self.profiler.mark(work):
-                return self.worker.runner.submit(work)
+                result: Callable[[], ModelRunnerOutput] = self.worker.runner.submit(work)
+                return result
         run = partial(self._execute, work)
         return run if self._thread is None else self._thread.submit(run)
 
@@ -189,7 +190,7 @@ class InlineExecutor:
     @property
     def num_sequences(self) -> int:
         """Number of sequences whose state the runner holds."""
-        return self.worker.runner.num_sequences
+        return int(self.worker.runner.num_sequences)
 
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every weight."""
@@ -210,7 +211,8 @@ class InlineExecutor:
         if self.dirty and work.scheduled:
             self._refuse(work)
         with self.profiler.mark(work):
-            return self.worker.runner.execute(work)
+            output: ModelRunnerOutput = self.worker.runner.execute(work)
+            return output
 
     def _refuse(self, work: SchedulerOutput) -> NoReturn:
         raise DirtyWeightsError.for_verb(f"step {work.step}", forgotten=self.updater.forgotten)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ from rollout_engine.execution.worker import Worker
 from rollout_engine.model.backend import Backend
 from rollout_engine.model.loading.sharded_state import write_shard
 from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.weights.held_weights import HeldWeights
 from rollout_engine.weights.lazy_tensors import LazyTensors
 from rollout_engine.weights.manifest_checks import ManifestChecks
 from rollout_engine.weights.transaction import WeightUpdater
@@ -36,7 +37,7 @@ class LeadingWorker(Worker):
     def _resident_weights(self, loaded: LoadedModel, backend: Backend, device: torch.device) -> ResidentWeights:
         resident = super()._resident_weights(loaded, backend, device)
         self._own = resident.updater
-        held = self._own.weights
+        held = cast(HeldWeights, self._own.weights)
         parts = RankParts(held, loaded.cut.parts, self._team.seat.exchange.window)
         weights = TeamWeights(self._team, held, parts, loaded.cut.whole)
         checks = ManifestChecks(loaded.cut.whole, loaded.aliases, loaded.names)

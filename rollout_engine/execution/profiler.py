@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import profile, record_function, supported_activities
@@ -135,7 +136,7 @@ class Profiler:
         return path
 
 
-def _started(options: Mapping[str, bool]) -> profile:
+def _started(options: Mapping[str, Any]) -> profile:
     from torch._C._profiler import _ExperimentalConfig
 
     if autograd_profiler._is_profiler_enabled:  # torch would end that one without a word

@@ -131,8 +131,10 @@ class RankTeam:
     def forward(
         self, token_ids: np.ndarray, columns: Columns, logit_rows: np.ndarray, adapter_rows: AdapterRows | None
     ) -> None:
-        arrays = (token_ids, columns.first_positions, columns.token_starts, columns.blocks, columns.block_starts)
-        self._tell(Forward(*(array.tobytes() for array in (*arrays, logit_rows)), rows_bytes(adapter_rows)))
+        first, starts = columns.first_positions.tobytes(), columns.token_starts.tobytes()
+        blocks = columns.blocks.tobytes(), columns.block_starts.tobytes()
+        ids, rows = token_ids.tobytes(), logit_rows.tobytes()
+        self._tell(Forward(ids, first, starts, *blocks, rows, rows_bytes(adapter_rows)))
 
     def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None, experts: Tensor | None) -> None:
         content = None if experts is None else experts.short().numpy().tobytes()

@@ -71,7 +71,7 @@ class RankWorker:
         self._backend = backend = device.backend(config, loaded, ())
         self._weights = ResidentWeights(loaded, backend, device.torch_device)
         self._held = self._weights.updater.weights
-        self._adapters = RankAdapters(backend.adapters)
+        self._adapters = RankAdapters(backend.adapters)  # type: ignore[arg-type]  # rank 0 sends none where it is None
         self._parts = RankParts(self._held, loaded.cut.parts, seat.exchange.window)
         self.module, self.vocab_size = loaded.module, loaded.vocab_size
         self.max_model_len = cap_model_len(config, loaded.max_model_len, backend.num_blocks)

@@ -62,8 +62,8 @@ class Worker:
         trim_allocator()  # packed weights have given up their plain values
         self._begin_to_serve()
         costs = step_costs(config, backend)
-        drafts = draft is not None and costs.plain
-        self.draft = DraftWorker(config, draft, device, loaded, backend) if drafts else None
+        drafts = draft if costs.plain else None
+        self.draft = None if drafts is None else DraftWorker(config, drafts, device, loaded, backend)
         self.info = ModelInfo(
             num_blocks=backend.num_blocks,
             block_size=config.tokens_per_block,
@@ -100,7 +100,8 @@ class Worker:
         return self.updater.live("live_weights")
 
     def block_tables(self) -> dict[int, list[int]]:
-        return self.runner.block_tables()
+        tables: dict[int, list[int]] = self.runner.block_tables()
+        return tables
 
     def memory_usage(self) -> dict[str, int]:
         return {
@@ -111,7 +112,8 @@ class Worker:
         } | ({} if self.draft is None else {"draft_model": self.draft.num_resident_bytes})
 
     def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
-        return self.runner.model.layer_watch.watch(watcher)
+        end: Callable[[], None] = self.runner.model.layer_watch.watch(watcher)
+        return end
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
         """Result of `fn(module)`, which may read weights but not write them.

@@ -23,7 +23,8 @@ _CUBE = 0.044715
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x), computed in float32 and rounded once to `x.dtype`; any shape and strides."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Elementwise.apply(x, _silu, torch.ops.aten.silu_backward)
+        out: Tensor = _Elementwise.apply(x, _silu, torch.ops.aten.silu_backward)
+        return out
     return _silu(x)
 
 
@@ -33,7 +34,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
     0.5 x (1 + tanh u) is computed as x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3).
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Elementwise.apply(x, _gelu, _gelu_backward)
+        out: Tensor = _Elementwise.apply(x, _gelu, _gelu_backward)
+        return out
     return _gelu(x)
 
 
@@ -44,7 +46,8 @@ def gated_silu(gate: Tensor, up: Tensor, kernel: GatedKernel | None = None) -> T
     """
     kernel = kernel or _gated_silu
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return _GatedSiLU.apply(gate, up, kernel)
+        out: Tensor = _GatedSiLU.apply(gate, up, kernel)
+        return out
     return kernel(gate, up)
 
 
@@ -70,7 +73,8 @@ def _contiguous_float32(x: Tensor) -> Tensor:
 
 
 def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    grad_x: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    return grad_x
 
 
 class _Elementwise(torch.autograd.Function):

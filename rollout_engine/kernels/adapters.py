@@ -37,7 +37,7 @@ def add_adapter(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float, kern
     """
     kernel = kernel or added
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, out, a, b)):
-        return _Added.apply(kernel, x, out, a, b, scale)  # type: ignore[no-untyped-call,no-any-return]
+        return _Added.apply(kernel, x, out, a, b, scale)  # type: ignore[no-any-return]
     return kernel(x, out, a, b, scale)
 
 

@@ -92,14 +92,15 @@ def _attention_gradients(
     """Eager twin of `kernels.cpu.attention_backward.attention_gradients`."""
     sequences = UnpackedSequences.of(q, lengths, k.shape[1])
     by_head = (q, k, v, out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1), grad.transpose(1, 2))
-    grads = _backward_of_sequences(*(sequences.unpack(x) for x in by_head), sequences.plan, params)
+    grads = _backward_of_sequences([sequences.unpack(x) for x in by_head], sequences.plan, params)
     return tuple(sequences.pack(x) for x in grads)
 
 
 def _backward_of_sequences(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, plan: TilePlan, params: AttentionParams
+    by_head: Sequence[Tensor], plan: TilePlan, params: AttentionParams
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q [N, H, L, Dk], k and v [N, Hk, L, D]; out, lse and grad are [N, H, L, D], D = 1 for lse."""
+    q, k, v, out, lse, grad = by_head
     num_sequences, num_heads, length, _ = q.shape
     num_kv_heads = k.shape[1]
     query, grad_out, out, lse = (_to_rows(x, num_kv_heads) for x in (q, grad, out, lse))

@@ -104,10 +104,11 @@ def plan_for(weight: Tensor, *, float32_out: bool = False, as_int8: bool = False
 
 
 def _gemm(x: Tensor, operand: Operand, bias: Tensor | None, plan: RowPlan) -> Tensor:
-    if plan.kernel == OWN:
+    if isinstance(operand, gemm.PackedWeight):
         return gemm.matmul(x, operand, bias, float32_out=plan.float32_out)
     if plan.kernel == ONEDNN:
-        return torch.ops.mkldnn._linear_pointwise(x, operand, bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, operand, bias, "none", [], "")
+        return out
     return F.linear(x, operand, bias)
 
 

@@ -19,7 +19,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, kernel: Kernel | None = 
     """
     kernel = kernel or _forward
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RMSNorm.apply(x, weight, epsilon, kernel)
+        out: Tensor = _RMSNorm.apply(x, weight, epsilon, kernel)
+        return out
     return kernel(x, weight, epsilon)
 
 

@@ -177,7 +177,7 @@ class RolloutViewer(App[None]):
 
     def _card(self, i: int) -> Group:
         sample = self._samples[i].sample
-        facts = {"reward": _number(self._samples[i].reward), "advantage": _number(self._advantages[i])}
+        facts: dict[str, Any] = {"reward": _number(self._samples[i].reward), "advantage": _number(self._advantages[i])}
         facts |= {"ended by": sample.get("ended_by") or sample.get("finish_reason"), "seed": sample["seed"]}
         facts |= {"versions": ", ".join(map(str, sorted({*sample["policy_version"]} - {-1})))}
         facts |= {**(sample.get("rewards") or {}), **(sample.get("columns") or {})}

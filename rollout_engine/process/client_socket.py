@@ -194,7 +194,7 @@ class ClientSocket:
             poller.register(lifeline, zmq.POLLIN)
         last_looked = time.monotonic()
         while not self._closing:
-            events = dict(poller.poll(1000 * min(0.1, self._hang_seconds / 4)))
+            events = dict(poller.poll(int(1000 * min(0.1, self._hang_seconds / 4))))
             if self._waker.fileno() in events:
                 self._waker.drain()
             self._send_outbox()

@@ -40,12 +40,12 @@ class LocalEndpoint:
 
     def __init__(self, directory: str) -> None:
         self.address = directory
-        self.clock = SharedClock()
+        self.clock: CoreClock = SharedClock()
 
     def connect(self) -> CoreLink:
         """Take a place at the core and connect."""
         token, place = read_token(self.address), descriptors.take_place(self.address)
-        losses = {
+        losses: dict[int, str] = {
             zmq.EVENT_DISCONNECTED: _LOST,
             zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it did not take the token in its directory, which is another core's now",
         }
@@ -86,7 +86,7 @@ class TcpEndpoint:
 
 _NO_CORE = "is no core that listens with keys"
 _OTHER_KEY = "it has another key than this client's key_file says (copy the file that was given to the core)"
-_TCP_LOSSES = {
+_TCP_LOSSES: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: _LOST,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know the client's key. Copy the key_file that was given to the core",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: f"what answers there {_NO_CORE}",

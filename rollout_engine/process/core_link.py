@@ -65,7 +65,7 @@ class CoreLink:
 
     def wait_until_lost(self, seconds: float) -> None:
         """Return once zmq has noticed the end of the connection, or after `seconds`."""
-        self.monitor.poll(1000 * seconds)
+        self.monitor.poll(int(1000 * seconds))
 
     def why_lost(self) -> str:
         """Why the connection has ended: what zmq has told first."""

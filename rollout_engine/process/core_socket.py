@@ -208,10 +208,10 @@ class CoreSocket:
         self._send_outbox()
         self._say_farewell(self._farewell)
 
-    def _timeout_ms(self, next_beat: float) -> float:
+    def _timeout_ms(self, next_beat: float) -> int:
         is_waiting = self._peers.has_backlog or self._peers.num_leaving or self._orphaned_at is not None
         is_waiting |= self.inbox.is_full
-        return 1000 * (_RETRY_SECONDS if is_waiting else max(next_beat - time.monotonic(), 0.0))
+        return int(1000 * (_RETRY_SECONDS if is_waiting else max(next_beat - time.monotonic(), 0.0)))
 
     def _receive(self) -> None:
         for _ in range(_READ_AT_ONCE):

@@ -42,12 +42,12 @@ def receive(socket: zmq.Socket[bytes]) -> list[Frame]:
     A ROUTER's begins with the identity of its sender.
     """
     frames: list[Frame] = []
-    more = 1
+    more = True
     while more:
         frame = socket.recv(zmq.NOBLOCK, copy=False)
         if len(frames) <= _MAX_FRAMES_AT_ONCE + 1:
             frames.append(frame.buffer)
-        more = socket.getsockopt(zmq.RCVMORE)
+        more = bool(socket.getsockopt(zmq.RCVMORE))
     return frames
 
 
@@ -122,7 +122,7 @@ class Assembler:
         self._buffer, self._sizes, self._num_bytes_left = np.empty(num_bytes, np.uint8), part.sizes, num_bytes
 
     def _finish(self) -> Any:
-        view, self._buffer = memoryview(self._buffer), _EMPTY
+        view, self._buffer = self._buffer.data, _EMPTY
         frames: list[Frame] = []
         start = 0
         for size in self._sizes:

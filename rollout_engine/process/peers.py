@@ -206,7 +206,7 @@ class Peers:
         *others, last = frames
         for frame in others:
             self._router.send(frame, zmq.SNDMORE, copy=frame is frames[0])
-        self._router.send(last, copy=last is frames[0])
+        self._router.send(last, 0, copy=last is frames[0])
         peer.last_sent = time.monotonic()
         return True
 

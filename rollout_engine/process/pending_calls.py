@@ -48,7 +48,7 @@ class PendingCalls:
         try:
             if reply.failure is not None:
                 raise reply.failure.as_error(title)
-            body = reply.result if reply.long_result is None else memoryview(reply.long_result)
+            body = reply.result if reply.long_result is None else reply.long_result.data
             future.succeed(unpack(body, reply.arrays, kind))
         except Exception as error:
             future.fail(error)

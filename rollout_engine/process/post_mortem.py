@@ -220,7 +220,7 @@ def _lines(core: RecordedCore, reason: str, traceback: str) -> Iterator[Line]:
                 for scheduled in stepped.scheduled:
                     yield (last := _step_line(at, scheduled, last))
                 if entry is not unended:
-                    ended = [(end.sequence_id, end.finish_reason) for end in stepped.ended]
+                    ended: list[tuple[int, str]] = [(end.sequence_id, end.finish_reason) for end in stepped.ended]
                     yield EndLine(at, round(stepped.at - stepped.begun, 6), ended, stepped.problem)
 
 

@@ -160,7 +160,8 @@ class WeightClient:
         except Exception:
             self._ask("end_weight_update", options.timeout)  # its error says why
             raise
-        return self._ask("end_weight_update", options.timeout)
+        report: UpdateReport = self._ask("end_weight_update", options.timeout)
+        return report
 
     def _connected(self, transport: str, metadata: Metadata, timeout: float) -> tuple[Rendezvous, WeightSender]:
         if self._sender is None or self._rendezvous is None or self._rendezvous.transport != transport:

@@ -59,7 +59,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=
     def as_error(self, method: str = "") -> RolloutEngineError:
         """Make the error to raise on this end. `method` names the call that failed, if it was a call."""
         if self.kind in ("RPCError", "RPCTimeoutError"):
-            where = dict(method=self.method, rank=self.rank, traceback=self.traceback)
+            where: dict[str, Any] = dict(method=self.method, rank=self.rank, traceback=self.traceback)
             return _ERRORS[self.kind](self.message, **where)
         if self.kind == "RequestError":
             return RequestError(self.message, field=self.field, bound=self.bound)
@@ -235,8 +235,10 @@ ToClient = Welcome | Outputs | Refused | Reply | Part | Rejected | LiveVersion |
 describe_types(ToCore, ToClient, Ready | Failure)
 Message = TypeVar("Message")
 
-_ERRORS = {
-    name: value for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)
+_ERRORS: dict[str, type[RolloutEngineError]] = {
+    name: value
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, RolloutEngineError)
 } | {"WireError": WireError}
 
 
@@ -258,7 +260,7 @@ class Encoder:
         array = _as_sendable(value)
         if array.nbytes <= _INLINE_BYTES:
             return array.dtype.str, array.shape, array.tobytes()
-        self._arrays.append(memoryview(array.reshape(-1).view(np.uint8)))
+        self._arrays.append(array.reshape(-1).view(np.uint8).data)
         return array.dtype.str, array.shape, len(self._arrays)
 
 
@@ -326,8 +328,8 @@ def _array_from(value: Any, claim: Any) -> np.ndarray:
             raise ValueError("expected an array (dtype, shape, data)")
     if not all(type(length) is int and length >= 0 for length in shape) or len(shape) > 8:
         raise ValueError(f"no array has shape {shape!r:.80}")
-    data = claim(data) if isinstance(data, int) else bytearray(data)
+    buffer: Frame = claim(data) if isinstance(data, int) else bytearray(data)
     dtype = _DTYPES[name]
-    if math.prod(shape) * dtype.itemsize != len(memoryview(data).cast("B")):
-        raise ValueError(f"an array {name} {shape!r:.80} does not have {len(data)} bytes")
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
+    if math.prod(shape) * dtype.itemsize != len(memoryview(buffer).cast("B")):
+        raise ValueError(f"an array {name} {shape!r:.80} does not have {len(buffer)} bytes")
+    return np.frombuffer(buffer, dtype=dtype).reshape(shape)

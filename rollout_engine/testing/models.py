@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -70,7 +71,7 @@ def tiny_model(
     std: float = 0.2,
     head: str | None = None,
     **overrides: Any,
-) -> torch.nn.Module:
+) -> PreTrainedModel:
     """A random Hugging Face causal LM; `std` of the weights is large, so that logits are far from uniform.
 
     `head`: "sequence" or "token" for one that classifies; a reward model has head="sequence" and num_labels=1.
@@ -78,14 +79,15 @@ def tiny_model(
     config = tiny_config(architecture, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _MODELS[head].from_config(config, dtype=dtype)
+        model: PreTrainedModel = _MODELS[head].from_config(config, dtype=dtype)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, std)
                 elif name.endswith("bias"):
                     parameter.normal_(0.0, 0.1)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def tiny_checkpoint(directory: str | Path, architecture: str = "qwen3", **kwargs: Any) -> Path:

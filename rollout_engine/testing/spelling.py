@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 
 def spelled_token(version: int) -> int:
@@ -10,7 +11,7 @@ def spelled_token(version: int) -> int:
     return 3 + version % 251
 
 
-def spelling_state_dict(model: torch.nn.Module, version: int) -> dict[str, torch.Tensor]:
+def spelling_state_dict(model: PreTrainedModel, version: int) -> dict[str, torch.Tensor]:
     """Weights with which a `tiny_model` (Llama, Qwen2, Qwen3) greedily decodes `spelled_token(version)`.
 
     A parameter of another version almost surely yields the token of neither. The residual stream holds a constant, the
@@ -103,7 +104,10 @@ class _Speller:
         """Write a random norm; returns the normalised stream at an even token."""
         weight = self._signs(len(self.stream)) * self._normal(len(self.stream)).exp()
         self.tensors[name + ".weight"] = weight
-        return self.stream * weight / (self.stream.square().mean() + self.config.rms_norm_eps).sqrt()
+        normalised: torch.Tensor = (
+            self.stream * weight / (self.stream.square().mean() + self.config.rms_norm_eps).sqrt()
+        )
+        return normalised
 
     def _sharpen(self, name: str, head_dim: int) -> torch.Tensor | float:
         """Factor of a query or key before its norm, if there is one, that gives the sharp direction after it."""

@@ -96,11 +96,11 @@ class Detokenizer:
 
     def _find_pattern(self, patterns: StopPatterns, start: int) -> None:
         """Search after a token added the text from `start` on. Matches that end before `min_tokens` do not count."""
-        counts = self._num_tokens_before_stop <= 0
-        if counts and self._first_end is None:
-            self._first_end = start + 1
+        min_end = len(self._text) + 1
+        if self._num_tokens_before_stop <= 0:
+            min_end = self._first_end = start + 1 if self._first_end is None else self._first_end
         try:
-            found = patterns.search(self._text, self._first_end if counts else len(self._text) + 1)
+            found = patterns.search(self._text, min_end)
         except TimeoutError as problem:
             self.error = str(problem)
             return

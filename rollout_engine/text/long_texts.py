@@ -155,7 +155,7 @@ def _keeps_or_adds(step: dict[str, Any]) -> bool:
     """Whether a normaliser of SentencePiece's kind has no fewer characters behind it than before."""
     if step["type"] == "Replace":
         return len(step["pattern"].get("String", "")) == 1 and len(step["content"]) >= 1
-    return step["type"] == "Prepend"
+    return bool(step["type"] == "Prepend")
 
 
 def _cuts_anywhere(normal: list[dict[str, Any]] | None, split: list[dict[str, Any]] | None) -> bool:

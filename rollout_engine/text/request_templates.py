@@ -42,8 +42,8 @@ class RequestTemplates:
         `special_tokens`: the tokenizer's `special_tokens_map`.
         """
         try:
-            encoded = [msgspec.json.encode(each) for each in (messages, options)]
-            order = Rendering(template, *encoded, special_tokens=dict(special_tokens))
+            in_json = msgspec.json.encode(messages), msgspec.json.encode(options)
+            order = Rendering(template, *in_json, special_tokens=dict(special_tokens))
         except (TypeError, ValueError, OverflowError) as problem:
             raise RequestError.for_field("messages", "a conversation", f"plain JSON ({problem})") from None
         with self._lock:

@@ -82,4 +82,4 @@ class StopPatterns:
             ) from problem
         self._seconds_left -= time.thread_time() - began
         self._starts[index] = max(start, len(text) - STOP_REGEX_WINDOW)
-        return None if match is None else StopMatch(*match.span(), pattern.pattern)
+        return None if match is None else StopMatch(match.start(), match.end(), pattern.pattern)

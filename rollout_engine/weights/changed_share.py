@@ -106,7 +106,7 @@ def _is_staged(shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Tenso
     """Which of the elements that `_rows_of` takes of a contiguous tensor are in these ranges, which are in order."""
     rows = _rows_of(torch.empty(*shape, device="meta"))
     down, across = (torch.arange(size) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
-    position = rows.storage_offset() + down[:, None] + across
+    position = down[:, None] + across + int(rows.storage_offset())
     starts, ends = torch.tensor(ranges, dtype=torch.int64).reshape(-1, 2).unbind(1)
     last = torch.searchsorted(starts.contiguous(), position, right=True) - 1
     return (last >= 0) & (position < ends[last.clamp(min=0)])

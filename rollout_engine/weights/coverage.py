@@ -83,7 +83,7 @@ def storage_runs(view: Tensor, part: Part | None) -> Runs:
     """The byte runs of pieces of a contiguous view, relative to its storage; None: of any view as a whole."""
     if part is None:
         return byte_runs(view)
-    return np.array(part.runs, np.int64).reshape(-1, 2) + view.storage_offset() * view.element_size()
+    return np.array(part.runs, np.int64).reshape(-1, 2) + int(view.storage_offset()) * view.element_size()
 
 
 def merged(*several: Runs) -> Runs:

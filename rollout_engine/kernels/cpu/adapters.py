@@ -39,8 +39,8 @@ class AdapterPair(NamedTuple):
         rank, pad = len(a), torch.nn.functional.pad
         wide = pad(a.detach().to(dtype), (0, 0, 0, -rank % _LANES))
         tall = pad(b.detach().to(dtype), (0, -rank % _LANES, 0, -len(b) % _PANEL))
-        pieces = wide.unflatten(0, (-1, _LANES)), tall.unflatten(0, (-1, _PANEL))
-        return cls(*(piece.transpose(1, 2).contiguous() for piece in pieces), scale)
+        wide, tall = wide.unflatten(0, (-1, _LANES)), tall.unflatten(0, (-1, _PANEL))
+        return cls(wide.transpose(1, 2).contiguous(), tall.transpose(1, 2).contiguous(), scale)
 
     def matrices(self, out_features: int) -> tuple[Tensor, Tensor]:
         """A.T [in_features, rank] and B.T [rank, out_features]."""

@@ -221,8 +221,8 @@ def attend_dense(
     chunks = (Chunk(0, n, table) for n, table in zip(lengths, tables, strict=True))
     plan = AttentionPlan(chunks, block_size=DENSE_BLOCK_SIZE, num_kv_heads=k.shape[1])
     lse = q.new_empty(batch * length, num_heads, dtype=torch.float32)
-    flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out = layer.attend(plan, *flat, params, sinks=sinks, lse=lse)
+    query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out = layer.attend(plan, query, keys, values, params, sinks=sinks, lse=lse)
     return out.view(batch, length, num_heads, -1), lse.view(batch, length, num_heads)
 
 

@@ -293,8 +293,8 @@ class Decoder:
     def _check_adapters(self, adapters: DecoderAdapters) -> None:
         products = [each for layer in self._held[0] for each in (layer.qkv, layer.out, *_mlp_products(layer.mlp))]
         if len(adapters.tables) != len(products):
-            wanted = f"{len(products)} tables, one for each product"
-            raise ValueError(f"Adapters should have {wanted}, and have {len(adapters.tables)}.")
+            num_wanted = f"{len(products)} tables, one for each product"
+            raise ValueError(f"Adapters should have {num_wanted}, and have {len(adapters.tables)}.")
         for table, product in zip(adapters.tables, products, strict=True):
             if table is None:
                 continue

@@ -33,6 +33,12 @@ class PackedWeight(NamedTuple):
     scales: Tensor | None = None
     """float32 [out_features rounded up to 32]: weights are code * scale (`kernels.cpu.int8`); None: as given."""
 
+    @classmethod
+    def like(cls, weight: Tensor, panels: Tensor) -> "PackedWeight":
+        """Panels of a weight with the shape [N, K] and dtype of `weight`."""
+        out_features, in_features = weight.shape
+        return cls(panels, out_features, in_features, weight.dtype)
+
 
 class _Call(ctypes.Structure):
     _fields_ = [
@@ -74,7 +80,7 @@ def empty_panels(weights: Sequence[Tensor]) -> list[Tensor]:
 
     Only the shapes and dtypes of `weights` matter.
     """
-    sizes = [panels_shape(*weight.shape, weight.dtype) for weight in weights]
+    sizes = [panels_like(weight) for weight in weights]
     lengths = [math.prod(size) for size in sizes]
     memory = torch.empty(sum(lengths), dtype=torch.int32)
     _library().gemm_ask_for_large_pages(memory.data_ptr(), memory.nbytes)
@@ -85,6 +91,12 @@ def panels_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tup
     """Shape of the panels of a weight [out_features, in_features]."""
     units = -(-in_features // 2) if dtype == torch.bfloat16 else in_features
     return -(-out_features // PANEL), -(-units // _UNIT_BLOCK) * _UNIT_BLOCK, PANEL
+
+
+def panels_like(weight: Tensor) -> tuple[int, int, int]:
+    """Shape of the panels of a weight with the shape [N, K] and dtype of `weight`."""
+    out_features, in_features = weight.shape
+    return panels_shape(out_features, in_features, weight.dtype)
 
 
 def codes_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -114,7 +126,7 @@ def pack(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
     if panels is None:
         (panels,) = empty_panels([weight])
     is_bf16 = weight.dtype == torch.bfloat16
-    place = address("panels", panels, torch.int32, panels_shape(*weight.shape, weight.dtype))
+    place = address("panels", panels, torch.int32, panels_like(weight))
     _library().gemm_pack(weight.data_ptr(), out_features, in_features, is_bf16, place, torch.get_num_threads())
     return PackedWeight(panels, out_features, in_features, weight.dtype)
 
@@ -126,7 +138,7 @@ def pack_in_place(panels: Tensor, like: Tensor) -> PackedWeight:
     """
     if like.dim() != 2:
         raise argument_error("like", like, "float32 or bfloat16 [N, K]")
-    packed = PackedWeight(panels, *like.shape, like.dtype)
+    packed = PackedWeight.like(like, panels)
     move_panels(PACK, [(packed, panels)])
     return packed
 

@@ -106,7 +106,8 @@ def _merge_arguments(pointers: Sequence[Any], free: tuple[int, ...], rest: tuple
 
 
 def _lists_and_output(pointers: Sequence[Any], out_strides: tuple[int, ...]) -> tuple[Lists, Parts, Output]:
-    output = Output(pointers[6], *out_strides, pointers[7], Parts(*pointers[8:]))
+    token_stride, head_stride = out_strides
+    output = Output(pointers[6], token_stride, head_stride, pointers[7], Parts(*pointers[8:]))
     return Lists(*pointers[:3]), Parts(*pointers[3:6]), output
 
 

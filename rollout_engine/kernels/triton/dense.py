@@ -45,4 +45,5 @@ def attend_dense(
 def _blocks(x: Tensor) -> Tensor:
     """[B, Hk, T, D] -> [B * blocks, Hk, _BLOCK_SIZE, D], zeros past the end."""
     padded = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % _BLOCK_SIZE))
-    return padded.unflatten(2, (-1, _BLOCK_SIZE)).transpose(1, 2).flatten(0, 1)
+    blocks: Tensor = padded.unflatten(2, (-1, _BLOCK_SIZE)).transpose(1, 2).flatten(0, 1)
+    return blocks

@@ -48,7 +48,8 @@ def _strides(x: Tensor) -> tuple[int, int]:
     *outer, one = x.stride()
     if len(outer) > 2 or one != 1:
         raise ValueError(f"Expected contiguous rows, at most 3 dimensions, got {list(x.shape)}, strides {x.stride()}.")
-    return (0, 0, *outer)[-2:]
+    row, outer_row = (0, 0, *outer)[-2:]
+    return row, outer_row
 
 
 @triton.jit(do_not_specialize=["num_rows", "inner"])

@@ -6,7 +6,7 @@
 With `deterministic` a token's bits depend on its position and context alone, otherwise also on the batch.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,7 +158,7 @@ def _processors(device: torch.device) -> tuple[int, int]:
     """Multiprocessors, and the shared memory that a program may have. Triton's interpreter runs one at a time."""
     if device.type == "cpu":
         return 1, tilings.SHARED_BYTES
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)  # typed with fewer fields than it has
     return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 

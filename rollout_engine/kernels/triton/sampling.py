@@ -83,7 +83,7 @@ class SamplingWorkspace(NamedTuple):
 
 def num_chunks_of(vocab_size: int) -> int:
     """Chunks of a row, rounded up to 16 so that loads can be wide. Those past the vocabulary have weight 0."""
-    return triton.cdiv(vocab_size, 16 * CHUNK) * 16
+    return -(-vocab_size // (16 * CHUNK)) * 16
 
 
 def sample(logits: Tensor, rows: SamplingRows, workspace: SamplingWorkspace, stats: RowStats) -> None:
@@ -117,7 +117,7 @@ def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:
     stats.tokens.copy_(tokens)
     given = torch.full_like(tokens, Choice.GIVEN.value, dtype=torch.int32)
     rows = SamplingRows(temperatures, stats.tokens, stats.tokens, given)  # seeds and positions are not read
-    sample(logits, rows, SamplingWorkspace.empty(*logits.shape, logits.device), stats)
+    sample(logits, rows, SamplingWorkspace.empty(len(logits), logits.shape[1], logits.device), stats)
     return stats
 
 

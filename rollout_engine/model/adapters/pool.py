@@ -47,8 +47,10 @@ class Table(Protocol):
 class Features(Protocol):
     """Some features of a linear layer, or all, as `model.ranks.share.Share`."""
 
-    whole: int
-    """Number of all features of the layer."""
+    @property
+    def whole(self) -> int:
+        """Number of all features of the layer."""
+        ...
 
     @property
     def rows(self) -> slice: ...

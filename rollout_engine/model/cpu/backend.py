@@ -12,6 +12,7 @@ from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import AdapterRows
+from rollout_engine.model.backend import Backend
 from rollout_engine.model.cpu import decoder_trial
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.model.cpu.deterministic import make_deterministic
@@ -33,7 +34,7 @@ from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 logger = logging.getLogger("rollout_engine")
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """Satisfies `backend.Backend`."""
 
     arithmetic = ARITHMETIC

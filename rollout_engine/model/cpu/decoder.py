@@ -5,17 +5,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from rollout_engine.kernels import linear
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.cpu import attention
 from rollout_engine.kernels.cpu import decoder as compiled
 from rollout_engine.kernels.cpu.decoder import Decoder, DecoderAdapters, DecoderEnds, LayerWeights, Norm, Product
+from rollout_engine.kernels.cpu.gemm import PackedWeight
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.model.cpu.experts import RowInvariantExperts, RowInvariantRouter
 from rollout_engine.model.cpu.ranked_decoder import decoder_ranks
 from rollout_engine.model.cpu.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
-from rollout_engine.model.modules.decoder_structure import MLP, DecoderLayer, Mixture, decoder_structure, require
+from rollout_engine.model.modules.decoder_structure import (
+    MLP,
+    DecoderLayer,
+    Mixture,
+    UnsupportedStructure,
+    decoder_structure,
+    require,
+)
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.rotary import RotaryTable, rotary_limit
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
@@ -34,7 +42,7 @@ class CpuDecoder:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: PreTrainedModel,
         geometry: Sequence[LayerGeometry],
         pool: Sequence[attention.KVLayer],
         adapters: CpuAdapterPool | None = None,
@@ -60,7 +68,8 @@ class CpuDecoder:
             self._groups += [_group(child) for child in (layer.qkv[0], layer.out)]
             self._adapted += self._groups[-2:]
             if isinstance(mlp, Mixture):
-                self._groups += [child._groups[0] for child in (mlp.router, mlp.experts)]
+                router, experts = _mixture_parts(mlp)
+                self._groups += [router._groups[0], experts._groups[0]]
                 self._adapted += [None, None]
                 parts = [mlp.router, mlp.experts]
             else:
@@ -91,7 +100,8 @@ class CpuDecoder:
         Returns logits of `rows`, none where there is no output head, and hidden states of `state_rows` [n, H].
         """
         decoder, parts = self._current(), self._structure
-        factors = parts.query_factors and parts.query_factors.rows(positions, parts.norm.weight)
+        given = parts.query_factors
+        factors = None if given is None else given.rows(positions, parts.norm.get_parameter("weight"))
         adapters = None if adapter_rows is None else (self._current_adapters(), adapter_rows)
         wanted = torch.cat([rows, state_rows]) if len(state_rows) else rows
         if parts.head is not None and (ends := self._ends(token_ids, positions)) is not None:
@@ -111,6 +121,7 @@ class CpuDecoder:
         has_hooks = any((*_hooks(embedding), *_hooks(norm)))  # C++ would not call them
         if not self._has_plain_ends or has_hooks or not len(token_ids):
             return None
+        assert isinstance(embedding, nn.Embedding), "it is a table"
         weight = embedding.weight.detach()
         table = self._rotary.table(int(positions.numpy().max()) + 1, weight)
         if table is None:
@@ -146,12 +157,15 @@ class CpuDecoder:
 def _check_replaced(layer: DecoderLayer) -> None:
     """Raise `UnsupportedStructure` unless `make_row_invariant` has replaced every part of `layer`."""
     mlp = layer.mlp
-    expected = dict.fromkeys((layer.attention_norm, layer.mlp_norm, *layer.head_norms), RowInvariantRMSNorm)
-    expected |= dict.fromkeys((*layer.qkv, layer.out), RowInvariantLinear)
+    expected: dict[nn.Module, type[nn.Module]] = dict.fromkeys(
+        (layer.attention_norm, layer.mlp_norm, *layer.head_norms), RowInvariantRMSNorm
+    )
+    expected.update(dict.fromkeys((*layer.qkv, layer.out), RowInvariantLinear))
     if isinstance(mlp, Mixture):
         expected |= {mlp.router: RowInvariantRouter, mlp.experts: RowInvariantExperts}
     else:
-        expected |= {mlp.module: RowInvariantMLP} | dict.fromkeys((*mlp.gate_up, mlp.down), RowInvariantLinear)
+        expected[mlp.module] = RowInvariantMLP
+        expected.update(dict.fromkeys((*mlp.gate_up, mlp.down), RowInvariantLinear))
     for child, kind in expected.items():
         require(type(child) is kind, f"{type(child).__name__} was not replaced by {kind.__name__}")
     require(_group(layer.qkv[0]).children == layer.qkv, "q_proj, k_proj and v_proj are not fused")
@@ -184,18 +198,26 @@ def _hooks(child: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def _norm(child: nn.Module) -> Norm:
+    assert isinstance(child, RowInvariantRMSNorm), "the norms were replaced"
     return Norm(child.weight.detach(), child._epsilon)
 
 
 def _mlp(mlp: MLP | Mixture) -> compiled.MLP | compiled.Mixture:
     if isinstance(mlp, MLP):
         return compiled.MLP(_product(mlp.gate_up[0]), _product(mlp.down))
-    (router,), routing = mlp.router._groups, mlp.router._routing
-    products = [_operand(group) for group in mlp.experts._groups]
-    experts = map(compiled.MLP, products[: len(products) // 2], products[len(products) // 2 :])
-    own = mlp.experts._own_experts
-    first, sizes = 0 if own is None else own.share.first, (mlp.router.top_k, routing.normalised, routing.rounded)
-    return compiled.Mixture(_operand(router), list(experts), first, *sizes)
+    router, experts = _mixture_parts(mlp)
+    routing, own = router._routing, experts._own_experts
+    products = [_operand(group) for group in experts._groups]
+    pairs = map(compiled.MLP, products[: len(products) // 2], products[len(products) // 2 :])
+    first = 0 if own is None else own.share.first
+    logits = _operand(router._groups[0])
+    return compiled.Mixture(logits, list(pairs), first, router.top_k, routing.normalised, routing.rounded)
+
+
+def _mixture_parts(mixture: Mixture) -> tuple[RowInvariantRouter, RowInvariantExperts]:
+    router, experts = mixture.router, mixture.experts
+    assert isinstance(router, RowInvariantRouter) and isinstance(experts, RowInvariantExperts), "both were replaced"
+    return router, experts
 
 
 def _product(child: nn.Module) -> Product:
@@ -203,6 +225,7 @@ def _product(child: nn.Module) -> Product:
 
 
 def _operand(group: LinearGroup) -> Product:
-    operand, bias, plan = group.operand()
-    require(plan.kernel == linear.OWN, "another library multiplies")
+    operand, bias, _ = group.operand()
+    if not isinstance(operand, PackedWeight):
+        raise UnsupportedStructure("another library multiplies")
     return Product(operand, bias)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from rollout_engine.kernels.cpu import attention as compiled
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
@@ -26,7 +27,9 @@ _END = 1 << 16
 """Trials stay below this position, so that their rotary tables are small: layers read no position but by these."""
 
 
-def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], cut: ModelCut | None = None) -> str | None:
+def unsupported_reason(
+    module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None = None
+) -> str | None:
     """Why the layers of `module`, made row-invariant before, must run as modules; None where they need not.
 
     Runs a few small steps each way, over a KV pool of its own. Weights must be loaded: zeros would prove nothing.
@@ -36,7 +39,7 @@ def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], cut
         return _unsupported_reason(module, geometry, cut)
 
 
-def _unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> str | None:
+def _unsupported_reason(module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> str | None:
     if not compiled.supports(next(module.parameters()).dtype):
         return "there is no compiled attention for it here"
     reason = _reason_of(lambda: _compiled_model(module, geometry, cut))
@@ -65,15 +68,15 @@ class _Disagreement(Exception):
     """What differs that should not."""
 
 
-def _compiled_model(module: nn.Module, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> CpuModel:
+def _compiled_model(module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> CpuModel:
     return _model(module, geometry, compiled=True, cut=cut)
 
 
-def _model(module: nn.Module, geometry: Sequence[LayerGeometry], **options: Any) -> CpuModel:
+def _model(module: PreTrainedModel, geometry: Sequence[LayerGeometry], **options: Any) -> CpuModel:
     return CpuModel(module, geometry, num_blocks=_NUM_BLOCKS + _NUM_PAIRS, block_size=_BLOCK_SIZE, **options)
 
 
-def _compare(module: nn.Module, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> None:
+def _compare(module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> None:
     """Raise `_Disagreement` where the compiled decoder gives other bits than modules."""
     ours = _compiled_model(module, geometry, cut)
     theirs = _model(module, geometry)
@@ -92,7 +95,7 @@ def _computed(model: CpuModel, batch: FlatBatch, rows: list[int]) -> tuple[Tenso
     return logits.take(slice(None)), states
 
 
-def _batches(module: nn.Module, geometry: Sequence[LayerGeometry]) -> Iterator[FlatBatch]:
+def _batches(module: PreTrainedModel, geometry: Sequence[LayerGeometry]) -> Iterator[FlatBatch]:
     """Two prompts; then one decodes, the other continues, and a third sequence is beyond every window.
 
     The context of the third one is the first prompt's block, repeated. At last pairs of tokens, each on both sides of a

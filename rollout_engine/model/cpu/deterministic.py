@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.linear import NotInvariant
@@ -17,7 +17,7 @@ from rollout_engine.model.ranks.wiring import connect
 
 
 def make_deterministic(
-    module: nn.Module,
+    module: PreTrainedModel,
     geometry: Sequence[LayerGeometry],
     *,
     fp32_head: bool = False,

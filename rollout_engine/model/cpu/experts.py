@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rollout_engine.kernels.activation import gated_silu
 from rollout_engine.kernels.cpu import experts as kernels
 from rollout_engine.model.modules.experts import Routing, add_weighted
-from rollout_engine.model.packing.linear_groups import LinearGroup
+from rollout_engine.model.packing.linear_groups import LinearGroup, become
 from rollout_engine.model.ranks.share import Share
 from rollout_engine.model.ranks.wiring import OwnExperts
 
@@ -26,13 +26,15 @@ class WeightSlice:
     @property
     def weight(self) -> Tensor:
         """[out_features, in_features], read each time, because the parameter may have been replaced."""
-        whole = getattr(self._module, self._name)
+        whole: Tensor = getattr(self._module, self._name)
         return whole if self._index is None else whole[self._index]
 
 
 class RowInvariantRouter(nn.Module):
     """A router with one `weight` [E, H]: x [..., H] -> (logits [T, E], weights [T, k], experts [T, k])."""
 
+    weight: Tensor
+    top_k: int
     _groups: list[LinearGroup]
     _routing: Routing
 
@@ -45,6 +47,8 @@ class RowInvariantRouter(nn.Module):
 class RowInvariantExperts(nn.Module):
     """Experts down(silu(gate(x)) * up(x)) with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I]."""
 
+    gate_up_proj: Tensor
+    down_proj: Tensor
     _groups: list[LinearGroup]
     """Gate and up of every expert, then down of every expert."""
     _own_experts: OwnExperts | None = None
@@ -69,7 +73,8 @@ class RowInvariantExperts(nn.Module):
         for expert, part in enumerate(rows.split(counts)[share.rows]):
             if len(part):
                 (projected,) = self._groups[expert].product(part, [gate_up[expert]])
-                activated = gated_silu(*projected.chunk(2, dim=-1))
+                gate, up = projected.chunk(2, dim=-1)
+                activated = gated_silu(gate, up)
                 outputs += self._groups[len(gate_up) + expert].product(activated, [down[expert]])
         if own is not None:
             return own.gather(outputs, rows, counts)
@@ -78,14 +83,18 @@ class RowInvariantExperts(nn.Module):
 
 def swap_router(module: nn.Module, routing: Routing) -> None:
     """Make `module`, which `expert_patterns.routing_of` recognised, row-invariant; in place."""
-    module.__class__, module._routing = RowInvariantRouter, routing
-    module._groups = [LinearGroup([WeightSlice(module, "weight")])]
+    router = become(module, RowInvariantRouter)
+    router._routing, router._groups = routing, [_group_of(module, "weight")]
 
 
 def swap_experts(module: nn.Module) -> None:
     """Make `module`, which `expert_patterns.are_gated_experts` recognised, row-invariant; in place."""
-    module.__class__ = RowInvariantExperts
-    names = [(name, expert) for name in ("gate_up_proj", "down_proj") for expert in range(len(module.down_proj))]
-    module._groups = [LinearGroup([WeightSlice(module, name, expert)]) for name, expert in names]
-    for group in module._groups:
-        group.packs = module._groups[0].packs
+    experts = become(module, RowInvariantExperts)
+    names = [(name, index) for name in ("gate_up_proj", "down_proj") for index in range(len(experts.down_proj))]
+    experts._groups = [_group_of(module, name, index) for name, index in names]
+    for group in experts._groups:
+        group.packs = experts._groups[0].packs
+
+
+def _group_of(module: nn.Module, name: str, index: int | None = None) -> LinearGroup:
+    return LinearGroup([WeightSlice(module, name, index)])  # type: ignore[list-item]  # has what a group reads

@@ -43,7 +43,8 @@ class FlatBatch(NamedTuple):
             first = first + self.shifts
         if len(first) == len(self.token_ids):
             return first
-        return np.arange(len(self.token_ids)) + np.repeat(first - starts[:-1], np.diff(starts))
+        positions: np.ndarray = np.arange(len(self.token_ids)) + np.repeat(first - starts[:-1], np.diff(starts))
+        return positions
 
     def chunks(self, block_size: int) -> list[SequenceChunk]:
         """The chunks one by one."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
@@ -32,7 +33,7 @@ class CpuModel:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: PreTrainedModel,
         geometry: Sequence[LayerGeometry],
         *,
         num_blocks: int,
@@ -113,7 +114,8 @@ class CpuModel:
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
         """Inside, record the experts that a forward sends its T tokens to: integers [T, number of routers, k]."""
-        self._recorded = found = []
+        found: list[Tensor] = []
+        self._recorded = found
         try:
             with recording(self.routers) as chosen:
                 yield found
@@ -125,7 +127,7 @@ class CpuModel:
     def _room_for_experts(self, num_tokens: int) -> Tensor | None:
         if self._recorded is None:
             return None
-        router = self.routers[0]
+        router: Any = self.routers[0]
         self._recorded.append(torch.empty(num_tokens, len(self.routers), router.top_k, dtype=torch.int32))
         return self._recorded[-1]
 
@@ -141,7 +143,7 @@ class CpuModel:
 
 
 @contextmanager
-def _last_states(module: nn.Module, *, wanted: bool) -> Iterator[list[Tensor]]:
+def _last_states(module: PreTrainedModel, *, wanted: bool) -> Iterator[list[Tensor]]:
     """Record the hidden states [T, H] that the base model of a causal LM returns, at each of its calls."""
     found: list[Tensor] = []
     if not wanted:

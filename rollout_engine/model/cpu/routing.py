@@ -62,7 +62,7 @@ class RoutingRecorder:
             return
         ends = batch.columns.token_starts[1:]
         num_drawn = out.num_drawn or [1] * len(work.samples)
-        rows = []
+        rows: list[int] = []
         for task, num in zip(work.samples, num_drawn, strict=True):
             first = ends[task.row] - 1 - len(work.scheduled[task.row].draft_token_ids)
             rows += range(first, first + num)
@@ -85,7 +85,8 @@ class RoutingRecorder:
         assert self._kept is not None, "its last token was just recorded"
         columns, positions = batch.columns, np.arange(num_tokens)
         blocks = columns.blocks.reshape(-1)[columns.block_starts[index] + positions // self._block_size]
-        return self._kept.numpy()[blocks, positions % self._block_size]
+        rows: np.ndarray = self._kept.numpy()[blocks, positions % self._block_size]
+        return rows
 
 
 def _places(batch: FlatBatch, block_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ from rollout_engine.model.modules.module_patterns import (
     rms_norm_epsilon,
 )
 from rollout_engine.model.modules.row_trial import unproven_parts as unproven_parts_but
-from rollout_engine.model.packing.linear_groups import RowInvariantLinear, swap_linears
+from rollout_engine.model.packing.linear_groups import RowInvariantLinear, become, swap_linears
 
 
 def make_row_invariant(module: nn.Module) -> None:
@@ -37,7 +37,7 @@ def make_row_invariant(module: nn.Module) -> None:
         if is_gated_mlp(child):
             child.__class__ = RowInvariantMLP
         elif (epsilon := rms_norm_epsilon(child)) is not None:
-            child.__class__, child._epsilon = RowInvariantRMSNorm, epsilon
+            become(child, RowInvariantRMSNorm)._epsilon = epsilon
         elif isinstance(child, RowInvariantRouter | RowInvariantExperts):
             continue
         elif (routing := routing_of(child)) is not None:
@@ -67,13 +67,19 @@ class RowInvariantActivation(nn.Module):
 class RowInvariantMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) of three linears."""
 
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+        out: Tensor = self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+        return out
 
 
 class RowInvariantRMSNorm(nn.Module):
     """`kernels.norm.rms_norm` as a module."""
 
+    weight: Tensor
     _epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class CpuRunner:
     def _note_changes(self, work: SchedulerOutput) -> None:
         if work.finished_sequence_ids or work.new:
             self._computed, self._drawn = _Computed([], [], np.empty(0, np.int64)), None
-        self._sequences.update(work)
+        self._sequences.begin_step(work)
         self.routing.update(work)
         if self._pooler is not None:
             self._pooler.update(work)

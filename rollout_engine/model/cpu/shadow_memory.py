@@ -12,7 +12,7 @@ class CpuShadowMemory:
 
     @property
     def num_free_bytes(self) -> int:
-        return psutil.virtual_memory().available
+        return int(psutil.virtual_memory().available)
 
     def allocate(self, num_bytes: int) -> UntypedStorage:
         return UntypedStorage(num_bytes)

@@ -1,7 +1,7 @@
 """The KV pool on a device, and how Hugging Face modules attend over it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -140,7 +140,7 @@ class CudaAttention:
         self._windows: dict[Heads, set[int]] = {each: set() for each in heads}
         for each, layer in zip(heads, geometry, strict=True):
             self._windows[each].add(layer.sliding_window or 0)
-        how = {"deterministic": deterministic, "block_size": block_size}
+        how: dict[str, Any] = {"deterministic": deterministic, "block_size": block_size}
         made = {each: attention_by(backend, each, limits, device, **how) for each in self._windows}
         self._plans = made
         self._of_layer = [made[each] for each in heads]

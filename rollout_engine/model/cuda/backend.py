@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -14,6 +14,7 @@ from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.triton.rounding import compiles_kernels
+from rollout_engine.model.backend import Backend
 from rollout_engine.model.cuda import decoder_trial
 from rollout_engine.model.cuda.adapters import CudaAdapterPool
 from rollout_engine.model.cuda.attention import Limits
@@ -49,7 +50,7 @@ _LEAST_POOL = 0.25
 """The least share of what weights, steps and graphs leave that the KV pool gets before an update gets any."""
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """Satisfies `backend.Backend`."""
 
     arithmetic = ARITHMETIC
@@ -91,7 +92,7 @@ class CudaBackend:
         if self._seat is not None:
             self.num_blocks = min(self._seat.exchange.agree(self.num_blocks))
         model = self._model(self.num_blocks, min(model_len, self.num_blocks * config.tokens_per_block))
-        self.runner = CudaRunner(
+        self.runner: CudaRunner = CudaRunner(
             model,
             vocab_size=loaded.vocab_size,
             processors=processors,
@@ -107,12 +108,13 @@ class CudaBackend:
         self.shadow_memory = CudaShadowMemory(stream)
         self.upload = PinnedUpload(stream) if model.device.type == "cuda" else None
         attention = "" if config.attention_backend == "ours" else f"attention {config.attention_backend}, "
+        graphs = self.runner.graphs
         decoder = "fused" if self._fused else "modules" if self._compiled is None else "modules, layers compiled"
         self.choices = (
             f"device {model.device}{described_ranks(loaded.num_ranks)}, dtype {loaded.dtype}, "
             f"deterministic {deterministic}, "
             f"decoder {decoder}, {attention}"
-            f"graphs {graphs.described() if (graphs := self.runner.graphs) is not None else 'off'}, "
+            f"graphs {'off' if graphs is None else graphs.described()}, "
             f"{describe_pool(config, loaded, self.num_blocks)}"
         )
 
@@ -152,7 +154,7 @@ class CudaBackend:
         )
 
     def _graphs(self, model: CudaModel) -> DecodeGraphs:
-        kind = DecodeGraphs if self._seat is None else RankedDecodeGraphs
+        kind: Callable[..., DecodeGraphs] = DecodeGraphs if self._seat is None else RankedDecodeGraphs
         return kind(
             model,
             self.runner.rows,

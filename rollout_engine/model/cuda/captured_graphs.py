@@ -39,7 +39,7 @@ def can_capture(device: torch.device) -> bool:
 class CudaGraph:
     """One CUDA graph."""
 
-    def __init__(self, compute: Callable[[], None], pool: tuple[int, int]) -> None:
+    def __init__(self, compute: Callable[[], None], pool: "torch.cuda._POOL_HANDLE") -> None:
         """Capture `compute`, whose kernels are compiled."""
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own one current

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from rollout_engine.kernels.triton.paged_attention import Limits
 from rollout_engine.model.cuda.compiled_layers import CompiledLayers
@@ -21,7 +21,9 @@ _BLOCK_SIZE = 16
 _ROUNDS = 3
 
 
-def compiled_layers(module: nn.Module, geometry: Sequence[LayerGeometry], limits: Limits) -> CompiledLayers | None:
+def compiled_layers(
+    module: PreTrainedModel, geometry: Sequence[LayerGeometry], limits: Limits
+) -> CompiledLayers | None:
     """Compiled layers of `module`, whose weights are loaded; None, and a log line, where modules are faster or safer.
 
     On return everything that later steps need is compiled, also the code for a single token.
@@ -52,7 +54,7 @@ def compiled_layers(module: nn.Module, geometry: Sequence[LayerGeometry], limits
 
 
 def _model(
-    module: nn.Module, geometry: Sequence[LayerGeometry], limits: Limits, compiled: CompiledLayers | None
+    module: PreTrainedModel, geometry: Sequence[LayerGeometry], limits: Limits, compiled: CompiledLayers | None
 ) -> CudaModel:
     return CudaModel(
         module, geometry, num_blocks=1, block_size=_BLOCK_SIZE, limits=limits, fused=False, compiled=compiled

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, library, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.model.modules.attention_interface import current_step, rollout_attention
@@ -36,7 +36,7 @@ class CompiledLayers:
     Raises `UnsupportedStructure` where there is no list of `num_layers` layers.
     """
 
-    def __init__(self, module: nn.Module, num_layers: int) -> None:
+    def __init__(self, module: PreTrainedModel, num_layers: int) -> None:
         shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         self.module = copy.deepcopy(module, shared)
         self.module.set_attn_implementation(_ATTENTION_NAME)
@@ -134,7 +134,8 @@ class _OpaqueStep:
     def attend(
         self, layer: Tensor, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sinks: Tensor | None = None
     ) -> Tensor:
-        return _attend(layer, q, k, v, params.scale, params.sliding_window, params.softcap, sinks)
+        out: Tensor = _attend(layer, q, k, v, params.scale, params.sliding_window, params.softcap, sinks)
+        return out
 
 
-AttentionInterface.register(_ATTENTION_NAME, partial(rollout_attention, step=_OpaqueStep()))
+AttentionInterface.register(_ATTENTION_NAME, partial(rollout_attention, step=_OpaqueStep()))  # type: ignore[arg-type]

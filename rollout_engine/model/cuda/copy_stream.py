@@ -87,7 +87,7 @@ class HostCopyStream:
 
     @property
     def num_free_bytes(self) -> int:
-        return psutil.virtual_memory().available
+        return int(psutil.virtual_memory().available)
 
     def buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

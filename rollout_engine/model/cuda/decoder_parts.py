@@ -1,10 +1,11 @@
 """The weights of a module built as Llama is, as the Triton kernels of a fused decoder take them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.triton.matmul import Tile, tile_for
@@ -84,11 +85,13 @@ class Parts(NamedTuple):
     """[P] by position, of queries after their rotation; None: there are none."""
 
 
-def parts_of(module: nn.Module, geometry: Sequence[LayerGeometry], num_positions: int) -> Parts:
+def parts_of(module: PreTrainedModel, geometry: Sequence[LayerGeometry], num_positions: int) -> Parts:
     """Parts of `module`, whose weights will not move. Raises `UnsupportedStructure` if it is not built as Llama is."""
     found = structure.decoder_structure(module, geometry)
     require(type(found.embedding) is nn.Embedding, "its embedding is more than a table")
-    weight = found.embedding.weight.detach()
+    if found.head is None:
+        raise UnsupportedStructure("it has no output head")
+    weight, factors = found.embedding.get_parameter("weight").detach(), found.query_factors
     positions = torch.arange(num_positions, device=weight.device)
     cos, sin = found.rotary(weight[:1, None], position_ids=positions[None])
     return Parts(
@@ -98,7 +101,7 @@ def parts_of(module: nn.Module, geometry: Sequence[LayerGeometry], num_positions
         layers=_layers(found.layers),
         norm=_norm(found.norm),
         head=_linear([found.head]),
-        query_factors=found.query_factors and found.query_factors.table(num_positions, weight),
+        query_factors=None if factors is None else factors.table(num_positions, weight),
     )
 
 
@@ -140,10 +143,11 @@ def _mixture(mixture: structure.Mixture, place: int) -> Mixture:
     routing, kind = mixture_of(mixture.module), type(mixture.module).__name__
     if routing is None:
         raise UnsupportedStructure(f"{kind} does not weight and add down(silu(gate(x)) * up(x)) of its experts")
-    gate_up, down = mixture.experts.gate_up_proj.detach(), mixture.experts.down_proj.detach()
+    gate_up, down = (mixture.experts.get_parameter(name).detach() for name in ("gate_up_proj", "down_proj"))
     require(gate_up.is_contiguous() and down.is_contiguous(), f"the experts of {kind} are not contiguous")
-    router, weight = mixture.router, mixture.router.weight.detach()
-    tile = tile_for(*weight.shape, weight.dtype)
+    router: Any = mixture.router
+    weight = mixture.router.get_parameter("weight").detach()
+    tile = tile_for(len(weight), weight.shape[1], weight.dtype)
     own = getattr(mixture.experts, "_own_experts", None)
     return Mixture(
         router=Linear(weight, None, tile, len(weight), id(router), Joins(None, None)),
@@ -155,12 +159,13 @@ def _norm(child: nn.Module) -> Norm:
     epsilon = rms_norm_epsilon(child)
     if epsilon is None:
         raise UnsupportedStructure(f"{type(child).__name__} does not compute RMSNorm")
-    return Norm(child.weight.detach(), epsilon)
+    return Norm(child.get_parameter("weight").detach(), epsilon)
 
 
-def _linear(children: list[nn.Module]) -> Linear:
-    for child in children:
+def _linear(modules: Sequence[nn.Module]) -> Linear:
+    for child in modules:
         require(type(child) is nn.Linear, f"{type(child).__name__} is more than a linear layer")
+    children = [child for child in modules if isinstance(child, nn.Linear)]
     weight = _fused([child.weight for child in children])
     require(bool(weight[0].any()), "its weights are zeros")
     biases = [child.bias for child in children if child.bias is not None]
@@ -173,7 +178,7 @@ def _linear(children: list[nn.Module]) -> Linear:
     return Linear(weight, _fused(biases) if biases else None, tile, count, id(children[0]), joins)
 
 
-def _fused(parameters: list[nn.Parameter]) -> Tensor:
+def _fused(parameters: Sequence[Tensor]) -> Tensor:
     """The parameters below one another, without a copy."""
     made = stacked([parameter.detach() for parameter in parameters])
     require(made.data_ptr() == parameters[0].data_ptr(), "weights that share an input are not fused")

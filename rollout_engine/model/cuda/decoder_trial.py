@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.kernels.triton.paged_attention import Batch, Limits
@@ -38,7 +39,7 @@ class Reason(NamedTuple):
 
 
 def unsupported_reason(
-    module: nn.Module,
+    module: PreTrainedModel,
     geometry: Sequence[LayerGeometry],
     *,
     deterministic: bool,
@@ -51,7 +52,7 @@ def unsupported_reason(
     `deterministic`: every bit must be what a trainer computes. `seat`: of a rank; all call this together, and hear the
     same answer.
     """
-    options = {"deterministic": deterministic, "block_size": block_size}
+    options: dict[str, Any] = {"deterministic": deterministic, "block_size": block_size}
     reason = _reason_of(lambda: _fused_model(module, geometry, **options))
     if seat is not None and not seat.all_agree(reason is None):  # ranks run together, or none does
         return reason or _ELSEWHERE
@@ -85,12 +86,14 @@ class _Disagreement(Exception):
 
 
 def _fused_model(
-    module: nn.Module, geometry: Sequence[LayerGeometry], *, deterministic: bool, block_size: int
+    module: PreTrainedModel, geometry: Sequence[LayerGeometry], *, deterministic: bool, block_size: int
 ) -> CudaModel:
     return small_model(module, geometry, block_size, fused=True, deterministic=deterministic)
 
 
-def _compare(module: nn.Module, geometry: Sequence[LayerGeometry], *, deterministic: bool, block_size: int) -> None:
+def _compare(
+    module: PreTrainedModel, geometry: Sequence[LayerGeometry], *, deterministic: bool, block_size: int
+) -> None:
     """Raise `_Disagreement` where fused layers compute something else than modules, or than a trainer."""
     fused = _fused_model(module, geometry, deterministic=deterministic, block_size=block_size)
     modules = small_model(module, geometry, block_size, fused=False, deterministic=False)
@@ -102,13 +105,13 @@ def _compare(module: nn.Module, geometry: Sequence[LayerGeometry], *, determinis
             raise _Disagreement("its logits are not bit for bit those that its modules give a trainer")
 
 
-def _far_shift(module: nn.Module) -> int:
+def _far_shift(module: PreTrainedModel) -> int:
     """A shift of the trial's positions to the model's last ones, or to those before `_END`; 0 where they are near."""
     return max(far_starts(module.config.get_text_config(), _LONGEST, end=_END), default=0)
 
 
 def small_model(
-    module: nn.Module, geometry: Sequence[LayerGeometry], block_size: int = BLOCK_SIZE, **options: Any
+    module: PreTrainedModel, geometry: Sequence[LayerGeometry], block_size: int = BLOCK_SIZE, **options: Any
 ) -> CudaModel:
     """A model of `module` with a pool just large enough for the trial's batches."""
     width = _blocks_each(block_size)
@@ -125,7 +128,7 @@ def disagreement(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
     return None
 
 
-def _token_ids(module: nn.Module) -> list[Tensor]:
+def _token_ids(module: PreTrainedModel) -> list[Tensor]:
     """Tokens of each sequence, int64."""
     weight, vocab_size = next(module.parameters()), module.config.get_text_config().vocab_size
     lengths = [sum(sizes) for sizes in zip(*_SIZES, strict=True)]
@@ -150,7 +153,7 @@ def served(model: CudaModel, shift: int = 0) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def _trained(module: nn.Module) -> list[Tensor]:
+def _trained(module: PreTrainedModel) -> list[Tensor]:
     """Logits of each sequence, computed as a trainer does after `exact.enable`, over the same weights."""
     token_ids = _token_ids(module)
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}

@@ -54,7 +54,7 @@ class DrawColumns(NamedTuple, Generic[Column]):
         assert isinstance(self.temperatures, Tensor)
         return Truncation(self.temperatures, self.top_k, self.top_p, self.min_p)
 
-    def part(self, index: "slice | np.ndarray") -> "DrawColumns[Column]":
+    def part(self, index: "slice | np.ndarray") -> "DrawColumns[Column]":  # type: ignore[misc]  # of a generic tuple
         """The columns of rows `index`."""
         return DrawColumns(*(column[index] for column in self))
 
@@ -73,7 +73,7 @@ class SpecialColumns(NamedTuple, Generic[Column]):
     processed_edits: Column
     """Indices of the edited rows whose log-probs are processed."""
 
-    def part(self, piece: slice) -> "SpecialColumns[np.ndarray] | None":
+    def part(self, piece: slice) -> "SpecialColumns[np.ndarray] | None":  # type: ignore[misc]  # of a generic tuple
         """The special rows of the rows `piece`, numbered from its start, on the host; None where there are none."""
         assert isinstance(self.edited, np.ndarray) and isinstance(self.processed_edits, np.ndarray)
         raw, processed = ((rows >= piece.start) & (rows < piece.stop) for rows in (self.raw, self.processed))

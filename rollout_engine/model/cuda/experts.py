@@ -19,6 +19,7 @@ from rollout_engine.kernels.triton.routers import Routes, choose
 from rollout_engine.model.cuda.gradients import ExpertProduct, Product, gated_rows, probabilities
 from rollout_engine.model.modules import experts as formulas
 from rollout_engine.model.modules.experts import Routing
+from rollout_engine.model.packing.linear_groups import become
 from rollout_engine.model.ranks.wiring import OwnExperts
 
 
@@ -60,17 +61,23 @@ class Experts(NamedTuple):
 class TrainedRouter(nn.Module):
     """A router with one `weight` [E, H]: x [..., H] -> (logits [T, E], weights [T, k], experts int64 [T, k])."""
 
+    weight: Tensor
+    top_k: int
     _routing: Routing
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = Product.apply(rows, self.weight, None, tile_for(*self.weight.shape, self.weight.dtype))
+        tile = tile_for(len(self.weight), self.weight.shape[1], self.weight.dtype)
+        logits = Product.apply(rows, self.weight, None, tile)
         return logits, *self._routing.select(logits, self.top_k, probabilities)
 
 
 class TrainedExperts(nn.Module):
     """Experts down(silu(gate(x)) * up(x)) with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I]."""
 
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    _is_expert_parallel: bool
     _own_experts: OwnExperts | None = None
     """The experts that this rank has, where the model is cut; the parameters hold these alone."""
 
@@ -93,9 +100,9 @@ class TrainedExperts(nn.Module):
 
 def swap_router(module: nn.Module, routing: Routing) -> None:
     """Make `module`, which `expert_patterns.routing_of` recognised, compute as steps do; in place."""
-    module.__class__, module._routing = TrainedRouter, routing
+    become(module, TrainedRouter)._routing = routing
 
 
 def swap_experts(module: nn.Module) -> None:
     """Make `module`, which `expert_patterns.are_gated_experts` recognised, compute as steps do; in place."""
-    module.__class__, module._is_expert_parallel = TrainedExperts, False
+    become(module, TrainedExperts)._is_expert_parallel = False

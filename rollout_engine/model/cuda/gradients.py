@@ -73,7 +73,8 @@ def probabilities(logits: Tensor) -> Tensor:
 def gated_rows(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up of equal shapes [..., D], without gradients: the forward of `kernels.activation.gated_silu`."""
     gate, up, out = gate.contiguous(), up.contiguous(), torch.empty_like(gate, memory_format=torch.contiguous_format)
-    gated(*(x.view(-1, x.shape[-1]) for x in (gate, up, out)))
+    rows = [x.view(-1, x.shape[-1]) for x in (gate, up, out)]
+    gated(rows[0], rows[1], rows[2])
     return out
 
 

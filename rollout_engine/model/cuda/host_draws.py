@@ -51,8 +51,8 @@ def _draw_piece(out: ModelRunnerOutput, draws: Draws, source: LogitRows, rows: n
         if place in found.errors:
             out.errors[row] = found.errors[place]
     if out.top_logprobs is not None and found.top_logprobs is not None:
-        for ours, theirs in zip(out.top_logprobs, found.top_logprobs, strict=True):
-            ours[rows, : theirs.shape[1]] = theirs
+        for column, part in zip(out.top_logprobs, found.top_logprobs, strict=True):
+            column[rows, : part.shape[1]] = part
     if out.sampled_ranks is not None and found.sampled_ranks is not None:
         out.sampled_ranks[rows] = found.sampled_ranks
 

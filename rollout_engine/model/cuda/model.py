@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.routed_experts import RoutingInfo
@@ -39,7 +40,7 @@ class CudaModel:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: PreTrainedModel,
         geometry: Sequence[LayerGeometry],
         *,
         num_blocks: int,
@@ -54,7 +55,12 @@ class CudaModel:
     ) -> None:
         weight = next(module.parameters())
         self.module, self.limits, self.device, self.adapters = module, limits, weight.device, adapters
-        shape = {"block_size": block_size, "dtype": weight.dtype, "device": weight.device, "routing": routing}
+        shape: dict[str, Any] = {
+            "block_size": block_size,
+            "dtype": weight.dtype,
+            "device": weight.device,
+            "routing": routing,
+        }
         self._make_pool = partial(CudaKVPool, geometry, **shape)
         self.kv = self._make_pool(num_blocks=num_blocks)
         self.attention = CudaAttention(
@@ -80,7 +86,8 @@ class CudaModel:
 
     def forward(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool | None = None) -> Tensor:
         """Compute `batch`, writing its KV; returns logits [len(rows), V] of rows int64. `pool` replaces `kv`."""
-        return self.forward_rows(batch, rows, pool).take(slice(None))
+        logits: Tensor = self.forward_rows(batch, rows, pool).take(slice(None))
+        return logits
 
     @torch.inference_mode()
     def forward_rows(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool | None = None) -> LogitRows:

@@ -25,7 +25,7 @@ from rollout_engine.model.modules.attention_interface import rollout_attention
 from rollout_engine.model.modules.expert_patterns import are_gated_experts, routing_of
 from rollout_engine.model.modules.module_patterns import children_of_one_dtype, is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.modules.row_trial import unproven_parts
-from rollout_engine.model.packing.linear_groups import linears_by_input
+from rollout_engine.model.packing.linear_groups import become, linears_by_input
 from rollout_engine.model.ranks.cut import outputs_of
 
 _ATTENTION_NAME = "rollout_engine_on_device"
@@ -41,7 +41,7 @@ def make_row_invariant(module: nn.Module) -> None:
         if is_gated_mlp(child):
             child.__class__ = _MLP
         elif (epsilon := rms_norm_epsilon(child)) is not None:
-            child.__class__, child._epsilon = _RMSNorm, epsilon
+            become(child, _RMSNorm)._epsilon = epsilon
         elif isinstance(child, TrainedRouter | TrainedExperts):
             continue
         elif (routing := routing_of(child)) is not None:
@@ -50,7 +50,7 @@ def make_row_invariant(module: nn.Module) -> None:
             swap_experts(child)
     for group in linears_by_input(module, (nn.Linear, _Linear)):
         for child in group:
-            child.__class__, child._num_beside = _Linear, sum(outputs_of(each).whole for each in group)
+            become(child, _Linear)._num_beside = sum(outputs_of(each).whole for each in group)
 
 
 def _refuse_coarse_products(rotary: nn.Module, args: tuple[Any, ...]) -> None:
@@ -64,10 +64,10 @@ def _refuse_coarse_products(rotary: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 @torch.no_grad()
-def _compute_on_the_host(module: nn.Module, rotary: nn.Module) -> None:
+def _compute_on_the_host(module: Any, rotary: nn.Module) -> None:
     """Compute rotary frequencies on the CPU, as engines do: powers on a device differ in the last bit."""
     twin = copy.copy(rotary)
-    twin._buffers = {name: torch.empty_like(buffer, device="cpu") for name, buffer in rotary._buffers.items()}
+    twin._buffers = {name: b if b is None else torch.empty_like(b, device="cpu") for name, b in rotary._buffers.items()}
     module._init_weights(twin)
     for name, buffer in rotary.named_buffers(recurse=False):
         buffer.copy_(twin.get_buffer(name))
@@ -89,11 +89,17 @@ class _Linear(nn.Linear):
 class _MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) of three linears."""
 
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(activation.gated_silu(self.gate_proj(x), self.up_proj(x), gated_rows))
+        out: Tensor = self.down_proj(activation.gated_silu(self.gate_proj(x), self.up_proj(x), gated_rows))
+        return out
 
 
 class _RMSNorm(nn.Module):
+    weight: Tensor
     _epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ class CudaRunner:
         return lambda: pending.settle(self._pending)
 
     def _note_changes(self, work: SchedulerOutput) -> TableChanges:
-        self._sequences.update(work)
+        self._sequences.begin_step(work)
         for sequence_id in work.finished_sequence_ids:
             self.rows.forget(sequence_id)
         self.drawing.update(work)
@@ -275,7 +275,8 @@ class _Asked(NamedTuple):
     @property
     def flat_rows(self) -> np.ndarray:
         """int64 [S]: the row of the flat batch behind which each sample is drawn, or its first."""
-        return self.logit_rows[self.drawn_rows]
+        rows: np.ndarray = self.logit_rows[self.drawn_rows]
+        return rows
 
     @classmethod
     def of(

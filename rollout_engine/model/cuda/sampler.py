@@ -150,16 +150,15 @@ class CudaSampler:
             if draws.has_rules:
                 kept = KeptTokens.empty(count, self._device)
                 truncate(edited, part.rows, part.rules, some.workspace, some.stats, kept)
-            write_edited_outcomes(
-                *(logits, draws.columns.temperatures, memory.stats, rows),
-                *(edited, some.stats, some.workspace, kept, part.truncates),
-                *(memory.outcome, last_tokens, part.places),
-            )
+            before = (logits, draws.columns.temperatures, memory.stats, rows)
+            after = (edited, some.stats, some.workspace, kept, part.truncates)
+            written = (*before, *after, memory.outcome, last_tokens, part.places)
+            write_edited_outcomes(*written)
             if len(special.processed_edits):
                 logprobs[index] = _logprobs(edited, part.temperatures, some.stats, kept)
                 if width:
-                    found = (column[index] for column in tops)
-                    top_tokens(edited, part.temperatures, some.workspace, some.stats, *found, kept)
+                    ids, values = (column[index] for column in tops)
+                    top_tokens(edited, part.temperatures, some.workspace, some.stats, ids, values, kept)
                     ranks[index, 0] = _ranks_of(edited, some.stats)
         return logprobs, *tops, ranks
 

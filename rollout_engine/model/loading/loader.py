@@ -59,7 +59,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     max_model_len = _served_length(limit, config.max_model_len)
     if device != _CPU and seat is None:
         place_on(module, device)
-    vocab_size = (module.get_output_embeddings() or module.get_input_embeddings()).weight.shape[0]
+    vocab_size = len((module.get_output_embeddings() or module.get_input_embeddings()).get_parameter("weight"))
     if seat is None:
         fuse_projections(module)
     table = WeightTable.of(module)

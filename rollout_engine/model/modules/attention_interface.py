@@ -91,8 +91,8 @@ def rollout_attention(
         whole = (TokensAt.apply(x, packed.tokens) for x in (query, key, value))
         out = DenseAttention.apply(*whole, params, s_aux, dense, packed.lengths)
         return out.index_select(1, packed.places), None
-    flat = (x[0].transpose(0, 1) for x in (query, key, value))
-    return step.attend(module.layer_idx, *flat, params, s_aux).unsqueeze(0), None  # type: ignore[arg-type]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return step.attend(module.layer_idx, q, k, v, params, s_aux).unsqueeze(0), None  # type: ignore[arg-type]
 
 
 class PositionsMissingError(ConfigError):

@@ -32,7 +32,7 @@ def construct(
     registered attention function. `config` is not changed; the module has its own copy.
     """
     with torch.device("meta"):
-        module = _KINDS[head].from_config(
+        module: PreTrainedModel = _KINDS[head].from_config(
             copy.deepcopy(config),
             dtype=dtype,
             attn_implementation=attention,
@@ -48,7 +48,8 @@ def construct(
         for child in module.modules():
             if next(child.buffers(recurse=False), None) is not None:  # rotary frequencies, which no checkpoint has
                 module._init_weights(child)
-    return module.eval().requires_grad_(False)
+    module.eval().requires_grad_(False)
+    return module
 
 
 def _apply_dtype_plan(module: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -76,7 +77,7 @@ def place_on(module: PreTrainedModel, device: torch.device, *, keep_values: bool
     if not keep_values:
         for parameter in module.parameters():
             parameter.data = torch.empty_like(parameter, device=device)
-    module.to(device)
+    nn.Module.to(module, device)  # that of transformers is typed as taking a module
 
 
 @torch.no_grad()

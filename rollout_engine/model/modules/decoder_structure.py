@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rollout_engine.model.modules import layer_patterns
 from rollout_engine.model.modules.geometry import LayerGeometry
@@ -64,7 +65,7 @@ class DecoderStructure(NamedTuple):
     """Multiplies the queries of every layer after their rotation; None: nothing does."""
 
 
-def decoder_structure(module: nn.Module, geometry: Sequence[LayerGeometry]) -> DecoderStructure:
+def decoder_structure(module: PreTrainedModel, geometry: Sequence[LayerGeometry]) -> DecoderStructure:
     """The parts of `module`, whose weights are loaded. Raises `UnsupportedStructure` if it is not built as Llama is."""
     base = getattr(module, module.base_model_prefix)
     children = dict(base.named_children())
@@ -87,7 +88,7 @@ def decoder_structure(module: nn.Module, geometry: Sequence[LayerGeometry]) -> D
     )
 
 
-def _tried_positions(module: nn.Module) -> Tensor:
+def _tried_positions(module: PreTrainedModel) -> Tensor:
     """Positions int64 [T] on both sides of every boundary that the configuration may name."""
     starts = far_starts(module.config.get_text_config(), 2)
     return torch.tensor(sorted({0, 1, 2, *starts, *(start + 1 for start in starts)}))
@@ -155,7 +156,7 @@ def _mlp(mlp: nn.Module) -> MLP | Mixture:
 def _check_linears(linears: Iterable[nn.Module]) -> None:
     for child in linears:
         require(isinstance(child, nn.Linear), "its projections are not linear layers")
-        _check_values(child.weight)
+        _check_values(child.get_parameter("weight"))
 
 
 def _check_values(weight: Tensor) -> None:

@@ -23,10 +23,11 @@ def routing_of(child: nn.Module) -> Routing | None:
         return None
     if not isinstance(getattr(child, "top_k", None), int):
         return None
-    trial, x = _small_router(child), _waves(24, _HIDDEN, dtype=child.weight.dtype) * 4
+    trial, x = _small_router(child), _waves(24, _HIDDEN, dtype=child.get_parameter("weight").dtype) * 4
+    weight = trial.get_parameter("weight")
 
     def choose(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = F.linear(x, trial.weight)
+        logits = F.linear(x, weight)
         return logits, *routing.select(logits, _TOP_K)
 
     for routing in itertools.starmap(Routing, itertools.product((True, False), repeat=2)):
@@ -42,13 +43,14 @@ def are_gated_experts(child: nn.Module) -> bool:
     children = dict(child.named_children())
     if children.keys() != {"act_fn"} or type(children["act_fn"]) not in SILU_CLASSES:
         return False
-    trial, dtype = _small_experts(child), child.down_proj.dtype
+    trial, dtype = _small_experts(child), child.get_parameter("down_proj").dtype
+    gate_up, down = trial.get_parameter("gate_up_proj"), trial.get_parameter("down_proj")
     index = torch.arange(48).view(24, 2).mul(7).remainder(_NUM_EXPERTS)
     index[:, 1] = (index[:, 0] + 1 + index[:, 1] % 3) % _NUM_EXPERTS
     x, weights = _waves(24, _HIDDEN, dtype=dtype), _waves(24, 2, dtype=dtype).abs()
 
-    def compute(*given: Tensor) -> Tensor:
-        return mixed(*given, trial.gate_up_proj, trial.down_proj)
+    def compute(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return mixed(x, index, weights, gate_up, down)
 
     return agree(trial, compute, x, index, weights) and agree(trial, compute, x * LARGE, index, weights)
 
@@ -64,25 +66,27 @@ def mixture_of(child: nn.Module) -> Routing | None:
         return None
     gate, experts = _small_router(gate), _small_experts(experts)
     trial = copy_with(child, _modules={"gate": gate, "experts": experts}, hidden_dim=_HIDDEN)
-    x = _waves(2, 12, _HIDDEN, dtype=gate.weight.dtype) * 4
+    weight = gate.get_parameter("weight")
+    gate_up, down = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
+    x = _waves(2, 12, _HIDDEN, dtype=weight.dtype) * 4
 
     def mix(x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
-        weights, chosen = routing.select(F.linear(rows, gate.weight), _TOP_K)
-        return mixed(rows, chosen, weights, experts.gate_up_proj, experts.down_proj).view(x.shape)
+        weights, chosen = routing.select(F.linear(rows, weight), _TOP_K)
+        return mixed(rows, chosen, weights, gate_up, down).view(x.shape)
 
     return routing if agree(trial, mix, x) else None
 
 
 def _small_router(child: nn.Module) -> nn.Module:
     sizes = {"top_k": _TOP_K, "num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN}
-    small = {"weight": _waves(_NUM_EXPERTS, _HIDDEN, dtype=child.weight.dtype)}
+    small = {"weight": _waves(_NUM_EXPERTS, _HIDDEN, dtype=child.get_parameter("weight").dtype)}
     return copy_with(child, _parameters=small, **_NO_HOOKS, **sizes)
 
 
 def _small_experts(child: nn.Module) -> nn.Module:
     gate_up, down = (_NUM_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN), (_NUM_EXPERTS, _HIDDEN, _INTERMEDIATE)
-    shapes, dtype = {"gate_up_proj": gate_up, "down_proj": down}, child.down_proj.dtype
+    shapes, dtype = {"gate_up_proj": gate_up, "down_proj": down}, child.get_parameter("down_proj").dtype
     small = {name: _waves(*shape, dtype=dtype) for name, shape in shapes.items()}
     sizes = {"num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN, "intermediate_dim": _INTERMEDIATE}
     config = SimpleNamespace(_experts_implementation="eager")

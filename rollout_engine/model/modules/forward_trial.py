@@ -45,7 +45,7 @@ class _Trial:
     def __init__(self, target: Any, parts: dict[str, object], prefix: str = "", reads: set[str] | None = None) -> None:
         self.__dict__.update(_target=target, _parts=parts, _prefix=prefix, _reads=set() if reads is None else reads)
 
-    @property
+    @property  # type: ignore[misc]  # object lets it be set
     def __class__(self) -> Any:  # for `super()`
         return type(self._target)
 

@@ -165,9 +165,9 @@ def _probe_mask(*args: Any, mask_function: Callable[..., Any], local_size: int |
     queries = sorted({0, 1, 2, 3 * (size or 64), _FAR} | edges)
     reach = size or 9
     keys = {max(0, q + d) for q in queries for d in (-reach - 1, -reach, -reach + 1, -1, 0, 1)}
-    keys = sorted(keys | {_FAR - (1 << bits) for bits in range(_FAR.bit_length())})
-    q, k, zero = torch.tensor(queries)[:, None], torch.tensor(keys)[None], torch.tensor(0)
-    got = torch.as_tensor(mask_function(zero, zero, q, k)).expand(len(queries), len(keys))
+    reached = sorted(keys | {_FAR - (1 << bits) for bits in range(_FAR.bit_length())})
+    q, k, zero = torch.tensor(queries)[:, None], torch.tensor(reached)[None], torch.tensor(0)
+    got = torch.as_tensor(mask_function(zero, zero, q, k)).expand(len(queries), len(reached))
     if torch.equal(got, k <= q):
         return _Mask("causal", 0)
     if size and torch.equal(got, (k <= q) & (k > q - size)):

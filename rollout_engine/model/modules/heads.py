@@ -4,7 +4,7 @@ A module with such a head is a base model, and one linear on its hidden states: 
 sequence, or for each token.
 """
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ def with_labels(config: PretrainedConfig) -> PretrainedConfig:
 def trunk_of(module: nn.Module) -> nn.Module:
     """The module that computes a step of `module`: the whole of a causal LM, the base model where a head classifies."""
     is_causal_lm = not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is not None
-    return module if is_causal_lm else module.base_model
+    return module if is_causal_lm else cast(nn.Module, module.base_model)
 
 
 def head_of(module: PreTrainedModel) -> nn.Linear | None:
@@ -59,9 +59,9 @@ def pooling_info(module: PreTrainedModel, kind: HeadKind | None) -> PoolingInfo:
     config = module.config
     names = getattr(config, "id2label", None) or {}
     return PoolingInfo(
-        hidden_size=module.get_input_embeddings().weight.shape[1] if kind is None else _width(module),
+        hidden_size=module.get_input_embeddings().get_parameter("weight").shape[1] if kind is None else _width(module),
         head=kind,
-        labels=[] if kind is None else [str(names.get(i, f"LABEL_{i}")) for i in range(config.num_labels)],
+        labels=[] if kind is None else [str(names.get(i, f"LABEL_{i}")) for i in range(config.num_labels or 0)],
         is_multi_label=getattr(config, "problem_type", None) == "multi_label_classification",
         pad_token_id=getattr(config, "pad_token_id", None),
     )

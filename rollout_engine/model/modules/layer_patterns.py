@@ -125,13 +125,16 @@ def _attend(
     by_token = None if factors is None or positions is None else _checked_factors(factors, positions)
     for scale in _SCALES:
         flat = _projections(geometry, count, scale)
-        projected, inputs = waves(1, count, 5, phase=0.5), []
+        projected = waves(1, count, 5, phase=0.5)
+        inputs: list[Tensor] = []
 
         def project(x: Tensor, inputs: list[Tensor] = inputs, projected: Tensor = projected) -> Tensor:
             inputs.append(x)
             return projected
 
-        parts = {name: partial(_projected, hidden, value) for name, value in flat.items()} | {"o_proj": project}
+        parts: dict[str, object] = {name: partial(_projected, hidden, value) for name, value in flat.items()} | {
+            "o_proj": project
+        }
         if "q_norm" in forward.children:
             parts |= {name: partial(_norm, geometry.head_dim_k, factor) for name, factor in _NORMS.items()}
         result, call = _called(forward, parts, hidden, (cos, sin), positions)
@@ -277,10 +280,11 @@ def _run_layer(forward: Forward) -> None:
 
 
 def _run_base(forward: Forward) -> None:
-    rotations, count = (torch.zeros(1), torch.zeros(1)), len(list(forward.children["layers"]))
+    rotations, count = (torch.zeros(1), torch.zeros(1)), len(list(forward.children["layers"].children()))
     ids, positions = torch.arange(NUM_TOKENS)[None], watched_positions()
     for scale in _SCALES:
-        embedded, seen = waves(1, NUM_TOKENS, 8, phase=0.3) * scale, []
+        embedded = waves(1, NUM_TOKENS, 8, phase=0.3) * scale
+        seen: list[Any] = []
 
         def embed(tokens: Tensor, embedded: Tensor = embedded) -> Tensor:
             return embedded

@@ -47,7 +47,8 @@ def is_gated_mlp(child: nn.Module) -> bool:
     x = torch.linspace(-4, 4, 24).view(3, 8)
 
     def compute(x: Tensor) -> Tensor:
-        return small["down_proj"](gated_silu(small["gate_proj"](x), small["up_proj"](x)))
+        out: Tensor = small["down_proj"](gated_silu(small["gate_proj"](x), small["up_proj"](x)))
+        return out
 
     return agree(trial, compute, x) and agree(trial, compute, x * LARGE)
 
@@ -57,8 +58,9 @@ def rms_norm_epsilon(child: nn.Module) -> float | None:
     epsilon = next((getattr(child, name) for name in _EPSILON_NAMES if hasattr(child, name)), None)
     if not isinstance(epsilon, float) or [name for name, _ in child.named_parameters()] != ["weight"]:
         return None
-    weight = torch.linspace(-1.5, 2.5, child.weight.numel(), dtype=child.weight.dtype)
-    if weight.shape != child.weight.shape or list(child.children()) or list(child.buffers()):
+    like = child.get_parameter("weight")
+    weight = torch.linspace(-1.5, 2.5, like.numel(), dtype=like.dtype)
+    if weight.shape != like.shape or [*child.children(), *child.buffers()]:
         return None
     trial = copy_with(child, _parameters=child._parameters | {"weight": nn.Parameter(weight, requires_grad=False)})
     rows = torch.linspace(-4, 5, 3 * len(weight)).view(3, -1) * torch.tensor([[1.0], [1e-2], [1e-4]])
@@ -76,7 +78,7 @@ def is_gelu_tanh(child: nn.Module) -> bool:
 
 def _small_linear(in_features: int, out_features: int) -> nn.Linear:
     """A linear with fixed weights; nothing is drawn from torch's generator."""
-    result = nn.utils.skip_init(nn.Linear, in_features, out_features)
+    result: nn.Linear = nn.utils.skip_init(nn.Linear, in_features, out_features)
     for parameter in result.parameters():
         parameter.data.copy_(torch.arange(parameter.numel()).view(parameter.shape).sin())
     return result

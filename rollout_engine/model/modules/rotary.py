@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 _LEAST_ROWS = 1024
 """Positions in a table at first."""
@@ -65,7 +65,7 @@ class RotaryTable:
         return cos[0], sin[0]
 
 
-def refuse_long_batches(model: nn.Module) -> None:
+def refuse_long_batches(model: PreTrainedModel) -> None:
     """Make a Hugging Face causal LM raise `ValueError` for batches longer than `rotary_limit`, in place."""
     limit = rotary_limit(model.config)
     if limit is None:

@@ -25,11 +25,15 @@ def routers_of(module: nn.Module) -> list[nn.Module]:
 
 def routing_info(routers: Sequence[nn.Module]) -> RoutingInfo | None:
     """Sizes of these routers; None where there are none, or they are not all alike."""
-    found = {(router.weight.shape[0], router.top_k) for router in routers}
+    found: set[tuple[int, Any]] = {(_num_experts(router), router.top_k) for router in routers}
     if len(found) != 1:
         return None
     ((num_experts, top_k),) = found
     return RoutingInfo(len(routers), num_experts, top_k)
+
+
+def _num_experts(router: nn.Module) -> int:
+    return len(router.get_parameter("weight"))
 
 
 @contextmanager
@@ -81,7 +85,7 @@ class _Replay:
         if num_tokens != len(self._experts):
             bound = f"one entry for each of the {num_tokens} tokens of this forward, padding included"
             raise RequestError.for_field("routed_experts", f"{len(self._experts)} tokens", bound)
-        mode = _GivenExperts(self._experts.to(given[0].device), router.weight.shape[0])
+        mode = _GivenExperts(self._experts.to(given[0].device), _num_experts(router))
         self._passes.num_forwards += 1
         self._passes.num_recomputed += torch._C._current_graph_task_id() >= 0
         mode.__enter__()
@@ -95,7 +99,7 @@ class _Replay:
         if output is not None and mode.num_given != 1:
             raise ConfigError(
                 f"{type(router).__name__} cannot replay experts: it does not choose {router.top_k} of "
-                f"{router.weight.shape[0]} by one torch.topk."
+                f"{_num_experts(router)} by one torch.topk."
             )
 
 

@@ -78,7 +78,7 @@ def unproven_operations(module: nn.Module) -> list[str]:
         return [f"its forward, which fails on two tokens ({type(problem).__name__}: {problem})"]
     threads = torch.get_num_threads()
     try:
-        return [name for name, key, *call in watch.tried if not _keeps_rows(key, *call, threads)] + watch.others
+        return [name for name, call in watch.tried if not _keeps_rows(*call, threads)] + watch.others
     finally:
         torch.set_num_threads(threads)
 
@@ -88,7 +88,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tried: list[tuple[str, _Key, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self.tried: list[tuple[str, tuple[_Key, Callable[..., Any], tuple[Any, ...], dict[str, Any]]]] = []
         self.others: list[str] = []
         self._seen: set[_Key] = set()
 
@@ -110,7 +110,7 @@ class _Watch(TorchDispatchMode):
             return
         self._seen.add(key)
         if name in _TRIED:
-            self.tried.append((name, key, func, args, kwargs))
+            self.tried.append((name, (key, func, args, kwargs)))
         else:
             self.others.append(name)
 
@@ -148,7 +148,8 @@ def _same_in_windows(compute: Callable[[Tensor], Any], x: Tensor, threads: int) 
 
     def rows_of(start: int, height: int) -> Tensor:
         result = compute(x.narrow(-2, start, height).clone())
-        return (result[0] if isinstance(result, tuple) else result).nan_to_num()
+        rows: Tensor = (result[0] if isinstance(result, tuple) else result).nan_to_num()
+        return rows
 
     torch.set_num_threads(1)
     expected = rows_of(0, rows)

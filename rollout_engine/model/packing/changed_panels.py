@@ -103,7 +103,7 @@ def without(ranges: Ranges, others: Ranges) -> Ranges:
 
 def _add(panels: dict[int, Ranges], first: int, like: Tensor, low: int, high: int, inwards: int) -> None:
     """Add the panels that elements [low, high) of padded rows reach into, or, with `inwards`, fill."""
-    num_panels, _, _ = gemm.panels_shape(*like.shape, like.dtype)
+    num_panels, _, _ = gemm.panels_like(like)
     size = _panel_bytes(like) // like.itemsize
     start, end = (-(-low // size), high // size) if inwards else (low // size, -(-high // size))
     while start < end:
@@ -114,7 +114,7 @@ def _add(panels: dict[int, Ranges], first: int, like: Tensor, low: int, high: in
 
 
 def _panel_bytes(like: Tensor) -> int:
-    _, units, panel = gemm.panels_shape(*like.shape, like.dtype)
+    _, units, panel = gemm.panels_like(like)
     return 4 * units * panel
 
 
@@ -124,4 +124,4 @@ def _rows(like: Tensor, first: int, end: int) -> Tensor:
 
 
 def _packed(panels: Tensor, like: Tensor, first: int, end: int) -> gemm.PackedWeight:
-    return gemm.PackedWeight(panels[first:end], *_rows(like, first, end).shape, like.dtype)
+    return gemm.PackedWeight.like(_rows(like, first, end), panels[first:end])

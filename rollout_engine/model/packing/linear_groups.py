@@ -7,7 +7,7 @@ of one buffer (`fuse_projections`).
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import gemm
 
+Kind = TypeVar("Kind", bound=nn.Module)
+
 _FUSED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def become(child: nn.Module, kind: type[Kind]) -> Kind:
+    """Give a module another class, in place; returns it."""
+    child.__class__ = kind
+    assert isinstance(child, kind), "its class was just replaced"
+    return child
 
 
 def swap_linears(module: nn.Module) -> None:
@@ -25,8 +34,8 @@ def swap_linears(module: nn.Module) -> None:
         shared = LinearGroup(group)
         shared.float32_out = isinstance(group[0], RowInvariantLinear) and group[0]._group.float32_out
         for slot, child in enumerate(group):
-            child.__class__ = RowInvariantLinear
-            child._group, child._slot = shared, slot
+            swapped = become(child, RowInvariantLinear)
+            swapped._group, swapped._slot = shared, slot
 
 
 def fuse_projections(module: nn.Module) -> None:
@@ -250,10 +259,10 @@ def linears_by_input(module: nn.Module, classes: tuple[type, ...]) -> Iterator[l
     for parent in list(module.modules()):
         children = dict(parent.named_children())
         for names in _FUSED_NAMES:
-            siblings = [children.get(name) for name in names]
-            if all(type(s) in classes for s in siblings) and len({_signature(s) for s in siblings}) == 1:
+            siblings = [s for name in names if isinstance(s := children.get(name), nn.Linear) and type(s) in classes]
+            if len(siblings) == len(names) and len({_signature(s) for s in siblings}) == 1:
                 taken.update(id(s) for s in siblings)
-                yield siblings  # type: ignore[misc]
+                yield siblings
         for child in children.values():
             if type(child) in classes and id(child) not in taken:
                 taken.add(id(child))

@@ -4,6 +4,8 @@ A bfloat16 logit has 8 significant bits; near 20 that is a step of 1/8, also in 
 packed copies keep their dtype: only the product's result is wider.
 """
 
+from typing import Any
+
 from torch import nn
 
 from rollout_engine.base.errors import ConfigError
@@ -47,6 +49,6 @@ def _refuse_impossible(module: nn.Module, group: LinearGroup | None) -> None:
         )
 
 
-def _group_of(module: nn.Module) -> LinearGroup | None:
+def _group_of(module: Any) -> LinearGroup | None:
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     return head._group if isinstance(head, RowInvariantLinear) else None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.cpu import gemm
-from rollout_engine.model.packing.linear_groups import LinearGroup
+from rollout_engine.model.packing.linear_groups import LinearGroup, become
 
 
 class PackedEmbedding(nn.Embedding):
@@ -23,4 +23,4 @@ class PackedEmbedding(nn.Embedding):
 
 def read_from_head(embedding: nn.Embedding, group: LinearGroup) -> None:
     """Make `embedding`, which shares its parameter with `group`, read the group's operand; in place."""
-    embedding.__class__, embedding._group = PackedEmbedding, group
+    become(embedding, PackedEmbedding)._group = group

@@ -124,7 +124,7 @@ class PackedWeights:
             return
         self._make_room()
         for panels, like, room in zip(self._live, self._likes, self._room, strict=True):
-            gemm.unpack(_packed(panels, like), room)
+            gemm.unpack(gemm.PackedWeight.like(like, panels), room)
         self._next = []
 
     def pack(self, place: Callable[[Tensor], Tensor]) -> None:
@@ -188,7 +188,7 @@ class PackedWeights:
         if self._changed.is_swapped:
             self._live, self._room = self._room, self._live
             for group, panels, like in zip(self._held, self._live, self._likes, strict=True):
-                group.install(_packed(panels, like), group.operand()[1])
+                group.install(gemm.PackedWeight.like(like, panels), group.operand()[1])
         else:
             self._changed.copy(self._live, self._room)
         self._changed, self._anew = ChangedPanels(self._likes), []
@@ -209,7 +209,7 @@ class PackedWeights:
         """Bytes that `pack` will allocate."""
         room = [] if self._room else self._likes
         others = [group.packed.panels.nbytes for group in self._others if group.packed is not None]
-        return sum(4 * math.prod(gemm.panels_shape(*like.shape, like.dtype)) for like in room) + sum(others)
+        return sum(4 * math.prod(gemm.panels_like(like)) for like in room) + sum(others)
 
     @property
     def is_without_values(self) -> bool:
@@ -253,7 +253,7 @@ class PackedWeights:
         likes = self._likes[place.first : place.end]
         copies = gemm.empty_panels(likes)
         for panels, like, copy in zip(self._live[place.first : place.end], likes, copies, strict=True):
-            gemm.unpack(_packed(panels, like), copy)
+            gemm.unpack(gemm.PackedWeight.like(like, panels), copy)
         return place.within(copies[0], likes[0].dtype)
 
     def _put_on_meta(self) -> None:
@@ -272,12 +272,8 @@ class PackedWeights:
     def _unpack_next(self) -> None:
         """Unpack the next copies into staged rows."""
         for panels, like in zip(self._room, self._likes, strict=True):
-            gemm.unpack(_packed(panels.clone(), like), panels)
+            gemm.unpack(gemm.PackedWeight.like(like, panels.clone()), panels)
         self._next = []
-
-
-def _packed(panels: Tensor, like: Tensor) -> gemm.PackedWeight:
-    return gemm.PackedWeight(panels, *like.shape, like.dtype)
 
 
 def _next_operand(group: LinearGroup, place: Callable[[Tensor], Tensor]) -> linear.Operand:

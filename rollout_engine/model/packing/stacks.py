@@ -36,7 +36,7 @@ class Stack(NamedTuple):
 
     def place(self, view: Tensor) -> "Place":
         """The place among panels of a plain `view` of the storage."""
-        num_panels, units, panel = gemm.panels_shape(*self.like.shape, self.like.dtype)
+        num_panels, units, panel = gemm.panels_like(self.like)
         padded_columns = units * 4 // self.like.itemsize
         size, padded_size = self.like.numel(), num_panels * panel * padded_columns
 
@@ -47,11 +47,12 @@ class Stack(NamedTuple):
 
         steps = [(n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True)]
         strides = [moved(stride) for stride in view.stride()]
-        last = view.storage_offset() + sum(steps)
+        offset = int(view.storage_offset())
+        last = offset + sum(steps)
         # Where a step runs over the end of a row or matrix, padding is in between.
-        reached = moved(view.storage_offset()) + sum((n - 1) * s for n, s in zip(view.shape, strides, strict=True))
+        reached = moved(offset) + sum((n - 1) * s for n, s in zip(view.shape, strides, strict=True))
         assert reached == moved(last), f"a view of shape {tuple(view.shape)} runs across matrices {self.like.shape}"
-        first, offset = divmod(view.storage_offset(), size)
+        first, offset = divmod(offset, size)
         end = self.start + last // size + 1
         return Place(self.start + first, end, moved(offset), tuple(view.shape), tuple(strides))
 
@@ -82,7 +83,7 @@ class Place(NamedTuple):
 
         `like`: [N, K], the shape of the matrices.
         """
-        _, units, _ = gemm.panels_shape(*like.shape, like.dtype)
+        _, units, _ = gemm.panels_like(like)
         padded_columns = units * 4 // like.itemsize
         is_whole = self.shape[1:] == like.shape[1:] and self.strides == (padded_columns, 1)
         reach = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))

@@ -16,7 +16,8 @@ from rollout_engine.model.packing.linear_groups import without_products
 
 def storages_read(module: nn.Module) -> set[int]:
     """Addresses of the storages that a forward of two tokens of a causal LM reads, except by our own products."""
-    with torch.no_grad(), without_products(module), _Watch() as watch:
+    watch = _Watch()
+    with torch.no_grad(), without_products(module), watch:
         module(input_ids=torch.tensor([[0, 1]]), use_cache=False)
     return watch.storages
 

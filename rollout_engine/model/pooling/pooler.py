@@ -62,7 +62,7 @@ class Pooler:
             if len(part):
                 prompt.take(self._head(part) if prompt.params.uses_head and self._head is not None else part)
             if piece.is_last:
-                found[piece.index] = prompt.result()
+                found[piece.place] = prompt.result()
                 del self._prompts[piece.sequence_id]
         return found
 
@@ -116,7 +116,7 @@ class _Prompt:
 class _Piece(NamedTuple):
     """The part of a prompt that a step computes."""
 
-    index: int
+    place: int
     sequence_id: int
     prompt: _Prompt
     num_rows: int

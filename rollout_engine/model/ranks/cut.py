@@ -16,7 +16,7 @@ always right. Experts are divided as wholes. What the plan leaves out (norms, ro
 
 import re
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -135,15 +135,16 @@ def _are_experts(child: nn.Module) -> bool:
 
 def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Module], plan: dict[int, str]) -> None:
     """Cut by heads, where `parent` is built as Llama's attention is; else have every product give whole rows."""
-    layer = cut.geometry[parent.layer_idx]
-    parts = dict(parent.named_children())
+    index: Any = parent.layer_idx
+    layer = cut.geometry[index]
+    parts: dict[str, Any] = dict(parent.named_children())
     is_known = parts.keys() <= _ATTENTION_PARTS and parts.keys() >= {*_QKV, "o_proj"} and not layer.has_sinks
     is_known = is_known and all(plan.get(id(parts[name])) == "colwise" for name in _QKV)
     is_known = is_known and plan.get(id(parts["o_proj"])) == "rowwise" and not list(parent.parameters(recurse=False))
     norms = [p for name in ("q_norm", "k_norm") if name in parts for p in parts[name].parameters()]
     is_known = is_known and all(norm.numel() == layer.head_dim_k for norm in norms)
-    sizes = (layer.num_heads * layer.head_dim_k, layer.num_kv_heads * layer.head_dim_k)
-    sizes += (layer.num_kv_heads * layer.head_dim_v,)
+    sizes = [layer.num_heads * layer.head_dim_k, layer.num_kv_heads * layer.head_dim_k]
+    sizes.append(layer.num_kv_heads * layer.head_dim_v)
     if not is_known or any(parts[name].out_features != size for name, size in zip(_QKV, sizes, strict=True)):
         return _cut_block(cut, parent, children, plan)
     heads, kv_heads = _share_heads(layer, cut.seat)
@@ -152,10 +153,10 @@ def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Modu
         cut.linears.append(LinearCut(parts[name], share.times(dim), None, "kept"))
     cut.linears.append(_last(cut, parts["o_proj"], heads.times(layer.head_dim_v), "its hidden size"))
     fields = {"num_heads": heads.size, "num_kv_heads": kv_heads.size}
-    cut.geometry[parent.layer_idx] = layer.__class__(**{**_fields(layer), **fields})
+    cut.geometry[index] = layer.__class__(**{**_fields(layer), **fields})
 
 
-def _fields(layer: LayerGeometry) -> dict[str, object]:
+def _fields(layer: LayerGeometry) -> dict[str, Any]:
     return {name: getattr(layer, name) for name in layer.__struct_fields__}
 
 
@@ -178,11 +179,12 @@ def _cut_block(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Module],
     """Cut an MLP, whose activation needs each rank's own columns alone, or linears of an unknown structure."""
     is_local = is_gated_mlp(parent) and plan.get(id(parent.gate_proj)) == plan.get(id(parent.up_proj)) == "colwise"
     is_local = is_local and plan.get(id(parent.down_proj)) == "rowwise"
-    for child in children.values():
+    child: Any
+    for name, child in children.items():
         if plan[id(child)] == "experts":
             cut.experts.append((child, _share(child.down_proj.shape[0], cut.seat, "its experts")))
             continue
-        if is_local and child is parent.down_proj:
+        if is_local and name == "down_proj":
             cut.linears.append(_last(cut, child, _share(child.in_features, cut.seat, "a product"), "a product"))
         else:
             share = _share(child.out_features, cut.seat, "a product")
@@ -222,9 +224,11 @@ def _replace_parameters(module: PreTrainedModel, cut: ModelCut, *, keep_values: 
             replaced[id(before)] = _own(before.data[share.rows], keep_values=keep_values)
         child.register_parameter(attribute, replaced[id(before)])
     for each in cut.linears:
-        linear, inputs = each.module, each.input_share
+        linear: Any = each.module
+        inputs = each.input_share
         linear.out_features, linear._own_outputs = each.share.size, each.share
         if each.result == "added":
+            assert inputs is not None, "sums are of parts of what it reads"
             cut.columns[names[id(linear.weight)]] = inputs
             linear.weight = _own(linear.weight.data[:, inputs.rows], keep_values=keep_values)
             linear.in_features, linear._own_inputs = inputs.size, inputs

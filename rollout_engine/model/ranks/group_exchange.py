@@ -66,8 +66,8 @@ class GroupExchange(Exchange):
         """Have `break_` call this before it leaves the group, on any thread."""
         self._before_leaving.append(call)
 
-    def gathering(self, share: Share) -> "ColumnGather":
-        return ColumnGather(self, share, self.agree(share.size))
+    def gathering(self, share: Share) -> "Callable[[Tensor], Tensor]":
+        return ColumnGather(self, share, self.agree(share.size))  # type: ignore[return-value]  # a tuple with `__call__`
 
     def gather_rows(self, part: Tensor, first: int, num_rows: int) -> Tensor:
         whole = part.new_zeros(num_rows, part.shape[1])

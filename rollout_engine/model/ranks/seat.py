@@ -17,10 +17,14 @@ ELSEWHERE = "so they do on another rank"
 class Columns(Protocol):
     """The chunks of a step as arrays, as `kernels.cpu.attention.ChunkColumns`."""
 
-    first_positions: np.ndarray
-    token_starts: np.ndarray
-    blocks: np.ndarray
-    block_starts: np.ndarray
+    @property
+    def first_positions(self) -> np.ndarray: ...
+    @property
+    def token_starts(self) -> np.ndarray: ...
+    @property
+    def blocks(self) -> np.ndarray: ...
+    @property
+    def block_starts(self) -> np.ndarray: ...
 
 
 class Followers(Protocol):

@@ -96,4 +96,5 @@ class SharedExchange(Exchange):
         if num_bytes > _PLACE_BYTES:
             what = f"Ranks exchange up to {_PLACE_BYTES} bytes at a time, and this step has a tensor of {num_bytes}"
             raise ConfigError(f"{what}. Give a smaller max_num_batched_tokens.")
-        return self._places[self._count % 2][:num_bytes].view(dtype)
+        place: Tensor = self._places[self._count % 2][:num_bytes].view(dtype)
+        return place

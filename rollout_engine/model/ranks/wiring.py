@@ -12,7 +12,7 @@ from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.ranks.share import Share
 
 
-def connect(module: nn.Module, cut: ModelCut, *, replaced_experts: bool = True) -> None:
+def connect(module: Any, cut: ModelCut, *, replaced_experts: bool = True) -> None:
     """Make the forward of `module`, whose linears have been replaced, that of all ranks together.
 
     `replaced_experts`: whether its experts have been too; else they are transformers' own, and what ranks give is
@@ -23,6 +23,7 @@ def connect(module: nn.Module, cut: ModelCut, *, replaced_experts: bool = True) 
         if each.module is head:
             each.module.register_forward_pre_hook(_Announced(cut.seat))
         _connect_linear(each, cut.seat)
+    child: Any
     for child, share in cut.experts:
         child._own_experts = own = OwnExperts(cut.seat, share)
         if not replaced_experts:
@@ -30,10 +31,10 @@ def connect(module: nn.Module, cut: ModelCut, *, replaced_experts: bool = True) 
             child.register_forward_pre_hook(own.before)
             child.register_forward_hook(own.after)
     if cut.embedding is not None:
-        embedding, share = cut.embedding
-        embedding._own_rows = own = OwnRows(cut.seat, share)
-        embedding.register_forward_pre_hook(own.before)
-        embedding.register_forward_hook(own.after)
+        embedding: Any = cut.embedding[0]
+        embedding._own_rows = rows = OwnRows(cut.seat, cut.embedding[1])
+        embedding.register_forward_pre_hook(rows.before)
+        embedding.register_forward_hook(rows.after)
 
 
 class Joins(NamedTuple):
@@ -63,7 +64,8 @@ def _connect_linear(cut: LinearCut, seat: Seat) -> None:
         cut.module.register_forward_pre_hook(lambda _, given: (join_input(given[0]),))
     if join_output is not None:
         cut.module.register_forward_hook(lambda _, given, out: join_output(out))
-    cut.module._joins = Joins(join_input, join_output)
+    linear: Any = cut.module
+    linear._joins = Joins(join_input, join_output)
 
 
 class OwnExperts:

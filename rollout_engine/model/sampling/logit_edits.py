@@ -42,9 +42,11 @@ class LogitEdits:
         params = sequence.params
         self.sequence = sequence
         self.counts = TokenCounts(sequence.token_ids[: sequence.num_prompt_tokens]) if params.penalises else None
-        self.bias = _as_columns(params.logit_bias) if sibling is None else sibling.bias
+        self.bias: tuple[np.ndarray, np.ndarray] | None = (
+            _as_columns(params.logit_bias) if sibling is None else sibling.bias
+        )
         """Token ids int64 and their biases float32."""
-        self.allowed = _distinct(params.allowed_token_ids) if sibling is None else sibling.allowed
+        self.allowed: np.ndarray | None = _distinct(params.allowed_token_ids) if sibling is None else sibling.allowed
         """int64, ascending."""
         self.stop_ids = [t for t in (*sequence.eos_token_ids, *(params.stop_token_ids or ())) if t < vocab_size]
         self._failure: str | None = None

@@ -51,7 +51,8 @@ class PromptScorer:
 
     def rows(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
         """Rows of this step's flat batch whose logits `score` needs."""
-        self._pieces, rows, first_row = [], [], 0
+        rows: list[int] = []
+        self._pieces, first_row = [], 0
         for index, chunk in enumerate(scheduled if self._prompts else ()):
             prompt = self._prompts.get(chunk.sequence_id)
             if prompt is not None:
@@ -85,7 +86,7 @@ class PromptScorer:
             for place, wait in arriving:
                 place[:] = wait().numpy()
             arriving.clear()
-            return {piece.index: piece.prompt.found for piece in complete}
+            return {piece.place: piece.prompt.found for piece in complete}
 
         return finish
 
@@ -114,7 +115,7 @@ class _Prompt:
 class _Piece(NamedTuple):
     """Positions [start, end) of a prompt, computed in this step."""
 
-    index: int
+    place: int
     prompt: _Prompt
     start: int
     end: int

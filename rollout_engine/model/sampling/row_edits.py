@@ -33,7 +33,8 @@ class RowEdits(dict[int, LogitEdits]):
 
         `truncates`: bool [N], rows that rules truncate, as far as they keep allowed tokens alone.
         """
-        return self.is_restricted(len(truncates)) & ~truncates
+        tries: np.ndarray = self.is_restricted(len(truncates)) & ~truncates
+        return tries
 
     @cached_property
     def masked(self) -> "MaskedRows | None":

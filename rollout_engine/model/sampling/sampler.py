@@ -52,8 +52,8 @@ def sample(
     A row that cannot be sampled (NaN, +inf, nothing but -inf) gets token -1 and an entry in `errors`. `drawn`: the
     tokens int64 [N] that a device has drawn from whole rows, for those of `edits` that grammars restrict.
     """
-    if drawn is None and (out := _sample_whole_rows(logits, batch, edits)) is not None:
-        return out
+    if drawn is None and (whole := _sample_whole_rows(logits, batch, edits)) is not None:
+        return whole
     first = rows = _Rows(logits, batch.row_temperatures, batch.uniforms, batch.greedy, batch.rules)
     tries_first = edits.tries_first(batch.truncates)
     if rows.rules is not None and edits.restricted:

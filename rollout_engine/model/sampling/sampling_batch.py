@@ -81,12 +81,14 @@ class SamplingBatch:
     @cached_property
     def is_raw(self) -> np.ndarray:
         """bool [N]: rows whose log-probs are raw and differ from tempered ones."""
-        return (self.modes == _RAW) & (self.temperature != 0) & (self.temperature != 1)
+        is_raw: np.ndarray = (self.modes == _RAW) & (self.temperature != 0) & (self.temperature != 1)
+        return is_raw
 
     @cached_property
     def is_processed(self) -> np.ndarray:
         """bool [N]: rows whose log-probs are of the distribution they are drawn from."""
-        return self.modes == _PROCESSED
+        is_processed: np.ndarray = self.modes == _PROCESSED
+        return is_processed
 
     @cached_property
     def is_plain(self) -> bool:
@@ -127,9 +129,9 @@ class SamplingBatch:
 
     def rows(self, index: np.ndarray) -> "SamplingBatch":
         """The settings of rows `index`, int64 [n]."""
-        columns = (getattr(self, each.name)[index] for each in fields(self) if each.type is np.ndarray)
+        columns = {each.name: getattr(self, each.name)[index] for each in fields(self) if each.type is np.ndarray}
         asked = {place: self.asked_ids[row] for place, row in enumerate(index.tolist()) if row in self.asked_ids}
-        return SamplingBatch(*columns, self.wants_logprobs, asked)
+        return SamplingBatch(**columns, wants_logprobs=self.wants_logprobs, asked_ids=asked)
 
     def at(self, positions: np.ndarray) -> "SamplingBatch":
         """The same tasks at other `positions`, int64 [N]."""

@@ -26,7 +26,7 @@ class SequenceStates(dict[int, NewSequence]):
         self._edits: dict[int, LogitEdits] = {}
         """Logit edits of the sequences that have any."""
 
-    def update(self, work: SchedulerOutput) -> None:
+    def begin_step(self, work: SchedulerOutput) -> None:
         """Drop finished sequences and add new ones."""
         for sequence_id in work.finished_sequence_ids:
             self.pop(sequence_id, None)

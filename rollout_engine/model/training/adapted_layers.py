@@ -15,7 +15,7 @@ from rollout_engine.kernels.adapters import Added, add_adapter
 
 def plain_model(model: nn.Module) -> nn.Module:
     """The causal LM inside a `PeftModel`; any other model itself."""
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model  # type: ignore[no-any-return,operator]
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def make_adapters_exact(model: nn.Module, kernel: Added) -> None:
     """Have every LoRA layer of a linear compute its adapter by the engine's own product, `kernel`, in place."""
     for child in model.modules():
         if _is_lora(child) and not isinstance(child, ExactAdapter):
-            child.__class__ = _exact_class(type(child), kernel)
+            child.__class__ = _exact_class(type(child), kernel)  # type: ignore[arg-type]  # mypy doubts that it has a hash
 
 
 class ExactAdapter:
@@ -94,7 +94,7 @@ class ExactAdapter:
 
 
 @cache
-def _exact_class(kind: type, kernel: Added) -> type:
+def _exact_class(kind: type[nn.Module], kernel: Added) -> type[nn.Module]:
     return type(f"Exact{kind.__name__}", (ExactAdapter, kind), {"adapter_kernel": staticmethod(kernel)})
 
 

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.modules.packed_rows import (
@@ -60,7 +61,7 @@ def refuse_moved(device: torch.device, enabled_on: str) -> None:
         )
 
 
-def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         _refuse_compiled()
     parameter = next(decoder.parameters())
@@ -78,7 +79,7 @@ def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     _state.random = _random_state(parameter.device)
 
 
-def _after(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _after(decoder: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
     expect_packed_rows(False)
     before, _state.random = getattr(_state, "random", None), None
     if before is None or output is None:
@@ -98,7 +99,7 @@ def _after(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     )
 
 
-@torch.compiler.disable(recursive=False)
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _refuse_compiled() -> None:
     raise ConfigError(
         "An exact model was given to torch.compile, whose fused operations round otherwise than the engine's. Call the "
@@ -162,7 +163,7 @@ def _live_adapter(decoder: nn.Module) -> str | None:
         if "base_layer" not in child._modules or getattr(child, "merged", False):
             continue
         if not getattr(child, "disable_adapters", False) and not getattr(child, "exact_adapter", None):
-            return name
+            return str(name)
     return None
 
 
@@ -180,7 +181,7 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _dropouts(decoder: nn.Module) -> list[str]:
+def _dropouts(decoder: PreTrainedModel) -> list[str]:
     """Dropout settings above 0 in the configuration, else up to three active dropout modules."""
     config = decoder.config.to_dict()
     named = [f"{key}={value}" for key, value in config.items() if "drop" in key and isinstance(value, float) and value]

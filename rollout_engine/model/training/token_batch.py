@@ -1,5 +1,7 @@
 """Checks a trainer's batch of token ids and brings it to the form that models read."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +32,7 @@ def token_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
 
 def vocabulary_of(model: nn.Module) -> int | None:
     """Rows of the embedding, inside any wrapper of the causal LM; None where it has no plain embedding."""
-    owner = next((child for child in model.modules() if hasattr(child, "get_input_embeddings")), None)
+    owner: Any = next((child for child in model.modules() if hasattr(child, "get_input_embeddings")), None)
     return None if owner is None else getattr(owner.get_input_embeddings(), "num_embeddings", None)
 
 
