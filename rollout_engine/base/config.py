@@ -134,15 +134,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     False: a larger KV pool, for weights that stay or change in place (`staging="inplace"`), which stops steps."""
     cuda_graphs: bool = True
     """On a device, replay steps in which every sequence decodes as captured graphs."""
-    attention_backend: Literal["ours", "torch", "flashinfer"] = "ours"
-    """On a device without `deterministic`, whose kernels compute attention. "ours": any structure. "torch":
-    FlashAttention 3, on compute capability 9.0, with torch 2.13 and `flash-attn-3`. "flashinfer": FlashInfer where
-    sequences decode, with the extra `flashinfer`. Compared with ours at load, and refused where they differ
-    (docs/tuning.md)."""
     compile: bool = False
-    """On a device, run layers that our kernels do not run as a whole (`decoder modules` in the start-up line) by
-    `torch.compile`, where a trial at load finds that right and faster. What is compiled rounds otherwise than a
-    trainer: it excludes `deterministic=True`, and a CPU, whose bits are the trainer's, refuses it (decisions/0006)."""
+    """Only False: layers run by our kernels, and `torch.compile` would round otherwise than a trainer
+    (decisions/0019)."""
     max_model_len: Positive | None = None
     """Most tokens of one sequence, prompt included. None: the checkpoint's, capped so that one fits the KV pool."""
     block_size: Positive | Literal["auto"] = "auto"
@@ -277,15 +271,10 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if self.quantization is not None:
             self._check_quantization()
-        if self.attention_backend != "ours" and self.deterministic is True:
+        if self.compile:
             raise ConfigError(
-                f"attention_backend={self.attention_backend!r} and deterministic=True are both set: only our own "
-                "kernels have bits that do not depend on the batch. Give one of them."
-            )
-        if self.compile and self.deterministic is True:
-            raise ConfigError(
-                "compile=True and deterministic=True are both set: what is compiled rounds otherwise than the trainer. "
-                "Give one of them."
+                "compile=True is not possible: steps run by kernels that are compiled already, and torch.compile "
+                "would round otherwise than the trainer. Leave it out."
             )
         if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             bound = "the URL of an OTLP/HTTP collector, http://... or https://..."

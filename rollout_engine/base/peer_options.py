@@ -20,7 +20,8 @@ _QUANTIZATION = "checkpoints are not quantized; quantization='int8' rounds the w
 
 ENGINE_PEERS: Peers = {
     "vLLM's": {
-        "compilation_config": "see compile=... and cuda_graphs=...",
+        "attention_backend": "attention is computed by our own kernels; leave it out",
+        "compilation_config": "kernels are compiled already, and cuda_graphs=... replays steps; leave it out",
         "cpu_offload_gb": "weights stay where the model runs; leave it out",
         "data_parallel_size": _SEVERAL_ENGINES,
         "disable_cascade_attn": "there is no cascade attention; leave it out",

@@ -41,7 +41,7 @@ class RoutingInfo(msgspec.Struct, frozen=True):
 def check_routing_asked(is_asked: bool, info: RoutingInfo | None) -> None:
     """Raise `RequestError` for `return_routed_experts` where the engine has no routers to tell of."""
     if is_asked and info is None:
-        hint = "This engine's model has no routers that are all alike, or its layers are compiled (compile=True)."
+        hint = "This engine's model has no routers that are all alike."
         raise RequestError.for_field("return_routed_experts", True, "False", hint)
 
 

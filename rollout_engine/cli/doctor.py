@@ -79,8 +79,7 @@ def _cuda() -> str:
     found = torch.cuda.get_device_properties(device)
     return (
         f"yes: {found.name}, {found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}. Models built like Llama "
-        "run by our kernels, their decode steps as CUDA graphs (cuda_graphs); the layers of others as modules, or by "
-        "torch.compile (compile=true)"
+        "run by our kernels, their decode steps as CUDA graphs (cuda_graphs); the layers of others as modules"
     )
 
 

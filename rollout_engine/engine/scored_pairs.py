@@ -92,7 +92,7 @@ def _checked_routing(
         return None
     info: RoutingInfo | None = scorer.info.routing
     if info is None:
-        hint = "This engine's model has no routers that are all alike, or its layers are compiled (compile=True)."
+        hint = "This engine's model has no routers that are all alike."
         raise RequestError.for_field("routed_experts", f"those of {len(given)} pairs", "None", hint)
     if len(given) != len(pairs):
         raise RequestError.for_field("routed_experts", f"a list of {len(given)}", f"one for each of {len(pairs)} pairs")

@@ -39,16 +39,6 @@ class Device(NamedTuple):
 def device_of(config: EngineConfig) -> Device:
     """The device that `config` names. Raises `ConfigError` where no engine runs on it."""
     if config.device != "cuda":
-        if config.compile:
-            raise ConfigError(
-                "compile=True is not possible on a CPU: its kernels compute a step bit for bit as the trainer does, "
-                "and what is compiled would round otherwise. Leave it out, or use device='cuda'."
-            )
-        if config.attention_backend != "ours":
-            raise ConfigError(
-                f"attention_backend={config.attention_backend!r} is not possible on a CPU: it names kernels of a CUDA "
-                "device. Leave it out, or use device='cuda'."
-            )
         return Device(torch.device("cpu"), CpuBackend)
     device = torch.device("cuda", 0)
     if (reason := unsupported_reason(device)) is not None:

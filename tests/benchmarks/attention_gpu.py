@@ -2,7 +2,6 @@
 
     python tests/benchmarks/attention_gpu.py --json
     python tests/benchmarks/attention_gpu.py --tune decode      # other shapes of the products, fastest first
-    python tests/benchmarks/attention_gpu.py --backend torch    # by kernels of others (docs/tuning.md)
 
 32 (or 16) query and 8 key/value heads of 128 channels, bfloat16, blocks of 64 in random order. Every figure is the
 median of replays of a CUDA graph that goes through several layers, each with a pool of its own, so that no cache holds
@@ -24,10 +23,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.triton.layout import KVLayer
-from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, Prefixes
+from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention, Prefixes
 from rollout_engine.kernels.triton.shared_prefix import shared_prefixes
 from rollout_engine.kernels.triton.tiling import Tiling
-from rollout_engine.model.cuda.attention_backends import Attention, attention_by
 
 BLOCK_SIZE, DIM, NUM_KV_HEADS = 64, 128, 8
 DTYPE = torch.bfloat16
@@ -38,35 +36,30 @@ BYTES_PER_POSITION = NUM_KV_HEADS * 2 * DIM * DTYPE.itemsize
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--pool-bytes", type=int, default=8 << 30, help="KV of all layers of a figure, at least")
-    parser.add_argument("--backend", choices=["ours", "torch", "flashinfer"], default="ours", help="whose kernels")
     parser.add_argument("--tune", choices=["decode", "prefill", "groups"])
     args = parser.parse_args()
     torch.manual_seed(0)
-    if args.tune and args.backend != "ours":
-        parser.error("--tune is for our own kernels")
-    bench = Bench(args.replays, args.pool_bytes, args.backend)
+    bench = Bench(args.replays, args.pool_bytes)
     show(bench.tune(args.tune) if args.tune else bench.measure(), as_json=args.json)
 
 
 class Bench:
     """RowStats by name, one after the other."""
 
-    def __init__(self, replays: int, pool_bytes: int, backend: str) -> None:
-        self._replays, self._pool_bytes, self._backend = replays, pool_bytes, backend
-        self._modes = (False, True) if backend == "ours" else (False,)
-        """Whether `deterministic`."""
+    def __init__(self, replays: int, pool_bytes: int) -> None:
+        self._replays, self._pool_bytes = replays, pool_bytes
 
     def measure(self) -> Iterator[Figure]:
-        """Everything but `tune`; of other backends what they compute."""
+        """Everything but `tune`."""
         bandwidth = self.copy_bandwidth()
         yield "copy, GB/s read and written", round(bandwidth / 1e9)
         for num_heads, (name, lengths) in itertools.product((16, 32), DECODES.items()):
-            for deterministic in self._modes:
+            for deterministic in (False, True):
                 seconds = self.decode(num_heads, lengths, deterministic=deterministic)
                 share = sum(lengths) * BYTES_PER_POSITION / seconds / bandwidth
                 way = "ordered" if deterministic else "fast"
                 yield f"decode, {num_heads} heads, {name}, {way}: share of copy", round(share, 3)
-        for deterministic in self._modes if self._backend == "ours" else ():
+        for deterministic in (False, True):
             alone = self.decode(16, GROUPED, deterministic=deterministic)
             together = self.decode(16, GROUPED, deterministic=deterministic, samples=16, shared=2048)
             way = "ordered" if deterministic else "fast"
@@ -77,8 +70,6 @@ class Bench:
             flops = 4 * 32 * DIM * num_sequences * length * (length + 1) / 2
             yield f"{name}: TFLOP/s", round(flops / ours / 1e12)
             yield f"{name}: times torch's speed", round(theirs / ours, 2)
-            if self._backend != "ours":
-                continue
             ordered = self.prefill(num_sequences, length, deterministic=True)
             yield f"{name}, ordered: TFLOP/s", round(flops / ordered / 1e12)
 
@@ -119,7 +110,6 @@ class Bench:
         lens = torch.tensor(lengths, dtype=torch.int32)
         prefixes = None
         if shared:
-            assert attention.prefix_shape is not None, "only ours read prefixes together"
             unit, tokens_per_item = attention.prefix_shape
             found = shared_prefixes(
                 tables.numpy(),
@@ -152,10 +142,10 @@ class Bench:
         k, v = torch.randn(2, num_sequences, NUM_KV_HEADS, length, DIM, dtype=DTYPE, device=DEVICE)
         return self._seconds(lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
 
-    def _attention(self, heads: Heads, limits: Limits, deterministic: bool) -> Attention:
-        return attention_by(self._backend, heads, limits, DEVICE, block_size=BLOCK_SIZE, deterministic=deterministic)
+    def _attention(self, heads: Heads, limits: Limits, deterministic: bool) -> PagedAttention:
+        return PagedAttention(heads, limits, DEVICE, block_size=BLOCK_SIZE, deterministic=deterministic)
 
-    def _per_layer(self, attention: Attention, heads: Heads, tokens: int, num_blocks: int) -> float:
+    def _per_layer(self, attention: PagedAttention, heads: Heads, tokens: int, num_blocks: int) -> float:
         layer_bytes = num_blocks * BLOCK_SIZE * BYTES_PER_POSITION
         shape = num_blocks, NUM_KV_HEADS, BLOCK_SIZE, DIM, DIM
         layers = [

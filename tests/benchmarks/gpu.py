@@ -139,7 +139,6 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "Qwen3-1.7B, two devices, deterministic": partial(two_devices, "Qwen3-1.7B", deterministic=True),
     "Llama-3.2-1B": partial(small_benchmark, "Llama-3.2-1B"),
     "Gemma-2-2B": partial(small_benchmark, "Gemma-2-2B", share=False),
-    "Gemma-2-2B, compile=True": partial(small_benchmark, "Gemma-2-2B", share=False, compile=True),
 }
 _MOST_SECONDS = 120.0
 """Of one part."""

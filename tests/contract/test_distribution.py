@@ -7,7 +7,6 @@ import tomllib
 from tests.contract.sources import PACKAGES, ROOT
 
 IMPORT_NAMES = {
-    "flashinfer-python": "flashinfer",
     "huggingface-hub": "huggingface_hub",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
     "opentelemetry-sdk": "opentelemetry",

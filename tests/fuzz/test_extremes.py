@@ -61,7 +61,6 @@ CONFIG_EXTREMES = {
     "reserve_for_updates": [True, False, 1],
     "cuda_graphs": [True, False, 1],
     "compile": [True, False, 1],
-    "attention_backend": ["ours", "torch", "flash"],
     "max_model_len": [1, 24, 2**40, 0],
     "block_size": [1, 64, 48, 128],
     "kv_cache_bytes": [1, 2**20, 2**60, 0],

@@ -12,8 +12,7 @@ from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.kernels.triton.layout import KVLayer
-from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits
-from rollout_engine.model.cuda.attention_backends import attention_by
+from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention
 from rollout_engine.model.cuda.memory import ReleasableMemory
 from rollout_engine.model.cuda.upload import upload
 from rollout_engine.model.modules.geometry import LayerGeometry
@@ -133,22 +132,20 @@ class CudaAttention:
         *,
         deterministic: bool,
         block_size: int,
-        backend: str = "ours",
     ) -> None:
-        """`block_size`: KV positions of a block. `backend`: see `attention_backends`."""
+        """`block_size`: KV positions of a block."""
         heads = [Heads(g.num_heads, g.num_kv_heads, g.head_dim_k, g.head_dim_v, dtype) for g in geometry]
         self._windows: dict[Heads, set[int]] = {each: set() for each in heads}
         for each, layer in zip(heads, geometry, strict=True):
             self._windows[each].add(layer.sliding_window or 0)
         how: dict[str, Any] = {"deterministic": deterministic, "block_size": block_size}
-        made = {each: attention_by(backend, each, limits, device, **how) for each in self._windows}
+        made = {each: PagedAttention(each, limits, device, **how) for each in self._windows}
         self._plans = made
         self._of_layer = [made[each] for each in heads]
 
     @property
     def prefix_shape(self) -> tuple[int, int] | None:
-        """(KV positions per unit, tokens per item) of shared prefixes; None where heads differ between layers, or
-        others' kernels attend."""
+        """(KV positions per unit, tokens per item) of shared prefixes; None if heads differ between layers."""
         return self._of_layer[0].prefix_shape if len(self._plans) == 1 else None
 
     def plan(self, batch: Batch) -> None:

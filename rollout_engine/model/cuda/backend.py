@@ -18,10 +18,7 @@ from rollout_engine.model.backend import Backend
 from rollout_engine.model.cuda import decoder_trial
 from rollout_engine.model.cuda.adapters import CudaAdapterPool
 from rollout_engine.model.cuda.attention import Limits
-from rollout_engine.model.cuda.attention_trial import check_attention
 from rollout_engine.model.cuda.captured_graphs import can_capture
-from rollout_engine.model.cuda.compile_trial import compiled_layers
-from rollout_engine.model.cuda.compiled_layers import CompiledLayers
 from rollout_engine.model.cuda.copy_stream import copy_stream_for
 from rollout_engine.model.cuda.decode_graphs import DecodeGraphs, graph_bytes
 from rollout_engine.model.cuda.largest_step import run_largest_step
@@ -73,12 +70,11 @@ class CudaBackend(Backend):
         device = next(loaded.module.parameters()).device
         self._seat: Seat | None = None if loaded.cut is None else loaded.cut.seat
         if loaded.cut is not None:
-            check_cut(loaded.cut, compiles=config.compile)
+            check_cut(loaded.cut)
             connect(loaded.module, loaded.cut, replaced_experts=False)
         self._fused = runs_fused(
             loaded, deterministic=deterministic, block_size=config.tokens_per_block, seat=self._seat
         )
-        check_attention(config.attention_backend, loaded.geometry, loaded.dtype, device, config.tokens_per_block)
         self.packed = PackedWeights(loaded.module)
         stream = copy_stream_for(device)
         self.adapters: CudaAdapterPool | None = None
@@ -86,8 +82,7 @@ class CudaBackend(Backend):
             sizes = {"max_loras": config.max_loras, "max_rank": config.max_lora_rank}
             self.adapters = CudaAdapterPool(loaded.module, stream=stream, **sizes)
         model_len = config.max_model_len or loaded.max_model_len
-        self._compiled = self._compiled_layers(model_len) if config.compile else None
-        self.routing = routing_info(routers_of(loaded.module)) if self._compiled is None else None
+        self.routing = routing_info(routers_of(loaded.module))
         self.num_blocks = self._num_blocks(model_len)
         if self._seat is not None:
             self.num_blocks = min(self._seat.exchange.agree(self.num_blocks))
@@ -107,13 +102,11 @@ class CudaBackend(Backend):
             warm_up(self.runner)  # steps now run by graphs, where they fit
         self.shadow_memory = CudaShadowMemory(stream)
         self.upload = PinnedUpload(stream) if model.device.type == "cuda" else None
-        attention = "" if config.attention_backend == "ours" else f"attention {config.attention_backend}, "
         graphs = self.runner.graphs
-        decoder = "fused" if self._fused else "modules" if self._compiled is None else "modules, layers compiled"
         self.choices = (
             f"device {model.device}{described_ranks(loaded.num_ranks)}, dtype {loaded.dtype}, "
             f"deterministic {deterministic}, "
-            f"decoder {decoder}, {attention}"
+            f"decoder {'fused' if self._fused else 'modules'}, "
             f"graphs {'off' if graphs is None else graphs.described()}, "
             f"{describe_pool(config, loaded, self.num_blocks)}"
         )
@@ -134,9 +127,6 @@ class CudaBackend(Backend):
     def memory_of(self, weights: Sequence[Tensor]) -> CudaWeightMemory:
         return CudaWeightMemory(weights, self.runner)
 
-    def _limits(self, context: int) -> Limits:
-        return Limits(self._config.max_num_batched_tokens, self._config.max_num_seqs, context)
-
     def _model(self, num_blocks: int, context: int) -> CudaModel:
         kind = CudaModel if self._seat is None else partial(RankedCudaModel, seat=self._seat)
         return kind(
@@ -144,11 +134,9 @@ class CudaBackend(Backend):
             self._loaded.geometry,
             num_blocks=num_blocks,
             block_size=self._config.tokens_per_block,
-            limits=self._limits(context),
+            limits=Limits(self._config.max_num_batched_tokens, self._config.max_num_seqs, context),
             fused=self._fused,
             deterministic=self._config.deterministic is True,
-            compiled=self._compiled,
-            attention_backend=self._config.attention_backend,
             adapters=self.adapters,
             routing=self.routing,
         )
@@ -162,12 +150,6 @@ class CudaBackend(Backend):
             vocab_size=self._loaded.vocab_size,
             shares_prefixes=self.runner.shared_unit is not None,
         )
-
-    def _compiled_layers(self, context: int) -> CompiledLayers | None:
-        if self._fused:
-            logger.info("compile=True has nothing to do: the layers run by our own kernels around matrix products.")
-            return None
-        return compiled_layers(self._loaded.module, self._loaded.geometry, self._limits(context))
 
     def _num_blocks(self, model_len: int) -> int:
         """Blocks of the KV pool: as given, or what the largest step, graphs and the shadow of an update leave."""

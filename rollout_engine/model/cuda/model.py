@@ -14,7 +14,6 @@ from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.kernels.triton.paged_attention import Limits
 from rollout_engine.model.cuda.adapters import CudaAdapterPool
 from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKVPool, ModuleStep
-from rollout_engine.model.cuda.compiled_layers import CompiledLayers
 from rollout_engine.model.cuda.decoder import CudaDecoder
 from rollout_engine.model.cuda.decoder_parts import parts_of
 from rollout_engine.model.modules.attention_interface import attending
@@ -31,7 +30,7 @@ class CudaModel:
 
     `fused`: its layers run by our kernels, not as modules, unless `layer_watch` has watchers; raises
     `UnsupportedStructure` where they cannot. `deterministic`: a row's bits do not depend on its batch, which only fused
-    layers can keep. `compiled`: runs in place of the module. `adapters`: those that rows may have, of fused layers.
+    layers can keep. `adapters`: those that rows may have, of fused layers.
     `routing`: its routers, whose choices are kept; None where they are not.
     """
 
@@ -48,8 +47,6 @@ class CudaModel:
         limits: Limits,
         fused: bool,
         deterministic: bool = False,
-        compiled: CompiledLayers | None = None,
-        attention_backend: str = "ours",
         adapters: CudaAdapterPool | None = None,
         routing: RoutingInfo | None = None,
     ) -> None:
@@ -67,7 +64,6 @@ class CudaModel:
             *(geometry, limits, weight.dtype, weight.device),
             deterministic=deterministic,
             block_size=block_size,
-            backend=attention_backend,
         )
         if deterministic and not fused:
             raise UnsupportedStructure("its layers run as modules")
@@ -80,7 +76,7 @@ class CudaModel:
                 before_head=self._before_head,
                 adapters=adapters,
             )
-        self._compiled, self.routing = compiled, routing
+        self.routing = routing
         self._routers = [] if routing is None else routers_of(module)
         self.layer_watch = LayerWatch(module, len(geometry))
 
@@ -102,20 +98,17 @@ class CudaModel:
                 "Rows with adapters cannot be computed while layers are watched (watch_layers): watched layers run as "
                 "modules, without adapters. End the watch, or let requests of adapters finish before it."
             )
-        module = self.module
-        if self._compiled is not None and not self.layer_watch.num_watchers:
-            module = self._compiled.module
 
         def forward(rows: Tensor) -> Any:
             with attending(ModuleStep(pool, self.attention, batch)), self._routed(batch, pool):
-                return module(
+                return self.module(
                     input_ids=batch.token_ids[None],
                     position_ids=batch.positions[None],
                     use_cache=False,
                     logits_to_keep=rows,
                 )
 
-        return module_logits(module, forward, rows, self.module.config.vocab_size)
+        return module_logits(self.module, forward, rows, self.module.config.vocab_size)
 
     @contextmanager
     def _routed(self, batch: CudaBatch, pool: CudaKVPool) -> Iterator[None]:

@@ -138,14 +138,12 @@ class RankedCudaModel(CudaModel):
             followers.copy_blocks(list(pairs))
 
 
-def check_cut(cut: ModelCut, *, compiles: bool) -> None:
+def check_cut(cut: ModelCut) -> None:
     """Raise `ConfigError` for a cut that ranks do not compute on devices."""
     what = f"tensor_parallel_size={cut.seat.num_ranks} with device='cuda'"
     others = [type(child).__name__ for child, _ in cut.experts if not hasattr(child, "_is_expert_parallel")]
     if others:
         raise ConfigError(f"{what}: {others[0]} cannot be divided among devices. Leave tensor_parallel_size out.")
-    if compiles:
-        raise ConfigError(f"{what}: layers that are cut are not compiled. Leave compile out.")
 
 
 def _tensors_of(batch: CudaBatch, rows: Tensor) -> list[Tensor]:
