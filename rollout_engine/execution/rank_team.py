@@ -3,41 +3,42 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from rollout_engine.base.class_names import import_path, name_elsewhere
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, EngineDeadError
+from rollout_engine.base.messages import NewSequence, SchedulerOutput
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.threads import start_thread
 from rollout_engine.execution.made_with import difference
 from rollout_engine.execution.rank_launcher import Rank, RankLauncher
 from rollout_engine.execution.rank_pulse import BeatingRank, PulseWatch
-from rollout_engine.execution.rank_values import rows_bytes, unpack_value
+from rollout_engine.execution.rank_values import pack_value, unpack_value
 from rollout_engine.execution.rank_wire import (
     Answer,
+    BeginScore,
     Call,
     CallMessage,
-    CopyBlocks,
     Done,
+    EndScore,
     Failed,
-    Forward,
-    ForwardDense,
-    Head,
     Joined,
     RankSettings,
+    ScorePiece,
     Started,
+    Step,
     StepMessage,
+    TakeLogits,
 )
-from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.ranks.exchange import Exchange
 from rollout_engine.model.ranks.part import Region
-from rollout_engine.model.ranks.seat import Columns, Seat
-from sync.manifest import dtype_name
+from rollout_engine.model.ranks.seat import Seat
 
 logger = logging.getLogger("rollout_engine")
 
@@ -81,6 +82,7 @@ class RankTeam:
         self._on_death: Callable[[str], object] | None = None
         self._changing, self._is_closing = threading.Lock(), False
         self._calling, self._num_calls = threading.Lock(), 0
+        self._score_numbers = count()
         self.seat = Seat(exchange, self, splits_sums=splits_sums)
         self._ranks: list[Rank] = []
         self._pulses: PulseWatch | None = None
@@ -128,24 +130,24 @@ class RankTeam:
         if error is not None:
             on_death(str(error))
 
-    def forward(
-        self, token_ids: np.ndarray, columns: Columns, logit_rows: np.ndarray, adapter_rows: AdapterRows | None
-    ) -> None:
-        arrays = (token_ids, columns.first_positions, columns.token_starts, columns.blocks, columns.block_starts)
-        self._tell(Forward(*(array.tobytes() for array in (*arrays, logit_rows)), rows_bytes(adapter_rows)))
+    def step(self, work: SchedulerOutput, token_ids: np.ndarray) -> None:
+        if work.new:
+            work = msgspec.structs.replace(work, new=list(map(_undrawn, work.new)))
+        self._tell(Step(work, token_ids.tobytes()))
 
-    def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None, experts: Tensor | None) -> None:
-        content = None if experts is None else experts.short().numpy().tobytes()
-        shape = () if experts is None else tuple(experts.shape)
-        ids = input_ids.contiguous().numpy().tobytes()
-        self._tell(ForwardDense(ids, len(input_ids), rows_bytes(adapter_rows), content, shape))
+    def take_logits(self, rows: list[int]) -> None:
+        self._tell(TakeLogits(rows))
 
-    def head(self, states: Tensor) -> None:
-        content = states.contiguous().view(torch.uint8).numpy().tobytes()
-        self._tell(Head(content, tuple(states.shape), dtype_name(states.dtype)))
+    def begin_score(self, arguments: Sequence[Any]) -> int:
+        number = next(self._score_numbers)
+        self._tell(BeginScore(number, pack_value(arguments)))
+        return number
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        self._tell(CopyBlocks(pairs))
+    def score_piece(self, number: int) -> None:
+        self._tell(ScorePiece(number))
+
+    def end_score(self, number: int) -> None:
+        self._tell(EndScore(number))
 
     def ask(self, asked: CallMessage | Sequence[CallMessage], own: Callable[[], Any] = lambda: None) -> list[Any]:
         """Results of a call on every rank, rank 0's by `own`, in order. Raises the first error once all have ended.
@@ -265,6 +267,14 @@ class RankTeam:
         except (EOFError, OSError, msgspec.MsgspecError):
             if not self._is_closing:
                 self.fail(EngineDeadError(f"{rank.name} has ended {rank.how_it_ended()}."))
+
+
+def _undrawn(new: NewSequence) -> NewSequence:
+    """A new sequence without the settings of its draws, which rank 0 alone makes."""
+    params = SamplingParams() if new.params.prompt_logprobs is None else SamplingParams(prompt_logprobs=0)
+    return NewSequence(
+        new.sequence_id, new.token_ids, new.num_prompt_tokens, params, seed=0, adapter_slot=new.adapter_slot
+    )
 
 
 def _named_elsewhere(config: EngineConfig) -> EngineConfig:

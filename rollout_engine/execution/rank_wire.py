@@ -3,7 +3,7 @@
 life    RankSettings  ──>        once
         <── Joined               once
         <── Started | Failed     once it is loaded, or where it fails; the system closes the socket when either ends
-steps   Forward | ...  ──>       no answer: the ranks meet in what they compute
+steps   Step | ...  ──>          no answer: the ranks meet in what they compute
 calls   Call(StartWeights | ...) ──>   one at a time
         <── Answer(Done | Failed)      each, with the number of its call
 pulse   <── bytes                signs of life (`rank_pulse`)
@@ -21,8 +21,8 @@ import torch
 
 from rollout_engine.base import errors
 from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.messages import SchedulerOutput
 from rollout_engine.execution.made_with import arithmetic_of, device_id
-from rollout_engine.execution.rank_values import RowsBytes
 from rollout_engine.model.ranks.part import Region
 from sync.described_types import describe_types
 
@@ -100,43 +100,38 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
         return kind(self.text)
 
 
-class Forward(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """A step: arrays of `FlatBatch`, the rows whose logits are wanted and those that have adapters, as bytes."""
+class Step(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """A step, of which rank 0 alone draws."""
 
+    work: SchedulerOutput
+    """New sequences are without what only draws need."""
     token_ids: bytes
-    first_positions: bytes
-    token_starts: bytes
-    blocks: bytes
-    block_starts: bytes
-    logit_rows: bytes
-    adapter_rows: RowsBytes | None
+    """int64: those of the flat batch."""
 
 
-class ForwardDense(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Whole sequences, int64 [num_rows, T], without the KV pool.
+class TakeLogits(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Compute rows of the last step's logits."""
 
-    `experts`: where routers send their tokens, int16 [num_rows * T, L, k].
-    """
-
-    input_ids: bytes
-    num_rows: int
-    adapter_rows: RowsBytes | None
-    experts: bytes | None
-    experts_shape: tuple[int, ...]
+    rows: list[int]
 
 
-class Head(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Hidden states whose logits are wanted."""
+class BeginScore(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """A score, to be known by a number; arguments of `Backend.score` as `pack_value` writes them."""
 
-    states: bytes
-    shape: tuple[int, ...]
-    dtype: str
+    number: int
+    arguments: bytes
 
 
-class CopyBlocks(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Blocks of the KV pool to copy: (source, destination)."""
+class ScorePiece(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Compute the next piece of a score."""
 
-    pairs: list[tuple[int, int]]
+    number: int
+
+
+class EndScore(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Forget a score."""
+
+    number: int
 
 
 class ForwardOnDevice(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -191,10 +186,11 @@ class Meet(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 StepMessage = (
-    Forward
-    | ForwardDense
-    | Head
-    | CopyBlocks
+    Step
+    | TakeLogits
+    | BeginScore
+    | ScorePiece
+    | EndScore
     | ForwardOnDevice
     | HeadOnDevice
     | CaptureGraph

@@ -1,6 +1,6 @@
 """A rank other than the first: its part of the model, what it computes with the others, and calls of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,18 +12,16 @@ from torch import Tensor
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.rank_parts import RankParts
-from rollout_engine.execution.rank_values import rows_of, unpack_value
+from rollout_engine.execution.rank_values import unpack_value
 from rollout_engine.execution.rank_wire import (
+    BeginScore,
     CallExtension,
     CallMessage,
     CaptureGraph,
     ClosePool,
     CommitWeights,
-    CopyBlocks,
-    Forward,
-    ForwardDense,
+    EndScore,
     ForwardOnDevice,
-    Head,
     HeadOnDevice,
     InstallAdapter,
     Meet,
@@ -38,24 +36,24 @@ from rollout_engine.execution.rank_wire import (
     RemoveAdapter,
     ReplayGraph,
     RestoreWeights,
+    ScorePiece,
     SettleWeights,
     StageWeights,
     StartWeights,
+    Step,
     StepMessage,
+    TakeLogits,
     WriteShard,
 )
 from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.team_adapters import RankAdapters
-from rollout_engine.kernels.cpu.attention import ChunkColumns
 from rollout_engine.kernels.memory import trim_allocator
 from rollout_engine.model.backends import device_of
-from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
 from rollout_engine.model.loading.sharded_state import write_shard
 from rollout_engine.model.ranks.part import Region
 from rollout_engine.model.ranks.seat import Seat
-from sync.manifest import torch_dtype
 
 
 class RankWorker:
@@ -72,6 +70,8 @@ class RankWorker:
         self._weights = ResidentWeights(loaded, backend, device.torch_device)
         self._held = self._weights.updater.weights
         self._adapters = RankAdapters(backend.adapters)
+        self._scores: dict[int, Iterator[dict[int, np.ndarray]]] = {}
+        """Scores of rank 0 that have begun, by number."""
         self._parts = RankParts(self._held, loaded.cut.parts, seat.exchange.window)
         self.module, self.vocab_size = loaded.module, loaded.vocab_size
         self.max_model_len = cap_model_len(config, loaded.max_model_len, backend.num_blocks)
@@ -107,26 +107,17 @@ class RankWorker:
         """Compute with the other ranks what rank 0 has told."""
         model = self._backend.runner.model
         match message:
-            case Forward():
-                columns = ChunkColumns(
-                    _integers(message.first_positions),
-                    _integers(message.token_starts),
-                    np.frombuffer(bytearray(message.blocks), np.int32),
-                    _integers(message.block_starts),
-                )
-                batch = FlatBatch(_integers(message.token_ids), columns)
-                model.forward_states(batch, _integers(message.logit_rows), (), rows_of(message.adapter_rows))
-            case ForwardDense(input_ids, num_rows, adapter_rows, content, shape):
-                ids, experts = torch.frombuffer(bytearray(input_ids), dtype=torch.int64).view(num_rows, -1), None
-                if content is not None:
-                    experts = torch.frombuffer(bytearray(content), dtype=torch.int16).view(shape).long()
-                model.follow_dense(ids, rows_of(adapter_rows), experts)
-            case Head(states, shape, dtype):
-                with torch.inference_mode():
-                    hidden = torch.frombuffer(bytearray(states), dtype=torch_dtype(dtype)).view(shape)
-                    model.module.get_output_embeddings()(hidden)
-            case CopyBlocks(pairs):
-                model.follow_copies(pairs)
+            case Step(work, token_ids):
+                self._backend.runner.follow(work, np.frombuffer(bytearray(token_ids), np.int64))
+            case TakeLogits(rows):
+                self._backend.runner.take_logits(rows)
+            case BeginScore(number, arguments):
+                *given, slot, experts = unpack_value(arguments)
+                self._scores[number] = self._backend.score(*given, adapter_slot=slot, routed_experts=experts)
+            case ScorePiece(number):
+                next(self._scores[number], None)
+            case EndScore(number):
+                del self._scores[number]
             case ForwardOnDevice(forms, num_decodes, pool, has_adapters, is_routed):
                 model.follow_forward(forms, num_decodes, pool, has_adapters=has_adapters, is_routed=is_routed)
             case HeadOnDevice(form):
@@ -203,7 +194,3 @@ class RankWorker:
     def close(self) -> None:
         """Close the extensions."""
         self._extensions.close()
-
-
-def _integers(content: bytes) -> np.ndarray:
-    return np.frombuffer(bytearray(content), np.int64)
