@@ -11,7 +11,6 @@ from rollout_engine.base.class_names import function_name
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import RPCError
 from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
-from rollout_engine.execution.device_rank_team import DeviceRankTeam
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.leading_worker import LeadingWorker
 from rollout_engine.execution.profiler import Profiler
@@ -56,9 +55,8 @@ class ProcessExecutor(InlineExecutor):
         except BaseException:
             launcher.close()
             raise
-        kind = RankTeam if device.is_host else DeviceRankTeam
         own, splits_sums = Joined.of(device.torch_device), device.splits_sums(config)
-        team = kind(config, launcher, exchange, own, splits_sums=splits_sums)
+        team = RankTeam(config, launcher, exchange, own, runs_ahead=not device.is_host, splits_sums=splits_sums)
         try:
             with _named(team):
                 worker = LeadingWorker(config, team)

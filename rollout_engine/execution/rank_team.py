@@ -29,9 +29,15 @@ from rollout_engine.execution.rank_wire import (
     EndScore,
     Failed,
     Joined,
+    Meet,
+    PackWeights,
+    PrepareAdapter,
     RankSettings,
     ScorePiece,
+    SettleWeights,
+    StageWeights,
     Started,
+    StartWeights,
     Step,
     StepMessage,
     TakeLogits,
@@ -44,6 +50,9 @@ logger = logging.getLogger("rollout_engine")
 
 _NOTICE_SECONDS = 15.0
 """Most seconds between the effect of a rank's end and the end being noticed."""
+
+_BESIDE_STEPS = (StartWeights, StageWeights, PackWeights, SettleWeights, PrepareAdapter)
+"""Calls that touch nothing that steps read, unless weights are written in place."""
 
 
 class RankTeam:
@@ -59,6 +68,7 @@ class RankTeam:
         exchange: Exchange,
         own: Joined,
         *,
+        runs_ahead: bool = False,
         splits_sums: bool = False,
     ) -> None:
         """Start the processes; each begins to load. Raises `ConfigError` where that is not possible.
@@ -67,9 +77,10 @@ class RankTeam:
             launcher: the team's from now on, also where this fails.
             exchange: rank 0's end.
             own: arithmetic and device of rank 0. Others have the same arithmetic, on other devices, or none goes on.
+            runs_ahead: whether ranks launch steps on devices: later than rank 0 does, and before they are computed.
             splits_sums: as of `Seat`.
         """
-        self._launcher, self.exchange = launcher, exchange
+        self._launcher, self.exchange, self._runs_ahead = launcher, exchange, runs_ahead
         self._joined = {"rank 0": own}
         self.num_ranks = exchange.num_ranks
         self._threads_before = threads = torch.get_num_threads()
@@ -102,7 +113,11 @@ class RankTeam:
         return [rank.regions for rank in self._ranks]
 
     def _settle(self, message: CallMessage) -> None:
-        """Called before ranks carry out a call: what they were told to compute before has been computed."""
+        """Wait until all ranks have launched what they were told before, if a call must find it launched."""
+        runs_beside = isinstance(message, _BESIDE_STEPS) and not getattr(message, "inplace", False)
+        if self._runs_ahead and not runs_beside:
+            self._tell(Meet())
+            self.exchange.meet()
 
     def wait_started(self) -> None:
         """Wait until all have loaded their parts. Raises what prevented it."""

@@ -134,71 +134,11 @@ class EndScore(msgspec.Struct, tag=True, frozen=True, array_like=True):
     number: int
 
 
-class ForwardOnDevice(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """A step on devices; the tensors of its batch, of these forms, follow by the exchange."""
-
-    forms: list[tuple[str, tuple[int, ...]]]
-    num_decodes: int
-    pool: int
-    has_adapters: bool
-    is_routed: bool
-
-
-class HeadOnDevice(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Hidden states of this form follow by the exchange; their logits are wanted."""
-
-    form: tuple[str, tuple[int, ...]]
-
-
-class CaptureGraph(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Capture a CUDA graph of decode-only steps, by its size and variant."""
-
-    size: int
-    has_prefixes: bool
-    has_adapters: bool
-    is_first: bool
-    """All earlier ones are void."""
-
-
-class ReplayGraph(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Replay it."""
-
-    size: int
-    has_prefixes: bool
-    has_adapters: bool
-
-
-class OpenPool(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Make a KV pool beside that of steps."""
-
-    pool: int
-    num_blocks: int
-
-
-class ClosePool(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Free it."""
-
-    pool: int
-
-
 class Meet(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Meet rank 0 on the host, once all that was told before has been launched."""
 
 
-StepMessage = (
-    Step
-    | TakeLogits
-    | BeginScore
-    | ScorePiece
-    | EndScore
-    | ForwardOnDevice
-    | HeadOnDevice
-    | CaptureGraph
-    | ReplayGraph
-    | OpenPool
-    | ClosePool
-    | Meet
-)
+StepMessage = Step | TakeLogits | BeginScore | ScorePiece | EndScore | Meet
 
 
 class PrepareWeights(msgspec.Struct, tag=True, frozen=True):

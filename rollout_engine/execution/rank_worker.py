@@ -17,15 +17,10 @@ from rollout_engine.execution.rank_wire import (
     BeginScore,
     CallExtension,
     CallMessage,
-    CaptureGraph,
-    ClosePool,
     CommitWeights,
     EndScore,
-    ForwardOnDevice,
-    HeadOnDevice,
     InstallAdapter,
     Meet,
-    OpenPool,
     PackWeights,
     PrepareAdapter,
     PrepareWeights,
@@ -34,7 +29,6 @@ from rollout_engine.execution.rank_wire import (
     ReleaseKV,
     ReleaseWeights,
     RemoveAdapter,
-    ReplayGraph,
     RestoreWeights,
     ScorePiece,
     SettleWeights,
@@ -105,12 +99,12 @@ class RankWorker:
 
     def take_part(self, message: StepMessage) -> None:
         """Compute with the other ranks what rank 0 has told."""
-        model = self._backend.runner.model
+        runner = self._backend.runner
         match message:
             case Step(work, token_ids):
-                self._backend.runner.follow(work, np.frombuffer(bytearray(token_ids), np.int64))
+                runner.follow(work, np.frombuffer(bytearray(token_ids), np.int64))
             case TakeLogits(rows):
-                self._backend.runner.take_logits(rows)
+                runner.take_logits(rows)
             case BeginScore(number, arguments):
                 *given, slot, experts = unpack_value(arguments)
                 self._scores[number] = self._backend.score(*given, adapter_slot=slot, routed_experts=experts)
@@ -118,20 +112,6 @@ class RankWorker:
                 next(self._scores[number], None)
             case EndScore(number):
                 del self._scores[number]
-            case ForwardOnDevice(forms, num_decodes, pool, has_adapters, is_routed):
-                model.follow_forward(forms, num_decodes, pool, has_adapters=has_adapters, is_routed=is_routed)
-            case HeadOnDevice(form):
-                model.follow_head(form)
-            case CaptureGraph(size, has_prefixes, has_adapters, is_first):
-                graphs = self._backend.runner.graphs
-                graphs.follow_capture(size, has_prefixes=has_prefixes, has_adapters=has_adapters, is_first=is_first)
-            case ReplayGraph(size, has_prefixes, has_adapters):
-                graphs = self._backend.runner.graphs
-                graphs.follow_replay(size, has_prefixes=has_prefixes, has_adapters=has_adapters)
-            case OpenPool(pool, num_blocks):
-                model.follow_open(pool, num_blocks)
-            case ClosePool(pool):
-                model.follow_close(pool)
             case Meet():
                 self._exchange.meet()
 

@@ -20,7 +20,8 @@ from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.routing import RoutingRecorder
 from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.ranks.seat import Seat, lead
-from rollout_engine.model.sampling.draft_draws import DraftTask, Row, draw_behind_drafts, rows_up_to
+from rollout_engine.model.sampling.asked_rows import AskedRows
+from rollout_engine.model.sampling.draft_draws import DraftTask, Row, draw_behind_drafts
 from rollout_engine.model.sampling.draw_pieces import sample_rows
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
@@ -52,8 +53,8 @@ class CpuRunner:
         self._sequences = SequenceStates(vocab_size, processors, self._prompts, grammars)
         self._blocks = BlockTableMatrix()
         self.routing = RoutingRecorder(model)
-        self._logits = LogitRows.of(torch.empty(0))
-        """Logits of the step that was followed last."""
+        self._logits: LogitRows | None = None
+        """Logits that the step that was followed last has left."""
         self._computed = _Computed([], [], np.empty(0, np.int64))
         """Tokens and block tables of the last step's sequences; kept while steps compute the same ones."""
         self._drawn: _Drawn | None = None
@@ -83,12 +84,11 @@ class CpuRunner:
             prompt_logprobs = {}
         if not work.samples:
             return ModelRunnerOutput(token_ids=[], logprobs=None, pooled=pooled)
-        if asked.has_drafts:
-            out = self._sample_drafts(logits, work, asked.first_of)
+        if any(chunk.draft_token_ids for chunk in work.scheduled):
+            out = self._sample_drafts(logits, work, asked.drawn_rows.tolist())
         else:
-            if len(asked.first_of) < len(work.samples):
-                places = np.searchsorted(list(asked.first_of), [task.row for task in work.samples])
-                logits = logits.at(torch.from_numpy(places))
+            if asked.num_drawn < len(work.samples):
+                logits = logits.at(torch.from_numpy(asked.drawn_rows))
             out = self._sample(logits, [task.sequence_id for task in work.samples])
         out.prompt_logprobs, out.pooled = prompt_logprobs, pooled
         self.routing.add_to(out, work, batch)
@@ -100,17 +100,23 @@ class CpuRunner:
         `token_ids`: int64 [T], those of the flat batch: only rank 0 knows what it has drawn.
         """
         batch, asked = self._prepare(work, token_ids)
-        self._logits, _ = self._forward(work, batch, asked.logit_rows, ())
+        logits, _ = self._forward(work, batch, asked.logit_rows, ())
+        self._logits = logits if logits.are_left else None
 
     def take_logits(self, rows: list[int]) -> None:
         """Compute rows of the logits of the step that was followed last, as rank 0 does now."""
+        assert self._logits is not None, "rank 0 has left them, too"
         self._logits.compute(torch.tensor(rows))
 
-    def _prepare(self, work: SchedulerOutput, token_ids: np.ndarray | None = None) -> "tuple[FlatBatch, _Asked]":
+    def _prepare(self, work: SchedulerOutput, token_ids: np.ndarray | None = None) -> tuple[FlatBatch, AskedRows]:
         """Note what a step changes; returns its flat batch, of `token_ids` if given, and the rows asked for."""
         self._note_changes(work)
         batch = self._flat_batch(work.scheduled, token_ids)
-        return batch, _Asked.of(work, batch, self._prompts.rows(work.scheduled))
+        num_drafted = None
+        if any(chunk.draft_token_ids for chunk in work.scheduled):
+            num_drafted = np.array([len(chunk.draft_token_ids) for chunk in work.scheduled], np.int64)
+        chunks, prompt_rows = [task.row for task in work.samples], self._prompts.rows(work.scheduled)
+        return batch, AskedRows.of(chunks, batch.columns.token_starts, num_drafted, prompt_rows)
 
     def _forward(
         self, work: SchedulerOutput, batch: FlatBatch, logit_rows: np.ndarray, state_rows: Sequence[int]
@@ -177,19 +183,19 @@ class CpuRunner:
             ids.append(token if token >= 0 else 0)  # after a failure the next step may be on its way already
         return out
 
-    def _sample_drafts(self, logits: LogitRows, work: SchedulerOutput, first_of: dict[int, int]) -> ModelRunnerOutput:
-        """Draw behind drafted tokens; `first_of`: scheduled row -> its first row of `logits`."""
+    def _sample_drafts(self, logits: LogitRows, work: SchedulerOutput, first_rows: list[int]) -> ModelRunnerOutput:
+        """Draw behind drafted tokens; `first_rows`: of each sample, its first of `logits`."""
         sequences = [self._sequences[task.sequence_id] for task in work.samples]
         edits = self._sequences.edits_of(sequences, [len(sequence.token_ids) for sequence in sequences])
-        pairs = enumerate(zip(work.samples, sequences, strict=True))
+        rows = zip(work.samples, sequences, first_rows, strict=True)
         tasks = [
             DraftTask(
                 sequence,
-                first_of[task.row],
+                row,
                 work.scheduled[task.row].draft_token_ids,
                 one_by_one=index in edits and edits[index].sees_drawn_tokens_alone,
             )
-            for index, (task, sequence) in pairs
+            for index, (task, sequence, row) in enumerate(rows)
         ]
 
         def draw(rows: list[Row]) -> ModelRunnerOutput:
@@ -214,31 +220,6 @@ def _tokens_of(scheduled: list[ScheduledSequence], tokens: list[list[int]]) -> n
             found += ids[start : start + chunk.num_scheduled_tokens]
             found += chunk.draft_token_ids
     return np.array(found, np.int64)
-
-
-class _Asked(NamedTuple):
-    """The rows of a step's flat batch whose logits it needs."""
-
-    logit_rows: np.ndarray
-    """int64: first the rows to draw from, then those of prompts."""
-    num_drawn: int
-    """Rows to draw from."""
-    first_of: dict[int, int]
-    """Index into `scheduled` -> its first row of the logits, of the chunks to draw from."""
-    has_drafts: bool
-
-    @classmethod
-    def of(cls, work: SchedulerOutput, batch: FlatBatch, prompt_rows: list[int]) -> "_Asked":
-        chunks = list(dict.fromkeys(task.row for task in work.samples))  # n samples of a prompt draw from the same row
-        ends = batch.columns.token_starts[1:]
-        rows = (ends if len(chunks) == len(ends) else ends[chunks]) - 1  # rows ascend
-        has_drafts, firsts = any(chunk.draft_token_ids for chunk in work.scheduled), list(range(len(chunks)))
-        if has_drafts:
-            num_drafted = np.array([len(work.scheduled[index].draft_token_ids) for index in chunks], np.int64)
-            rows, first_rows = rows_up_to(rows, num_drafted)
-            firsts = first_rows.tolist()
-        logit_rows = np.append(rows, prompt_rows) if prompt_rows else rows
-        return cls(logit_rows, len(rows), dict(zip(chunks, firsts, strict=True)), has_drafts)
 
 
 class _Computed(NamedTuple):

@@ -61,6 +61,11 @@ class LogitRows:
         made._logits, made._places = logits, None
         return made
 
+    @property
+    def are_left(self) -> bool:
+        """Whether no logits have been computed."""
+        return self._logits is None
+
     def at(self, places: Tensor) -> "LogitRows":
         """N rows of which row i is row `places[i]` of these, int64 [N]; one may stand at several places."""
         made = copy(self)

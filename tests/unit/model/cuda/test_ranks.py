@@ -15,7 +15,8 @@ import torch
 
 from rollout_engine import LLM, ConfigError, EngineDeadError, SamplingParams
 from rollout_engine.base.speculation_config import SpeculationConfig
-from rollout_engine.execution import device_rank_team, process_executor, rank_launcher, worker
+from rollout_engine.execution import process_executor, rank_launcher, worker
+from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_wire import CommitWeights, Meet, PackWeights, ReleaseKV, StageWeights, StartWeights
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model import backends
@@ -210,8 +211,8 @@ def test_random_models_and_updates_in_flight_have_the_bits_of_one_device(engine,
 
 def test_weights_are_written_in_place_only_once_all_ranks_have_launched_their_steps():
     told = []
-    team = object.__new__(device_rank_team.DeviceRankTeam)
-    team._tell, team.exchange = told.append, SimpleNamespace(meet=lambda: told.append("met"))
+    team = object.__new__(RankTeam)
+    team._runs_ahead, team._tell, team.exchange = True, told.append, SimpleNamespace(meet=lambda: told.append("met"))
     for message in (StartWeights(False, None), StageWeights("w", 0, 1, False), PackWeights(False, [])):
         team._settle(message)
     assert told == []
