@@ -19,7 +19,7 @@ from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.routing import RoutingRecorder
 from rollout_engine.model.pooling.pooler import Pooler
-from rollout_engine.model.ranks.seat import Seat, lead
+from rollout_engine.model.ranks.seat import Seat, lead, preparing
 from rollout_engine.model.sampling.asked_rows import AskedRows
 from rollout_engine.model.sampling.draft_draws import DraftTask, Row, draw_behind_drafts
 from rollout_engine.model.sampling.draw_pieces import sample_rows
@@ -71,7 +71,8 @@ class CpuRunner:
 
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the scheduled tokens and draw one token per sample task."""
-        batch, asked = self._prepare(work)
+        with preparing(self._seat, work):
+            batch, asked = self._prepare(work)
         pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
         with self.routing.step(work, batch), lead(self._seat, lambda others: others.step(work, batch.token_ids)):
             logits, states = self._forward(work, batch, asked.logit_rows, pooled_rows)

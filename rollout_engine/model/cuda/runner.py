@@ -42,7 +42,7 @@ from rollout_engine.model.cuda.sampler import DrawMemory, to_output
 from rollout_engine.model.cuda.sequence_rows import SequenceRows, TableChanges
 from rollout_engine.model.cuda.upload import Download, upload
 from rollout_engine.model.ranks.group_exchange import GroupExchange
-from rollout_engine.model.ranks.seat import Seat, lead
+from rollout_engine.model.ranks.seat import Seat, lead, preparing
 from rollout_engine.model.sampling.asked_rows import AskedRows
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
@@ -125,7 +125,8 @@ class CudaRunner:
         self._logits.compute(torch.tensor(rows, device=self.model.device))
 
     def _launch(self, work: SchedulerOutput) -> Result:
-        step = self._prepare(work)
+        with preparing(self._seat, work):
+            step = self._prepare(work)
         token_ids = np.empty(0, np.int64) if step is None else step.flat.token_ids
         with lead(self._seat, lambda followers: followers.step(work, token_ids)):
             computed = self._run(work, step)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from rollout_engine.base.messages import SchedulerOutput
@@ -78,6 +79,18 @@ class Seat:
     def lead_logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
         """Inside, the followers compute these rows of the last step's logits."""
         return self.lead(lambda followers: followers.take_logits(list(rows)))
+
+
+@contextmanager
+def preparing(seat: Seat | None, work: SchedulerOutput) -> Iterator[None]:
+    """Inside, rank 0 prepares a step. If that fails, the followers still note the sequences that it ends and begins."""
+    try:
+        yield
+    except BaseException:
+        changes = msgspec.structs.replace(work, scheduled=[], samples=[], block_copies=[])
+        with lead(seat, lambda followers: followers.step(changes, np.empty(0, np.int64))):
+            pass
+        raise
 
 
 def lead(seat: Seat | None, announce: Callable[[Followers], object]) -> AbstractContextManager[None]:
