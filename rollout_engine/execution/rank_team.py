@@ -24,20 +24,14 @@ from rollout_engine.execution.rank_wire import (
     Answer,
     BeginScore,
     Call,
-    CallMessage,
     Done,
     EndScore,
     Failed,
     Joined,
     Meet,
-    PackWeights,
-    PrepareAdapter,
     RankSettings,
     ScorePiece,
-    SettleWeights,
-    StageWeights,
     Started,
-    StartWeights,
     Step,
     StepMessage,
     TakeLogits,
@@ -51,7 +45,7 @@ logger = logging.getLogger("rollout_engine")
 _NOTICE_SECONDS = 15.0
 """Most seconds between the effect of a rank's end and the end being noticed."""
 
-_BESIDE_STEPS = (StartWeights, StageWeights, PackWeights, SettleWeights, PrepareAdapter)
+_BESIDE_STEPS = ("start_weights", "stage_weight", "pack_weights", "settle_weights", "prepare_adapter")
 """Calls that touch nothing that steps read, unless weights are written in place."""
 
 
@@ -112,10 +106,9 @@ class RankTeam:
         """The parts of the ranks from 1 on, in order: name of a weight -> the rank's elements of it."""
         return [rank.regions for rank in self._ranks]
 
-    def _settle(self, message: CallMessage) -> None:
+    def _settle(self, method: str, *, inplace: bool = False, **_: Any) -> None:
         """Wait until all ranks have launched what they were told before, if a call must find it launched."""
-        runs_beside = isinstance(message, _BESIDE_STEPS) and not getattr(message, "inplace", False)
-        if self._runs_ahead and not runs_beside:
+        if self._runs_ahead and (inplace or method not in _BESIDE_STEPS):
             self._tell(Meet())
             self.exchange.meet()
 
@@ -164,18 +157,29 @@ class RankTeam:
     def end_score(self, number: int) -> None:
         self._tell(EndScore(number))
 
-    def ask(self, asked: CallMessage | Sequence[CallMessage], own: Callable[[], Any] = lambda: None) -> list[Any]:
-        """Results of a call on every rank, rank 0's by `own`, in order. Raises the first error once all have ended.
+    def ask(
+        self,
+        method: str,
+        own: Callable[[], Any] = lambda: None,
+        *,
+        apart: Sequence[Mapping[str, Any]] | None = None,
+        **shared: Any,
+    ) -> list[Any]:
+        """Results of a method of `RankWorker` on every rank, rank 0's by `own`, in order.
 
-        `asked`: a call for all ranks, or a list with one for each rank from 1 on.
+        Raises the first error once all have ended.
+
+        Args:
+            shared: arguments for all ranks.
+            apart: further ones of each rank from 1 on.
         """
-        messages = list(asked) if isinstance(asked, Sequence) else [asked] * len(self._ranks)
         with self._calling:
             self._num_calls += 1
             try:
-                self._settle(messages[0])
-                for rank, message in zip(self._ranks, messages, strict=True):
-                    rank.calls.send(Call(self._num_calls, message))
+                self._settle(method, **shared)
+                for rank, more in zip(self._ranks, apart or [{}] * len(self._ranks), strict=True):
+                    arguments = msgspec.Raw(msgspec.msgpack.encode({**shared, **more}))
+                    rank.calls.send(Call(self._num_calls, method, arguments))
                 failure: BaseException | None = None
                 results: list[Any] = [None]
                 try:
@@ -185,7 +189,7 @@ class RankTeam:
                 for rank in self._ranks:
                     answer = self._answer(rank)
                     if isinstance(answer, Failed):
-                        failure = failure or answer.as_error(rank.rank, type(messages[0]).__name__)
+                        failure = failure or answer.as_error(rank.rank, method)
                     else:
                         results.append(unpack_value(answer.value))
             except (EOFError, OSError):

@@ -4,7 +4,7 @@ life    RankSettings  ──>        once
         <── Joined               once
         <── Started | Failed     once it is loaded, or where it fails; the system closes the socket when either ends
 steps   Step | ...  ──>          no answer: the ranks meet in what they compute
-calls   Call(StartWeights | ...) ──>   one at a time
+calls   Call  ──>                one at a time
         <── Answer(Done | Failed)      each, with the number of its call
 pulse   <── bytes                signs of life (`rank_pulse`)
 """
@@ -141,122 +141,6 @@ class Meet(msgspec.Struct, tag=True, frozen=True, array_like=True):
 StepMessage = Step | TakeLogits | BeginScore | ScorePiece | EndScore | Meet
 
 
-class PrepareWeights(msgspec.Struct, tag=True, frozen=True):
-    """Take memory of weights back."""
-
-
-class StartWeights(msgspec.Struct, tag=True, frozen=True):
-    """`WeightHolder.start`."""
-
-    inplace: bool
-    carried: list[str] | None
-
-
-class StageWeights(msgspec.Struct, tag=True, frozen=True):
-    """Stage what is yours of elements [start, stop) of a weight, which are in the window."""
-
-    name: str
-    start: int
-    stop: int
-    inplace: bool
-    content: bytes | None = None
-    """The bytes of what is yours, for a rank whose window is its own."""
-
-
-class ReadWeights(msgspec.Struct, tag=True, frozen=True):
-    """Write what is yours of elements [start, stop) of a live weight into the window.
-
-    The result is None, or the bytes of what is yours where the window is your own.
-    """
-
-    name: str
-    start: int
-    stop: int
-
-
-class PackWeights(msgspec.Struct, tag=True, frozen=True):
-    """`WeightHolder.pack`."""
-
-    inplace: bool
-    names: list[str]
-
-
-class CommitWeights(msgspec.Struct, tag=True, frozen=True):
-    """`WeightHolder.commit`."""
-
-
-class SettleWeights(msgspec.Struct, tag=True, frozen=True):
-    """`WeightHolder.settle`."""
-
-
-class ReleaseKV(msgspec.Struct, tag=True, frozen=True):
-    """Give the memory of all KV back."""
-
-
-class ReleaseWeights(msgspec.Struct, tag=True, frozen=True):
-    """Free copies of weights; `forget`: the weights too."""
-
-    forget: bool
-
-
-class RestoreWeights(msgspec.Struct, tag=True, frozen=True):
-    """Undo `ReleaseWeights(forget=False)`."""
-
-
-class WriteShard(msgspec.Struct, tag=True, frozen=True):
-    """Write your live weights to your file in a directory; the result are their specs."""
-
-    directory: str
-
-
-class PrepareAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Lay out your rows of an adapter, to be known by a number: `LinearAdapter`s by name, as `pack_value` writes."""
-
-    number: int
-    linears: bytes
-    gone: list[int]
-    """Numbers of adapters that will not be installed any more."""
-
-
-class InstallAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Put the adapter that was prepared under a number into a slot."""
-
-    slot: int
-    number: int
-
-
-class RemoveAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Take the adapter out of a slot."""
-
-    slot: int
-
-
-class CallExtension(msgspec.Struct, tag=True, frozen=True):
-    """Call a method of a worker extension; arguments and result as `pack_value` writes them."""
-
-    method: str
-    arguments: bytes
-
-
-CallMessage = (
-    PrepareWeights
-    | StartWeights
-    | StageWeights
-    | ReadWeights
-    | PackWeights
-    | CommitWeights
-    | SettleWeights
-    | ReleaseKV
-    | ReleaseWeights
-    | RestoreWeights
-    | WriteShard
-    | PrepareAdapter
-    | InstallAdapter
-    | RemoveAdapter
-    | CallExtension
-)
-
-
 class Done(msgspec.Struct, tag=True, frozen=True):
     """A call's result, as `pack_value` writes it."""
 
@@ -264,10 +148,12 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A call as it is sent."""
+    """A call of a method of `RankWorker`."""
 
     number: int
-    message: CallMessage
+    method: str
+    arguments: msgspec.Raw
+    """By name."""
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from rollout_engine import LLM, ConfigError, EngineDeadError, SamplingParams
 from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.execution import process_executor, rank_launcher, worker
 from rollout_engine.execution.rank_team import RankTeam
-from rollout_engine.execution.rank_wire import CommitWeights, Meet, PackWeights, ReleaseKV, StageWeights, StartWeights
+from rollout_engine.execution.rank_wire import Meet
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model import backends
 from rollout_engine.model.cuda.backend import CudaBackend
@@ -213,11 +213,13 @@ def test_weights_are_written_in_place_only_once_all_ranks_have_launched_their_st
     told = []
     team = object.__new__(RankTeam)
     team._runs_ahead, team._tell, team.exchange = True, told.append, SimpleNamespace(meet=lambda: told.append("met"))
-    for message in (StartWeights(False, None), StageWeights("w", 0, 1, False), PackWeights(False, [])):
-        team._settle(message)
+    for method in ("start_weights", "stage_weight", "pack_weights"):
+        team._settle(method, inplace=False)
     assert told == []
-    for message in (StartWeights(True, None), StageWeights("w", 0, 1, True), CommitWeights(), ReleaseKV()):
-        team._settle(message)
+    for method in ("start_weights", "stage_weight"):
+        team._settle(method, inplace=True)
+    for method in ("commit_weights", "release_kv"):
+        team._settle(method)
     assert told == [Meet(), "met"] * 4
 
 
