@@ -13,7 +13,6 @@ from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.execution.rank_parts import RankParts
 from rollout_engine.execution.rank_team import RankTeam
-from rollout_engine.execution.rank_wire import ReleaseKV, ReleaseWeights, RestoreWeights, WriteShard
 from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.team_weights import TeamWeights
 from rollout_engine.execution.worker import Worker
@@ -66,16 +65,16 @@ class LeadingWorker(Worker):
     def _write_shards(self, directory: Path) -> list[list[TensorSpec]]:
         num_ranks, live = self._team.num_ranks, self.live_weights()
         own = partial(write_shard, directory, 0, num_ranks, self._own.metadata(), live)
-        return msgspec.convert(self._team.ask(WriteShard(str(directory)), own), list[list[TensorSpec]])
+        return msgspec.convert(self._team.ask("write_shard", own, directory=str(directory)), list[list[TensorSpec]])
 
     def release_kv(self) -> None:
-        self._team.ask(ReleaseKV(), super().release_kv)
+        self._team.ask("release_kv", super().release_kv)
 
     def release_weights(self, *, forget: bool) -> None:
-        self._team.ask(ReleaseWeights(forget), lambda: super(LeadingWorker, self).release_weights(forget=forget))
+        self._team.ask("release_weights", partial(super().release_weights, forget=forget), forget=forget)
 
     def restore_weights(self) -> None:
-        self._team.ask(RestoreWeights(), super().restore_weights)
+        self._team.ask("restore_weights", super().restore_weights)
 
 
 def _not_with_ranks(verb: str, num_ranks: int) -> str:

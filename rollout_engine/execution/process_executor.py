@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,13 @@ from rollout_engine.base.class_names import function_name
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import RPCError
 from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
-from rollout_engine.execution.device_rank_team import DeviceRankTeam
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.leading_worker import LeadingWorker
 from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.rank_launcher import LocalLauncher, RankLauncher
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_values import pack_value
-from rollout_engine.execution.rank_wire import CallExtension, Joined
+from rollout_engine.execution.rank_wire import Joined
 from rollout_engine.execution.ray_ranks import RayLauncher
 from rollout_engine.execution.team_adapters import TeamAdapters
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
@@ -56,9 +56,8 @@ class ProcessExecutor(InlineExecutor):
         except BaseException:
             launcher.close()
             raise
-        kind = RankTeam if device.is_host else DeviceRankTeam
         own, splits_sums = Joined.of(device.torch_device), device.splits_sums(config)
-        team = kind(config, launcher, exchange, own, splits_sums=splits_sums)
+        team = RankTeam(config, launcher, exchange, own, runs_ahead=not device.is_host, splits_sums=splits_sums)
         try:
             with _named(team):
                 worker = LeadingWorker(config, team)
@@ -100,16 +99,17 @@ class ProcessExecutor(InlineExecutor):
 
         What rank 0 does for all ranks, such as a weight update, has one result, the same for each.
         """
-        own = self.worker.extensions.owner_of(method)
-        if own is None or own in _OF_ALL:
+        owner = self.worker.extensions.owner_of(method)
+        if owner is None or owner in _OF_ALL:
             return super().collective_rpc(method, args, kwargs, caller=caller) * self._team.num_ranks
         if not self.runs_beside_steps(method):
             self._wait_until_idle()
         try:
-            message = CallExtension(method, pack_value((list(args), dict(kwargs))))
+            arguments = pack_value((list(args), dict(kwargs)))
         except TypeError as problem:
             raise RPCError(f"{method}: its arguments cannot travel to other ranks: {problem}.", method=method) from None
-        return self._team.ask(message, lambda: self.worker.extensions.call(method, args, kwargs))
+        own = partial(self.worker.extensions.call, method, args, kwargs)
+        return self._team.ask("call_extension", own, name=method, arguments=arguments)
 
     def call_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Raise `RPCError`: the other ranks are other processes."""

@@ -95,7 +95,7 @@ def _exchange(settings: RankSettings, memory: int | None, num_ranks: int) -> Exc
 def _answer(worker: RankWorker, calls: Channel) -> None:
     call: Call = calls.receive(Call)
     try:
-        result: Done | Failed = Done(pack_value(worker.carry_out(call.message)))
+        result: Done | Failed = Done(pack_value(worker.carry_out(call.method, call.arguments)))
     except Exception as error:
         result = Failed.of(error)
     calls.send(Answer(call.number, result))

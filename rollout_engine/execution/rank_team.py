@@ -3,46 +3,50 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from rollout_engine.base.class_names import import_path, name_elsewhere
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, EngineDeadError
+from rollout_engine.base.messages import NewSequence, SchedulerOutput
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.threads import start_thread
 from rollout_engine.execution.made_with import difference
 from rollout_engine.execution.rank_launcher import Rank, RankLauncher
 from rollout_engine.execution.rank_pulse import BeatingRank, PulseWatch
-from rollout_engine.execution.rank_values import rows_bytes, unpack_value
+from rollout_engine.execution.rank_values import pack_value, unpack_value
 from rollout_engine.execution.rank_wire import (
     Answer,
+    BeginScore,
     Call,
-    CallMessage,
-    CopyBlocks,
     Done,
+    EndScore,
     Failed,
-    Forward,
-    ForwardDense,
-    Head,
     Joined,
+    Meet,
     RankSettings,
+    ScorePiece,
     Started,
+    Step,
     StepMessage,
+    TakeLogits,
 )
-from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.ranks.exchange import Exchange
 from rollout_engine.model.ranks.part import Region
-from rollout_engine.model.ranks.seat import Columns, Seat
-from sync.manifest import dtype_name
+from rollout_engine.model.ranks.seat import Seat
 
 logger = logging.getLogger("rollout_engine")
 
 _NOTICE_SECONDS = 15.0
 """Most seconds between the effect of a rank's end and the end being noticed."""
+
+_BESIDE_STEPS = ("start_weights", "stage_weight", "pack_weights", "settle_weights", "prepare_adapter")
+"""Calls that touch nothing that steps read, unless weights are written in place."""
 
 
 class RankTeam:
@@ -58,6 +62,7 @@ class RankTeam:
         exchange: Exchange,
         own: Joined,
         *,
+        runs_ahead: bool = False,
         splits_sums: bool = False,
     ) -> None:
         """Start the processes; each begins to load. Raises `ConfigError` where that is not possible.
@@ -66,9 +71,10 @@ class RankTeam:
             launcher: the team's from now on, also where this fails.
             exchange: rank 0's end.
             own: arithmetic and device of rank 0. Others have the same arithmetic, on other devices, or none goes on.
+            runs_ahead: whether ranks launch steps on devices: later than rank 0 does, and before they are computed.
             splits_sums: as of `Seat`.
         """
-        self._launcher, self.exchange = launcher, exchange
+        self._launcher, self.exchange, self._runs_ahead = launcher, exchange, runs_ahead
         self._joined = {"rank 0": own}
         self.num_ranks = exchange.num_ranks
         self._threads_before = threads = torch.get_num_threads()
@@ -81,6 +87,7 @@ class RankTeam:
         self._on_death: Callable[[str], object] | None = None
         self._changing, self._is_closing = threading.Lock(), False
         self._calling, self._num_calls = threading.Lock(), 0
+        self._score_numbers = count()
         self.seat = Seat(exchange, self, splits_sums=splits_sums)
         self._ranks: list[Rank] = []
         self._pulses: PulseWatch | None = None
@@ -99,8 +106,11 @@ class RankTeam:
         """The parts of the ranks from 1 on, in order: name of a weight -> the rank's elements of it."""
         return [rank.regions for rank in self._ranks]
 
-    def _settle(self, message: CallMessage) -> None:
-        """Called before ranks carry out a call: what they were told to compute before has been computed."""
+    def _settle(self, method: str, *, inplace: bool = False, **_: Any) -> None:
+        """Wait until all ranks have launched what they were told before, if a call must find it launched."""
+        if self._runs_ahead and (inplace or method not in _BESIDE_STEPS):
+            self._tell(Meet())
+            self.exchange.meet()
 
     def wait_started(self) -> None:
         """Wait until all have loaded their parts. Raises what prevented it."""
@@ -128,39 +138,48 @@ class RankTeam:
         if error is not None:
             on_death(str(error))
 
-    def forward(
-        self, token_ids: np.ndarray, columns: Columns, logit_rows: np.ndarray, adapter_rows: AdapterRows | None
-    ) -> None:
-        first, starts = columns.first_positions.tobytes(), columns.token_starts.tobytes()
-        blocks = columns.blocks.tobytes(), columns.block_starts.tobytes()
-        ids, rows = token_ids.tobytes(), logit_rows.tobytes()
-        self._tell(Forward(ids, first, starts, *blocks, rows, rows_bytes(adapter_rows)))
+    def step(self, work: SchedulerOutput, token_ids: np.ndarray) -> None:
+        if work.new:
+            work = msgspec.structs.replace(work, new=list(map(_undrawn, work.new)))
+        self._tell(Step(work, token_ids.tobytes()))
 
-    def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None, experts: Tensor | None) -> None:
-        content = None if experts is None else experts.short().numpy().tobytes()
-        shape = () if experts is None else tuple(experts.shape)
-        ids = input_ids.contiguous().numpy().tobytes()
-        self._tell(ForwardDense(ids, len(input_ids), rows_bytes(adapter_rows), content, shape))
+    def take_logits(self, rows: list[int]) -> None:
+        self._tell(TakeLogits(rows))
 
-    def head(self, states: Tensor) -> None:
-        content = states.contiguous().view(torch.uint8).numpy().tobytes()
-        self._tell(Head(content, tuple(states.shape), dtype_name(states.dtype)))
+    def begin_score(self, arguments: Sequence[Any]) -> int:
+        number = next(self._score_numbers)
+        self._tell(BeginScore(number, pack_value(arguments)))
+        return number
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        self._tell(CopyBlocks(pairs))
+    def score_piece(self, number: int) -> None:
+        self._tell(ScorePiece(number))
 
-    def ask(self, asked: CallMessage | Sequence[CallMessage], own: Callable[[], Any] = lambda: None) -> list[Any]:
-        """Results of a call on every rank, rank 0's by `own`, in order. Raises the first error once all have ended.
+    def end_score(self, number: int) -> None:
+        self._tell(EndScore(number))
 
-        `asked`: a call for all ranks, or a list with one for each rank from 1 on.
+    def ask(
+        self,
+        method: str,
+        own: Callable[[], Any] = lambda: None,
+        *,
+        apart: Sequence[Mapping[str, Any]] | None = None,
+        **shared: Any,
+    ) -> list[Any]:
+        """Results of a method of `RankWorker` on every rank, rank 0's by `own`, in order.
+
+        Raises the first error once all have ended.
+
+        Args:
+            shared: arguments for all ranks.
+            apart: further ones of each rank from 1 on.
         """
-        messages = list(asked) if isinstance(asked, Sequence) else [asked] * len(self._ranks)
         with self._calling:
             self._num_calls += 1
             try:
-                self._settle(messages[0])
-                for rank, message in zip(self._ranks, messages, strict=True):
-                    rank.calls.send(Call(self._num_calls, message))
+                self._settle(method, **shared)
+                for rank, more in zip(self._ranks, apart or [{}] * len(self._ranks), strict=True):
+                    arguments = msgspec.Raw(msgspec.msgpack.encode({**shared, **more}))
+                    rank.calls.send(Call(self._num_calls, method, arguments))
                 failure: BaseException | None = None
                 results: list[Any] = [None]
                 try:
@@ -170,7 +189,7 @@ class RankTeam:
                 for rank in self._ranks:
                     answer = self._answer(rank)
                     if isinstance(answer, Failed):
-                        failure = failure or answer.as_error(rank.rank, type(messages[0]).__name__)
+                        failure = failure or answer.as_error(rank.rank, method)
                     else:
                         results.append(unpack_value(answer.value))
             except (EOFError, OSError):
@@ -267,6 +286,14 @@ class RankTeam:
         except (EOFError, OSError, msgspec.MsgspecError):
             if not self._is_closing:
                 self.fail(EngineDeadError(f"{rank.name} has ended {rank.how_it_ended()}."))
+
+
+def _undrawn(new: NewSequence) -> NewSequence:
+    """A new sequence without the settings of its draws, which rank 0 alone makes."""
+    params = SamplingParams() if new.params.prompt_logprobs is None else SamplingParams(prompt_logprobs=0)
+    return NewSequence(
+        new.sequence_id, new.token_ids, new.num_prompt_tokens, params, seed=0, adapter_slot=new.adapter_slot
+    )
 
 
 def _named_elsewhere(config: EngineConfig) -> EngineConfig:

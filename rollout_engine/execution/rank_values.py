@@ -1,32 +1,16 @@
 """Arrays and tensors in messages between ranks."""
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.adapters import AdapterRows
 from sync.digests import tensor_bytes
 from sync.manifest import dtype_name, torch_dtype
 
-RowsBytes: TypeAlias = tuple[bytes, bytes, bytes]
-"""The arrays of `AdapterRows`."""
 _ARRAY, _TENSOR = 1, 2
-
-
-def rows_bytes(rows: AdapterRows | None) -> RowsBytes | None:
-    """Rows with adapters as they are sent."""
-    return None if rows is None else (rows.rows.tobytes(), rows.slots.tobytes(), rows.blocks.tobytes())
-
-
-def rows_of(content: RowsBytes | None) -> AdapterRows | None:
-    """The rows that `rows_bytes` gave."""
-    if content is None:
-        return None
-    rows, slots, blocks = (np.frombuffer(bytearray(each), np.int32) for each in content)
-    return AdapterRows(rows, slots, blocks.reshape(-1, 3))
 
 
 def pack_value(value: Any) -> bytes:

@@ -3,8 +3,8 @@
 life    RankSettings  ──>        once
         <── Joined               once
         <── Started | Failed     once it is loaded, or where it fails; the system closes the socket when either ends
-steps   Forward | ...  ──>       no answer: the ranks meet in what they compute
-calls   Call(StartWeights | ...) ──>   one at a time
+steps   Step | ...  ──>          no answer: the ranks meet in what they compute
+calls   Call  ──>                one at a time
         <── Answer(Done | Failed)      each, with the number of its call
 pulse   <── bytes                signs of life (`rank_pulse`)
 """
@@ -21,8 +21,8 @@ import torch
 
 from rollout_engine.base import errors
 from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.messages import SchedulerOutput
 from rollout_engine.execution.made_with import arithmetic_of, device_id
-from rollout_engine.execution.rank_values import RowsBytes
 from rollout_engine.model.ranks.part import Region
 from sync.described_types import describe_types
 
@@ -100,225 +100,45 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
         return kind(self.text)
 
 
-class Forward(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """A step: arrays of `FlatBatch`, the rows whose logits are wanted and those that have adapters, as bytes."""
+class Step(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """A step, of which rank 0 alone draws."""
 
+    work: SchedulerOutput
+    """New sequences are without what only draws need."""
     token_ids: bytes
-    first_positions: bytes
-    token_starts: bytes
-    blocks: bytes
-    block_starts: bytes
-    logit_rows: bytes
-    adapter_rows: RowsBytes | None
+    """int64: those of the flat batch."""
 
 
-class ForwardDense(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Whole sequences, int64 [num_rows, T], without the KV pool.
+class TakeLogits(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Compute rows of the last step's logits."""
 
-    `experts`: where routers send their tokens, int16 [num_rows * T, L, k].
-    """
-
-    input_ids: bytes
-    num_rows: int
-    adapter_rows: RowsBytes | None
-    experts: bytes | None
-    experts_shape: tuple[int, ...]
+    rows: list[int]
 
 
-class Head(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Hidden states whose logits are wanted."""
+class BeginScore(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """A score, to be known by a number; arguments of `Backend.score` as `pack_value` writes them."""
 
-    states: bytes
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class CopyBlocks(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Blocks of the KV pool to copy: (source, destination)."""
-
-    pairs: list[tuple[int, int]]
+    number: int
+    arguments: bytes
 
 
-class ForwardOnDevice(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """A step on devices; the tensors of its batch, of these forms, follow by the exchange."""
+class ScorePiece(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Compute the next piece of a score."""
 
-    forms: list[tuple[str, tuple[int, ...]]]
-    num_decodes: int
-    pool: int
-    has_adapters: bool
-    is_routed: bool
+    number: int
 
 
-class HeadOnDevice(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Hidden states of this form follow by the exchange; their logits are wanted."""
+class EndScore(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Forget a score."""
 
-    form: tuple[str, tuple[int, ...]]
-
-
-class CaptureGraph(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Capture a CUDA graph of decode-only steps, by its size and variant."""
-
-    size: int
-    has_prefixes: bool
-    has_adapters: bool
-    is_first: bool
-    """All earlier ones are void."""
-
-
-class ReplayGraph(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Replay it."""
-
-    size: int
-    has_prefixes: bool
-    has_adapters: bool
-
-
-class OpenPool(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Make a KV pool beside that of steps."""
-
-    pool: int
-    num_blocks: int
-
-
-class ClosePool(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Free it."""
-
-    pool: int
+    number: int
 
 
 class Meet(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Meet rank 0 on the host, once all that was told before has been launched."""
 
 
-StepMessage = (
-    Forward
-    | ForwardDense
-    | Head
-    | CopyBlocks
-    | ForwardOnDevice
-    | HeadOnDevice
-    | CaptureGraph
-    | ReplayGraph
-    | OpenPool
-    | ClosePool
-    | Meet
-)
-
-
-class PrepareWeights(msgspec.Struct, tag=True, frozen=True):
-    """Take memory of weights back."""
-
-
-class StartWeights(msgspec.Struct, tag=True, frozen=True):
-    """`WeightHolder.start`."""
-
-    inplace: bool
-    carried: list[str] | None
-
-
-class StageWeights(msgspec.Struct, tag=True, frozen=True):
-    """Stage what is yours of elements [start, stop) of a weight, which are in the window."""
-
-    name: str
-    start: int
-    stop: int
-    inplace: bool
-    content: bytes | None = None
-    """The bytes of what is yours, for a rank whose window is its own."""
-
-
-class ReadWeights(msgspec.Struct, tag=True, frozen=True):
-    """Write what is yours of elements [start, stop) of a live weight into the window.
-
-    The result is None, or the bytes of what is yours where the window is your own.
-    """
-
-    name: str
-    start: int
-    stop: int
-
-
-class PackWeights(msgspec.Struct, tag=True, frozen=True):
-    """`WeightHolder.pack`."""
-
-    inplace: bool
-    names: list[str]
-
-
-class CommitWeights(msgspec.Struct, tag=True, frozen=True):
-    """`WeightHolder.commit`."""
-
-
-class SettleWeights(msgspec.Struct, tag=True, frozen=True):
-    """`WeightHolder.settle`."""
-
-
-class ReleaseKV(msgspec.Struct, tag=True, frozen=True):
-    """Give the memory of all KV back."""
-
-
-class ReleaseWeights(msgspec.Struct, tag=True, frozen=True):
-    """Free copies of weights; `forget`: the weights too."""
-
-    forget: bool
-
-
-class RestoreWeights(msgspec.Struct, tag=True, frozen=True):
-    """Undo `ReleaseWeights(forget=False)`."""
-
-
-class WriteShard(msgspec.Struct, tag=True, frozen=True):
-    """Write your live weights to your file in a directory; the result are their specs."""
-
-    directory: str
-
-
-class PrepareAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Lay out your rows of an adapter, to be known by a number: `LinearAdapter`s by name, as `pack_value` writes."""
-
-    number: int
-    linears: bytes
-    gone: list[int]
-    """Numbers of adapters that will not be installed any more."""
-
-
-class InstallAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Put the adapter that was prepared under a number into a slot."""
-
-    slot: int
-    number: int
-
-
-class RemoveAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Take the adapter out of a slot."""
-
-    slot: int
-
-
-class CallExtension(msgspec.Struct, tag=True, frozen=True):
-    """Call a method of a worker extension; arguments and result as `pack_value` writes them."""
-
-    method: str
-    arguments: bytes
-
-
-CallMessage = (
-    PrepareWeights
-    | StartWeights
-    | StageWeights
-    | ReadWeights
-    | PackWeights
-    | CommitWeights
-    | SettleWeights
-    | ReleaseKV
-    | ReleaseWeights
-    | RestoreWeights
-    | WriteShard
-    | PrepareAdapter
-    | InstallAdapter
-    | RemoveAdapter
-    | CallExtension
-)
+StepMessage = Step | TakeLogits | BeginScore | ScorePiece | EndScore | Meet
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -328,10 +148,12 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A call as it is sent."""
+    """A call of a method of `RankWorker`."""
 
     number: int
-    message: CallMessage
+    method: str
+    arguments: msgspec.Raw
+    """By name."""
 
 
 class Answer(msgspec.Struct, frozen=True):

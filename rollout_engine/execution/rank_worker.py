@@ -1,61 +1,50 @@
 """A rank other than the first: its part of the model, what it computes with the others, and calls of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
+import msgspec
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
 from rollout_engine.base.errors import LifecycleError
+from rollout_engine.base.structs import arguments_struct
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.rank_parts import RankParts
-from rollout_engine.execution.rank_values import rows_of, unpack_value
+from rollout_engine.execution.rank_values import unpack_value
 from rollout_engine.execution.rank_wire import (
-    CallExtension,
-    CallMessage,
-    CaptureGraph,
-    ClosePool,
-    CommitWeights,
-    CopyBlocks,
-    Forward,
-    ForwardDense,
-    ForwardOnDevice,
-    Head,
-    HeadOnDevice,
-    InstallAdapter,
+    BeginScore,
+    EndScore,
     Meet,
-    OpenPool,
-    PackWeights,
-    PrepareAdapter,
-    PrepareWeights,
     RankSettings,
-    ReadWeights,
-    ReleaseKV,
-    ReleaseWeights,
-    RemoveAdapter,
-    ReplayGraph,
-    RestoreWeights,
-    SettleWeights,
-    StageWeights,
-    StartWeights,
+    ScorePiece,
+    Step,
     StepMessage,
-    WriteShard,
+    TakeLogits,
 )
 from rollout_engine.execution.resident_weights import ResidentWeights
-from rollout_engine.execution.team_adapters import RankAdapters
-from rollout_engine.kernels.cpu.attention import ChunkColumns
+from rollout_engine.execution.team_adapters import unpack_linears
 from rollout_engine.kernels.memory import trim_allocator
+from rollout_engine.model.adapters.pool import Pairs
 from rollout_engine.model.backends import device_of
-from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
 from rollout_engine.model.loading.sharded_state import write_shard
 from rollout_engine.model.ranks.part import Region
 from rollout_engine.model.ranks.seat import Seat
-from sync.manifest import torch_dtype
+from sync.manifest import TensorSpec
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _called(method: _Method) -> _Method:
+    """Let rank 0 call a method by its name; its annotations are the types of its arguments on the wire."""
+    method.is_called = True  # type: ignore[attr-defined]
+    return method
 
 
 class RankWorker:
@@ -71,7 +60,10 @@ class RankWorker:
         self._backend = backend = device.backend(config, loaded, ())
         self._weights = ResidentWeights(loaded, backend, device.torch_device)
         self._held = self._weights.updater.weights
-        self._adapters = RankAdapters(backend.adapters)  # type: ignore[arg-type]  # rank 0 sends none where it is None
+        self._prepared: dict[int, Pairs] = {}
+        """By their numbers, adapters that rank 0 may still have installed."""
+        self._scores: dict[int, Iterator[dict[int, np.ndarray]]] = {}
+        """Scores of rank 0 that have begun, by number."""
         self._parts = RankParts(self._held, loaded.cut.parts, seat.exchange.window)
         self.module, self.vocab_size = loaded.module, loaded.vocab_size
         self.max_model_len = cap_model_len(config, loaded.max_model_len, backend.num_blocks)
@@ -105,42 +97,19 @@ class RankWorker:
 
     def take_part(self, message: StepMessage) -> None:
         """Compute with the other ranks what rank 0 has told."""
-        model = self._backend.runner.model
+        runner = self._backend.runner
         match message:
-            case Forward():
-                columns = ChunkColumns(
-                    _integers(message.first_positions),
-                    _integers(message.token_starts),
-                    np.frombuffer(bytearray(message.blocks), np.int32),
-                    _integers(message.block_starts),
-                )
-                batch = FlatBatch(_integers(message.token_ids), columns)
-                model.forward_states(batch, _integers(message.logit_rows), (), rows_of(message.adapter_rows))
-            case ForwardDense(input_ids, num_rows, adapter_rows, content, shape):
-                ids, experts = torch.frombuffer(bytearray(input_ids), dtype=torch.int64).view(num_rows, -1), None
-                if content is not None:
-                    experts = torch.frombuffer(bytearray(content), dtype=torch.int16).view(shape).long()
-                model.follow_dense(ids, rows_of(adapter_rows), experts)
-            case Head(states, shape, dtype):
-                with torch.inference_mode():
-                    hidden = torch.frombuffer(bytearray(states), dtype=torch_dtype(dtype)).view(shape)
-                    model.module.get_output_embeddings()(hidden)
-            case CopyBlocks(pairs):
-                model.follow_copies(pairs)
-            case ForwardOnDevice(forms, num_decodes, pool, has_adapters, is_routed):
-                model.follow_forward(forms, num_decodes, pool, has_adapters=has_adapters, is_routed=is_routed)
-            case HeadOnDevice(form):
-                model.follow_head(form)
-            case CaptureGraph(size, has_prefixes, has_adapters, is_first):
-                graphs = self._backend.runner.graphs
-                graphs.follow_capture(size, has_prefixes=has_prefixes, has_adapters=has_adapters, is_first=is_first)
-            case ReplayGraph(size, has_prefixes, has_adapters):
-                graphs = self._backend.runner.graphs
-                graphs.follow_replay(size, has_prefixes=has_prefixes, has_adapters=has_adapters)
-            case OpenPool(pool, num_blocks):
-                model.follow_open(pool, num_blocks)
-            case ClosePool(pool):
-                model.follow_close(pool)
+            case Step(work, token_ids):
+                runner.follow(work, np.frombuffer(bytearray(token_ids), np.int64))
+            case TakeLogits(rows):
+                runner.take_logits(rows)
+            case BeginScore(number, arguments):
+                *given, slot, experts = unpack_value(arguments)
+                self._scores[number] = self._backend.score(*given, adapter_slot=slot, routed_experts=experts)
+            case ScorePiece(number):
+                next(self._scores[number], None)
+            case EndScore(number):
+                del self._scores[number]
             case Meet():
                 self._exchange.meet()
 
@@ -149,61 +118,120 @@ class RankWorker:
         """Name of a weight -> the elements of it that are this rank's."""
         return self._parts.regions
 
-    def carry_out(self, message: CallMessage) -> Any:
-        """The result of a call."""
-        held, parts = self._held, self._parts
-        match message:
-            case StageWeights(name, start, stop, inplace, content):
-                with held.beside_steps():
-                    if content is not None:
-                        return parts.stage_sent(name, start, stop, content, inplace=inplace)
-                    return parts.stage(name, start, stop, inplace=inplace)
-            case ReadWeights(name, start, stop):
-                return (parts.read if self._exchange.window_is_shared else parts.read_and_send)(name, start, stop)
-            case PrepareWeights():
-                return held.prepare()
-            case StartWeights(inplace, carried):
-                self._weights.updater.dirty |= inplace
-                known = None if carried is None else parts.known(carried)
-                with held.beside_steps():
-                    return held.start(inplace=inplace, lacking=None, carried=known)
-            case PackWeights(inplace, names):
-                return held.pack(inplace=inplace, lacking=None, names=parts.known(names))
-            case CommitWeights():
-                return self._commit()
-            case SettleWeights():
-                return held.settle()
-            case ReleaseKV():
-                return self._backend.runner.model.kv.release()
-            case ReleaseWeights(forget):
-                return self._weights.release(forget=forget)
-            case RestoreWeights():
-                return self._weights.restore()
-            case WriteShard(directory):
-                forms, live = self._weights.updater.metadata(), self.live_weights()
-                return write_shard(Path(directory), self.rank, self._num_ranks, forms, live)
-            case PrepareAdapter(number, linears, gone):
-                return self._adapters.prepare(number, linears, gone)
-            case InstallAdapter(slot, number):
-                return self._adapters.install(slot, number)
-            case RemoveAdapter(slot):
-                return self._adapters.remove(slot)
-            case CallExtension(method, arguments):
-                args, kwargs = unpack_value(arguments)
-                return self._extensions.call(method, args, kwargs)
-        raise AssertionError(f"{type(message).__name__} is no call")
+    def carry_out(self, method: str, arguments: bytes | msgspec.Raw) -> Any:
+        """The result of a call of a method, with its arguments by name, as msgpack."""
+        given = _CALLS[method].decode(arguments)
+        return getattr(self, method)(**msgspec.structs.asdict(given))
 
-    def _commit(self) -> None:
-        """Make the packed weights live: all of them, where `ReleaseWeights` had forgotten them."""
+    @_called
+    def prepare_weights(self) -> None:
+        """Take memory of weights back."""
+        self._held.prepare()
+
+    @_called
+    def start_weights(self, inplace: bool, carried: list[str] | None) -> None:
+        """Begin an update, as `WeightHolder.start`."""
+        self._weights.updater.dirty |= inplace
+        known = None if carried is None else self._parts.known(carried)
+        with self._held.beside_steps():
+            self._held.start(inplace=inplace, lacking=None, carried=known)
+
+    @_called
+    def stage_weight(self, name: str, start: int, stop: int, inplace: bool, content: bytes | None = None) -> None:
+        """Stage this rank's of elements [start, stop) of a weight, which are in the window.
+
+        `content`: their bytes, if the window is the rank's own.
+        """
+        with self._held.beside_steps():
+            if content is None:
+                self._parts.stage(name, start, stop, inplace=inplace)
+            else:
+                self._parts.stage_sent(name, start, stop, content, inplace=inplace)
+
+    @_called
+    def read_weight(self, name: str, start: int, stop: int) -> bytes | None:
+        """Write this rank's of elements [start, stop) of a live weight into the window.
+
+        Returns their bytes, if the window is the rank's own.
+        """
+        return (self._parts.read if self._exchange.window_is_shared else self._parts.read_and_send)(name, start, stop)
+
+    @_called
+    def pack_weights(self, inplace: bool, names: list[str]) -> None:
+        """Pack what was staged, as `WeightHolder.pack`."""
+        self._held.pack(inplace=inplace, lacking=None, names=self._parts.known(names))
+
+    @_called
+    def commit_weights(self) -> None:
+        """Make the packed weights live: all of them, where `release_weights` had forgotten them."""
         updater = self._weights.updater
         updater.dirty = True  # until all of them are
         self._held.commit(lacking=None)
         updater.dirty = updater.forgotten = False
+
+    @_called
+    def settle_weights(self) -> None:
+        """End an update, as `WeightHolder.settle`."""
+        self._held.settle()
+
+    @_called
+    def release_kv(self) -> None:
+        """Give the memory of all KV back."""
+        self._backend.runner.model.kv.release()
+
+    @_called
+    def release_weights(self, forget: bool) -> None:
+        """Free copies of weights; `forget`: the weights too."""
+        self._weights.release(forget=forget)
+
+    @_called
+    def restore_weights(self) -> None:
+        """Undo `release_weights(forget=False)`."""
+        self._weights.restore()
+
+    @_called
+    def write_shard(self, directory: str) -> list[TensorSpec]:
+        """Write the live weights to this rank's file in a directory. Returns their specs."""
+        forms, live = self._weights.updater.metadata(), self.live_weights()
+        return write_shard(Path(directory), self.rank, self._num_ranks, forms, live)
+
+    @_called
+    def prepare_adapter(self, number: int, linears: bytes, gone: list[int]) -> None:
+        """Lay out this rank's part of an adapter, to be known by a number; forget the adapters of numbers `gone`.
+
+        `linears`: as `team_adapters.pack_linears` writes them.
+        """
+        for each in gone:
+            self._prepared.pop(each, None)
+        self._prepared[number] = self._backend.adapters.pairs(unpack_linears(linears))
+
+    @_called
+    def install_adapter(self, slot: int, number: int) -> None:
+        """Have an adapter in a slot. No step may be running on the host."""
+        self._backend.adapters.put(slot, self._prepared[number])
+
+    @_called
+    def remove_adapter(self, slot: int) -> None:
+        """Free a slot. No step may be running on the host."""
+        self._backend.adapters.remove(slot)
+
+    @_called
+    def call_extension(self, name: str, arguments: bytes) -> Any:
+        """Result of a method of a worker extension; `arguments` as `pack_value` writes them."""
+        args, kwargs = unpack_value(arguments)
+        return self._extensions.call(name, args, kwargs)
 
     def close(self) -> None:
         """Close the extensions."""
         self._extensions.close()
 
 
-def _integers(content: bytes) -> np.ndarray:
-    return np.frombuffer(bytearray(content), np.int64)
+_CALLS = {
+    name: msgspec.msgpack.Decoder(arguments_struct(name, parameters, get_type_hints(method)))
+    for name, method, parameters in (
+        (name, method, list(signature(method).parameters.values())[1:])
+        for name, method in vars(RankWorker).items()
+        if hasattr(method, "is_called")
+    )
+}
+"""Decoder of the arguments of each method that rank 0 may call."""

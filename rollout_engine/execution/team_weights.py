@@ -16,15 +16,6 @@ from torch import Tensor
 
 from rollout_engine.execution.rank_parts import Piece, RankParts
 from rollout_engine.execution.rank_team import RankTeam
-from rollout_engine.execution.rank_wire import (
-    CommitWeights,
-    PackWeights,
-    PrepareWeights,
-    ReadWeights,
-    SettleWeights,
-    StageWeights,
-    StartWeights,
-)
 from rollout_engine.kernels.cpu.stream import streaming_copy
 from rollout_engine.model.ranks.exchange import WINDOW_BYTES
 from rollout_engine.weights.held_weights import HeldWeights
@@ -90,7 +81,7 @@ class TeamWeights:
     def _read_piece(self, name: str, start: int, stop: int) -> None:
         """Have every rank write what is its own of elements [start, stop) into the window."""
         own = partial(self._parts.read, name, start, stop)
-        _, *found = self._team.ask(ReadWeights(name, start, stop), own)
+        _, *found = self._team.ask("read_weight", own, name=name, start=start, stop=stop)
         if not self._window_is_shared:
             piece = Piece(self._window, start, stop, self._dtypes[name])
             for regions, content in zip(self._team.regions, found, strict=True):
@@ -106,16 +97,15 @@ class TeamWeights:
         return sum(math.prod(self.metadata[name][1]) * self._dtypes[name].itemsize for name in names)
 
     def prepare(self) -> None:
-        self._team.ask(PrepareWeights(), self._own.prepare)
+        self._team.ask("prepare_weights", self._own.prepare)
 
     def start(self, *, inplace: bool, lacking: Lacking | None, carried: Iterable[str] | None) -> None:
         assert lacking is None, "updates of a team bring all they announce"
         names = None if carried is None else list(carried)
         own = None if names is None else self._parts.known(names)
         self._inplace, self._placed = inplace, {}
-        self._team.ask(
-            StartWeights(inplace, names), lambda: self._own.start(inplace=inplace, lacking=None, carried=own)
-        )
+        start = partial(self._own.start, inplace=inplace, lacking=None, carried=own)
+        self._team.ask("start_weights", start, inplace=inplace, carried=names)
 
     def place(self, name: str, *, inplace: bool) -> Tensor:
         out = torch.empty(self.metadata[name][1], dtype=self._dtypes[name], device="meta")
@@ -126,14 +116,15 @@ class TeamWeights:
         every = list(names)
         known = self._parts.known(every)
         self._placed = {}
-        self._team.ask(PackWeights(inplace, every), lambda: self._own.pack(inplace=inplace, lacking=None, names=known))
+        pack = partial(self._own.pack, inplace=inplace, lacking=None, names=known)
+        self._team.ask("pack_weights", pack, inplace=inplace, names=every)
 
     def commit(self, *, lacking: Lacking | None) -> None:
-        self._team.ask(CommitWeights(), lambda: self._own.commit(lacking=None))
+        self._team.ask("commit_weights", partial(self._own.commit, lacking=None))
 
     def settle(self) -> None:
         self._placed = {}
-        self._team.ask(SettleWeights(), self._own.settle)
+        self._team.ask("settle_weights", self._own.settle)
 
     def release(self) -> None:
         """Free rank 0's; the others do so when they release their weights."""
@@ -170,12 +161,11 @@ class TeamWeights:
     def _stage_piece(self, name: str, start: int, stop: int) -> None:
         """Have every rank stage what is its own of elements [start, stop), which are in the window."""
         own = partial(self._parts.stage, name, start, stop, inplace=self._inplace)
-        if self._window_is_shared:
-            self._team.ask(StageWeights(name, start, stop, self._inplace), own)
-            return
-        piece = Piece(self._window, start, stop, self._dtypes[name])
-        contents = (piece.bytes_of(regions[name]) for regions in self._team.regions)
-        self._team.ask([StageWeights(name, start, stop, self._inplace, content) for content in contents], own)
+        apart = None
+        if not self._window_is_shared:
+            piece = Piece(self._window, start, stop, self._dtypes[name])
+            apart = [{"content": piece.bytes_of(regions[name])} for regions in self._team.regions]
+        self._team.ask("stage_weight", own, apart=apart, name=name, start=start, stop=stop, inplace=self._inplace)
 
 
 def _pieces(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:

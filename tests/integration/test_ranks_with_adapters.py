@@ -153,5 +153,5 @@ def test_ranks_whose_adapters_may_differ_compute_no_more(two, monkeypatch):
     monkeypatch.setattr(own, "put", lambda *args: (_ for _ in ()).throw(MemoryError("no room")))
     with pytest.raises((MemoryError, EngineDeadError), match="no room"):
         two.add_lora(adapter("qwen3", "late"))
-    with pytest.raises(EngineDeadError, match=r"InstallAdapter failed on a rank \(MemoryError: no room\)"):
+    with pytest.raises(EngineDeadError, match=r"install_adapter failed on a rank \(MemoryError: no room\)"):
         said(two, [(0, None)])

@@ -1,6 +1,6 @@
 """The KV pool on the CPU, and how Hugging Face modules attend over it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -28,8 +28,6 @@ class CpuKVPool:
         self._shape = num_blocks, block_size
         self._columns: list[Tensor] = []
         """Other values of each token, which go where its KV goes."""
-        self.on_copy: Callable[[Sequence[tuple[int, int]]], None] = lambda pairs: None
-        """Called with what `copy_blocks` is about to copy."""
 
     @contextmanager
     def step(self, batch: FlatBatch) -> Iterator[None]:
@@ -71,7 +69,6 @@ class CpuKVPool:
         """Copy whole blocks, (source, destination), in every layer."""
         if not pairs:
             return
-        self.on_copy(pairs)
         source, destination = torch.tensor(pairs, dtype=torch.int64).unbind(1)
         for tensor in self.tensors():
             tensor[destination] = tensor[source]

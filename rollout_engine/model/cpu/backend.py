@@ -6,18 +6,18 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.grammars.compiler import GrammarCompiler
+from rollout_engine.kernels import linear
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.backend import Backend
 from rollout_engine.model.cpu import decoder_trial
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.model.cpu.deterministic import make_deterministic
 from rollout_engine.model.cpu.model import CpuModel
-from rollout_engine.model.cpu.ranked_model import RankedModel, check_products
 from rollout_engine.model.cpu.row_invariance import ARITHMETIC
 from rollout_engine.model.cpu.runner import CpuRunner
 from rollout_engine.model.cpu.sequence_logprobs import sequence_logprobs
@@ -26,9 +26,11 @@ from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
 from rollout_engine.model.kv_size import describe_pool, size_pool
 from rollout_engine.model.modules.heads import head_of, pooling_info
 from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.model.packing.linear_groups import linear_groups
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.pooling.pooler import Pooler
-from rollout_engine.model.ranks.seat import described_ranks
+from rollout_engine.model.ranks.cut import ModelCut
+from rollout_engine.model.ranks.seat import Seat, described_ranks, score_together
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 
 logger = logging.getLogger("rollout_engine")
@@ -55,16 +57,16 @@ class CpuBackend(Backend):
         self.num_blocks = size_pool(config, loaded)
         cut = loaded.cut
         if cut is not None:
-            check_products(loaded.module, cut, is_deterministic=self.is_deterministic)
+            _check_products(loaded.module, cut, is_deterministic=self.is_deterministic)
             self.num_blocks = cut.seat.exchange.agree(self.num_blocks)[0]
+        self._seat: Seat | None = None if cut is None else cut.seat
         reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry, cut)
         if reason is not None:
             logger.info("The layers run as modules, more slowly: %s.", reason)
         self.adapters = None
         if self.is_deterministic:
             self.adapters = CpuAdapterPool(loaded.module, max_loras=config.max_loras, max_rank=config.max_lora_rank)
-        kind = CpuModel if cut is None else RankedModel
-        model = kind(
+        model = CpuModel(
             loaded.module,
             loaded.geometry,
             num_blocks=self.num_blocks,
@@ -79,7 +81,12 @@ class CpuBackend(Backend):
         self.pooling = pooling_info(loaded.module, loaded.head_kind)
         pooler = Pooler(self.pooling, head_of(loaded.module))
         self.runner = CpuRunner(
-            model, vocab_size=loaded.vocab_size, processors=processors, pooler=pooler, grammars=grammars
+            model,
+            vocab_size=loaded.vocab_size,
+            processors=processors,
+            pooler=pooler,
+            grammars=grammars,
+            seat=self._seat,
         )
         self.routing = self.runner.routing.info
         self.choices = (
@@ -99,6 +106,17 @@ class CpuBackend(Backend):
         *,
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
+    ) -> Iterator[dict[int, np.ndarray]]:
+        given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts)
+        return score_together(self._seat, self._score, *given, *options)
+
+    def _score(
+        self,
+        sequences: Sequence[list[int]],
+        num_prompt: Sequence[int],
+        temperature: float,
+        adapter_slot: int,
+        routed_experts: Sequence[np.ndarray] | None,
     ) -> Iterator[dict[int, np.ndarray]]:
         @contextmanager
         def around(members: list[int], num_columns: int) -> Iterator[None]:
@@ -147,3 +165,18 @@ def _made_deterministic(config: EngineConfig, loaded: LoadedModel) -> bool:
     if reason is not None:
         logger.warning("deterministic='auto' is off, log-probs may differ from the trainer's: %s.", reason)
     return reason is None
+
+
+def _check_products(module: nn.Module, cut: ModelCut, *, is_deterministic: bool) -> None:
+    """Raise `ConfigError` where products of some columns may have other bits than products of all."""
+    size = cut.seat.num_ranks
+    if not is_deterministic:
+        raise ConfigError(
+            f"tensor_parallel_size={size} needs deterministic products, whose columns do not depend on one another, "
+            "and the model's are not (deterministic=False, or a part of it that was not replaced). Leave it out."
+        )
+    if any(group.plan.kernel != linear.OWN for group in linear_groups(module)):
+        raise ConfigError(
+            f"tensor_parallel_size={size} needs products by our own C++ kernel, and on this CPU another library "
+            "multiplies. Leave it out."
+        )

@@ -17,7 +17,7 @@ from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import trunk_of
 from rollout_engine.model.modules.layer_watch import LayerWatch
-from rollout_engine.model.modules.routers import recording, replaying, routers_of
+from rollout_engine.model.modules.routers import recording, routers_of
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.module_logits import module_logits
@@ -48,8 +48,6 @@ class CpuModel:
         self.decoder = CpuDecoder(module, geometry, self.kv.layers, adapters, cut) if compiled else None
         self.layer_watch = LayerWatch(module, len(geometry))
         self.routers = routers_of(module)
-        self.replayed: Tensor | None = None
-        """Experts that `replaying` gives, int64 [T, number of routers, k]; None outside of it."""
         self._recorded: list[Tensor] | None = None
         """Routed experts of the forwards inside `recording`; None outside of it."""
 
@@ -130,16 +128,6 @@ class CpuModel:
         router: Any = self.routers[0]
         self._recorded.append(torch.empty(num_tokens, len(self.routers), router.top_k, dtype=torch.int32))
         return self._recorded[-1]
-
-    @contextmanager
-    def replaying(self, experts: Tensor) -> Iterator[None]:
-        """Inside, the module sends the T tokens of a forward to these experts, int64 [T, number of routers, k]."""
-        self.replayed = experts
-        try:
-            with replaying(self.routers, experts):
-                yield
-        finally:
-            self.replayed = None
 
 
 @contextmanager

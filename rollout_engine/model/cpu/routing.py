@@ -18,7 +18,7 @@ from torch import Tensor
 from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
-from rollout_engine.model.modules.routers import routing_info
+from rollout_engine.model.modules.routers import replaying, routing_info
 from rollout_engine.model.sequences.routed_requests import RoutedRequests
 
 
@@ -77,7 +77,7 @@ class RoutingRecorder:
         given = np.full((len(routed_experts), num_columns, *self.info.shape), -1, np.int64)
         for row, experts in enumerate(routed_experts):
             given[row, : len(experts)] = experts
-        with self._model.replaying(torch.from_numpy(given).flatten(0, 1)):
+        with replaying(self._model.routers, torch.from_numpy(given).flatten(0, 1)):
             yield
 
     def _kept_rows(self, batch: FlatBatch, index: int, num_tokens: int) -> np.ndarray:

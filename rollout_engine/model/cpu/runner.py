@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollout_engine.base.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
 from rollout_engine.grammars.compiler import GrammarCompiler
@@ -18,7 +19,9 @@ from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.routing import RoutingRecorder
 from rollout_engine.model.pooling.pooler import Pooler
-from rollout_engine.model.sampling.draft_draws import DraftTask, Row, draw_behind_drafts, rows_up_to
+from rollout_engine.model.ranks.seat import Seat, lead, preparing
+from rollout_engine.model.sampling.asked_rows import AskedRows
+from rollout_engine.model.sampling.draft_draws import DraftTask, Row, draw_behind_drafts
 from rollout_engine.model.sampling.draw_pieces import sample_rows
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
@@ -40,14 +43,18 @@ class CpuRunner:
         processors: Sequence[LogitsProcessor] = (),
         pooler: Pooler | None = None,
         grammars: GrammarCompiler | None = None,
+        seat: Seat | None = None,
     ) -> None:
-        self.model = model
+        """`seat`: of the rank, where the model is cut over ranks."""
+        self.model, self._seat = model, seat
         self._pooler = pooler
         self._vocab_size = vocab_size
         self._prompts = PromptScorer(vocab_size)
         self._sequences = SequenceStates(vocab_size, processors, self._prompts, grammars)
         self._blocks = BlockTableMatrix()
         self.routing = RoutingRecorder(model)
+        self._logits: LogitRows | None = None
+        """Logits that the step that was followed last has left."""
         self._computed = _Computed([], [], np.empty(0, np.int64))
         """Tokens and block tables of the last step's sequences; kept while steps compute the same ones."""
         self._drawn: _Drawn | None = None
@@ -64,42 +71,61 @@ class CpuRunner:
 
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the scheduled tokens and draw one token per sample task."""
-        self._note_changes(work)
-        self.model.kv.copy_blocks(work.block_copies)
-        if not work.scheduled:
-            return ModelRunnerOutput(token_ids=[], logprobs=None)
-        batch = self._flat_batch(work.scheduled)
-        drawn = [task.row for task in work.samples]
-        rows = list(dict.fromkeys(drawn))  # the n samples of a prompt draw from the same row
-        ends = batch.columns.token_starts[1:]
-        last_rows = (ends if len(rows) == len(ends) else ends[rows]) - 1  # rows ascend
-        has_drafts = any(row.draft_token_ids for row in work.scheduled)
-        if has_drafts:
-            num_drafted = np.array([len(work.scheduled[row].draft_token_ids) for row in rows], np.int64)
-            last_rows, first_rows = rows_up_to(last_rows, num_drafted)
-        prompt_rows = self._prompts.rows(work.scheduled)
+        with preparing(self._seat, work):
+            batch, asked = self._prepare(work)
         pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
-        logit_rows = np.append(last_rows, prompt_rows) if prompt_rows else last_rows
-        with self.routing.step(work, batch):
-            adapter_rows = self._adapter_rows(work.scheduled)
-            logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, adapter_rows)
+        with self.routing.step(work, batch), lead(self._seat, lambda others: others.step(work, batch.token_ids)):
+            logits, states = self._forward(work, batch, asked.logit_rows, pooled_rows)
+        if self._seat is not None:
+            logits.around = self._seat.lead_logits
         pooled = self._pooler.pool(states) if self._pooler else {}
         if self._prompts.has_pieces:
-            prompt_logprobs = self._prompts.score(logits.take(slice(len(last_rows), None)))()
+            prompt_logprobs = self._prompts.score(logits.take(slice(asked.num_drawn, None)))()
         else:
             prompt_logprobs = {}
-        if not rows:
+        if not work.samples:
             return ModelRunnerOutput(token_ids=[], logprobs=None, pooled=pooled)
-        if has_drafts:
-            first_of = dict(zip(rows, first_rows.tolist(), strict=True))
-            out = self._sample_drafts(logits, work, first_of)
+        if any(chunk.draft_token_ids for chunk in work.scheduled):
+            out = self._sample_drafts(logits, work, asked.drawn_rows.tolist())
         else:
-            if len(rows) < len(drawn):
-                logits = logits.at(torch.from_numpy(np.searchsorted(rows, drawn)))
+            if asked.num_drawn < len(work.samples):
+                logits = logits.at(torch.from_numpy(asked.drawn_rows))
             out = self._sample(logits, [task.sequence_id for task in work.samples])
         out.prompt_logprobs, out.pooled = prompt_logprobs, pooled
         self.routing.add_to(out, work, batch)
         return out
+
+    def follow(self, work: SchedulerOutput, token_ids: np.ndarray) -> None:
+        """Compute the step that rank 0 executes now, up to its logits, on another rank.
+
+        `token_ids`: int64 [T], those of the flat batch: only rank 0 knows what it has drawn.
+        """
+        batch, asked = self._prepare(work, token_ids)
+        logits, _ = self._forward(work, batch, asked.logit_rows, ())
+        self._logits = logits if logits.are_left else None
+
+    def take_logits(self, rows: list[int]) -> None:
+        """Compute rows of the logits of the step that was followed last, as rank 0 does now."""
+        assert self._logits is not None, "rank 0 has left them, too"
+        self._logits.compute(torch.tensor(rows))
+
+    def _prepare(self, work: SchedulerOutput, token_ids: np.ndarray | None = None) -> tuple[FlatBatch, AskedRows]:
+        """Note what a step changes; returns its flat batch, of `token_ids` if given, and the rows asked for."""
+        self._note_changes(work)
+        batch = self._flat_batch(work.scheduled, token_ids)
+        num_drafted = None
+        if any(chunk.draft_token_ids for chunk in work.scheduled):
+            num_drafted = np.array([len(chunk.draft_token_ids) for chunk in work.scheduled], np.int64)
+        chunks, prompt_rows = [task.row for task in work.samples], self._prompts.rows(work.scheduled)
+        return batch, AskedRows.of(chunks, batch.columns.token_starts, num_drafted, prompt_rows)
+
+    def _forward(
+        self, work: SchedulerOutput, batch: FlatBatch, logit_rows: np.ndarray, state_rows: Sequence[int]
+    ) -> tuple[LogitRows, Tensor]:
+        self.model.kv.copy_blocks(work.block_copies)
+        if not work.scheduled:
+            return LogitRows.of(torch.empty(0)), torch.empty(0)
+        return self.model.forward_states(batch, logit_rows, state_rows, self._adapter_rows(work.scheduled))
 
     def _note_changes(self, work: SchedulerOutput) -> None:
         if work.finished_sequence_ids or work.new:
@@ -113,25 +139,19 @@ class CpuRunner:
         self._blocks.add(new.sequence_id for new in work.new)
         self._blocks.extend(work.scheduled)
 
-    def _flat_batch(self, scheduled: list[ScheduledSequence]) -> FlatBatch:
+    def _flat_batch(self, scheduled: list[ScheduledSequence], token_ids: np.ndarray | None) -> FlatBatch:
         first = [chunk.num_computed_tokens for chunk in scheduled]
         sizes = [chunk.num_scheduled_tokens for chunk in scheduled]
         _, tokens, rows = self._chunk_sequences([chunk.sequence_id for chunk in scheduled])
-        if max(sizes) == 1:
-            token_ids = [ids[start] for ids, start in zip(tokens, first, strict=True)]
-        else:
-            token_ids = []
-            for ids, chunk in zip(tokens, scheduled, strict=True):
-                start = chunk.num_computed_tokens
-                token_ids += ids[start : start + chunk.num_scheduled_tokens]
-                token_ids += chunk.draft_token_ids
+        if token_ids is None:
+            token_ids = _tokens_of(scheduled, tokens)
         columns = ChunkColumns(
             first_positions=np.array(first, np.int64),
             token_starts=np.array([0, *accumulate(sizes)], np.int64),
             blocks=self._blocks.matrix,
             block_starts=rows * self._blocks.matrix.shape[1],
         )
-        return FlatBatch(np.array(token_ids, np.int64), columns)
+        return FlatBatch(token_ids, columns)
 
     def _chunk_sequences(self, sequence_ids: list[int]) -> "_Computed":
         """Tokens and block tables of these sequences."""
@@ -164,19 +184,19 @@ class CpuRunner:
             ids.append(token if token >= 0 else 0)  # after a failure the next step may be on its way already
         return out
 
-    def _sample_drafts(self, logits: LogitRows, work: SchedulerOutput, first_of: dict[int, int]) -> ModelRunnerOutput:
-        """Draw behind drafted tokens; `first_of`: scheduled row -> its first row of `logits`."""
+    def _sample_drafts(self, logits: LogitRows, work: SchedulerOutput, first_rows: list[int]) -> ModelRunnerOutput:
+        """Draw behind drafted tokens; `first_rows`: of each sample, its first of `logits`."""
         sequences = [self._sequences[task.sequence_id] for task in work.samples]
         edits = self._sequences.edits_of(sequences, [len(sequence.token_ids) for sequence in sequences])
-        pairs = enumerate(zip(work.samples, sequences, strict=True))
+        rows = zip(work.samples, sequences, first_rows, strict=True)
         tasks = [
             DraftTask(
                 sequence,
-                first_of[task.row],
+                row,
                 work.scheduled[task.row].draft_token_ids,
                 one_by_one=index in edits and edits[index].sees_drawn_tokens_alone,
             )
-            for index, (task, sequence) in pairs
+            for index, (task, sequence, row) in enumerate(rows)
         ]
 
         def draw(rows: list[Row]) -> ModelRunnerOutput:
@@ -188,6 +208,19 @@ class CpuRunner:
             return sample_rows(logits.at(places), batch, RowEdits(behind), self._vocab_size)
 
         return draw_behind_drafts(tasks, draw)
+
+
+def _tokens_of(scheduled: list[ScheduledSequence], tokens: list[list[int]]) -> np.ndarray:
+    """The tokens of chunks, int64 [T], from those of their sequences."""
+    if all(chunk.num_scheduled_tokens == 1 for chunk in scheduled):
+        found = [ids[chunk.num_computed_tokens] for ids, chunk in zip(tokens, scheduled, strict=True)]
+    else:
+        found = []
+        for ids, chunk in zip(tokens, scheduled, strict=True):
+            start = chunk.num_computed_tokens
+            found += ids[start : start + chunk.num_scheduled_tokens]
+            found += chunk.draft_token_ids
+    return np.array(found, np.int64)
 
 
 class _Computed(NamedTuple):

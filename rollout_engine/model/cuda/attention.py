@@ -1,6 +1,6 @@
 """The KV pool on a device, and how Hugging Face modules attend over it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,8 +70,6 @@ class CudaKVPool:
             self.routed = torch.zeros(num_blocks, block_size, *routing.shape, dtype=kept, device=device)
         self.memory = ReleasableMemory(self.tensors())
         self._copies: BlockCopies | None = None
-        self.on_copy: Callable[[Sequence[tuple[int, int]]], None] = lambda pairs: None
-        """Called with the pairs that are to be copied."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the pool; blocks come first in its shape."""
@@ -101,7 +99,6 @@ class CudaKVPool:
         nothing waits for, and one launch, but for a block that an earlier pair reads and a later one writes."""
         if not pairs:
             return
-        self.on_copy(pairs)
         if self._copies is None:
             self._copies = BlockCopies(list(self.tensors()))
         (on_device,) = upload([np.array(pairs, np.int64)], self.layers[0].keys.device)

@@ -26,7 +26,6 @@ from rollout_engine.model.cuda.memory import ReleasableMemory
 from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.pinned_upload import PinnedUpload
 from rollout_engine.model.cuda.ranked_graphs import RankedDecodeGraphs
-from rollout_engine.model.cuda.ranked_model import RankedCudaModel, check_cut
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.cuda.sequence_logprobs import sequence_logprobs
@@ -37,7 +36,8 @@ from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, describe_
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.modules.routers import routers_of, routing_info
 from rollout_engine.model.packing.packed_weights import PackedWeights
-from rollout_engine.model.ranks.seat import Seat, described_ranks
+from rollout_engine.model.ranks.cut import ModelCut
+from rollout_engine.model.ranks.seat import Seat, described_ranks, score_together
 from rollout_engine.model.ranks.wiring import connect
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 
@@ -70,7 +70,7 @@ class CudaBackend(Backend):
         device = next(loaded.module.parameters()).device
         self._seat: Seat | None = None if loaded.cut is None else loaded.cut.seat
         if loaded.cut is not None:
-            check_cut(loaded.cut)
+            _check_cut(loaded.cut)
             connect(loaded.module, loaded.cut, replaced_experts=False)
         self._fused = runs_fused(
             loaded, deterministic=deterministic, block_size=config.tokens_per_block, seat=self._seat
@@ -93,6 +93,7 @@ class CudaBackend(Backend):
             processors=processors,
             shares_prefixes=config.enable_prefix_caching,
             grammars=grammars,
+            seat=self._seat,
         )
         if compiles_kernels():
             warm_up(self.runner)
@@ -120,16 +121,14 @@ class CudaBackend(Backend):
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
     ) -> Iterator[dict[int, np.ndarray]]:
-        return sequence_logprobs(
-            self.runner.model, sequences, num_prompt, temperature, adapter_slot, routed_experts=routed_experts
-        )
+        score = partial(sequence_logprobs, self.runner.model)
+        return score_together(self._seat, score, sequences, num_prompt, temperature, adapter_slot, routed_experts)
 
     def memory_of(self, weights: Sequence[Tensor]) -> CudaWeightMemory:
         return CudaWeightMemory(weights, self.runner)
 
     def _model(self, num_blocks: int, context: int) -> CudaModel:
-        kind = CudaModel if self._seat is None else partial(RankedCudaModel, seat=self._seat)
-        return kind(
+        return CudaModel(
             self._loaded.module,
             self._loaded.geometry,
             num_blocks=num_blocks,
@@ -142,7 +141,9 @@ class CudaBackend(Backend):
         )
 
     def _graphs(self, model: CudaModel) -> DecodeGraphs:
-        kind: Callable[..., DecodeGraphs] = DecodeGraphs if self._seat is None else RankedDecodeGraphs
+        kind: Callable[..., DecodeGraphs] = (
+            DecodeGraphs if self._seat is None else partial(RankedDecodeGraphs, seat=self._seat)
+        )
         return kind(
             model,
             self.runner.rows,
@@ -242,3 +243,11 @@ def runs_fused(loaded: LoadedModel, *, deterministic: bool, block_size: int, sea
         level = logging.WARNING if reason.is_failure else logging.INFO
         logger.log(level, "The layers run as modules, more slowly: %s.", reason.text)
     return reason is None
+
+
+def _check_cut(cut: ModelCut) -> None:
+    """Raise `ConfigError` for a cut that ranks do not compute on devices."""
+    what = f"tensor_parallel_size={cut.seat.num_ranks} with device='cuda'"
+    others = [type(child).__name__ for child, _ in cut.experts if not hasattr(child, "_is_expert_parallel")]
+    if others:
+        raise ConfigError(f"{what}: {others[0]} cannot be divided among devices. Leave tensor_parallel_size out.")

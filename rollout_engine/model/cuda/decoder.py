@@ -11,8 +11,6 @@ Products are torch's. In deterministic mode they are those of `kernels.triton.ma
 are rotated, by the same kernel as in a trainer's modules.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,13 +37,11 @@ class CudaDecoder:
         attention: CudaAttention,
         *,
         deterministic: bool,
-        before_head: Callable[[Tensor], object] = lambda hidden: None,
         adapters: CudaAdapterPool | None = None,
     ) -> None:
-        """`before_head`: called with hidden states whose logits are about to be computed. `adapters`: those that rows
-        may have."""
+        """`adapters`: those that rows may have."""
         self._parts, self._attention, self._adapters = parts, attention, adapters
-        self._deterministic, self._before_head = deterministic, before_head
+        self._deterministic = deterministic
 
     @property
     def vocab_size(self) -> int:
@@ -82,7 +78,6 @@ class CudaDecoder:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] of hidden states [R, H], behind the final norm."""
-        self._before_head(hidden)
         return self._product(hidden, self._parts.head)
 
     def _attend(self, layer: Layer, hidden: Tensor, batch: CudaBatch, index: int, kv: KVLayer) -> Tensor:

@@ -34,9 +34,6 @@ class CudaModel:
     `routing`: its routers, whose choices are kept; None where they are not.
     """
 
-    num_ranks = 1
-    """Ranks that compute together."""
-
     def __init__(
         self,
         module: PreTrainedModel,
@@ -58,8 +55,8 @@ class CudaModel:
             "device": weight.device,
             "routing": routing,
         }
-        self._make_pool = partial(CudaKVPool, geometry, **shape)
-        self.kv = self._make_pool(num_blocks=num_blocks)
+        self.make_pool = partial(CudaKVPool, geometry, **shape)
+        self.kv = self.make_pool(num_blocks=num_blocks)
         self.attention = CudaAttention(
             *(geometry, limits, weight.dtype, weight.device),
             deterministic=deterministic,
@@ -73,7 +70,6 @@ class CudaModel:
             self.decoder = CudaDecoder(
                 *(parts, self.attention),
                 deterministic=deterministic,
-                before_head=self._before_head,
                 adapters=adapters,
             )
         self.routing = routing
@@ -123,14 +119,6 @@ class CudaModel:
             yield
         experts = torch.stack([each for each in chosen if each is not None], 1)
         pool.routed_rows[batch.slots] = experts.to(pool.routed.dtype)
-
-    @contextmanager
-    def another_pool(self, num_blocks: int) -> Iterator[CudaKVPool]:
-        """Inside, a pool beside `kv`, for forwards over it."""
-        yield self._make_pool(num_blocks=num_blocks)
-
-    def _before_head(self, hidden: Tensor) -> None:
-        """Called before logits of these states are computed."""
 
     @property
     def runs_fused(self) -> bool:

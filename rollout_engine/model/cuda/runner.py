@@ -10,7 +10,7 @@ logits processors edit are drawn on the host, which waits for them; so it does f
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -41,7 +41,9 @@ from rollout_engine.model.cuda.routing import Fill, RoutingRecorder
 from rollout_engine.model.cuda.sampler import DrawMemory, to_output
 from rollout_engine.model.cuda.sequence_rows import SequenceRows, TableChanges
 from rollout_engine.model.cuda.upload import Download, upload
-from rollout_engine.model.sampling.draft_draws import rows_up_to
+from rollout_engine.model.ranks.group_exchange import GroupExchange
+from rollout_engine.model.ranks.seat import Seat, lead, preparing
+from rollout_engine.model.sampling.asked_rows import AskedRows
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
@@ -62,8 +64,11 @@ class CudaRunner:
         processors: Sequence[LogitsProcessor] = (),
         shares_prefixes: bool = True,
         grammars: GrammarCompiler | None = None,
+        seat: Seat | None = None,
     ) -> None:
-        self.model = model
+        """`seat`: of the rank, where the model is cut over ranks."""
+        self.model, self._seat = model, seat
+        self.num_ranks = 1 if seat is None else seat.num_ranks
         self.graphs: DecodeGraphs | None = None
         """Graphs for decode-only steps, where there are any."""
         self._vocab_size = vocab_size
@@ -75,6 +80,8 @@ class CudaRunner:
         self._prefix_shape = model.attention.prefix_shape if shares_prefixes else None
         self._routing = None if model.kv.routed is None else RoutingRecorder(model.kv)
         self._pending: deque[_Pending] = deque()
+        self._logits: LogitRows | None = None
+        """Logits that the step that was followed last has left."""
 
     @property
     def num_sequences(self) -> int:
@@ -103,25 +110,33 @@ class CudaRunner:
         while self._pending:
             self._pending[0].settle(self._pending)
 
+    @torch.inference_mode()
+    def follow(self, work: SchedulerOutput, token_ids: np.ndarray) -> None:
+        """Launch the step that rank 0 submits now, up to its logits, on another rank.
+
+        `token_ids`: int64 [T], those of rank 0's `FlatColumns`.
+        """
+        computed = self._run(work, self._prepare(work, token_ids))
+        self._logits = computed.logits if computed is not None and computed.logits.are_left else None
+
+    def take_logits(self, rows: list[int]) -> None:
+        """Compute rows of the logits of the step that was followed last, as rank 0 does now."""
+        assert self._logits is not None, "rank 0 has left them, too"
+        self._logits.compute(torch.tensor(rows, device=self.model.device))
+
     def _launch(self, work: SchedulerOutput) -> Result:
-        changes = self._note_changes(work)
-        if not work.scheduled and not work.block_copies:  # released memory stays released
+        with preparing(self._seat, work):
+            step = self._prepare(work)
+        token_ids = np.empty(0, np.int64) if step is None else step.flat.token_ids
+        with lead(self._seat, lambda followers: followers.step(work, token_ids)):
+            computed = self._run(work, step)
+        if step is None or computed is None:
             return lambda: ModelRunnerOutput(token_ids=[], logprobs=None)
-        if self.model.kv.memory.restore() and self.graphs is not None:
-            self.graphs.void()
-        self.model.kv.copy_blocks(work.block_copies)
-        if not work.scheduled:
-            return lambda: ModelRunnerOutput(token_ids=[], logprobs=None)
-        order = decodes_first(work.scheduled)
-        scheduled = [work.scheduled[index] for index in order]
-        rows = self.rows.rows([chunk.sequence_id for chunk in scheduled])
-        flat = FlatColumns.of(scheduled, self._sequences, rows, self.rows.matrix, self.model.kv.block_size)
-        num_drafted = np.array([len(chunk.draft_token_ids) for chunk in scheduled], np.int64)
-        asked = _Asked.of(work, order, flat, num_drafted, self._prompts.rows(scheduled))
-        draws = None if num_drafted.any() else self.drawing.of(work, asked.positions)
-        step = _Step(flat, asked, draws, self._prefixes(flat), changes, self._adapter_rows(scheduled))
-        logits, drawn_rows, columns, drawn = self._replay(step) or self._compute(step)
-        prompt_logprobs = self._score_prompts(logits.take(slice(asked.num_drawn, None)), order)
+        flat, asked, draws = step.flat, step.asked, step.draws
+        logits, drawn_rows, columns, drawn = computed
+        if self._seat is not None:
+            logits.around = self._seat.lead_logits
+        prompt_logprobs = self._score_prompts(logits.take(slice(asked.num_drawn, None)), step.order)
         if draws is None or columns is None:
             return self._draw_behind_drafts(work, logits, step, prompt_logprobs)
         if not work.samples:
@@ -135,6 +150,37 @@ class CudaRunner:
             return self._draw_on_host(pending, logits)
         self._pending.append(pending)
         return lambda: pending.settle(self._pending)
+
+    def _prepare(self, work: SchedulerOutput, token_ids: np.ndarray | None = None) -> "_Step | None":
+        """Note what a step changes; returns it on the host, of `token_ids` if given; None if it computes nothing."""
+        changes = self._note_changes(work)
+        if not work.scheduled:
+            return None
+        order = decodes_first(work.scheduled)
+        scheduled = [work.scheduled[index] for index in order]
+        rows = self.rows.rows([chunk.sequence_id for chunk in scheduled])
+        flat = FlatColumns.of(scheduled, self._sequences, rows, self.rows.matrix, self.model.kv.block_size)
+        if token_ids is not None:
+            flat = flat._replace(token_ids=token_ids)
+        place_of = {index: place for place, index in enumerate(order)}
+        chunks = [place_of[task.row] for task in work.samples]
+        num_drafted = np.array([len(chunk.draft_token_ids) for chunk in scheduled], np.int64)
+        asked = AskedRows.of(chunks, flat.token_starts, num_drafted, self._prompts.rows(scheduled))
+        draws = None if num_drafted.any() else self.drawing.of(work, flat.context_lens[chunks].astype(np.int64))
+        return _Step(flat, asked, draws, self._prefixes(flat), changes, self._adapter_rows(scheduled), order)
+
+    def _run(self, work: SchedulerOutput, step: "_Step | None") -> "_Computed | None":
+        """Launch a step up to its logits. All ranks do so together, over the tokens that rank 0 has drawn."""
+        if step is None and not work.block_copies:  # released memory stays released
+            return None
+        if self.model.kv.memory.restore() and self.graphs is not None:
+            self.graphs.void()
+        self.model.kv.copy_blocks(work.block_copies)
+        if step is None:
+            return None
+        if self._seat is not None:
+            cast(GroupExchange, self._seat.exchange).copy_from_first(self.rows.last_tokens[: len(self.rows.matrix)])
+        return self._replay(step) or self._compute(step)
 
     def _note_changes(self, work: SchedulerOutput) -> TableChanges:
         self._sequences.begin_step(work)
@@ -166,7 +212,7 @@ class CudaRunner:
         return _Computed(LogitRows.of(logits[logit_rows]), drawn_rows, CudaDraws.of(draws, arrived), None)
 
     def _compute(self, step: "_Step") -> "_Computed":
-        flat, asked, draws, prefixes, _, plan = step
+        flat, asked, draws, prefixes, _, plan, _ = step
         adapters = [] if plan is None else [plan.rows, plan.blocks]
         shared = [] if prefixes is None else [prefixes.items, prefixes.units, prefixes.num_items]
         of_draws = [] if draws is None else [asked.drawn_rows, *draws.plain, *draws.more]
@@ -242,12 +288,14 @@ class _Step(NamedTuple):
     """A step on the host."""
 
     flat: FlatColumns
-    asked: "_Asked"
+    asked: AskedRows
     draws: Draws | None
     """None: tokens were drafted, and what to draw depends on which are right."""
     prefixes: SharedPrefixes | None
     changes: TableChanges
     adapters: AdapterRows | None
+    order: list[int]
+    """Indices into `scheduled` of the chunks of `flat`."""
 
 
 class _Computed(NamedTuple):
@@ -255,56 +303,9 @@ class _Computed(NamedTuple):
 
     logits: LogitRows
     drawn_rows: Tensor | None
-    """int64 [S], as in `_Asked`; None: all rows in order."""
+    """int64 [S], as in `AskedRows`; None: all rows in order."""
     draws: CudaDraws | None
     drawn: DrawMemory | None
-
-
-class _Asked(NamedTuple):
-    """The rows whose logits a step needs, and which of them are drawn from."""
-
-    logit_rows: np.ndarray
-    """int64: rows of the flat batch; first the distinct rows to draw from, then those of prompts."""
-    drawn_rows: np.ndarray
-    """int64 [S]: the distinct row of each sample; the first, where the next are behind drafted tokens."""
-    positions: np.ndarray
-    """int64 [S]: position of each token to draw in its sequence; not where tokens were drafted."""
-    num_drawn: int
-    """Distinct rows to draw from."""
-
-    @property
-    def flat_rows(self) -> np.ndarray:
-        """int64 [S]: the row of the flat batch behind which each sample is drawn, or its first."""
-        rows: np.ndarray = self.logit_rows[self.drawn_rows]
-        return rows
-
-    @classmethod
-    def of(
-        cls,
-        work: SchedulerOutput,
-        order: list[int],
-        flat: FlatColumns,
-        num_drafted: np.ndarray,
-        prompt_rows: list[int],
-    ) -> "_Asked":
-        """`num_drafted`: int64 [N], of each chunk of `flat`."""
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        chunks = place[[task.row for task in work.samples]] if work.samples else np.empty(0, np.int64)
-        distinct = list(dict.fromkeys(chunks.tolist()))  # the n samples of a prompt draw from the same row
-        drawn, firsts = rows_up_to(flat.token_starts[1:][distinct] - 1, num_drafted[distinct])
-        where = dict(zip(distinct, firsts.tolist(), strict=True))
-        return cls(
-            logit_rows=np.array([*drawn.tolist(), *prompt_rows], np.int64),
-            drawn_rows=np.array([where[chunk] for chunk in chunks.tolist()], np.int64),
-            positions=flat.context_lens[chunks].astype(np.int64),
-            num_drawn=len(drawn),
-        )
-
-    def takes_all_in_order(self, count: int) -> bool:
-        """Whether one token is drawn from each of `count` rows of logits, and nothing else is asked for."""
-        every = np.arange(count)
-        return np.array_equal(self.logit_rows, every) and np.array_equal(self.drawn_rows, every)
 
 
 class _Told(NamedTuple):

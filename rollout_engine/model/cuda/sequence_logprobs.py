@@ -31,10 +31,10 @@ def sequence_logprobs(
     [len - 1, L, k], experts that its tokens are sent to; -1: by their routers' choice.
     """
     longest = max(map(len, sequences), default=0)
-    with model.another_pool(-(-longest // model.kv.block_size)) as pool:
-        for i, (tokens, first) in enumerate(zip(sequences, num_prompt, strict=True)):
-            experts = None if routed_experts is None else routed_experts[i]
-            yield {i: (yield from _scored(model, pool, tokens, first, temperature, adapter_slot, experts))}
+    pool = model.make_pool(num_blocks=-(-longest // model.kv.block_size))
+    for i, (tokens, first) in enumerate(zip(sequences, num_prompt, strict=True)):
+        experts = None if routed_experts is None else routed_experts[i]
+        yield {i: (yield from _scored(model, pool, tokens, first, temperature, adapter_slot, experts))}
 
 
 def _scored(

@@ -40,7 +40,7 @@ def warm_up(runner: CudaRunner) -> None:
             own = np.full((_CHUNK_TOKENS - 1, *routing.shape), -1, np.int16)
             list(sequence_logprobs(runner.model, [[0] * _CHUNK_TOKENS], [1], 1.0, routed_experts=[own]))
     except Exception as problem:  # the compiler and the driver may raise anything
-        if runner.model.num_ranks > 1:
+        if runner.num_ranks > 1:
             raise
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
         logger.warning("Kernels could not all be compiled before the first request, which may wait or fail: %s", reason)

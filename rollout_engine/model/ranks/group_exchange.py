@@ -5,9 +5,8 @@ work on the device finds what it brings. Between CPUs the group is gloo's, and t
 so none is rounded, but where they are added up. Numbers and barriers of the hosts are a `Meeting`'s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +19,10 @@ from rollout_engine.model.ranks.share import Share
 from sync.errors import SyncError
 from sync.gloo import connect_patient, run_patiently
 from sync.groups import GroupConfig, ProcessGroup, WeightGroup, c10d
-from sync.manifest import dtype_name, torch_dtype
 from sync.nccl import connect_ahead
 
 JOIN_SECONDS = 300.0
 """How long all ranks may take to find one another."""
-_ALIGNMENT = 16
-"""Bytes. Triton compiles kernels anew for pointers that are not multiples of it."""
-
-Form = tuple[str, tuple[int, ...]]
-"""Dtype and shape of a tensor that is sent."""
 
 
 class GroupExchange(Exchange):
@@ -87,41 +80,17 @@ class GroupExchange(Exchange):
         """Write every rank's `part` [...] to `out` [num_ranks, ...], both contiguous."""
         self._run(lambda group: group._allgather_base(_bytes_of(out), _bytes_of(part)))
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send tensors of rank 0 to all others, which call `receive` with their forms."""
-        pieces: list[Tensor] = []
-        for content in map(_bytes_of, tensors):
-            pieces += [content, content.new_zeros(-len(content) % _ALIGNMENT)]
-        self._broadcast(torch.cat(pieces))
-
-    def receive(self, forms: Sequence[Form]) -> list[Tensor]:
-        """The tensors of these forms that rank 0 sends, each at a multiple of 16 bytes."""
-        places, end = [], 0
-        for dtype, shape in forms:
-            places.append((end, end + prod(shape) * torch_dtype(dtype).itemsize))
-            end += -(-(places[-1][1] - end) // _ALIGNMENT) * _ALIGNMENT
-        packed = torch.empty(end, dtype=torch.uint8, device=self._device)
-        self._broadcast(packed)
-        return [
-            packed[start:stop].view(torch_dtype(dtype)).view(shape)
-            for (start, stop), (dtype, shape) in zip(places, forms, strict=True)
-        ]
-
-    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite these contiguous tensors by rank 0's."""
-        for tensor in tensors:
-            self._broadcast(tensor.view(-1).view(torch.uint8))
+    def copy_from_first(self, tensor: Tensor) -> None:
+        """Overwrite a contiguous tensor by rank 0's."""
+        content, options = tensor.view(-1).view(torch.uint8), c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._run(lambda group: group.broadcast([content], options))
 
     def _add_zeros(self, values: Tensor) -> Tensor:
         """Every element's bytes from the rank that has them, where all others have zeros."""
         if values.numel():
             self._run(lambda group: group.allreduce([_bytes_of(values)]))
         return values
-
-    def _broadcast(self, content: Tensor) -> None:
-        options = c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._run(lambda group: group.broadcast([content], options))
 
     def _run(self, launch: Callable[[ProcessGroup], Any]) -> None:
         try:
@@ -150,11 +119,6 @@ class ColumnGather(NamedTuple):
             self.exchange.gather(parts, rows)
         columns = [each[:, :size] for each, size in zip(parts, self.sizes, strict=True)]
         return torch.cat(columns, dim=1).view(*part.shape[:-1], self.share.whole)
-
-
-def form_of(tensor: Tensor) -> Form:
-    """The form of a tensor."""
-    return dtype_name(tensor.dtype), tuple(tensor.shape)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

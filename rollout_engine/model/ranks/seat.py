@@ -1,56 +1,45 @@
 """One rank's place among the ranks of an engine, and how rank 0 makes the others compute what it computes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
-from torch import Tensor
 
-from rollout_engine.kernels.adapters import AdapterRows
+from rollout_engine.base.messages import SchedulerOutput
 from rollout_engine.model.ranks.exchange import Exchange
 
 ELSEWHERE = "so they do on another rank"
 """Why layers run as modules on a rank that has no reason of its own."""
 
 
-class Columns(Protocol):
-    """The chunks of a step as arrays, as `kernels.cpu.attention.ChunkColumns`."""
-
-    @property
-    def first_positions(self) -> np.ndarray: ...
-    @property
-    def token_starts(self) -> np.ndarray: ...
-    @property
-    def blocks(self) -> np.ndarray: ...
-    @property
-    def block_starts(self) -> np.ndarray: ...
-
-
 class Followers(Protocol):
-    """The ranks from 1 on, as rank 0 sees them. Each call returns at once; they meet rank 0 in what it computes."""
+    """The ranks from 1 on, as rank 0 sees them. Each call returns at once; they meet rank 0 in what they compute."""
 
-    def forward(
-        self, token_ids: np.ndarray, columns: Columns, logit_rows: np.ndarray, adapter_rows: AdapterRows | None
-    ) -> None:
-        """Compute these chunks, int64 [T], over the KV pool, and logits of these rows."""
+    def step(self, work: SchedulerOutput, token_ids: np.ndarray) -> None:
+        """Run a step up to its logits; `token_ids`: those of its flat batch, int64 [T], as rank 0's runner has them."""
 
-    def forward_dense(self, input_ids: Tensor, adapter_rows: AdapterRows | None, experts: Tensor | None) -> None:
-        """Compute whole sequences, int64 [B, T], without the KV pool; `experts`: see `CpuModel.replaying`."""
+    def take_logits(self, rows: list[int]) -> None:
+        """Compute these rows of the last step's logits."""
 
-    def head(self, states: Tensor) -> None:
-        """Compute logits of hidden states."""
+    def begin_score(self, arguments: Sequence[Any]) -> int:
+        """Begin a score with these arguments of `Backend.score`, in order. Returns its number."""
+        ...
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks of the KV pool, (source, destination)."""
+    def score_piece(self, number: int) -> None:
+        """Compute the next piece of a score."""
+
+    def end_score(self, number: int) -> None:
+        """Forget a score."""
 
 
 class Seat:
     """A rank, and its end of what the ranks exchange. `followers`: those of rank 0; None of others.
 
     `splits_sums`: products may be cut by their inputs, so that bits depend on the number of ranks.
-    While an engine loads, all ranks run the same code and meet in it. Then rank 0 serves: what it computes `together`
-    the others are told of first.
+    While an engine loads, all ranks run the same code and meet in it. Then rank 0 serves: what it is about to compute
+    the others are told of first, and run the same code as well.
     """
 
     def __init__(self, exchange: Exchange, followers: Followers | None = None, *, splits_sums: bool = False) -> None:
@@ -70,23 +59,65 @@ class Seat:
         """From now on tell the followers what to compute."""
         self._serves = True
 
-    @property
-    def alone(self) -> "Followers | None":
-        """The followers, if they must be told of what is computed now; None where they compute it anyway."""
-        return self.followers if self._serves and not self._is_together else None
-
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Inside, the followers compute what they have just been told. If it raises, they cannot go on."""
+    def lead(self, announce: Callable[[Followers], object]) -> Iterator[None]:
+        """Inside, the followers compute what `announce` tells them, if they must be told. If it raises, they end."""
+        if self.followers is None or not self._serves:
+            yield
+            return
         assert not self._is_together, "the followers compute one thing at a time"
         self._is_together = True
         try:
+            announce(self.followers)
             yield
         except BaseException:
             self.exchange.break_()
             raise
         finally:
             self._is_together = False
+
+    def lead_logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
+        """Inside, the followers compute these rows of the last step's logits."""
+        return self.lead(lambda followers: followers.take_logits(list(rows)))
+
+
+@contextmanager
+def preparing(seat: Seat | None, work: SchedulerOutput) -> Iterator[None]:
+    """Inside, rank 0 prepares a step. If that fails, the followers still note the sequences that it ends and begins."""
+    try:
+        yield
+    except BaseException:
+        changes = msgspec.structs.replace(work, scheduled=[], samples=[], block_copies=[])
+        with lead(seat, lambda followers: followers.step(changes, np.empty(0, np.int64))):
+            pass
+        raise
+
+
+def lead(seat: Seat | None, announce: Callable[[Followers], object]) -> AbstractContextManager[None]:
+    """`Seat.lead`, where a model may be one process's."""
+    return nullcontext() if seat is None else seat.lead(announce)
+
+
+def score_together(
+    seat: Seat | None,
+    score: Callable[..., Iterator[dict[int, np.ndarray]]],
+    *arguments: Any,
+) -> Iterator[dict[int, np.ndarray]]:
+    """Yield the pieces of `score(*arguments)`, each of which all ranks compute together."""
+    pieces = score(*arguments)
+    if seat is None or seat.followers is None:
+        yield from pieces
+        return
+    number = seat.followers.begin_score(arguments)
+    try:
+        while True:
+            with seat.lead(lambda followers: followers.score_piece(number)):
+                found = next(pieces, None)
+            if found is None:
+                return
+            yield found
+    finally:
+        seat.followers.end_score(number)
 
 
 def described_ranks(num_ranks: int) -> str:

@@ -18,10 +18,7 @@ def connect(module: Any, cut: ModelCut, *, replaced_experts: bool = True) -> Non
     `replaced_experts`: whether its experts have been too; else they are transformers' own, and what ranks give is
     added up.
     """
-    head = module.get_output_embeddings()
     for each in cut.linears:
-        if each.module is head:
-            each.module.register_forward_pre_hook(_Announced(cut.seat))
         _connect_linear(each, cut.seat)
     child: Any
     for child, share in cut.experts:
@@ -102,17 +99,6 @@ class OwnExperts:
         """All rows [T * k, H], sorted by expert, of which `outputs` are those of the own experts; `counts` [E]."""
         part = torch.cat(outputs) if outputs else like[:0]
         return self._exchange.gather_rows(part, sum(counts[: self.share.first]), sum(counts))
-
-
-class _Announced:
-    """Before the head: rank 0 has the others compute it too, where they do not anyway."""
-
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
-
-    def __call__(self, module: nn.Module, given: tuple[Tensor, ...]) -> None:
-        if (followers := self._seat.alone) is not None:
-            followers.head(given[0])
 
 
 class OwnRows:

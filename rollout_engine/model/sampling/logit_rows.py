@@ -7,7 +7,8 @@ gets its rows a piece at a time, too. No row's bits depend on the piece it is in
 draw they do not depend on the other rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 
 import torch
@@ -50,6 +51,8 @@ class LogitRows:
         self._hidden, self._head = hidden, head
         self._logits = head(hidden) if len(hidden) <= max_rows(vocab_size, hidden.device) else None
         self._places: Tensor | None = None
+        self.around: Callable[[Sequence[int]], AbstractContextManager[object]] = nullcontext
+        """Makes the context in which rows that have been left are computed, from their indices."""
 
     @classmethod
     def of(cls, logits: Tensor) -> "LogitRows":
@@ -57,6 +60,11 @@ class LogitRows:
         made = cls.__new__(cls)
         made._logits, made._places = logits, None
         return made
+
+    @property
+    def are_left(self) -> bool:
+        """Whether no logits have been computed."""
+        return self._logits is None
 
     def at(self, places: Tensor) -> "LogitRows":
         """N rows of which row i is row `places[i]` of these, int64 [N]; one may stand at several places."""
@@ -68,11 +76,14 @@ class LogitRows:
         """Logits [n, V] of these rows: a slice, or int64 [n], in which a row may stand several times."""
         if self._places is not None:
             rows = self._places[rows]
-        return self._compute(rows) if self._logits is None else self._logits[rows]
+        return self.compute(rows) if self._logits is None else self._logits[rows]
 
     @torch.inference_mode()
-    def _compute(self, rows: slice | Tensor) -> Tensor:
+    def compute(self, rows: slice | Tensor) -> Tensor:
+        """Compute the logits [n, V] of these rows, which have been left."""
         if isinstance(rows, slice):
-            return self._head(self._hidden[rows])
+            with self.around(range(*rows.indices(len(self._hidden)))):
+                return self._head(self._hidden[rows])
         distinct, places = torch.unique(rows, return_inverse=True)
-        return self._head(self._hidden[distinct])[places]
+        with self.around(distinct.tolist()):
+            return self._head(self._hidden[distinct])[places]

@@ -2,6 +2,7 @@
 
 import socket
 
+import msgspec
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from rollout_engine.base.threads import start_thread
 from rollout_engine.execution import rank_main
 from rollout_engine.execution.rank_launcher import Rank
 from rollout_engine.execution.rank_team import RankTeam
-from rollout_engine.execution.rank_wire import Channel, Joined, RemoveAdapter
+from rollout_engine.execution.rank_wire import Channel, Joined
 
 
 class Exchange:
@@ -43,8 +44,8 @@ class Launcher:
         start_thread(self._serve, name="rank 1")
         yield FakeRank(settings[0], *(pair[0] for pair in pairs))
 
-    def carry_out(self, message):
-        return message.slot
+    def carry_out(self, method, arguments):
+        return msgspec.msgpack.decode(arguments)["slot"]
 
     def _serve(self):
         try:
@@ -68,7 +69,7 @@ def team():
 
 
 def test_each_call_gets_its_own_answer(team):
-    assert [team.ask(RemoveAdapter(slot)) for slot in range(3)] == [[None, slot] for slot in range(3)]
+    assert [team.ask("remove_adapter", slot=slot) for slot in range(3)] == [[None, slot] for slot in range(3)]
 
 
 def test_an_answer_to_another_call_ends_the_team(team, monkeypatch):
@@ -77,7 +78,7 @@ def test_an_answer_to_another_call_ends_the_team(team, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RankTeam, "_answer", interrupted)
-        team.ask(RemoveAdapter(5))
+        team.ask("remove_adapter", slot=5)
     with pytest.raises(EngineDeadError, match="rank 1 answered call 1 when call 2 was made"):
-        team.ask(RemoveAdapter(6))
+        team.ask("remove_adapter", slot=6)
     assert isinstance(team.error, EngineDeadError) and team.exchange.is_broken

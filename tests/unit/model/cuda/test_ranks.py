@@ -15,8 +15,9 @@ import torch
 
 from rollout_engine import LLM, ConfigError, EngineDeadError, SamplingParams
 from rollout_engine.base.speculation_config import SpeculationConfig
-from rollout_engine.execution import device_rank_team, process_executor, rank_launcher, worker
-from rollout_engine.execution.rank_wire import CommitWeights, Meet, PackWeights, ReleaseKV, StageWeights, StartWeights
+from rollout_engine.execution import process_executor, rank_launcher, worker
+from rollout_engine.execution.rank_team import RankTeam
+from rollout_engine.execution.rank_wire import Meet
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model import backends
 from rollout_engine.model.cuda.backend import CudaBackend
@@ -210,13 +211,15 @@ def test_random_models_and_updates_in_flight_have_the_bits_of_one_device(engine,
 
 def test_weights_are_written_in_place_only_once_all_ranks_have_launched_their_steps():
     told = []
-    team = object.__new__(device_rank_team.DeviceRankTeam)
-    team._tell, team.exchange = told.append, SimpleNamespace(meet=lambda: told.append("met"))
-    for message in (StartWeights(False, None), StageWeights("w", 0, 1, False), PackWeights(False, [])):
-        team._settle(message)
+    team = object.__new__(RankTeam)
+    team._runs_ahead, team._tell, team.exchange = True, told.append, SimpleNamespace(meet=lambda: told.append("met"))
+    for method in ("start_weights", "stage_weight", "pack_weights"):
+        team._settle(method, inplace=False)
     assert told == []
-    for message in (StartWeights(True, None), StageWeights("w", 0, 1, True), CommitWeights(), ReleaseKV()):
-        team._settle(message)
+    for method in ("start_weights", "stage_weight"):
+        team._settle(method, inplace=True)
+    for method in ("commit_weights", "release_kv"):
+        team._settle(method)
     assert told == [Meet(), "met"] * 4
 
 
