@@ -68,7 +68,6 @@ def _report_ends(pipes):
 
 def _be_core(request, out, err, lifeline, locked):
     """Become a core's process: its own session, the environment and descriptors of whoever asked."""
-    parent = os.getppid()
     os.setsid()
     for number, descriptor in ((1, out), (2, err)):
         os.dup2(descriptor, number)
@@ -76,7 +75,7 @@ def _be_core(request, out, err, lifeline, locked):
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    sys.argv = [CORE_MODULE, str(lifeline), str(locked), request["directory"], str(parent)]
+    sys.argv = [CORE_MODULE, str(lifeline), str(locked), request["directory"]]
     runpy.run_module(CORE_MODULE, run_name="__main__", alter_sys=True)
 
 

@@ -14,7 +14,7 @@ import threading
 
 import msgspec
 
-from rollout_engine.execution.child_process import end_process, environment_with_package, start_module
+from rollout_engine.children.process import end_process, environment_with_package, start_module
 
 
 class RankOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.execution.child_process import end_process, environment_with_package, start_module
+from rollout_engine.children.process import end_process, environment_with_package, start_module
 from rollout_engine.execution.rank_wire import Channel, RankSettings
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model.ranks.exchange import Meeting
@@ -93,9 +93,7 @@ class LocalRank(Rank):
         numbers = [memory, *(end.fileno() for end in theirs)]
         variables = environment_with_package() | {"OMP_NUM_THREADS": str(settings.num_threads), **environment}
         try:
-            self.process = start_module(
-                MODULE, [*map(str, numbers), str(num_ranks)], descriptors=numbers, environment=variables
-            )
+            self.process = start_module(MODULE, [str(num_ranks)], descriptors=numbers, environment=variables)
         except BaseException:
             for pair in pairs:
                 pair[0].close()

@@ -9,12 +9,8 @@ calls   Call  ──>                one at a time
 pulse   <── bytes                signs of life (`rank_pulse`)
 """
 
-import os
 import socket
-import threading
-import weakref
 from traceback import format_exception
-from typing import Any
 
 import msgspec
 import torch
@@ -22,9 +18,12 @@ import torch
 from rollout_engine.base import errors
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.messages import SchedulerOutput
+from rollout_engine.children import channel
 from rollout_engine.execution.made_with import arithmetic_of, device_id
 from rollout_engine.model.ranks.part import Region
 from sync.described_types import describe_types
+
+_MAX_BYTES = 1 << 40
 
 
 class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -144,7 +143,7 @@ StepMessage = Step | TakeLogits | BeginScore | ScorePiece | EndScore | Meet
 class Done(msgspec.Struct, tag=True, frozen=True):
     """A call's result, as `pack_value` writes it."""
 
-    value: bytes = b"\xc0"
+    value: bytes = b"\x92\xc0\x90"
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -166,52 +165,8 @@ class Answer(msgspec.Struct, frozen=True):
 describe_types(RankSettings, Joined | Failed, Started | Failed, StepMessage, Call, Answer)
 
 
-class Channel:
-    """One end of a socket that carries messages. Several threads may send; one receives."""
+class Channel(channel.Channel):
+    """One end of a socket between ranks. Its messages hold parts of models."""
 
     def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        end.set_inheritable(False)
-        _HERE.add(self)
-        self._sending = threading.Lock()
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Send a message. Raises `OSError` if the other end is gone."""
-        body = msgspec.msgpack.encode(message)
-        with self._sending:
-            self.socket.sendall(len(body).to_bytes(8, "little") + body)
-
-    def receive(self, kind: Any) -> Any:
-        """Wait for the next message, of type `kind`. Raises `EOFError` or `OSError` if the other end is gone."""
-        size = int.from_bytes(self._exactly(8), "little")
-        return msgspec.msgpack.decode(self._exactly(size), type=kind)
-
-    def close(self) -> None:
-        """Close this end, which tells the other one, also while a thread waits here."""
-        try:
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other end is gone
-        self.socket.close()
-
-    def _exactly(self, count: int) -> bytearray:
-        data, filled = bytearray(count), 0
-        while filled < count:
-            received = self.socket.recv_into(memoryview(data)[filled:])
-            if not received:
-                raise EOFError("the other end is gone")
-            filled += received
-        return data
-
-
-_HERE: "weakref.WeakSet[Channel]" = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """Close a forked child's copies, which would keep ranks alive that its parent has left."""
-    for channel in list(_HERE):
-        channel.socket.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_all)
+        super().__init__(end, _MAX_BYTES)

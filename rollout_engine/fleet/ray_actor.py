@@ -19,11 +19,12 @@ import msgspec
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, EngineDeadError
+from rollout_engine.children.failure import failure_of
 from rollout_engine.cluster.ray_answers import SAME_VERSION
 from rollout_engine.cluster.ray_cluster import import_ray
 from rollout_engine.process.core_launcher import CoreProcess
 from rollout_engine.process.keys import Keys
-from rollout_engine.process.wire import PROTOCOL, failure_of
+from rollout_engine.process.wire import PROTOCOL
 
 logger = logging.getLogger("rollout_engine")
 

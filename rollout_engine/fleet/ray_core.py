@@ -14,13 +14,14 @@ import msgspec
 from rollout_engine.base.class_names import import_path
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import EngineDeadError, RetryableError
+from rollout_engine.children.failure import Failure
 from rollout_engine.cluster.ray_answers import cause, read_answer
 from rollout_engine.cluster.ray_cluster import Bundle, RayCluster
 from rollout_engine.fleet.ray_actor import ENVIRONMENT, Beat, CoreOrder, CorePlace, ReplicaActor
 from rollout_engine.process.core_remains import remove_core
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HEARTBEAT_SECONDS, MAX_BACKLOG_BYTES
-from rollout_engine.process.wire import PROTOCOL, Failure
+from rollout_engine.process.wire import PROTOCOL
 
 logger = logging.getLogger("rollout_engine")
 

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from rollout_engine.base.errors import ChecksumError, as_weight_errors
+from rollout_engine.children.failure import failure_of
 from rollout_engine.cluster.ray_cluster import import_ray
 from rollout_engine.fleet.ray_actor import Order, read_order
 from rollout_engine.fleet.store_directory import StoreDirectory
-from rollout_engine.process.wire import failure_of
 from sync.base import WeightSender
 from sync.lazy_tensor import Fetch, FileTensor
 from sync.manifest import WeightManifest, torch_dtype
@@ -69,7 +69,7 @@ class StoreActor:
 
     def _copy(self, manifest: WeightManifest, pieces: Sequence[Any], piece_bytes: int) -> str:
         if self._directory is None or self._sender is None:
-            self._directory = StoreDirectory(outlived=True)
+            self._directory = StoreDirectory()
             options = dict(directory=self._directory.path, reset_version=True, num_threads=_NUM_THREADS)
             self._sender = make_sender("store", **options)
         copied = self._sender.offer(_tensors(manifest, pieces, piece_bytes), manifest.version, {})

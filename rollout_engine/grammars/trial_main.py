@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.grammars.bounded_process import answer_orders, bound_memory, bound_seconds
+from rollout_engine.children.bounded import answer_orders, bound_memory, bound_seconds
 from rollout_engine.grammars.trial_wire import Answer, Setup, Trial
 from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary, readable
 

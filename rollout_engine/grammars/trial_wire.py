@@ -1,14 +1,6 @@
-"""Messages between a front end and its process for grammars on trial: each MessagePack, behind its length."""
-
-import socket
-import struct
-from typing import Any, TypeVar
+"""Messages between a front end and its process for grammars on trial."""
 
 import msgspec
-
-_Message = TypeVar("_Message", bound=msgspec.Struct)
-_LENGTH = struct.Struct("<I")
-_MAX_BYTES = 1 << 30
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -34,27 +26,3 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
     problem: str
     """Empty where all went well."""
-
-
-def send(connection: socket.socket, message: msgspec.Struct) -> None:
-    """Send a message. Raises `OSError` where the other end is gone."""
-    data = msgspec.msgpack.encode(message)
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive(connection: socket.socket, kind: Any) -> Any:
-    """Wait for a message of a kind. Raises `EOFError` and `OSError` where the other end is gone or too late."""
-    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
-    if length > _MAX_BYTES:
-        raise OSError(f"a message of {length} bytes")
-    return msgspec.msgpack.decode(_read(connection, length), type=kind)
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = connection.recv(min(size - len(parts), 1 << 20))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)

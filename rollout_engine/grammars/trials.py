@@ -12,7 +12,8 @@ from typing import Any
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.structured_outputs import text_of
-from rollout_engine.grammars.bounded_process import BoundedProcess, OneProcess
+from rollout_engine.children.bounded import NO_ANSWER, OneProcess
+from rollout_engine.children.child import Child
 from rollout_engine.grammars.trial_wire import Answer, Setup, Trial
 from rollout_engine.grammars.vocabulary import GrammarError, require_llguidance
 
@@ -39,7 +40,7 @@ class GrammarTrials:
         self._vocab_size, self._eos_token_ids = vocab_size, list(eos_token_ids)
         self._known: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
-        self._process = OneProcess(_MODULE, "compiles grammars", _PATIENCE, "structured_outputs")
+        self._process = OneProcess(_MODULE, "compiles grammars", "structured_outputs")
         self.close = self._process.close
         """End the process."""
 
@@ -78,22 +79,22 @@ class GrammarTrials:
             try:
                 if is_new:
                     self._set_up(process)
-                return process.ask(Trial(text), Answer).problem
+                return process.ask(Trial(text), Answer, _PATIENCE).problem
             except GrammarError as problem:
                 self._process.end(process)
                 return f"The tokenizer cannot be read: {problem}."
-            except (OSError, EOFError):
+            except NO_ANSWER:
                 was_idle, reason = self._end(process)
                 if is_last or not was_idle:
                     return reason
         raise AssertionError("two processes were asked")
 
-    def _set_up(self, process: BoundedProcess) -> None:
+    def _set_up(self, process: Child) -> None:
         setup = Setup(self._read_tokenizer(), self._vocab_size, self._eos_token_ids, MAX_SECONDS)
-        if problem := process.ask(setup, Answer).problem:
+        if problem := process.ask(setup, Answer, _PATIENCE).problem:
             raise GrammarError(problem)
 
-    def _end(self, process: BoundedProcess) -> tuple[bool, str]:
+    def _end(self, process: Child) -> tuple[bool, str]:
         """End the process, which has not answered. Returns whether it had ended itself, and why for users."""
         status = self._process.end(process)
         if status == 0:

@@ -4,11 +4,12 @@ from collections import deque
 from typing import Any
 
 from rollout_engine.base.errors import RequestError, RPCError
+from rollout_engine.children.failure import failure_of
 from rollout_engine.process.core_clock import CoreClock
 from rollout_engine.process.core_link import CoreLink
 from rollout_engine.process.parts import in_parts
 from rollout_engine.process.request_columns import check_answer
-from rollout_engine.process.wire import AddRequest, Call, Encoder, Limits, Refused, Reply, failure_of
+from rollout_engine.process.wire import AddRequest, Call, Encoder, Limits, Refused, Reply
 
 
 class ClientOutbox:

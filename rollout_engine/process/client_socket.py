@@ -19,9 +19,10 @@ import zmq
 
 from rollout_engine.base.errors import EngineDeadError, LifecycleError, RetryableError
 from rollout_engine.base.threads import start
+from rollout_engine.children.failure import WireError
+from rollout_engine.children.values import Packed
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.process import descriptors
-from rollout_engine.process.call_values import Packed
 from rollout_engine.process.client_outbox import ClientOutbox
 from rollout_engine.process.core_endpoint import CoreEndpoint, LocalEndpoint, endpoint
 from rollout_engine.process.core_launcher import CoreProcess
@@ -47,7 +48,6 @@ from rollout_engine.process.wire import (
     Reply,
     ToClient,
     Welcome,
-    WireError,
 )
 from sync.owner_process import OwnerProcess
 

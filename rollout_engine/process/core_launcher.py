@@ -1,7 +1,7 @@
 """Starts a core's process, and ends it; `rollout_engine.process.lifeline` connects the two.
 
-The parent makes the directory in which the core lives, and the child keeps it locked
-(`sync.locked_directories`).
+The parent makes the directory in which the core lives, and the child keeps it locked (`sync.locked_directories`). If
+the parent is killed, so is the core, and the parent's guard removes its files.
 """
 
 import hashlib
@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,16 +19,18 @@ import msgspec
 from rollout_engine.base.class_names import import_path, name_elsewhere
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, EngineDeadError
+from rollout_engine.children.child import Child
+from rollout_engine.children.failure import Failure
+from rollout_engine.children.guard import GUARD
+from rollout_engine.children.process import environment_with_package, start_module
 from rollout_engine.cluster.ray_cluster import variables_of_children
-from rollout_engine.execution.child_process import environment_with_package, start_module
 from rollout_engine.process.descriptors import CORE_DESCRIPTORS, require
 from rollout_engine.process.keys import Keys
-from rollout_engine.process.lifeline import CoreSettings, Lifeline
+from rollout_engine.process.lifeline import MAX_LIFELINE_BYTES, CoreSettings
 from rollout_engine.process.post_mortem import keep_stacks
 from rollout_engine.process.tcp_address import require_keys
-from rollout_engine.process.wire import PROTOCOL, Failure, Ready
+from rollout_engine.process.wire import PROTOCOL, Ready
 from sync.locked_directories import PREFIX, SHARED_MEMORY, lock_directory, sweep_stale_directories
-from sync.owner_process import OwnerProcess
 
 logger = logging.getLogger("rollout_engine")
 
@@ -41,8 +42,6 @@ _SPIN_COUNT = "20000"
 after the last one."""
 _ABORT_SECONDS = 1.0
 """How long a core may take to write its stacks."""
-_END_SECONDS = 5.0
-"""How long a core may take to end before it is killed."""
 
 
 def address_in(directory: str | Path) -> str:
@@ -55,7 +54,7 @@ def config_digest(config: EngineConfig) -> str:
     return hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=16).hexdigest()
 
 
-class CoreProcess:
+class CoreProcess(Child):
     """The parent's handle of a core's process. `end` leaves neither process nor directory behind."""
 
     def __init__(
@@ -77,7 +76,7 @@ class CoreProcess:
         sweep_stale_directories(tempfile.gettempdir())
         sweep_stale_directories(SHARED_MEMORY)
         config = named_elsewhere(config)
-        self._config, self._owner = config, OwnerProcess()
+        self._config, self._is_loading = config, True
         self.directory = tempfile.mkdtemp(prefix=PREFIX)
         if len(address_in(self.directory)) > _MAX_ADDRESS_BYTES:
             os.rmdir(self.directory)
@@ -92,38 +91,33 @@ class CoreProcess:
             listen=listen,
             keys=keys,
         )
-        ours, theirs = socket.socketpair()
         locked = lock_directory(self.directory)
+        GUARD.add_path(self.directory, f"{SHARED_MEMORY}/{os.path.basename(self.directory)}-")
         try:
-            self._process = _start(theirs.fileno(), locked, self.directory)
+            super().__init__(lambda ends: _start(*ends, locked, self.directory), max_bytes=MAX_LIFELINE_BYTES)
         except BaseException:
-            ours.close()
-            shutil.rmtree(self.directory, ignore_errors=True)
+            self._remove_files()
             raise
         finally:
-            theirs.close()
             os.close(locked)  # the core has a copy
-        self.lifeline = Lifeline(ours)
+        self.lifeline = self.channel
         try:
-            self.lifeline.write(settings)
+            self.lifeline.send(settings)
         except OSError:
             pass  # it has ended already; `wait_ready` raises
-
-    @property
-    def pid(self) -> int:
-        """Process id of the core."""
-        return self._process.pid
 
     def wait_ready(self, timeout: float) -> Ready:
         """Block until the model is loaded. Raises the error that prevented it, or `EngineDeadError`."""
         try:
-            answer = self.lifeline.read(Ready | Failure, timeout)  # type: ignore[arg-type]
+            answer = self.receive(Ready | Failure, timeout)
         except TimeoutError:
             self.end(kill=True)
             raise EngineDeadError(f"The core was not ready within {timeout:g} s and was ended.") from None
         except (EOFError, OSError, msgspec.MsgspecError) as problem:
+            self._is_loading = False
             status = self.end()
             raise EngineDeadError(f"The core ended at start-up with status {status} ({problem}).") from None
+        self._is_loading = False
         if isinstance(answer, Failure):
             self.end()
             raise answer.as_error("start-up")
@@ -132,17 +126,6 @@ class CoreProcess:
             self.end(kill=True)
             raise EngineDeadError("The core runs another configuration than it was given.")
         return answer
-
-    def signal(self, number: int) -> None:
-        """Send the process a signal, unless it has ended."""
-        self._process.send_signal(number)
-
-    def wait(self, seconds: float | None) -> int | None:
-        """Wait for the process to end; None: for ever. Returns its status as `subprocess` does; None: it still runs."""
-        try:
-            return self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
 
     def keep_stacks(self, *, abort: bool) -> str:
         """Keep the Python stacks that a crashed core has left, and say where; "": it left none.
@@ -156,32 +139,24 @@ class CoreProcess:
         return "" if file is None else f" (its stacks are in {file})"
 
     def end(self, *, kill: bool = False) -> int | None:
-        """End the process, wait for it, remove the directory. Returns its status; calling it again is a no-op."""
-        if not self._owner.is_current:  # a forked child: the process belongs to the parent
+        """End the process, wait for it, remove the directory. Returns its status; calling it again is a no-op.
+
+        A core that still loads its model is killed.
+        """
+        if not self.is_ours:
             return None
-        if kill:
-            self._process.kill()
-        self.lifeline.close()
-        if self.wait(_END_SECONDS) is None:
-            self._process.kill()
-            self._process.wait()
+        status = super().end(kill=kill or self._is_loading)
+        self._remove_files()
+        return status
+
+    def _remove_files(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
-        return self._process.returncode
+        GUARD.drop_path(self.directory)
 
 
 def _start(lifeline: int, locked: int, directory: str) -> "subprocess.Popen[bytes]":
-    """Start a core's process, which inherits two descriptors: its end of the lifeline, and the locked file.
-
-    When this process ends, a core that is stopped is continued: it then notices the end, and removes its files.
-    """
-    numbers = [str(lifeline), str(locked)]
-    return start_module(
-        CORE_MODULE,
-        [*numbers, directory, str(os.getpid())],
-        descriptors=[lifeline, locked],
-        environment=_environment(),
-        death_signal=signal.SIGCONT,
-    )
+    """Start a core's process, which inherits two descriptors: its end of the lifeline, and the locked file."""
+    return start_module(CORE_MODULE, [directory], descriptors=[lifeline, locked], environment=_environment())
 
 
 def _refuse_cores_of_cores() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from rollout_engine.children.values import Frame
 from rollout_engine.process.parts import receive
-from rollout_engine.process.wire import MAX_FRAME_BYTES, Frame
+from rollout_engine.process.wire import MAX_FRAME_BYTES
 
 _NEVER_MS = 1 << 30
 

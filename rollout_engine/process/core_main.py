@@ -1,7 +1,8 @@
-"""The core's process: ``python -m rollout_engine.process.core_main LIFELINE LOCKED DIRECTORY PARENT``.
+"""The core's process: ``python -m rollout_engine.process.core_main LIFELINE LOCKED DIRECTORY``.
 
 LIFELINE and LOCKED are descriptors, of the child's end of the lifeline and of the locked file in the engine's DIRECTORY
-(`rollout_engine.process.lifeline`). PARENT is the process id of who has started it.
+(`rollout_engine.process.lifeline`). When the parent is killed, the system kills this process, and the parent's guard
+removes the directory.
 """
 
 import gc
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from rollout_engine.base.errors import RetryableError
-from rollout_engine.base.parent_death import end_with_parent
 from rollout_engine.base.threads import give_way_early
+from rollout_engine.children.channel import Channel
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.history import RecordedCore
 from rollout_engine.engine.start_up import core_config, engine_info
@@ -31,8 +32,7 @@ from rollout_engine.process.core_launcher import config_digest
 from rollout_engine.process.core_proc import EngineCoreProc, sendable_failure
 from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.end_signals import end_on_signals
-from rollout_engine.process.lifeline import CoreSettings, Lifeline
-from rollout_engine.process.parent_watch import ParentWatch
+from rollout_engine.process.lifeline import MAX_LIFELINE_BYTES, CoreSettings
 from rollout_engine.process.post_mortem import catch_crashes, write_post_mortem
 from rollout_engine.process.pulse import Pulse
 from rollout_engine.process.weight_rendezvous import remove_directories
@@ -44,18 +44,15 @@ _ATTEMPTS = 100
 """Times that the engine's directory is removed until it is gone."""
 
 
-def serve(lifeline: Lifeline, directory: str, watch: ParentWatch, parent: int) -> int:
+def serve(lifeline: Channel, directory: str) -> int:
     """Load the model, tell the parent, and serve clients until told to stop. Returns the exit status.
 
     Raises `EOFError` or `OSError` if the parent is gone by then.
     """
-    settings = lifeline.read(CoreSettings, timeout=60)
-    assert isinstance(settings, CoreSettings), "decoded as that type"
+    settings: CoreSettings = lifeline.receive(CoreSettings, timeout=60)
     logging.basicConfig(level=settings.log_level, format=f"core {os.getpid()}: %(message)s")
     catch_crashes(directory)
     pulse = Pulse(directory, lifeline.socket)
-    if not pulse.is_native:
-        end_with_parent(parent)  # a call into C may keep the interpreter from noticing the parent's end
     descriptors.raise_limit()
     sys.path[:] = settings.import_path  # our own packages are loaded: modules of the user cannot replace them
     try:
@@ -73,14 +70,13 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch, parent: int) -
             keys=settings.keys,
         )
     except Exception as error:
-        lifeline.write(sendable_failure(error))
+        lifeline.send(sendable_failure(error))
         return 1
     gc.collect()
     gc.freeze()  # objects made at start-up stay; the collector need not walk them between steps
     proc = EngineCoreProc(core, executor, io, directory)
     end_on_signals(io.inbox)
     io.on_turn, proc.on_step, proc.on_verb = pulse.turn, pulse.step, core.record_verb
-    watch.end()
     descriptors.write_places(directory, connections.num_clients)
     try:
         if settings.config.step_deadline is not None:
@@ -88,9 +84,9 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch, parent: int) -
         io.start(lambda: _ready(settings, core, executor, io), on_orphaned=lambda: _leave(directory, 1))
         executor.watch(partial(_give_up, core, io, directory))
     except RetryableError as error:
-        lifeline.write(sendable_failure(error))
+        lifeline.send(sendable_failure(error))
         return 1
-    lifeline.write(_ready(settings, core, executor, io))
+    lifeline.send(_ready(settings, core, executor, io))
     return _run(proc, core, io)
 
 
@@ -142,13 +138,12 @@ def _leave(directory: str, status: int) -> NoReturn:
 
 def main() -> None:
     """Serve as a core's process; only `CoreProcess` starts one."""
-    descriptor, locked, directory, parent = sys.argv[1:]
+    descriptor, locked, directory = sys.argv[1:]
     give_way_early()
     os.set_inheritable(int(locked), False)  # it stays open, and locked, as long as this process lives
-    lifeline = Lifeline(socket.socket(fileno=int(descriptor)))
-    watch = ParentWatch(lifeline.socket, int(parent), lambda: _leave(directory, 1))
+    lifeline = Channel(socket.socket(fileno=int(descriptor)), MAX_LIFELINE_BYTES)
     try:
-        status = serve(lifeline, directory, watch, int(parent))
+        status = serve(lifeline, directory)
     except (EOFError, OSError):  # the parent is gone
         status = 1
     except BaseException:

@@ -19,6 +19,8 @@ import numpy as np
 
 from rollout_engine.base.errors import RequestError, RetryableError, RolloutEngineError, RPCError, unknown_name
 from rollout_engine.base.messages import EngineCoreOutputs
+from rollout_engine.children.failure import Failure, WireError, failure_of
+from rollout_engine.children.values import LONG_BYTES, Packed, pack, unpack
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.calls import Call, CallFuture
 from rollout_engine.engine.engine_lock import EngineLock
@@ -26,7 +28,6 @@ from rollout_engine.engine.verbs import VERBS
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.process import wire
 from rollout_engine.process.background import run_in_background
-from rollout_engine.process.call_values import LONG_BYTES, Packed, pack, unpack
 from rollout_engine.process.client_routing import check_sequences, sequences_of_client
 from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.inbox import ClientLeft, Drain, FromClient, Stop, Wake
@@ -35,17 +36,7 @@ from rollout_engine.process.quotas import Quotas
 from rollout_engine.process.request_columns import request_of
 from rollout_engine.process.weight_rendezvous import remove_directories
 from rollout_engine.process.weight_server import WEIGHT_VERBS, ServingDriver
-from rollout_engine.process.wire import (
-    Abort,
-    AddRequest,
-    Cancel,
-    Failure,
-    LiveVersion,
-    Refused,
-    Reply,
-    WireError,
-    failure_of,
-)
+from rollout_engine.process.wire import Abort, AddRequest, Cancel, LiveVersion, Refused, Reply
 
 logger = logging.getLogger("rollout_engine")
 

@@ -20,6 +20,8 @@ import zmq
 
 from rollout_engine.base import threads
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.children.failure import WireError
+from rollout_engine.children.values import Frame
 from rollout_engine.engine.health import IoStats
 from rollout_engine.process.authentication import Authenticator, make_token
 from rollout_engine.process.core_launcher import address_in
@@ -39,13 +41,11 @@ from rollout_engine.process.wire import (
     Cancel,
     Draining,
     Farewell,
-    Frame,
     Goodbye,
     Hello,
     Ready,
     Rejected,
     Welcome,
-    WireError,
 )
 
 logger = logging.getLogger("rollout_engine")

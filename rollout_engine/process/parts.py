@@ -14,7 +14,9 @@ import msgspec
 import numpy as np
 import zmq
 
-from rollout_engine.process.wire import Decoder, Frame, Limits, Part, WireError
+from rollout_engine.children.failure import WireError
+from rollout_engine.children.values import Frame
+from rollout_engine.process.wire import Decoder, Limits, Part
 
 PART_BYTES = 1 << 20
 """Bytes of one zmq multipart, about."""

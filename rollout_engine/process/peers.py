@@ -8,6 +8,8 @@ from typing import Any
 
 import zmq
 
+from rollout_engine.children.failure import failure_of
+from rollout_engine.children.values import Frame
 from rollout_engine.engine.health import IoStats
 from rollout_engine.process.client_routing import halves
 from rollout_engine.process.parts import Assembler, in_parts
@@ -15,14 +17,12 @@ from rollout_engine.process.wire import (
     Decoder,
     Encoder,
     Farewell,
-    Frame,
     Heartbeat,
     Limits,
     MessageTooLongError,
     Outputs,
     Reply,
     ToCore,
-    failure_of,
 )
 
 logger = logging.getLogger("rollout_engine")

@@ -5,8 +5,8 @@ import threading
 from typing import Any
 
 from rollout_engine.base.errors import EngineDeadError
+from rollout_engine.children.values import unpack
 from rollout_engine.engine.calls import CallFuture
-from rollout_engine.process.call_values import unpack
 from rollout_engine.process.wire import Reply
 
 

@@ -10,11 +10,11 @@ from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import EngineDeadError, LifecycleError, RequestError, RPCError
 from rollout_engine.base.messages import EngineCoreRequest, UpdateOptions
 from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.children.values import pack
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.client import ANYWHERE, EngineInfo, Listener, Route
 from rollout_engine.engine.verb import Verb
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.process.call_values import pack
 from rollout_engine.process.client_routing import slices
 from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_launcher import CoreProcess

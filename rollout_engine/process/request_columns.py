@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from rollout_engine.base.messages import EngineCoreRequest
-from rollout_engine.process.wire import AddRequest, Limits, MessageTooLongError, WireError
+from rollout_engine.children.failure import WireError
+from rollout_engine.process.wire import AddRequest, Limits, MessageTooLongError
 
 _LONG = 4096
 """Shorter lists stay in the request."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from rollout_engine.process.wire import Frame
+from rollout_engine.children.values import Frame
 
 logger = logging.getLogger("rollout_engine")
 

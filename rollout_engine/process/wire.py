@@ -17,9 +17,9 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from rollout_engine.base import errors
-from rollout_engine.base.errors import RequestError, RolloutEngineError, RPCError, text_of
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.children.failure import Failure, WireError
+from rollout_engine.children.values import Frame
 from rollout_engine.engine.client import EngineInfo
 from sync.described_types import describe_types
 
@@ -37,35 +37,6 @@ MAX_FRAME_BYTES = 2 << 20
 _INLINE_BYTES = 2048
 """Arrays up to this size are sent inside the struct: a frame of their own would cost more than the copy."""
 _DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("u1", "<i2", "<i4", "<i8", "<f4", "<f8"))}
-
-Frame = bytes | bytearray | memoryview
-
-
-class WireError(RolloutEngineError):
-    """Frames that are no message. They were dropped; the connection stays."""
-
-
-class Failure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=True):
-    """An error in a message: one of `rollout_engine.base.errors` by name, or any other with its traceback."""
-
-    kind: str
-    message: str
-    field: str = ""
-    bound: str = ""
-    traceback: str = ""
-    method: str = ""
-    rank: int | None = None
-
-    def as_error(self, method: str = "") -> RolloutEngineError:
-        """Make the error to raise on this end. `method` names the call that failed, if it was a call."""
-        if self.kind in ("RPCError", "RPCTimeoutError"):
-            where: dict[str, Any] = dict(method=self.method, rank=self.rank, traceback=self.traceback)
-            return _ERRORS[self.kind](self.message, **where)
-        if self.kind == "RequestError":
-            return RequestError(self.message, field=self.field, bound=self.bound)
-        if self.kind in _ERRORS:
-            return _ERRORS[self.kind](self.message)
-        return RPCError(f"{method}: {self.kind}: {self.message}", method=method, traceback=self.traceback)
 
 
 class MessageTooLongError(ValueError):
@@ -131,7 +102,7 @@ class Call(msgspec.Struct, frozen=True, tag="call", forbid_unknown_fields=True):
     number: int
     name: str
     arguments: msgspec.Raw
-    """Arguments by name, encoded by `call_values.pack`."""
+    """Arguments by name, encoded by `rollout_engine.children.values.pack`."""
     arrays: list[np.ndarray] = []
     """Arrays of `arguments`, uint8 each."""
     deadline: float | None = None
@@ -235,12 +206,6 @@ ToClient = Welcome | Outputs | Refused | Reply | Part | Rejected | LiveVersion |
 describe_types(ToCore, ToClient, Ready | Failure)
 Message = TypeVar("Message")
 
-_ERRORS: dict[str, type[RolloutEngineError]] = {
-    name: value
-    for name, value in vars(errors).items()
-    if isinstance(value, type) and issubclass(value, RolloutEngineError)
-} | {"WireError": WireError}
-
 
 class Encoder:
     """Encodes messages as frames. The first frame is a buffer that the next message overwrites; not thread-safe."""
@@ -297,19 +262,6 @@ class Decoder(Generic[Message]):
             raise ValueError(f"frame {index} is absent, or claimed twice")
         self._unclaimed.remove(index)
         return self._frames[index]
-
-
-def failure_of(error: BaseException, traceback: str = "") -> Failure:
-    """Encode an error, to be raised on the other end."""
-    kind = type(error).__name__
-    if isinstance(error, RPCError):
-        return Failure(kind, str(error), traceback=error.traceback, method=error.method, rank=error.rank)
-    known = _ERRORS.get(kind) is type(error)
-    field, bound = getattr(error, "field", ""), getattr(error, "bound", "")
-    is_request = isinstance(error, RequestError)
-    return Failure(
-        kind, text_of(error), field if is_request else "", bound if is_request else "", "" if known else traceback
-    )
 
 
 def _as_sendable(value: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rollout_engine.base.errors import RequestError, RetryableError
-from rollout_engine.grammars.bounded_process import OneProcess
+from rollout_engine.children.bounded import NO_ANSWER, OneProcess
 from rollout_engine.text.template_main import SECONDS
 from rollout_engine.text.template_wire import Rendered, Rendering, unable
 
@@ -29,7 +29,7 @@ class RequestTemplates:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process = OneProcess(_MODULE, "renders chat templates", PATIENCE, "chat_template")
+        self._process = OneProcess(_MODULE, "renders chat templates", "chat_template")
         self.close = self._process.close
         """End the process."""
 
@@ -56,8 +56,9 @@ class RequestTemplates:
         for is_last in (False, True):
             process, _ = self._process.get()
             try:
-                return process.ask(order, Rendered)
-            except (OSError, EOFError):
+                answer: Rendered = process.ask(order, Rendered, PATIENCE)
+                return answer
+            except NO_ANSWER:
                 status = self._process.end(process)
                 if status == -signal.SIGPROF:
                     return Rendered(problem=unable(f"it takes more than {SECONDS:g} s to compute"))

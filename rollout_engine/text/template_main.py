@@ -10,7 +10,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.grammars.bounded_process import answer_orders, bound_memory, bound_seconds
+from rollout_engine.children.bounded import answer_orders, bound_memory, bound_seconds
 from rollout_engine.text.chat_rendering import ChatRenderer
 from rollout_engine.text.template_wire import Rendered, Rendering, unable
 

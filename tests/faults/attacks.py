@@ -16,8 +16,9 @@ import msgspec
 
 from rollout_engine import RolloutEngineError, SamplingParams
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.children.failure import WireError
 from rollout_engine.process.process_client import ProcessClient
-from rollout_engine.process.wire import Decoder, ToCore, WireError
+from rollout_engine.process.wire import Decoder, ToCore
 from tests.faults.garbage import core_messages, mutants
 from tests.faults.peers import RawClient
 

@@ -14,7 +14,7 @@ import zmq
 from zmq.utils import garbage
 
 from rollout_engine import AsyncLLM
-from rollout_engine.base.parent_death import start_process
+from rollout_engine.children.process import start_process
 
 _SECONDS = 60.0
 """How long what has ended may take to go away."""

@@ -20,8 +20,9 @@ from rollout_engine.base.messages import (
     UpdateOptions,
 )
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.children.failure import Failure
+from rollout_engine.children.values import pack
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.process.call_values import pack
 from rollout_engine.process.weight_rendezvous import Rendezvous
 from rollout_engine.process.weight_server import WEIGHT_VERBS
 from rollout_engine.process.wire import (
@@ -30,7 +31,6 @@ from rollout_engine.process.wire import (
     Call,
     Draining,
     Encoder,
-    Failure,
     Farewell,
     Heartbeat,
     Hello,

@@ -10,6 +10,7 @@ import zmq
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import EngineDeadError
+from rollout_engine.children.failure import WireError
 from rollout_engine.engine.client import EngineInfo
 from rollout_engine.process.authentication import Authenticator, make_token, read_token, show_token
 from rollout_engine.process.client_socket import ClientSocket
@@ -29,7 +30,6 @@ from rollout_engine.process.wire import (
     ToClient,
     ToCore,
     Welcome,
-    WireError,
 )
 
 INFO = EngineInfo(

@@ -13,8 +13,8 @@ import time
 import pytest
 
 from rollout_engine.base.errors import EngineDeadError
+from rollout_engine.children.process import environment_with_package
 from rollout_engine.execution import process_executor, rank_launcher, remote_ranks
-from rollout_engine.execution.child_process import environment_with_package
 from rollout_engine.execution.remote_ranks import RemoteLauncher, arguments_of
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.testing import tiny_checkpoint

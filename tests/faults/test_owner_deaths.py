@@ -2,11 +2,9 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 import psutil
@@ -16,7 +14,6 @@ from rollout_engine import EngineConfig
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.process import core_launcher
 from rollout_engine.process.core_launcher import CoreProcess
-from rollout_engine.process.parent_watch import ParentWatch
 from sync.locked_directories import sweep_stale_directories
 from tests.faults.deaths import OPTIONS, wait_gone
 from tests.faults.slow_start import BEGUN
@@ -97,20 +94,6 @@ def test_a_core_and_a_rank_that_are_stopped_go_with_their_owner(checkpoint):
     finally:
         for process in psutil.wait_procs([core, rank], 0)[1]:
             process.kill()
-
-
-@pytest.mark.parametrize("cause", ["its end of the lifeline is closed", "another process has it", "it is over"])
-def test_a_parent_watch_notices_either_sign_until_it_is_over(cause):
-    ours, theirs = socket.socketpair()
-    dead = threading.Event()
-    with ours, theirs:
-        theirs.sendall(b"settings that nobody has read yet")
-        watch = ParentWatch(ours, -1 if cause == "another process has it" else os.getppid(), dead.set)
-        if cause == "it is over":
-            watch.end()
-        if cause != "another process has it":
-            theirs.close()
-        assert dead.wait(1 if cause == "it is over" else 60) == (cause != "it is over")
 
 
 @pytest.fixture

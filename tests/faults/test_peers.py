@@ -14,11 +14,13 @@ import torch
 
 import sync
 from rollout_engine import AsyncLLM, SamplingParams
+from rollout_engine.children.channel import Channel
+from rollout_engine.children.failure import Failure
+from rollout_engine.children.values import pack
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.process.call_values import pack
-from rollout_engine.process.lifeline import CoreSettings, Lifeline
+from rollout_engine.process.lifeline import MAX_LIFELINE_BYTES, CoreSettings
 from rollout_engine.process.weight_server import WEIGHT_VERBS
-from rollout_engine.process.wire import Call, Encoder, Failure, Ready
+from rollout_engine.process.wire import Call, Encoder, Ready
 from sync import ipc
 from tests.faults.canaries import Canary
 from tests.faults.clean import assert_clean
@@ -109,11 +111,11 @@ def test_no_pickle_on_the_lifeline_is_unpickled(canary):
             ours, theirs = socket.socketpair()
             with ours, theirs:
                 body = msgspec.msgpack.encode(planted)
-                for data in (canary.bytes[:4] + canary.bytes, len(body).to_bytes(4, "big") + body):
+                for data in (canary.bytes[:8] + canary.bytes, len(body).to_bytes(8, "little") + body):
                     ours.sendall(data)
                 ours.shutdown(socket.SHUT_WR)
                 with pytest.raises((EOFError, msgspec.MsgspecError)):
-                    Lifeline(theirs).read(kind, 60)
+                    Channel(theirs, MAX_LIFELINE_BYTES).receive(kind, 60)
 
 
 def test_garbage_on_the_lifeline_is_an_error_of_whoever_reads_it():
@@ -125,10 +127,10 @@ def test_garbage_on_the_lifeline_is_an_error_of_whoever_reads_it():
         lengths = [len(body), choose.randrange(1 << 32), choose.randrange(len(body))]
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            ours.sendall(lengths[count % 3].to_bytes(4, "big") + body)
+            ours.sendall(lengths[count % 3].to_bytes(8, "little") + body)
             ours.shutdown(socket.SHUT_WR)
             with pytest.raises((EOFError, msgspec.MsgspecError)):
-                Lifeline(theirs).read(CoreSettings, 60)
+                Channel(theirs, MAX_LIFELINE_BYTES).receive(CoreSettings, 60)
 
 
 def test_no_pickle_on_the_channel_of_a_weight_transport_is_unpickled(tmp_path, canary):

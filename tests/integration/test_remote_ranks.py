@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from rollout_engine.base.errors import ConfigError, EngineDeadError
+from rollout_engine.children.process import environment_with_package, start_module
 from rollout_engine.execution import process_executor, rank_launcher, remote_ranks
-from rollout_engine.execution.child_process import environment_with_package, start_module
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_wire import Joined
 from rollout_engine.execution.remote_ranks import TOKEN_VARIABLE, RemoteLauncher, arguments_of

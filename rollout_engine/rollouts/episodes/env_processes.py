@@ -180,7 +180,7 @@ class RemoteHost:
         self.worker.count(-1)
         process = self.worker.live_process(self._generation)
         try:
-            reply = Reply() if process is None else process.ask(Close(self._number))
+            reply = Reply() if process is None else process.carry_out(Close(self._number))
         except WorkerLostError as problem:
             reply = Reply(failure=self._reason("close", str(problem)))
         return EnvFailure(reply.failure) if reply.failure else None
@@ -190,7 +190,7 @@ class RemoteHost:
             return Reply(failure=f"{self.worker.name}: {method}: the episode is lost: {self._lost}")
         for tries_left in reversed(range(_TRIES)):
             try:
-                reply = self._process().ask(order)
+                reply = self._process().carry_out(order)
                 break
             except WorkerLostError as problem:
                 if problem.has_begun or not tries_left:
@@ -211,7 +211,7 @@ class RemoteHost:
         """Play the episode again in a new process. Raises `WorkerLostError` where it is not the same one."""
         for number, (order, digest) in enumerate(self._played):
             self.worker.extend("playing the episode again in a new process")
-            reply = process.ask(order)
+            reply = process.carry_out(order)
             if _digest(reply) != digest:
                 place = f"its step {number}" if number else "its reset"
                 what = f"was replaced; played again in a new one, the episode was another one from {place} on"

@@ -1,14 +1,10 @@
-"""Messages between this process and a worker that plays environments: msgpack, each after its length.
+"""Messages between this process and a worker that plays environments.
 
-A reply has the number of the order that it answers, and the process that wrote it: what an environment forks holds the
-same end of the connection.
+A reply has the number of the order that it answers, and the process that wrote it: what an environment forks may hold
+the same end of the channel.
 """
 
 import os
-import socket
-import struct
-from collections.abc import Callable
-from contextlib import suppress
 
 import msgspec
 
@@ -18,8 +14,6 @@ from rollout_engine.rollouts.episodes.factory_reference import FactoryReference
 from rollout_engine.rollouts.episodes.observations import plain_data
 
 MAX_REPLY_BYTES = 1 << 26
-_MAX_FRAME_BYTES = 1 << 30
-_LENGTH_BYTES = 4
 
 
 class Load(msgspec.Struct, tag=True):
@@ -80,8 +74,6 @@ class Reply(msgspec.Struct):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_orders = msgspec.msgpack.Decoder(NumberedOrder)
-_replies = msgspec.msgpack.Decoder(Reply)
 
 
 def encode_order(number: int, order: Order) -> bytes:
@@ -114,52 +106,3 @@ def encode_reply(reply: Reply, number: int) -> bytes:
     if len(frame) > MAX_REPLY_BYTES:
         raise ValueError(f"info makes an observation of {len(frame)} bytes: {MAX_REPLY_BYTES} are the most allowed")
     return frame
-
-
-def send(connection: socket.socket, frame: bytes) -> None:
-    """Send one frame. Raises `OSError` where the other end is gone."""
-    connection.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
-
-
-def look_every(connection: socket.socket, seconds: float) -> None:
-    """Let a connection time out so often, for `receive_order` and `receive_reply`."""
-    whole, rest = divmod(seconds, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(rest * 1e6)))
-
-
-def receive_order(connection: socket.socket, is_wanted: Callable[[], bool]) -> NumberedOrder:
-    """Wait for an order, as long as `is_wanted` whenever the connection times out.
-
-    Raises `EOFError` or `OSError` where the other end is gone.
-    """
-    return _orders.decode(_receive(connection, is_wanted))
-
-
-def receive_reply(connection: socket.socket, is_alive: Callable[[], bool]) -> Reply:
-    """Wait for a reply, as long as `is_alive` whenever the connection times out.
-
-    Raises `EOFError` or `OSError` where the other end is gone, and `msgspec.DecodeError` for what is no reply.
-    """
-    return _replies.decode(_receive(connection, is_alive))
-
-
-def _receive(connection: socket.socket, goes_on: Callable[[], bool]) -> bytearray:
-    length = int.from_bytes(_receive_bytes(connection, _LENGTH_BYTES, goes_on), "little")
-    if length > _MAX_FRAME_BYTES:
-        raise msgspec.DecodeError("something else has written to the connection")
-    return _receive_bytes(connection, length, goes_on)
-
-
-def _receive_bytes(connection: socket.socket, number: int, goes_on: Callable[[], bool]) -> bytearray:
-    received = bytearray(number)
-    view, at = memoryview(received), 0
-    while at < number:
-        with suppress(BlockingIOError):  # it has timed out
-            count = connection.recv_into(view[at:])
-            at += count
-            if count:
-                continue
-            raise EOFError("the other end is gone")
-        if not goes_on():
-            raise EOFError("nothing more is to come")
-    return received

@@ -1,16 +1,15 @@
 """A worker process that plays environments.
 
-    python -m rollout_engine.rollouts.episodes.env_worker DESCRIPTOR PARENT SECONDS
+    python -m rollout_engine.rollouts.episodes.env_worker DESCRIPTOR SECONDS
 
 It carries out one order after the other; the event loop of async environments runs only while one of them is called.
-It ends when its parent does, whatever its environments are in, and after SECONDS without an order or an episode.
+It ends when its parent does, and after SECONDS without an order or an episode.
 """
 
 import asyncio
 import faulthandler
 import inspect
 import os
-import signal
 import socket
 import sys
 import threading
@@ -22,7 +21,7 @@ from typing import Any
 from envs_adapters.base import EnvSpec
 from envs_adapters.families import import_package
 from rollout_engine.base.user_code import UserCode
-from rollout_engine.process.parent_watch import ParentWatch
+from rollout_engine.children.channel import Channel
 from rollout_engine.rollouts.episodes.env_host import EnvHost, failure_of, name_of_env, one_line
 from rollout_engine.rollouts.episodes.env_wire import (
     Close,
@@ -35,9 +34,6 @@ from rollout_engine.rollouts.episodes.env_wire import (
     Reuse,
     Step,
     encode_reply,
-    look_every,
-    receive_order,
-    send,
 )
 from rollout_engine.rollouts.episodes.factory_reference import changed_source, find
 from rollout_engine.rollouts.episodes.random_state import RandomState
@@ -121,25 +117,26 @@ class Worker:
 
 def main() -> None:
     """Carry out orders until the last one, or until none has come for long."""
-    descriptor, parent, idle_seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    channel, idle_seconds = Channel(socket.socket(fileno=int(sys.argv[1]))), float(sys.argv[2])
     faulthandler.enable()
-    os.set_inheritable(descriptor, False)
-    with socket.socket(fileno=descriptor) as connection, asyncio.Runner() as runner:
-        watch = ParentWatch(connection, parent, _end_group)
+    with asyncio.Runner() as runner:
         worker = Worker(runner)
-        look_every(connection, idle_seconds)
-        with suppress(EOFError):  # nobody needs it
-            while not isinstance((asked := receive_order(connection, lambda: worker.has_episodes)).order, End):
-                send(connection, worker.answer(asked))
-        watch.end()
+        with suppress(EOFError, OSError):  # no more orders come
+            while not isinstance((asked := _next_order(channel, worker, idle_seconds)).order, End):
+                channel.send_body(worker.answer(asked))
+    channel.close()
     _exit_soon()
 
 
-def _end_group() -> None:
-    """End this process, and what environments have started in its process group."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+def _next_order(channel: Channel, worker: Worker, idle_seconds: float) -> NumberedOrder:
+    """Wait for the next order. Raises `EOFError` if none comes any more, or none has come for long."""
+    while True:
+        try:
+            order: NumberedOrder = channel.receive(NumberedOrder, idle_seconds)
+            return order
+        except TimeoutError:
+            if not worker.has_episodes:
+                raise EOFError from None
 
 
 def _exit_soon() -> None:

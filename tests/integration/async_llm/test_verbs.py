@@ -21,7 +21,7 @@ from rollout_engine import (
     StaleVersionError,
     WeightUpdateError,
 )
-from rollout_engine.process.call_values import pack
+from rollout_engine.children.values import pack
 from rollout_engine.testing import tiny_model
 
 PROMPTS = ["hello", "ab", "the quick brown fox jumps over the lazy dog", [5, 6, 7]]

@@ -12,7 +12,7 @@ from sync.locked_directories import sweep_stale_directories
 PROGRAM = """
 from rollout_engine.fleet.store_directory import StoreDirectory
 import time
-directory = StoreDirectory(outlived=True)
+directory = StoreDirectory()
 (directory.path / "weights").write_bytes(b"0")
 print(directory.path, flush=True)
 time.sleep(600)

@@ -96,7 +96,7 @@ def test_without_the_package_the_error_names_the_extra(trials, monkeypatch):
 def test_a_process_that_has_ended_itself_is_replaced(trials):
     trials.require(GOOD)
     [process] = trials._process._processes
-    process._connection.shutdown(1)  # as if it had been idle for long
+    process.channel.socket.shutdown(1)  # as if it had been idle for long
     assert process._process.wait(60) == 0
     trials.require({"regex": "b"})
     assert trials._process._processes[0] is not process

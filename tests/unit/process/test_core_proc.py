@@ -7,11 +7,11 @@ import pytest
 
 from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.children.values import pack, unpack
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.health import Health, IoStats
 from rollout_engine.process import core_proc, quotas
-from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.client_routing import first_sequence_of
 from rollout_engine.process.core_proc import EngineCoreProc
 from rollout_engine.process.inbox import ClientLeft, Drain, FromClient, Inbox, Stop

@@ -11,7 +11,8 @@ import pytest
 
 from rollout_engine.base.errors import RPCError
 from rollout_engine.base.messages import EngineCoreOutputs, Pooled, PromptLogprobs, SequenceEnd
-from rollout_engine.process.call_values import pack, unpack
+from rollout_engine.children.failure import Failure
+from rollout_engine.children.values import pack, unpack
 from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.inbox import MAX_MESSAGES, ClientLeft, FromClient, Stop
 from rollout_engine.process.wire import (
@@ -21,7 +22,6 @@ from rollout_engine.process.wire import (
     Abort,
     Call,
     Draining,
-    Failure,
     Farewell,
     Goodbye,
     Heartbeat,

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from rollout_engine.children.failure import WireError
 from rollout_engine.process import wire
 from rollout_engine.process.parts import PART_BYTES, Assembler, in_parts
 from rollout_engine.process.wire import (
@@ -19,7 +20,6 @@ from rollout_engine.process.wire import (
     MessageTooLongError,
     Part,
     Reply,
-    WireError,
 )
 
 LIMITS = Limits()

@@ -5,9 +5,10 @@ import pytest
 
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.children.failure import WireError
 from rollout_engine.process import wire
 from rollout_engine.process.request_columns import check_answer, request_of, with_columns
-from rollout_engine.process.wire import AddRequest, Decoder, Encoder, Limits, MessageTooLongError, WireError
+from rollout_engine.process.wire import AddRequest, Decoder, Encoder, Limits, MessageTooLongError
 
 
 def request(prompt=(3, 4), bad_words=(), **params):

@@ -11,22 +11,20 @@ from rollout_engine.base import errors
 from rollout_engine.base.errors import LifecycleError, RequestError, RPCError
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, SequenceEnd
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.children.failure import Failure, WireError, failure_of
+from rollout_engine.children.values import pack, unpack
 from rollout_engine.process import wire
-from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.wire import (
     Abort,
     AddRequest,
     Call,
     Decoder,
     Encoder,
-    Failure,
     Hello,
     Outputs,
     Refused,
     Reply,
     Welcome,
-    WireError,
-    failure_of,
 )
 from tests.faults.peers import READY
 

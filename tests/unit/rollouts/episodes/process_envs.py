@@ -157,7 +157,7 @@ class Obeys:
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             with suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                    os.write(descriptor, len(forged).to_bytes(4, "little") + forged)
+                    os.write(descriptor, len(forged).to_bytes(8, "little") + forged)
         return Observation("genuine")
 
     def do_write(self, _):

@@ -155,7 +155,7 @@ def test_a_worker_with_open_episodes_refuses_other_users(kept):
     process = WorkerProcess()
     process.load(refer_to(process_envs.SPEC))
     assert process.reuse() == ""
-    process.ask(Reset(0, 0))
+    process.carry_out(Reset(0, 0))
     assert "1 of its episodes are not closed" in process.reuse()
     process.end()
 
@@ -216,7 +216,7 @@ def test_a_forked_child_leaves_its_parents_workers_alone():
     def check():
         assert not process.is_sound
         with pytest.raises(WorkerLostError, match="belongs to process"):
-            process.ask(Reuse())
+            process.carry_out(Reuse())
         kept.close()
 
     in_fork(check)

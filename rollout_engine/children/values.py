@@ -1,4 +1,4 @@
-"""Encoding of arguments and results of calls between processes, with arrays and tensors in frames beside them.
+"""Encoding of values for other processes, with arrays and tensors in frames next to them: the one codec for arrays.
 
     pack(value) ──> (msgpack, arrays)               an array becomes an extension type: (dtype, shape, index, start)
     unpack(msgpack, arrays, kind) ──> value         checked against a type; large arrays are views of the frames
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.process.wire import Frame, WireError
+from rollout_engine.children.failure import WireError
 from sync.digests import tensor_bytes
 from sync.errors import SyncError
 from sync.manifest import dtype_name, torch_dtype
@@ -37,6 +37,7 @@ _MAX_DEPTH = 16
 """Levels of a value whose lists are looked at."""
 _LONG_LIST, _LONG_TEXT = 64, 1 << 12
 """Shorter lists, bytes and texts stay in the body."""
+Frame = bytes | bytearray | memoryview
 _NUMPY = {dtype.str: dtype for dtype in map(np.dtype, "? i1 u1 <i2 <u2 <i4 <u4 <i8 <u8 <f2 <f4 <f8".split())}
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rollout_engine.base.errors import RPCError, RPCTimeoutError
-from rollout_engine.process import call_values
-from rollout_engine.process.call_values import pack, unpack
-from rollout_engine.process.wire import WireError, failure_of
+from rollout_engine.children import values
+from rollout_engine.children.failure import WireError, failure_of
+from rollout_engine.children.values import pack, unpack
 from sync.manifest import TensorSpec, WeightManifest
 
 
@@ -113,7 +113,7 @@ def test_lists_of_other_things_stay_as_they_are(value):
 
 
 def test_more_numbers_than_a_core_would_decode_are_refused_before_they_are_sent(monkeypatch):
-    monkeypatch.setattr(call_values, "_MAX_OBJECTS", 100_000)
+    monkeypatch.setattr(values, "_MAX_OBJECTS", 100_000)
     assert round_trip([*range(100_000)]) == [*range(100_000)]
     with pytest.raises(ValueError, match="a list has 100001 numbers, and lists may have 100000; give arrays"):
         pack([[*range(100_000)], [1]])
@@ -128,7 +128,7 @@ def test_arrays_that_are_referred_to_again_and_again_do_not_fill_the_memory(valu
     body, arrays = pack([value, None])
     again = b"\xdc\x00\x10" + 16 * bytes(body)[1:-1]
     assert len(unpack(again, arrays)) == 16
-    monkeypatch.setattr(call_values, "_MAX_OBJECTS", 200_000)
+    monkeypatch.setattr(values, "_MAX_OBJECTS", 200_000)
     assert len(unpack(body, arrays)) == 2
     with pytest.raises(WireError, match="more than 200000 numbers"):
         unpack(again, arrays)
