@@ -27,7 +27,7 @@ TESTED = {
     "sampling parameter": ("test_banned_token_ids", "drawn"),
     "option": ("test_engine_name", "refused"),
     "metric": ("test_num_aborted", "exported"),
-    "weight transport": ("test_conformance", "file"),
+    "weight transport": ("test_conformance", "one_file"),
     "architecture": ("test_architectures", "arcee"),
 }
 """How-to -> module and part of the name of the tests that show that it works."""
