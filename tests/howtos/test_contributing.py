@@ -132,6 +132,6 @@ def test_nothing_that_the_page_has_run_fails(outcomes):
 
 
 def test_the_messages_have_a_new_number_where_their_fields_have_changed(copy, outcomes):
-    assert WRITE in HOWTOS["option"].commands and WRITE in HOWTOS["sampling parameter"].commands
+    assert all(WRITE in HOWTOS[name].commands for name in ("verb", "option", "sampling parameter", "metric"))
     checked = run(copy, "-m", "tests.contract.messages")
     assert checked.returncode == 0 and "no field has changed" in checked.stdout
