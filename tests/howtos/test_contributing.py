@@ -52,7 +52,7 @@ def copy(tmp_path_factory):
 
 
 def run(copy, *arguments):
-    """Run Python in the copy, past what this run of pytest has set."""
+    """Run Python in the copy, without the variables that this run of pytest has set."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     command = [sys.executable, *arguments]
     options = dict(cwd=copy, env=environment | {"PYTHONPATH": str(copy)}, text=True)
