@@ -3,54 +3,26 @@
 Every client plays each with the same result; then the verb is called in every state. A new verb gets one of its name:
 
     @scenario(refused_in="asleep dirty")
-    def get_block_size(engine):
-        return engine.get_block_size()
+    def get_num_running(engine):
+        return engine.get_num_running()
 """
 
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from rollout_engine import LLMEngine, LoRARequest
-from rollout_engine.base.errors import LifecycleError, RequestError, RPCError, StaleVersionError
+from rollout_engine.base.errors import LifecycleError, RequestError, RPCError
 from rollout_engine.base.messages import KeptSamples
-from rollout_engine.testing import random_adapter, tiny_model
+from tests.conformance.adapter_scenarios import ADAPTER
 from tests.conformance.running import ENDLESS, SHORT, in_flight, last_of, plain, step_further, told
+from tests.conformance.scenario_table import SCENARIOS, call, scenario
 from tests.conformance.worker_functions import WRONG_CALLS, add
 
-
-class Scenario(NamedTuple):
-    """A verb's row."""
-
-    play: Callable[[LLMEngine], Any]
-    refused_in: frozenset[str]
-    """States of `test_states` in which it raises. After shutdown it does too, unless its row says `after_shutdown`."""
-    arguments: dict[str, Any]
-    """Those that a call needs."""
-
-
+__all__ = ["ADAPTER", "SCENARIOS", "TRACES", "call"]
 TRACES = tempfile.TemporaryDirectory()
-SCENARIOS: dict[str, Scenario] = {}
-"""By the name of the verb."""
-
-
-def scenario(refused_in: str = "", **arguments: Any) -> Callable[[Callable[[LLMEngine], Any]], None]:
-    """Decorate the scenario of the verb of its name."""
-
-    def register(play: Callable[[LLMEngine], Any]) -> None:
-        SCENARIOS[play.__name__] = Scenario(play, frozenset(refused_in.split()), arguments)
-
-    return register
-
-
-def call(engine, name, /, **arguments):
-    """Call a verb by its name, past the faces."""
-    return engine.frontend.client.call(name, arguments).result()
 
 
 @scenario()
@@ -164,68 +136,6 @@ def score(engine):
     (scored,) = engine.score([[5, 6, 7]], [sampled.token_ids])
     assert np.array_equal(scored, sampled.logprobs)
     return plain(engine.score([[5, 6, 7], [8]], np.array([[9, 10], [11, 12]]), temperature=0.7))
-
-
-ADAPTER = random_adapter(tiny_model(), "a")
-
-
-@scenario(lora_request=ADAPTER)
-def add_lora(engine):
-    with pytest.raises(RequestError, match="rank=65"):
-        engine.add_lora(random_adapter(tiny_model(), "b", rank=65))
-    first = engine.add_lora(ADAPTER)
-    found = told(last_of(engine, "hello", SHORT, lora_request="a"))
-    assert engine.add_lora(ADAPTER) == first
-    assert engine.remove_lora("a")
-    return first.digest, first.num_bytes, found
-
-
-@scenario(lora_request="a")
-def remove_lora(engine):
-    engine.add_lora(ADAPTER)
-    with in_flight(engine, lora_request="a"), pytest.raises(LifecycleError, match="1 unfinished requests use 'a'"):
-        engine.remove_lora("a")
-    return engine.remove_lora("a"), engine.remove_lora(ADAPTER)
-
-
-@scenario()
-def list_loras(engine):
-    engine.add_lora(ADAPTER)
-    found = [(each.name, each.rank, each.revision) for each in engine.list_loras()]
-    engine.remove_lora("a")
-    return found, engine.list_loras()
-
-
-@scenario(lora_request=ADAPTER)
-def ensure_lora(engine):
-    first = call(engine, "ensure_lora", lora_request=ADAPTER)
-    again = call(engine, "ensure_lora", lora_request=LoRARequest("a", path="/not/read"))
-    engine.remove_lora("a")
-    with pytest.raises(RequestError, match="Unknown adapter 'a'"):
-        call(engine, "ensure_lora", lora_request=LoRARequest("a"))
-    return first.digest, again == first
-
-
-@scenario(refused_in="asleep updating", lora_request=ADAPTER)
-def update_lora(engine):
-    before = engine.policy_version
-    report = call(engine, "update_lora", lora_request=ADAPTER, version=before + 3, timeout=60)
-    assert report.version == before + 3
-    with pytest.raises(StaleVersionError, match="must be more than"):
-        call(engine, "update_lora", lora_request=random_adapter(tiny_model(), "a", seed=2), version=before + 3)
-    found = last_of(engine, "hello", SHORT, lora_request="a").outputs[0]
-    assert engine.policy_version == before + 3 == found.version_spans[0].policy_version
-    return report.digest, report.num_tensors, found.token_ids
-
-
-@scenario(lora_request="a")
-def pin_lora(engine):
-    with pytest.raises(RequestError, match="Unknown adapter 'a'"):
-        engine.pin_lora("a")
-    engine.add_lora(ADAPTER)
-    found = engine.pin_lora("a").is_pinned, engine.list_loras()[0].is_pinned
-    engine.remove_lora("a")
-    return found
 
 
 @scenario(method="get_memory_usage")
