@@ -1,6 +1,8 @@
 """Sampling settings of one request."""
 
 import math
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -37,6 +39,15 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 20
 """More ids than any vocabulary has."""
 MAX_EXTRA_ARGS_BYTES = 65_536
 _MAX_EXTRA_ARGS_DEPTH = 16
+
+TRUNCATION_RULES = ("top_k", "top_p", "min_p")
+"""Parameters that cut tokens from the distribution, in the order in which they apply. Their defaults cut nothing.
+Samplers take each as a column, `kernels.row_stats.Truncation`."""
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+"""Parameters that change the logits of tokens that came before, in the order in which they apply. Their defaults change
+nothing."""
+truncation_of: Callable[["SamplingParams"], tuple[float, ...]] = attrgetter(*TRUNCATION_RULES)
+penalties_of: Callable[["SamplingParams"], tuple[float, ...]] = attrgetter(*PENALTIES)
 
 LogprobsMode = Literal["tempered", "raw", "processed"]
 OutputKind = Literal["cumulative", "delta", "final_only"]
@@ -236,12 +247,12 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def truncates(self) -> bool:
         """Whether some tokens may be cut from the distribution (then results carry `kept_logprob_mass`)."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        return self.temperature > 0 and truncation_of(self) != NO_TRUNCATION
 
     @property
     def penalises(self) -> bool:
         """Whether logits depend on which tokens came before."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return penalties_of(self) != _NO_PENALTIES
 
 
 SamplingLike: TypeAlias = SamplingParams | dict[str, Any]
@@ -303,3 +314,8 @@ def _is_plain(value: object, depth: int = 0) -> bool:
     if isinstance(value, list) and depth < _MAX_EXTRA_ARGS_DEPTH:
         return all(_is_plain(item, depth + 1) for item in value)
     return value is None or type(value) in (bool, int, float, str)
+
+
+NO_TRUNCATION = truncation_of(SamplingParams())
+"""Values of `TRUNCATION_RULES` that cut nothing; the type of each is that of its column: int64 or float64."""
+_NO_PENALTIES = penalties_of(SamplingParams())
