@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, Self
 
 import msgspec
@@ -11,7 +12,7 @@ from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.engine.interrupts import allowed, deliver, held
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners
-from rollout_engine.rollouts.plan import GroupTask, RolloutArguments, as_int, row_tasks
+from rollout_engine.rollouts.plan import GroupTask, RolloutArguments, as_int
 from rollout_engine.rollouts.run import Group, RolloutRun
 from rollout_engine.rollouts.staleness import StalenessControl
 
@@ -50,13 +51,13 @@ class RolloutCollector:
         frontend: Frontend,
         batcher: GroupBatcher,
         arguments: RolloutArguments,
+        tasks: Iterator[GroupTask],
         control: StalenessControl,
         listeners: GroupListeners,
     ) -> None:
         frontend.require_own_process()
-        self._frontend, self._batcher, self._control, self._listeners = frontend, batcher, control, listeners
-        self._tasks, self._layout = row_tasks(arguments), arguments.layout
-        weights = arguments.reward_weights
+        self._frontend, self._batcher, self._tasks, self._control = frontend, batcher, tasks, control
+        self._listeners, self._layout, weights = listeners, arguments.layout, arguments.reward_weights
         self._run = RolloutRun(frontend, (), arguments.reward_fn, reward_weights=weights, keeps_aborted=True)
         self._open: dict[int, GroupTask] = {}
         """Groups that were started and not delivered, with their seeds."""

@@ -41,7 +41,7 @@ from rollout_engine.rollouts.evaluation.sweep import Sweep, as_sweep
 from rollout_engine.rollouts.evaluation.tasks import prepare_tasks
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners, OnGroup, log_rollout
 from rollout_engine.rollouts.log import RolloutLog
-from rollout_engine.rollouts.plan import Columns, RolloutArguments, as_int
+from rollout_engine.rollouts.plan import Columns, RolloutArguments, as_int, row_tasks
 from rollout_engine.text.conversations import ChatOptions
 
 _ALONE = (1, "processes", None)
@@ -267,10 +267,12 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         check_for_prompts(self.collect, layout, chat)
         self.frontend.ensure_loras(lora_request)
         given = (dataset, sampling_params, num_samples, None, reward_fn, reward_weights, seed, layout, oversample)
+        arguments = RolloutArguments(*given, None, lora_request, chat)
         return RolloutCollector(
             self.frontend,
             self._batcher,
-            RolloutArguments(*given, None, lora_request, chat),
+            arguments,
+            row_tasks(arguments),
             staleness_control(groups_per_batch, max_staleness, max_in_flight),
             self._listeners(on_group, log_to, lora_request),
         )
