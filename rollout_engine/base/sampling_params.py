@@ -1,6 +1,8 @@
 """Sampling settings of one request."""
 
 import math
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -16,7 +18,6 @@ MAX_N = 4_096
 MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 64
 MAX_PROMPT_LOGPROBS = 1_024
-MAX_LOGPROB_TOKEN_IDS = 1_024
 MAX_LOGPROB_VALUES = 1 << 26
 """Most log-probs of one request by `logprobs=-1` and `logprob_token_ids`: 256 MiB of them."""
 MAX_PROMPT_LOGPROB_VALUES = 1 << 24
@@ -32,11 +33,24 @@ STOP_REGEX_SECONDS = 0.5
 MAX_STOP_TOKEN_IDS = 1_024
 MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_CHARS = 1_024
-MAX_LOGIT_BIAS = 1_024
-MAX_ALLOWED_TOKEN_IDS = 1 << 20
-"""More ids than any vocabulary has."""
 MAX_EXTRA_ARGS_BYTES = 65_536
 _MAX_EXTRA_ARGS_DEPTH = 16
+
+TOKEN_ID_PARAMETERS = {
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": 1 << 20,  # more than any vocabulary has
+    "logit_bias": 1_024,
+    "logprob_token_ids": 1_024,
+}
+"""Parameters that name token ids -> most of them. Ids are in the vocabulary."""
+TRUNCATION_RULES = ("top_k", "top_p", "min_p")
+"""Parameters that cut tokens from the distribution, in the order in which they apply. Their defaults cut nothing.
+Samplers take each as a column, `kernels.row_stats.Truncation`."""
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+"""Parameters that change the logits of tokens that came before, in the order in which they apply. Their defaults change
+nothing."""
+truncation_of: Callable[["SamplingParams"], tuple[float, ...]] = attrgetter(*TRUNCATION_RULES)
+penalties_of: Callable[["SamplingParams"], tuple[float, ...]] = attrgetter(*PENALTIES)
 
 LogprobsMode = Literal["tempered", "raw", "processed"]
 OutputKind = Literal["cumulative", "delta", "final_only"]
@@ -161,8 +175,8 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         _require("truncate_prompt_tokens", self.truncate_prompt_tokens, self.truncate_prompt_tokens != 0, "-1 or >= 1")
         self._check_stops()
         self._check_masks()
-        _check_count("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS, "ids")
-        _check_ids("logprob_token_ids", self.logprob_token_ids)
+        for field, most in TOKEN_ID_PARAMETERS.items():
+            _check_ids(field, getattr(self, field), most)
         _check_extra_args(self.extra_args)
         check_structured_outputs(self.structured_outputs)
         if self.structured_outputs is not None and not self.stop_token_ids:
@@ -171,8 +185,6 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
 
     def _check_stops(self) -> None:
         _check_texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
-        _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "ids")
-        _check_ids("stop_token_ids", self.stop_token_ids)
         _check_texts("stop_regex", self.stop_regex, MAX_STOP_REGEX, MAX_STOP_REGEX_CHARS)
         for place, pattern in enumerate(self.stop_regex or ()):
             _check_pattern(f"stop_regex[{place}]", pattern)
@@ -183,10 +195,6 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     def _check_masks(self) -> None:
         _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         _require("allowed_token_ids", self.allowed_token_ids, self.allowed_token_ids != [], "at least one id, or None")
-        _check_count("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS, "ids")
-        _check_ids("allowed_token_ids", self.allowed_token_ids)
-        _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS, "ids")
-        _check_ids("logit_bias", self.logit_bias)
         for token, bias in (self.logit_bias or {}).items():
             _require(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "in [-100, 100]")
 
@@ -236,12 +244,12 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def truncates(self) -> bool:
         """Whether some tokens may be cut from the distribution (then results carry `kept_logprob_mass`)."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        return self.temperature > 0 and truncation_of(self) != NO_TRUNCATION
 
     @property
     def penalises(self) -> bool:
         """Whether logits depend on which tokens came before."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return penalties_of(self) != _NO_PENALTIES
 
 
 SamplingLike: TypeAlias = SamplingParams | dict[str, Any]
@@ -282,7 +290,8 @@ def _check_count(field: str, values: list[Any] | dict[int, float] | None, most: 
         raise RequestError.for_field(field, f"{len(values)} {kind}", f"at most {most} {kind}")
 
 
-def _check_ids(field: str, ids: list[int] | dict[int, float] | None) -> None:
+def _check_ids(field: str, ids: list[int] | dict[int, float] | None, most: int) -> None:
+    _check_count(field, ids, most, "ids")
     if ids and (min(ids) < 0 or max(ids) >= 2**31):
         raise RequestError.for_field(field, next(t for t in ids if not 0 <= t < 2**31), "token ids >= 0")
 
@@ -303,3 +312,8 @@ def _is_plain(value: object, depth: int = 0) -> bool:
     if isinstance(value, list) and depth < _MAX_EXTRA_ARGS_DEPTH:
         return all(_is_plain(item, depth + 1) for item in value)
     return value is None or type(value) in (bool, int, float, str)
+
+
+NO_TRUNCATION = truncation_of(SamplingParams())
+"""Values of `TRUNCATION_RULES` that cut nothing; the type of each is that of its column: int64 or float64."""
+_NO_PENALTIES = penalties_of(SamplingParams())

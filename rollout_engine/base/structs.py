@@ -13,14 +13,15 @@ from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, ge
 import msgspec
 
 from rollout_engine.base.errors import ConfigError, RequestError, refused, unknown_name
+from rollout_engine.base.msgspec_errors import Misfit
 from rollout_engine.base.peer_options import peer_option
 from sync.described_types import describe_types
 
-_PROBLEM = re.compile(r"Expected `(?P<kind>[^`]*)`(?P<bound>[^,]*?)(?:, got `(?P<got>[^`]*)`)? - at ")
-_PLACE = re.compile(r"`\$\.([A-Za-z_0-9]+)((?:\[\d+\])*)")
-_MISSING = re.compile(r"missing required field `(\w+)`")
+_PLACE = re.compile(r"(\w+)((?:\[\d+\])*)")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
-_KINDS = {"int": "an int", "float": "a number", "str": "a str", "bool": "a bool", "array": "a list", "object": "a dict"}
+_WORDS = {"int": "an int", "float": "a number", "str": "a str", "bool": "a bool", "array": "a list", "object": "a dict"}
+_WORDS |= {"null": "None", "NoneType": "None"}
+"""Names of types in errors, by those of msgspec and Python."""
 _MAX_DEPTH = 16
 _PLAIN = {int, float, str, bool, type(None)}
 
@@ -48,7 +49,7 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
         try:
             made: Any = msgspec.convert(given, cls, strict=True)
         except msgspec.ValidationError as problem:
-            raise cls._refused(given, str(problem)) from None
+            raise cls._refused(given, Misfit.of(problem)) from None
         except UnicodeEncodeError:
             name = next(name for name, value in given.items() if "\\ud" in ascii(value))
             raise cls._error(refused(name, given[name], "Unicode text"), name, given[name]) from None
@@ -70,13 +71,12 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
         peers = peer_option(cls.peers, name)
         return peers or unknown_name(f"{cls.__name__} option", name, cls.__struct_fields__)
 
-    def _refused(cls, given: dict[str, Any], problem: str) -> Exception:
-        """Make the error for a value of the wrong type, from msgspec's own message."""
-        place, found = _PLACE.search(problem), _PROBLEM.match(problem)
+    def _refused(cls, given: dict[str, Any], misfit: Misfit) -> Exception:
+        """Make the error for a value of the wrong type."""
+        place = _PLACE.match(misfit.path)
         if place is None:
-            missing = _MISSING.search(problem)
-            what = f"give {missing[1]}=..., it has no default" if missing else problem
-            return cls._error(f"{cls.__name__}: {what}.", missing[1] if missing else "", given)
+            what = f"give {misfit.missing}=..., it has no default" if misfit.missing else misfit.text
+            return cls._error(f"{cls.__name__}: {what}.", misfit.missing, given)
         name, value = place[1], given[place[1]]
         for index in re.findall(r"\d+", place[2]):
             value = value[int(index)]
@@ -85,8 +85,8 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
         if choices and not place[2]:
             bound = f"one of {', '.join(map(repr, choices))}"
         else:
-            words = "" if found and not found["got"] else allowed_words(annotation, place[2].count("["))
-            bound = words or (_bound(value, found, problem) if found else problem)
+            words = "" if misfit.expected and not misfit.got else allowed_words(annotation, place[2].count("["))
+            bound = words or (_bound(value, misfit) if misfit.expected else misfit.text)
         return cls._error(refused(name + place[2], value, bound), name, value)
 
     def _error(cls, text: str, name: str, value: object) -> Exception:
@@ -142,15 +142,13 @@ def _sendable_bound(value: Any) -> str:
     return ""
 
 
-def _bound(value: Any, found: re.Match[str], problem: str) -> str:
+def _bound(value: Any, misfit: Misfit) -> str:
     """Describe the allowed types of a field, for an error caused by `value`."""
-    kinds = " or ".join(_KINDS.get(kind, "None") for kind in found["kind"].split(" | ")) + found["bound"]
-    if "`key`" in problem:
-        return f"a dict whose keys are each {kinds}"
-    if "[...]" in problem:
-        return f"a dict whose values are each {kinds}"
+    kinds = misfit.describe_types(_WORDS)
+    if misfit.in_key or "[...]" in misfit.path:
+        return f"a dict whose {'keys' if misfit.in_key else 'values'} are each {kinds}"
     got = "None" if value is None else type(value).__name__
-    return f"{kinds}, not {got}" if found["got"] else kinds
+    return f"{kinds}, not {got}" if misfit.got else kinds
 
 
 def allowed_words(annotation: Any, depth: int) -> str:
@@ -159,8 +157,7 @@ def allowed_words(annotation: Any, depth: int) -> str:
         annotation = next(iter(get_args(annotation)), None)
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     literals = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
-    names = {int: "an int", float: "a number", bool: "a bool", str: "a str", type(None): "None"}
-    others = [names.get(kind) or f"a {kind.__name__}" for kind in kinds if isinstance(kind, type)]
+    others = [_WORDS.get(kind.__name__, f"a {kind.__name__}") for kind in kinds if isinstance(kind, type)]
     listed = ", ".join(map(repr, literals))
     if not literals:
         return ""

@@ -37,12 +37,11 @@ class UniformsOf(NamedTuple):
     """int64 [N]."""
 
 
-_IDLE = 1.0, 0, 1.0, 0.0
-"""Rules that cut nothing."""
-
-
 class Truncation(NamedTuple):
-    """Truncation rules of N rows. They apply in this order, in float64, to tokens sorted by (logit, then id)."""
+    """Truncation rules of N rows. They apply in this order, in float64, to tokens sorted by (logit, then id).
+
+    The rules are `base.sampling_params.TRUNCATION_RULES`, each in the units of its sampling parameter.
+    """
 
     temperature: Tensor
     """float64, > 0: every rule reads exp(logit / temperature)."""
@@ -56,10 +55,6 @@ class Truncation(NamedTuple):
     def rows(self, index: slice | Tensor) -> "Truncation":
         """The rules of some of the rows."""
         return Truncation(*(column[index] for column in self))
-
-    def without(self, rows: Tensor) -> "Truncation":
-        """The rules of all rows but these, bool [N], from which nothing is cut."""
-        return Truncation(*(column.masked_fill(rows, idle) for column, idle in zip(self, _IDLE, strict=True)))
 
 
 class TokenMasks(NamedTuple):

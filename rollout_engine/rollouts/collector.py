@@ -2,19 +2,17 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Self
 
 import msgspec
 
 from rollout_engine.base.errors import LifecycleError, RequestError, RetryableError
-from rollout_engine.batches.reward_functions import RewardFunctions
-from rollout_engine.batches.rollout_batch import Layout
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.engine.interrupts import allowed, deliver, held
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners
-from rollout_engine.rollouts.plan import GroupTask, as_int
+from rollout_engine.rollouts.plan import GroupTask, RolloutArguments, as_int
 from rollout_engine.rollouts.run import Group, RolloutRun
 from rollout_engine.rollouts.staleness import StalenessControl
 
@@ -52,18 +50,15 @@ class RolloutCollector:
         self,
         frontend: Frontend,
         batcher: GroupBatcher,
+        arguments: RolloutArguments,
         tasks: Iterator[GroupTask],
         control: StalenessControl,
-        *,
-        reward_fn: RewardFunctions | None = None,
-        reward_weights: Sequence[float] | None = None,
-        layout: Layout = "padded",
         listeners: GroupListeners,
     ) -> None:
         frontend.require_own_process()
         self._frontend, self._batcher, self._tasks, self._control = frontend, batcher, tasks, control
-        self._run = RolloutRun(frontend, (), reward_fn, reward_weights=reward_weights, keeps_aborted=True)
-        self._listeners, self._layout = listeners, layout
+        self._listeners, self._layout, weights = listeners, arguments.layout, arguments.reward_weights
+        self._run = RolloutRun(frontend, (), arguments.reward_fn, reward_weights=weights, keeps_aborted=True)
         self._open: dict[int, GroupTask] = {}
         """Groups that were started and not delivered, with their seeds."""
         self._groups: dict[int, Group] = {}

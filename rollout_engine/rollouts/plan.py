@@ -1,18 +1,19 @@
 """Checks the arguments of rollouts: prompts or a dataset's rows, sampling parameters and columns."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.lora_request import LoRALike
-from rollout_engine.base.sampling_params import MAX_N, SamplingLike, SamplingParams, as_sampling_params
+from rollout_engine.base.sampling_params import MAX_N, SamplingParams, as_sampling_params
 from rollout_engine.base.seeds import MAX_SEED, MIN_SEED, mix
 from rollout_engine.base.structs import plain
 from rollout_engine.batches.layout import RESERVED_KEYS
-from rollout_engine.batches.reward_functions import ARGUMENTS
-from rollout_engine.text.conversations import PROMPT_KINDS, ChatOptions
+from rollout_engine.batches.reward_functions import ARGUMENTS, RewardFunctions
+from rollout_engine.batches.rollout_batch import Layout
+from rollout_engine.text.conversations import PROMPT_KINDS
 from rollout_engine.text.input_processor import at_index, one_each
 from rollout_engine.text.prompts import PROMPT_KEYS, as_batch, with_chat_options, with_lora
 
@@ -44,97 +45,84 @@ class GroupTask(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, params=self.params.clone(seed=seed))
 
 
-class RolloutPlan(NamedTuple):
-    """Checked arguments of a rollout; every list has one entry per prompt."""
+class RolloutArguments(msgspec.Struct, frozen=True):
+    """Arguments of `rollout`, `arollout` and `collect` as they were given; `RolloutPolicy.rollout` describes them."""
 
-    prompts: list[Any]
-    """The prompts as given, for reward functions."""
-    params: list[SamplingParams]
-    columns: Columns
-    inputs: list[Any]
-    """The prompts for the engine; conversations include their chat options."""
-    num_kept: list[int | None]
-    """Samples to return of each prompt, the first to end; None: all."""
-    session_ids: list[str | None]
+    prompts: Any = None
+    """Of `collect`, the dataset."""
+    sampling_params: Any = None
+    num_samples: int | None = None
+    columns: Columns | None = None
+    reward_fn: RewardFunctions | None = None
+    reward_weights: Sequence[float] | None = None
+    seed: int | None = None
+    layout: Layout = "padded"
+    oversample: int | None = None
+    session_id: str | Sequence[str | None] | None = None
+    lora_request: LoRALike | None = None
+    options: Mapping[str, Any] = {}
+    """`ChatOptions`, and in a rollout `EpisodeOptions`."""
 
-    @classmethod
-    def of(
-        cls,
-        prompts: Any,
-        params: SamplingLike | Sequence[SamplingLike] | None = None,
-        num_samples: int | None = None,
-        columns: Columns | None = None,
-        seed: int | None = None,
-        chat: ChatOptions | None = None,
-        oversample: int | None = None,
-        session_id: str | Sequence[str | None] | None = None,
-        lora: LoRALike | None = None,
-    ) -> "RolloutPlan":
-        """Check the arguments of `RolloutPolicy.rollout`. Raises `RequestError` where they do not fit together."""
-        listed = _as_list(prompts)
-        seed = as_int("seed", seed, MIN_SEED, MAX_SEED)
-        num_samples = as_int("num_samples", num_samples, 1, MAX_N)
-        oversample = as_int("oversample", oversample, 1, MAX_N)
-        if not isinstance(params, list | tuple):
-            params = [as_sampling_params(params)] * len(listed)
-        _same_length("sampling_params", params, listed)
-        _check_columns(columns or {}, listed)
-        if seed is None and all(each is params[0] for each in params):  # one object, so the engine checks it once
-            each_params = [for_rollout(params[0], num_samples, None, 0)] * len(listed)
-        else:
-            each_params = [for_rollout(p, num_samples, seed, i) for i, p in enumerate(params)]
-        num_kept: list[int | None] = [None] * len(listed)
-        if oversample is not None:
-            each_params, num_kept = map(list, zip(*(_oversampled(p, oversample) for p in each_params), strict=True))
-        sessions = one_each("session_id", session_id, len(listed), "a str")
-        inputs = with_lora(with_chat_options(listed, chat or {}), lora)
-        return cls(listed, each_params, columns or {}, inputs, num_kept, sessions)
+    def checked(self) -> "RolloutArguments":
+        """The same with Python's own numbers. Raises `RequestError` for a number out of bounds."""
+        return msgspec.structs.replace(
+            self,
+            seed=as_int("seed", self.seed, MIN_SEED, MAX_SEED),
+            num_samples=as_int("num_samples", self.num_samples, 1, MAX_N),
+            oversample=as_int("oversample", self.oversample, 1, MAX_N),
+        )
 
-    def tasks(self) -> list[GroupTask]:
-        """Return what to sample of each prompt."""
-        rows = [{name: values[i] for name, values in self.columns.items()} for i in range(len(self.prompts))]
-        indexes = range(len(self.prompts))
-        columns = (indexes, self.prompts, self.inputs, self.params, self.num_kept, rows, self.session_ids)
-        return [GroupTask(*each) for each in zip(*columns, strict=True)]
+    def engine_inputs(self, prompts: list[Any]) -> Any:
+        """The prompts for the engine: conversations include their chat options."""
+        return with_lora(with_chat_options(prompts, self.options), self.lora_request)  # type: ignore[arg-type]
+
+    def params_of(self, params: Any, index: int) -> tuple[SamplingParams, int | None]:
+        """Params of prompt `index`, and how many of their samples to return (None: all). Raises `RequestError`."""
+        params = for_rollout(params, self.num_samples, self.seed, index)
+        if self.oversample is None:
+            return params, None
+        if self.oversample < params.n:
+            bound = f"at least the samples to return, {params.n}"
+            raise RequestError.for_field("oversample", self.oversample, bound)
+        return params.clone(n=self.oversample), params.n
 
 
-def dataset_tasks(
-    dataset: Any,
-    params: SamplingLike | None = None,
-    num_samples: int | None = None,
-    seed: int | None = None,
-    chat: ChatOptions | None = None,
-    oversample: int | None = None,
-    lora: LoRALike | None = None,
-) -> Iterator[GroupTask]:
+def prompt_tasks(arguments: RolloutArguments) -> list[GroupTask]:
+    """What to sample of each prompt. Raises `RequestError` if the arguments do not fit together."""
+    prompts = _as_list(arguments.prompts)
+    arguments, params, columns = arguments.checked(), arguments.sampling_params, arguments.columns or {}
+    if not isinstance(params, list | tuple):
+        params = [as_sampling_params(params)] * len(prompts)
+    _same_length("sampling_params", params, prompts)
+    _check_columns(columns, prompts)
+    if arguments.seed is None and all(each is params[0] for each in params):  # one object, so that it is checked once
+        resolved = [arguments.params_of(params[0], 0)] * len(prompts)
+    else:
+        resolved = [arguments.params_of(each, index) for index, each in enumerate(params)]
+    sessions = one_each("session_id", arguments.session_id, len(prompts), "a str")
+    inputs = arguments.engine_inputs(prompts)
+    rows = [{name: values[i] for name, values in columns.items()} for i in range(len(prompts))]
+    return [GroupTask(i, prompts[i], inputs[i], *resolved[i], rows[i], sessions[i]) for i in range(len(prompts))]
+
+
+def row_tasks(arguments: RolloutArguments) -> Iterator[GroupTask]:
     """Iterate over what to sample of each row of a dataset, with the seeds that a rollout of all rows would have.
 
     A row is a prompt, or a dictionary with a prompt (`prompt`, `prompt_token_ids` or `messages`); its other keys are
-    columns. Raises `RequestError` where the arguments do not fit together, and at a row that does not fit the first.
+    columns. Raises `RequestError` if the arguments do not fit together, and at a row that does not fit the first.
     """
+    dataset, params = arguments.prompts, arguments.sampling_params
     if isinstance(dataset, str | bytes | Mapping) or not isinstance(dataset, Iterable):
         raise RequestError.for_field("dataset", dataset, "an iterable of prompts, or of rows with a prompt")
     if isinstance(params, list | tuple):
         raise RequestError.for_field("sampling_params", params, "one for all rows")
-    seed = as_int("seed", seed, MIN_SEED, MAX_SEED)
-    num_samples = as_int("num_samples", num_samples, 1, MAX_N)
-    oversample = as_int("oversample", oversample, 1, MAX_N)
-    shared, num_kept = for_rollout(as_sampling_params(params), num_samples, seed, 0), None
-    if oversample is not None:
-        shared, num_kept = _oversampled(shared, oversample)
-    return _tasks(dataset, shared, num_kept, seed, chat or {}, lora)
+    arguments = arguments.checked()
+    return _row_tasks(arguments, *arguments.params_of(as_sampling_params(params), 0))
 
 
-def _tasks(
-    dataset: Iterable[Any],
-    shared: SamplingParams,
-    num_kept: int | None,
-    seed: int | None,
-    chat: ChatOptions,
-    lora: LoRALike | None,
-) -> Iterator[GroupTask]:
+def _row_tasks(arguments: RolloutArguments, shared: SamplingParams, num_kept: int | None) -> Iterator[GroupTask]:
     first: set[str] | None = None
-    for index, row in enumerate(dataset):
+    for index, row in enumerate(arguments.prompts):
         prompt, columns = split_row(row)
         for name in columns:
             _check_column_name(f"dataset[{index}]", name)
@@ -142,11 +130,11 @@ def _tasks(
             what = f"with the columns of the first row, {sorted(first)}"
             raise RequestError.for_field(f"dataset[{index}]", sorted(columns), what)
         first = set(columns)
-        params = shared if seed is None else shared.clone(seed=mix(seed, index))
-        [input] = with_lora(with_chat_options([prompt], chat), lora)
+        params = shared if arguments.seed is None else shared.clone(seed=mix(arguments.seed, index))
+        [input] = arguments.engine_inputs([prompt])
         yield GroupTask(index, prompt, input, params, num_kept, columns)
     if first is None:
-        raise RequestError.for_field("dataset", dataset, "at least one row long")
+        raise RequestError.for_field("dataset", arguments.prompts, "at least one row long")
 
 
 def split_row(row: Any) -> tuple[Any, dict[str, Any]]:
@@ -188,13 +176,6 @@ def for_rollout(params: Any, num_samples: int | None, seed: int | None, index: i
         changes["seed"] = mix(seed, index)
     changed: SamplingParams = params.clone(**changes)
     return changed
-
-
-def _oversampled(params: SamplingParams, oversample: int) -> tuple[SamplingParams, int]:
-    """Return the params of `oversample` samples, and how many of them to return."""
-    if oversample < params.n:
-        raise RequestError.for_field("oversample", oversample, f"at least the samples to return, {params.n}")
-    return params.clone(n=oversample), params.n
 
 
 def as_int(field: str, value: Any, low: int, high: int) -> int | None:

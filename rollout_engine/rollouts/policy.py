@@ -30,7 +30,7 @@ from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.replica_methods import ReplicaMethods
 from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
-from rollout_engine.rollouts.arguments import RolloutArguments, check_for_prompts, run_to_end
+from rollout_engine.rollouts.any_run import begin_run, check_for_prompts, run_to_end
 from rollout_engine.rollouts.collector import RolloutCollector, staleness_control
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import RolloutOptions
@@ -41,7 +41,7 @@ from rollout_engine.rollouts.evaluation.sweep import Sweep, as_sweep
 from rollout_engine.rollouts.evaluation.tasks import prepare_tasks
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners, OnGroup, log_rollout
 from rollout_engine.rollouts.log import RolloutLog
-from rollout_engine.rollouts.plan import Columns, as_int, dataset_tasks
+from rollout_engine.rollouts.plan import Columns, RolloutArguments, as_int, row_tasks
 from rollout_engine.text.conversations import ChatOptions
 
 _ALONE = (1, "processes", None)
@@ -160,7 +160,7 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         start = time.perf_counter()
         listeners = self._listeners(on_group, log_to, lora_request)
         arguments = RolloutArguments(*given, session_id, lora_request, options)
-        run = arguments.begin(self.frontend, self._kept_workers, self.rollout)
+        run = begin_run(arguments, self.frontend, self._kept_workers, self.rollout)
         groups = run_to_end(run, lambda group: self._batcher.tell(listeners, group, layout), shown=use_tqdm)
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
         self._batcher.count_staleness(groups)
@@ -196,9 +196,8 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         if lora_request is not None:
             await run_in_thread(self.frontend.ensure_loras, lora_request)
         listeners = await run_in_thread(self._listeners, None, log_to, lora_request)
-        run = RolloutArguments(*given, session_id, lora_request, options).begin(
-            self.frontend, self._kept_workers, self.arollout, loop
-        )
+        arguments = RolloutArguments(*given, session_id, lora_request, options)
+        run = begin_run(arguments, self.frontend, self._kept_workers, self.arollout, loop)
         try:
             while run.unfinished:
                 self.frontend.require_own_process()  # the loop's threads are not in a forked child
@@ -267,15 +266,15 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         """
         check_for_prompts(self.collect, layout, chat)
         self.frontend.ensure_loras(lora_request)
+        given = (dataset, sampling_params, num_samples, None, reward_fn, reward_weights, seed, layout, oversample)
+        arguments = RolloutArguments(*given, None, lora_request, chat)
         return RolloutCollector(
             self.frontend,
             self._batcher,
-            dataset_tasks(dataset, sampling_params, num_samples, seed, chat, oversample, lora_request),
+            arguments,
+            row_tasks(arguments),
             staleness_control(groups_per_batch, max_staleness, max_in_flight),
-            reward_fn=reward_fn,
-            reward_weights=reward_weights,
-            listeners=self._listeners(on_group, log_to, lora_request),
-            layout=layout,
+            self._listeners(on_group, log_to, lora_request),
         )
 
     def evaluate(

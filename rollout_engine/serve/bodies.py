@@ -1,6 +1,5 @@
 """Bodies and queries of requests, read as the structs of their routes."""
 
-import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from types import MappingProxyType
@@ -10,14 +9,12 @@ from urllib.parse import parse_qs
 import msgspec
 
 from rollout_engine.base.errors import refused, unknown_name
+from rollout_engine.base.msgspec_errors import Misfit
 from rollout_engine.base.structs import allowed_words
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Route
 
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
-_FIELD = re.compile(r"at `\$\.?([^`]*)`|field `([^`]*)`")
-_MISSING = re.compile(r"Object missing required field `([^`]*)`(?: - at `\$\.?(.*)`)?$")
-_WRONG_TYPE = re.compile(r"Expected `([^`]*)`, got `([^`]*)`(?: - at `.*`)?$")
 _JSON_TYPES = {
     "str": "a string",
     "int": "an integer",
@@ -132,27 +129,27 @@ def read_fields(
     try:
         return msgspec.convert(kept, kind, strict=strict)
     except msgspec.ValidationError as problem:
-        found = _FIELD.search(str(problem))
-        field = next((each for each in found.groups() if each), None) if found else None
-        text = _worded(kind, field, kept, str(problem)) if field else str(problem)
-        raise HttpProblem(400, f"{where}: {text}", field=field) from None
+        misfit = Misfit.of(problem)
+        field = misfit.missing or misfit.unknown or ("" if misfit.in_key else misfit.path)
+        text = _reword(kind, field, kept, misfit) if field else misfit.text
+        raise HttpProblem(400, f"{where}: {text}", field=field or None) from None
 
 
-def _worded(kind: type[Any], field: str, fields: Mapping[str, Any], problem: str) -> str:
-    """Reword an error of msgspec's about a field for clients: a missing field, a wrong type or an unknown word.
+def _reword(kind: type[Any], field: str, fields: Mapping[str, Any], misfit: Misfit) -> str:
+    """Word for clients that a field is missing, or has a wrong type or an unknown word.
 
     Other errors, such as a broken bound, are returned as they are.
     """
-    if missing := _MISSING.match(problem):
-        return f"{'.'.join(filter(None, (missing[2], missing[1])))} is missing."
-    if problem.startswith("Invalid enum value") and field in fields:
+    if misfit.missing:
+        return f"{'.'.join(filter(None, (misfit.path, misfit.missing)))} is missing."
+    if misfit.is_unknown_word and field in fields:
         return refused(field, fields[field], allowed_words(get_type_hints(kind)[field], 0))
-    if (wrong := _WRONG_TYPE.match(problem)) is None:
-        return problem
-    expected, got = (" or ".join(_JSON_TYPES.get(name, name) for name in part.split(" | ")) for part in wrong.groups())
+    if not misfit.got:
+        return misfit.text
+    expected = misfit.describe_types(_JSON_TYPES)
     if field in fields:
         return refused(field, fields[field], expected)
-    return f"{field} is not allowed: must be {expected}, not {got}."
+    return f"{field} is not allowed: must be {expected}, not {_JSON_TYPES.get(misfit.got, misfit.got)}."
 
 
 def _converted(route: Route, fields: Mapping[str, Any], *, strict: bool) -> Any:

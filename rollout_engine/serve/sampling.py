@@ -12,47 +12,15 @@ from rollout_engine.base.sampling_params import LogprobsMode, SamplingParams
 from rollout_engine.base.seeds import MAX_SEED, MIN_SEED, unsigned
 from rollout_engine.serve.forms import FORM_NAMES, form_of
 
+_OF_ROUTES = {"logprobs", "output_kind", "detokenize", "return_routed_experts"}
+"""`SamplingParams` that routes have under other names, or set themselves."""
+_OWN = [name for name in SamplingParams.__struct_fields__ if name not in _OF_ROUTES]
+_FORMS = [name for name in FORM_NAMES if name not in ("structured_outputs", "structural_tag")]
+_Fields: Any = msgspec.defstruct("_Fields", [(name, Any, None) for name in (*_OWN, *_FORMS)], kw_only=True)
 
-class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+
+class SamplingFields(_Fields, kw_only=True, forbid_unknown_fields=True):  # type: ignore[misc]
     """Fields that are `SamplingParams`' own, which checks them, and other names of forms. None: its default."""
-
-    n: Any = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    repetition_penalty: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    max_tokens: Any = None
-    min_tokens: Any = None
-    stop: Any = None
-    stop_regex: Any = None
-    stop_token_ids: Any = None
-    ignore_eos: Any = None
-    seed: Any = None
-    prompt_logprobs: Any = None
-    logprob_token_ids: Any = None
-    logprobs_mode: Any = None
-    skip_special_tokens: Any = None
-    spaces_between_special_tokens: Any = None
-    include_stop_str_in_output: Any = None
-    truncate_prompt_tokens: Any = None
-    truncation_side: Any = None
-    extra_args: Any = None
-    speculation: Any = None
-    structured_outputs: Any = None
-    response_format: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
 
 
 _OWN_NAMES = frozenset(SamplingFields.__struct_fields__) - {"seed"}

@@ -4,17 +4,11 @@ from transformers import GenerationConfig
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.locations import find_directory
-from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.sampling_params import TRUNCATION_RULES, SamplingParams
 
 _FILE = "generation_config.json"
-_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_SAME = ("temperature", *TRUNCATION_RULES, "repetition_penalty")
+_FIELDS = {"max_new_tokens": "max_tokens", **{name: name for name in _SAME}}
 """Hugging Face's names -> those of `SamplingParams`."""
 
 

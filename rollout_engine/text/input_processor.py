@@ -11,7 +11,13 @@ from rollout_engine.base.lora_request import as_lora_request
 from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams, check_generation
 from rollout_engine.base.routed_experts import RoutingInfo, check_routing_asked
-from rollout_engine.base.sampling_params import MAX_LOGPROBS, SamplingLike, SamplingParams, as_sampling_params
+from rollout_engine.base.sampling_params import (
+    MAX_LOGPROBS,
+    TOKEN_ID_PARAMETERS,
+    SamplingLike,
+    SamplingParams,
+    as_sampling_params,
+)
 from rollout_engine.base.seeds import mix, unsigned
 from rollout_engine.base.structs import plain
 from rollout_engine.grammars.tokenizer_file import serialized
@@ -280,7 +286,7 @@ class InputProcessor:
         if params.extra_args and not self._takes_extra_args:
             hint = "This engine has no logits_processors to read them."
             raise RequestError.for_field("extra_args", params.extra_args, "absent", hint)
-        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
+        for field in TOKEN_ID_PARAMETERS:
             self._check_ids(field, getattr(params, field) or ())
 
     def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:

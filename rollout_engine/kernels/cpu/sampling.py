@@ -24,8 +24,8 @@ class _Rows(ctypes.Structure):
         ("stride", c_int64),
         *((name, c_void_p) for name in ("temperature", "token", "maximum", "log_total", "logprob")),
         *((name, c_void_p) for name in ("uniform", "seed", "position", "greedy", "mass")),
-        *((name, c_void_p) for name in ("temperature64", "top_k", "top_p", "min_p", "candidate")),
-        *((name, c_void_p) for name in ("kept_log_total", "floor", "last_tie", "mask")),
+        *((f"rules_{name}", c_void_p) for name in Truncation._fields),
+        *((name, c_void_p) for name in ("candidate", "kept_log_total", "floor", "last_tie", "mask")),
         ("mask_words", c_int64),
         *((name, c_void_p) for name in ("mask_row", "masked", "grad", "grad_logits")),
         ("threads", c_int64),
@@ -73,9 +73,8 @@ class PreparedRows:
         self._alive: list[object] = [temperatures, uniforms, greedy, mass]
         if rules is not None and kept is not None:
             rules, scratch = Truncation(*(c.contiguous() for c in rules)), torch.empty(2, self.num_threads, vocab_size)
-            self.args.temperature64, self.args.top_k, self.args.top_p, self.args.min_p = _rule_addresses(
-                rules, self.num_rows
-            )
+            for name, found in zip(rules._fields, _rule_addresses(rules, self.num_rows), strict=True):
+                setattr(self.args, f"rules_{name}", found)
             self.args.kept_log_total, self.args.floor, self.args.last_tie = _kept_addresses(kept, self.num_rows)
             self.args.candidate, self.args.masked = scratch[0].data_ptr(), scratch[1].data_ptr()
             self._alive += [rules, scratch]
@@ -191,8 +190,8 @@ def _kept_addresses(kept: KeptTokens, n: int) -> list[int]:
 
 
 def _rule_addresses(rules: Truncation, n: int) -> list[int]:
-    named = zip(("temperature", "top_k", "top_p", "min_p"), rules, strict=True)
     dtypes = {"top_k": torch.int64}
+    named = rules._asdict().items()
     addresses = [address(f"rules.{name}", x, dtypes.get(name, torch.float64), (n,)) for name, x in named]
     if not bool((rules.temperature > 0).all()):  # it scales the bins that tokens are sorted into
         raise ValueError(f"rules.temperature should be above 0, and its lowest is {float(rules.temperature.min())}.")

@@ -64,7 +64,7 @@ def record(
     token_ids: Sequence[int],
     num_prompt_tokens: int,
     *,
-    penalties: tuple[float, float, float] = (1.0, 0.0, 0.0),
+    penalties: Sequence[float] = (1.0, 0.0, 0.0),
     seen: tuple[np.ndarray, np.ndarray] | None = None,
     max_seen: int = 0,
     biases: tuple[np.ndarray, np.ndarray] | None = None,

@@ -1,5 +1,6 @@
 """Inputs of decode-only steps in static memory, where graphs read them: one upload and one launch per step."""
 
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -13,18 +14,15 @@ from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
 from rollout_engine.kernels.triton.shared_prefix import SharedPrefixes
 from rollout_engine.kernels.triton.work import COLUMNS
 from rollout_engine.model.cuda.attention import CudaBatch
-from rollout_engine.model.cuda.draws import DrawColumns
+from rollout_engine.model.cuda.draws import DrawColumns, padding_row
 from rollout_engine.model.cuda.flat_columns import FlatColumns
 from rollout_engine.model.cuda.sequence_rows import SequenceRows, TableChanges
 from rollout_engine.model.cuda.upload import StaticColumns
 
 _BATCH = {"token_ids": (torch.int64, 0), "positions": (torch.int64, 0), "slots": (torch.int64, -1)}
 _BATCH |= {"rows": (torch.int64, 0), "context_lens": (torch.int32, 0), "units": (torch.int32, 0)}
-_DRAWS = {"temperatures": (torch.float32, 1), "seeds": (torch.int64, 0), "positions": (torch.int64, 0)}
-_DRAWS |= {"choices": (torch.int32, 0), "top_k": (torch.int64, 0), "top_p": (torch.float64, 1)}
-_DRAWS |= {"min_p": (torch.float64, 0), "truncates": (torch.bool, 0), "places": (torch.int64, -1)}
+_DRAWS = [(torch.from_numpy(column).dtype, column.item()) for column in padding_row().flat]
 """Dtype and padding value of each column. A padded row has no context, writes no KV and returns no token."""
-assert tuple(_DRAWS) == DrawColumns._fields
 _BLOCK_FIELDS = 3
 """Numbers of a block of rows with one adapter."""
 _BLOCKS_AT_ONCE = 2
@@ -48,7 +46,7 @@ class DecodeInputs:
     def __init__(self, max_batch: int, block_size: int, rows: SequenceRows) -> None:
         device, max_blocks = rows.tables_on_device.device, rows.matrix.shape[1]
         self._rows, self._block_size, self._max_changes = rows, block_size, _BLOCKS_AT_ONCE * max_batch
-        sizes = [(dtype, max_batch) for dtype, _ in (*_BATCH.values(), *_DRAWS.values())]
+        sizes = [(dtype, max_batch) for dtype, _ in (*_BATCH.values(), *_DRAWS)]
         sizes += [(torch.int32, max_batch), (torch.int32, max_batch * _BLOCK_FIELDS)]
         sizes += [(torch.int32, max_batch * COLUMNS), (torch.int32, 1)]
         sizes += [(torch.int64, self._max_changes), (torch.int32, self._max_changes)]
@@ -58,7 +56,7 @@ class DecodeInputs:
 
     def clear(self) -> None:
         """Fill everything with padding."""
-        self._send({}, {}, len(self._tables))
+        self._send({}, [], len(self._tables))
 
     def put(self, step: DecodeStep, size: int) -> None:
         """Upload the inputs of `step`, padded to `size` sequences."""
@@ -67,7 +65,7 @@ class DecodeInputs:
             self._rows.upload(changes)
             changes = TableChanges(changes.places[:0], changes.blocks[:0])
         batch = {name: getattr(flat, name) for name in _BATCH if name != "units"}
-        draws = {} if step.draws is None else step.draws._asdict()
+        draws = [] if step.draws is None else step.draws.flat
         self._send(batch, draws, size, step._replace(changes=changes))
         token_ids, _, _, rows, context_lens, *_ = (column[: len(flat.rows)] for column in self._static.columns)
         places, blocks = self._static.columns[-2:]
@@ -97,12 +95,12 @@ class DecodeInputs:
     def draws(self, size: int) -> DrawColumns[Tensor]:
         """The static draws of `size` sequences."""
         columns = self._static.columns[len(_BATCH) : len(_BATCH) + len(_DRAWS)]
-        return DrawColumns(*(column[:size] for column in columns))
+        return DrawColumns.of_flat(column[:size] for column in columns)
 
     def _send(
         self,
         batch: dict[str, np.ndarray],
-        draws: dict[str, np.ndarray],
+        draws: list[np.ndarray],
         size: int,
         step: DecodeStep | None = None,
     ) -> None:
@@ -110,11 +108,9 @@ class DecodeInputs:
         prefixes, changes, plan = (None, None, None) if step is None else step[2:]
         if prefixes is not None:
             batch = batch | {"units": prefixes.units}
-        columns = [
-            (values.get(name, none), size, padding)
-            for values, kinds in ((batch, _BATCH), (draws, _DRAWS))
-            for name, (_, padding) in kinds.items()
-        ]
+        columns = [(batch.get(name, none), size, padding) for name, (_, padding) in _BATCH.items()]
+        pairs = zip(draws or repeat(none), _DRAWS, strict=False)
+        columns += [(column, size, padding) for column, (_, padding) in pairs]
         rows, blocks = (none, none) if plan is None else (plan.rows, plan.blocks.reshape(-1))
         columns += [(rows, size, 0), (blocks, size * _BLOCK_FIELDS, 0)]
         items = none if prefixes is None else prefixes.items.reshape(-1)

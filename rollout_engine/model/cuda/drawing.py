@@ -63,7 +63,7 @@ class Drawing:
         outcomes = []
         for piece in pieces:
             part = draws.part(piece)
-            arrived = CudaDraws.of(part, upload([*part.plain, *part.more], self._device))
+            arrived = CudaDraws.of(part, upload(part.sent, self._device))
             arrived = arrived._replace(has_rules=columns.has_rules, num_top=columns.num_top)
             outcome = self.sampler.draw(logits.take(piece), arrived, self._rows.last_tokens)
             outcomes.append(outcome.clone())  # the next piece may be drawn in the same memory
@@ -103,7 +103,7 @@ class Drawing:
         special = special_columns(batch, [], np.empty(0, np.int64))
         draws = self._edited(Draws(sequences, batch, columns_of(batch, places), special, {}), edits)
         where = np.array([row.row for row in rows], np.int64)
-        arrived = upload([where, *draws.plain, *draws.more], self._device)
+        arrived = upload([where, *draws.sent], self._device)
         some = logits.at(arrived[0])
         out = to_output(draws, Download(self.launch(some, draws, CudaDraws.of(draws, arrived[1:]))).wait())
         if draws.on_host:

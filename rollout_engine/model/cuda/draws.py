@@ -4,7 +4,7 @@ A sequence whose logits are edited is drawn twice: from the model's own logits l
 float32 copy. So edits change nothing for other sequences, and log-probs before edits are computed in one way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.base.messages import NewSequence
+from rollout_engine.base.sampling_params import NO_TRUNCATION, SamplingParams
 from rollout_engine.kernels.row_stats import Truncation
 from rollout_engine.kernels.token_logprobs import row_temperatures
 from rollout_engine.kernels.triton.sampling import Choice, SamplingRows
@@ -25,6 +26,8 @@ Column = TypeVar("Column", np.ndarray, Tensor)
 class DrawColumns(NamedTuple, Generic[Column]):
     """Sampling settings of N rows."""
 
+    truncation: tuple[Column, ...]
+    """As in `SamplingBatch`, with values that cut nothing in greedy rows."""
     temperatures: Column
     """float32, of `row_temperatures`."""
     seeds: Column
@@ -33,14 +36,20 @@ class DrawColumns(NamedTuple, Generic[Column]):
     """int64, positions of the tokens to draw in their sequences."""
     choices: Column
     """int32 of `Choice`."""
-    top_k: Column
-    """int64; this and the next two as in `Truncation`."""
-    top_p: Column
-    min_p: Column
     truncates: Column
-    """bool: rows that the three may truncate."""
+    """bool: rows from which some rule may cut tokens."""
     places: Column
     """int64: index into `last_tokens` where each token is written; negative: not written."""
+
+    @classmethod
+    def of_flat(cls, columns: Iterator[Column]) -> "DrawColumns[Column]":
+        """Take the columns that `flat` lists from an iterator."""
+        return cls(tuple(islice(columns, len(NO_TRUNCATION))), *islice(columns, len(cls._fields) - 1))
+
+    @property
+    def flat(self) -> list[Column]:
+        """All columns, for an upload."""
+        return [*self.truncation, *self[1:]]
 
     @property
     def rows(self) -> SamplingRows:
@@ -52,11 +61,11 @@ class DrawColumns(NamedTuple, Generic[Column]):
     def rules(self) -> Truncation:
         """The columns that truncation kernels take."""
         assert isinstance(self.temperatures, Tensor)
-        return Truncation(self.temperatures, self.top_k, self.top_p, self.min_p)
+        return Truncation(self.temperatures, *self.truncation)
 
     def part(self, index: "slice | np.ndarray") -> "DrawColumns[Column]":  # type: ignore[misc]  # of a generic tuple
         """The columns of rows `index`."""
-        return DrawColumns(*(column[index] for column in self))
+        return DrawColumns.of_flat(column[index] for column in self.flat)
 
 
 class SpecialColumns(NamedTuple, Generic[Column]):
@@ -125,7 +134,12 @@ class Draws(NamedTuple):
         if self.special is None:
             return []
         edited = self.special.edited
-        return [*self.special, *(self.columns.part(edited) if len(edited) else ())]
+        return [*self.special, *(self.columns.part(edited).flat if len(edited) else ())]
+
+    @property
+    def sent(self) -> list[np.ndarray]:
+        """Columns to upload for `CudaDraws.of`."""
+        return [*self.plain.flat, *self.more]
 
     def part(self, piece: slice) -> "Draws":
         """The draws of rows `piece`."""
@@ -149,13 +163,14 @@ class CudaDraws(NamedTuple):
     num_top: int
 
     @classmethod
-    def of(cls, draws: Draws, plain: Sequence[Tensor], more: Sequence[Tensor] = ()) -> "CudaDraws":
-        """Build the draws from the uploaded columns `draws.plain` and `draws.more`, which may come as one list."""
-        columns = iter((*plain, *more))
-        taken = DrawColumns(*islice(columns, len(DrawColumns._fields)))
-        special = SpecialColumns(*islice(columns, len(SpecialColumns._fields))) if draws.more else None
-        edited = list(columns)
-        return cls(taken, special, DrawColumns(*edited) if edited else None, draws.has_rules, draws.num_top)
+    def of(cls, draws: Draws, uploaded: Iterable[Tensor]) -> "CudaDraws":
+        """Build the draws from the uploaded columns `draws.sent`."""
+        columns, special, edited = iter(uploaded), None, None
+        plain = DrawColumns.of_flat(columns)
+        if draws.special is not None:
+            special = SpecialColumns(*islice(columns, len(SpecialColumns._fields)))
+            edited = DrawColumns.of_flat(columns) if len(special.edited) else None
+        return cls(plain, special, edited, draws.has_rules, draws.num_top)
 
 
 class DrawSettings(NamedTuple):
@@ -180,18 +195,21 @@ class DrawSettings(NamedTuple):
 def columns_of(batch: SamplingBatch, places: np.ndarray) -> DrawColumns[np.ndarray]:
     """Columns of `batch`, whose tokens are written to `places`."""
     given = torch.from_numpy(batch.temperature)
-    truncates = batch.truncates
     return DrawColumns(
+        truncation=batch.truncation_of(batch.truncates),
         temperatures=row_temperatures(given, given[:, None]).numpy(),
         seeds=batch.seeds,
         positions=batch.positions,
         choices=np.where(batch.temperature == 0, Choice.GREEDY, Choice.DRAWN).astype(np.int32),
-        top_k=np.where(truncates, batch.top_k, 0),
-        top_p=np.where(truncates, batch.top_p, 1.0),
-        min_p=np.where(truncates, batch.min_p, 0.0),
-        truncates=truncates,
+        truncates=batch.truncates,
         places=places,
     )
+
+
+def padding_row() -> DrawColumns[np.ndarray]:
+    """Columns of one row that asks for nothing and whose token is not written."""
+    batch = SamplingBatch.from_tasks([SamplingParams()], seeds=[0], positions=[0])
+    return columns_of(batch, np.array([-1]))
 
 
 def special_columns(

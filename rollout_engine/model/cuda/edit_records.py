@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.base.sampling_params import penalties_of
 from rollout_engine.kernels.triton.logit_edits import ALWAYS, record
 from rollout_engine.model.cuda.upload import upload
 from rollout_engine.model.sampling.logit_edits import LogitEdits
@@ -48,7 +49,7 @@ def record_of(edits: LogitEdits, vocab_size: int, context: int) -> np.ndarray:
     return record(
         token_ids,
         num_prompt,
-        penalties=(params.repetition_penalty, params.frequency_penalty, params.presence_penalty),
+        penalties=penalties_of(params),
         seen=seen,
         max_seen=max_seen,
         biases=edits.bias,

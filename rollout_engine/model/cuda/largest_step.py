@@ -37,7 +37,7 @@ def run_largest_step(model: CudaModel, vocab_size: int, num_drafted: int = 0) ->
     drawn = SamplingBatch.from_tasks(params, seeds=[0] * count, positions=[0] * count)
     columns, special = columns_of(drawn, np.arange(count)), special_columns(drawn, [], np.empty(0, np.int64))
     draws = Draws([], drawn, columns, special, on_host={})
-    arrived = CudaDraws.of(draws, upload(draws.plain, device))
+    arrived = CudaDraws.of(draws, upload(draws.sent, device))
     CudaSampler(vocab_size, device).draw(logits, arrived, torch.empty(count, dtype=torch.int64, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -205,9 +205,9 @@ class CudaRunner:
         logits, drawn = found
         if in_order:
             more = upload(draws.more, self.model.device) if draws.more else []
-            columns = CudaDraws.of(draws, self.graphs.draws(len(logits)), more)
+            columns = CudaDraws.of(draws, [*self.graphs.draws(len(logits)).flat, *more])
             return _Computed(LogitRows.of(logits), None, columns, drawn)
-        sent = [asked.logit_rows, asked.drawn_rows, *draws.plain, *draws.more]
+        sent = [asked.logit_rows, asked.drawn_rows, *draws.sent]
         logit_rows, drawn_rows, *arrived = upload(sent, self.model.device)
         return _Computed(LogitRows.of(logits[logit_rows]), drawn_rows, CudaDraws.of(draws, arrived), None)
 
@@ -215,7 +215,7 @@ class CudaRunner:
         flat, asked, draws, prefixes, _, plan, _ = step
         adapters = [] if plan is None else [plan.rows, plan.blocks]
         shared = [] if prefixes is None else [prefixes.items, prefixes.units, prefixes.num_items]
-        of_draws = [] if draws is None else [asked.drawn_rows, *draws.plain, *draws.more]
+        of_draws = [] if draws is None else [asked.drawn_rows, *draws.sent]
         columns = [*step.changes, *flat[:-1], asked.logit_rows, *shared, *adapters, *of_draws]
         arrived = iter(upload(columns, self.model.device))
         self.rows.write(next(arrived), next(arrived))

@@ -13,7 +13,7 @@ from copy import copy
 
 import numpy as np
 
-from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.sampling_params import SamplingParams, penalties_of
 
 
 class TokenCounts:
@@ -67,9 +67,7 @@ class TokenCounts:
 
 def penalise(logits: np.ndarray, counts: TokenCounts, params: SamplingParams) -> None:
     """Penalise one row of logits, float32 [V], in place."""
-    repetition, frequency, presence = map(
-        np.float32, (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    )
+    repetition, frequency, presence = map(np.float32, penalties_of(params))
     x, times = logits[counts.ids], counts.counts
     if repetition != 1:
         x = np.where(x > 0, x / repetition, x * repetition)

@@ -57,7 +57,7 @@ def sample(
     first = rows = _Rows(logits, batch.row_temperatures, batch.uniforms, batch.greedy, batch.rules)
     tries_first = edits.tries_first(batch.truncates)
     if rows.rules is not None and edits.restricted:
-        first = rows._replace(rules=rows.rules.without(torch.from_numpy(edits.is_restricted(len(tries_first)))))
+        first = rows._replace(rules=batch.rules_of(batch.truncates & ~edits.is_restricted(len(tries_first))))
     stats, kept = draw(*first)
     if drawn is not None:
         stats.tokens[tries_first] = drawn[tries_first]

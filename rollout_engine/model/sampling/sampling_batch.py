@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.sampling_params import NO_TRUNCATION, SamplingParams, truncation_of
 from rollout_engine.kernels.cpu.sampling import PreparedRows
 from rollout_engine.kernels.draw import prepare
 from rollout_engine.kernels.row_stats import Truncation, UniformsOf
@@ -25,12 +25,8 @@ class SamplingBatch:
 
     temperature: np.ndarray
     """float64 [N]; 0 is greedy."""
-    top_k: np.ndarray
-    """int64 [N]; 0 keeps all. Greedy rows ignore top_k, top_p and min_p."""
-    top_p: np.ndarray
-    """float64 [N]."""
-    min_p: np.ndarray
-    """float64 [N]."""
+    truncation: tuple[np.ndarray, ...]
+    """Columns of `TRUNCATION_RULES`, each int64 or float64 [N]. Greedy rows ignore them."""
     seeds: np.ndarray
     """int64 [N], the bit patterns of the unsigned sequence seeds."""
     positions: np.ndarray
@@ -61,9 +57,7 @@ class SamplingBatch:
         kinds = distinct.values()
         return cls(
             temperature=column(np.float64, (p.temperature for p in kinds)),
-            top_k=column(np.int64, (p.top_k for p in kinds)),
-            top_p=column(np.float64, (p.top_p for p in kinds)),
-            min_p=column(np.float64, (p.min_p for p in kinds)),
+            truncation=tuple(map(column, map(type, NO_TRUNCATION), zip(*map(truncation_of, kinds), strict=True))),
             seeds=np.array(seeds, np.uint64).view(np.int64),
             positions=np.array(positions, np.int64),
             modes=column(np.int8, (_MODE_CODES[p.logprobs_mode] for p in kinds)),
@@ -75,8 +69,9 @@ class SamplingBatch:
 
     @cached_property
     def truncates(self) -> np.ndarray:
-        """bool [N]: rows that top-k, top-p or min-p may truncate."""
-        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+        """bool [N]: rows from which some rule may cut tokens."""
+        pairs = zip(self.truncation, NO_TRUNCATION, strict=True)
+        return (self.temperature > 0) & np.logical_or.reduce([column != idle for column, idle in pairs])
 
     @cached_property
     def is_raw(self) -> np.ndarray:
@@ -109,11 +104,17 @@ class SamplingBatch:
     @cached_property
     def rules(self) -> Truncation | None:
         """The truncation of each row; None where no row is truncated."""
-        truncates = self.truncates
-        if not truncates.any():
-            return None
-        columns = ((self.temperature, 1.0), (self.top_k, 0), (self.top_p, 1.0), (self.min_p, 0.0))
-        return Truncation(*(torch.from_numpy(np.where(truncates, column, idle)) for column, idle in columns))
+        return self.rules_of(self.truncates) if self.truncates.any() else None
+
+    def rules_of(self, some: np.ndarray) -> Truncation:
+        """The truncation of rows `some`, bool [N]; from the others nothing is cut."""
+        temperature = np.where(some, self.temperature, 1.0)
+        return Truncation(*map(torch.from_numpy, (temperature, *self.truncation_of(some))))
+
+    def truncation_of(self, some: np.ndarray) -> tuple[np.ndarray, ...]:
+        """`truncation` of rows `some`, bool [N], with values that cut nothing in the others."""
+        pairs = zip(self.truncation, NO_TRUNCATION, strict=True)
+        return tuple(np.where(some, column, idle) for column, idle in pairs)
 
     @property
     def uniforms(self) -> UniformsOf:
@@ -130,8 +131,9 @@ class SamplingBatch:
     def rows(self, index: np.ndarray) -> "SamplingBatch":
         """The settings of rows `index`, int64 [n]."""
         columns = {each.name: getattr(self, each.name)[index] for each in fields(self) if each.type is np.ndarray}
+        truncation = tuple(column[index] for column in self.truncation)
         asked = {place: self.asked_ids[row] for place, row in enumerate(index.tolist()) if row in self.asked_ids}
-        return SamplingBatch(**columns, wants_logprobs=self.wants_logprobs, asked_ids=asked)
+        return replace(self, **columns, truncation=truncation, asked_ids=asked)
 
     def at(self, positions: np.ndarray) -> "SamplingBatch":
         """The same tasks at other `positions`, int64 [N]."""

@@ -9,12 +9,13 @@ import msgspec
 from envs_adapters.base import EnvSpec, Message
 from envs_adapters.families import make_env
 from rollout_engine.base.errors import RequestError
-from rollout_engine.base.sampling_params import MAX_N, SamplingLike, SamplingParams
-from rollout_engine.base.seeds import MAX_SEED, MIN_SEED, child_seed, mix
+from rollout_engine.base.lora_request import as_lora_request
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.seeds import child_seed, mix
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.episodes.tool_calls import ToolFormat, check_format
 from rollout_engine.rollouts.episodes.tool_functions import ToolFunction, tool_functions, tool_name
-from rollout_engine.rollouts.plan import as_int, for_rollout
+from rollout_engine.rollouts.plan import RolloutArguments, as_int, for_rollout
 from rollout_engine.text.conversations import ChatOptions
 
 OnRewrite = Literal["refuse", "branch"]
@@ -90,21 +91,14 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     """Numbers of the `num_episodes` starts to play; None: from 0 on."""
 
     @classmethod
-    def of(
-        cls,
-        frontend: Frontend,
-        params: SamplingLike | Sequence[SamplingLike] | None,
-        num_samples: int | None,
-        seed: int | None,
-        chat: ChatOptions,
-        options: EpisodeOptions,
-    ) -> "EpisodePlan":
-        """Check the arguments of `RolloutPolicy.rollout(env=...)`. Raises `RequestError` where one does not fit."""
+    def of(cls, frontend: Frontend, arguments: RolloutArguments) -> "EpisodePlan":
+        """Check the arguments of `RolloutPolicy.rollout(env=...)`. Raises `RequestError` if one does not fit."""
+        chat, options = _divide_options(arguments.options)
+        _refuse_beside_env(arguments)
+        arguments, params = arguments.checked(), arguments.sampling_params
         if isinstance(params, list | tuple):
             raise RequestError.for_field("sampling_params", params, "one for all turns of all episodes")
-        seed = as_int("seed", seed, MIN_SEED, MAX_SEED)
-        num_samples = as_int("num_samples", num_samples, 1, MAX_N)
-        checked = for_rollout(params, num_samples, None, 0)
+        checked = for_rollout(params, arguments.num_samples, None, 0)
         if checked.seed is not None:
             hint = "Each turn draws with a seed of its own, made from rollout(seed=...)."
             raise RequestError.for_field("sampling_params.seed", checked.seed, "absent with env=", hint)
@@ -113,12 +107,11 @@ class EpisodePlan(msgspec.Struct, frozen=True):
             raise RequestError.for_field("on_rewrite", on_rewrite, " or ".join(map(repr, get_args(OnRewrite))))
         if tool_format is not None:
             check_format(tool_format)
-        without_tools = chat.copy()
-        without_tools.pop("tools", None)
+        tools = chat.pop("tools", None) or ()
         return cls(
             spec=_spec(options["env"]),
             params=checked.clone(n=1, detokenize=True),
-            seed=frontend.next_seed() if seed is None else seed,
+            seed=frontend.next_seed() if arguments.seed is None else arguments.seed,
             num_episodes=_count(options, "num_episodes", 1),
             num_samples=checked.n,
             max_turns=_count(options, "max_turns", 8),
@@ -128,8 +121,9 @@ class EpisodePlan(msgspec.Struct, frozen=True):
             tool_format=tool_format,
             max_in_flight=_count(options, "max_in_flight", _MAX_COUNT),
             opponents=_opponents(options.get("seats") or {}),
-            tools=_functions(chat.get("tools") or ()),
-            chat=without_tools,
+            tools=_functions(tools),
+            chat=chat,
+            lora=None if arguments.lora_request is None else as_lora_request(arguments.lora_request).name,
         )
 
     def env_seed(self, group: int) -> int:
@@ -191,7 +185,7 @@ def _opponents(seats: Any) -> dict[int, Opponent]:
     return opponents
 
 
-def divided(options: Mapping[str, Any]) -> tuple[ChatOptions, EpisodeOptions]:
+def _divide_options(options: Mapping[str, Any]) -> tuple[ChatOptions, EpisodeOptions]:
     """(chat options, episode options) of the keyword arguments of a rollout. Raises `RequestError` without env=."""
     chat: Any = {name: value for name, value in options.items() if name not in EPISODE_KEYS}
     episodes: Any = {name: value for name, value in options.items() if name in EPISODE_KEYS}
@@ -209,13 +203,13 @@ def refuse_environments(verb: str, options: Mapping[str, Any]) -> None:
             raise RequestError(text, field=name, value=options[name])
 
 
-def refuse_beside_env(**arguments: Any) -> None:
+def _refuse_beside_env(arguments: RolloutArguments) -> None:
     """Raise `RequestError` for arguments of a rollout of prompts that were given together with env=."""
     hints = {
         "prompts": "The environment gives them: rollout(None, params, env=...).",
         "reward_fn": "The environment gives rewards; make_env('dataset:...', reward_fn=...) makes one of prompts.",
         "columns": "The environment knows its own data.",
     }
-    for name, value in arguments.items():
-        if value is not None:
+    for name in ("prompts", "columns", "reward_fn", "reward_weights", "oversample", "session_id"):
+        if (value := getattr(arguments, name)) is not None:
             raise RequestError.for_field(name, value, "absent with env=", hints.get(name, ""))

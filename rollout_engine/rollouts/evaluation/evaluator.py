@@ -13,6 +13,7 @@ from rollout_engine.base.errors import RequestError, RewardError, RolloutEngineE
 from rollout_engine.base.version import VERSION
 from rollout_engine.engine.interrupts import allowed, deliver, held
 from rollout_engine.faces.verb_methods import BlockingVerbs
+from rollout_engine.rollouts.any_run import AnyRun
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
 from rollout_engine.rollouts.episodes.run import EpisodeRun
@@ -22,10 +23,8 @@ from rollout_engine.rollouts.evaluation.sweep import Checkpoint, Setting, Sweep,
 from rollout_engine.rollouts.evaluation.tasks import PreparedTask
 from rollout_engine.rollouts.groups import AnyGroup, GroupBatcher
 from rollout_engine.rollouts.log import LoggedSamples, describe_engine, live_digest
-from rollout_engine.rollouts.plan import RolloutPlan
+from rollout_engine.rollouts.plan import RolloutArguments, prompt_tasks
 from rollout_engine.rollouts.run import RolloutRun
-
-AnyRun = RolloutRun | EpisodeRun
 
 
 class _Missing(NamedTuple):
@@ -155,19 +154,21 @@ class Evaluator:
         self._policy.update_weights(checkpoint.source, version=max(version, self._policy.policy_version + 1))
 
     def _run_of(self, missing: _Missing, lora: str | None, *, may_all_fail: bool) -> AnyRun:
-        task, params, chat = missing.task, missing.setting.params, dict(missing.task.task.chat)
-        seed = seed_of(self._seed, task.name, missing.setting.name)
-        frontend: Any = self._policy.frontend
-        options: Any = {**task.task.episodes, "env": task.spec}
+        task, frontend = missing.task, self._policy.frontend
+        arguments = RolloutArguments(
+            sampling_params=missing.setting.params,
+            num_samples=self._num_samples,
+            seed=seed_of(self._seed, task.name, missing.setting.name),
+            lora_request=lora,
+            options=task.task.chat,
+        )
         if task.spec is not None:
-            plan = EpisodePlan.of(frontend, params, self._num_samples, seed, chat, options)  # type: ignore[arg-type]
+            options = {**task.task.chat, **task.task.episodes, "env": task.spec}
+            plan = EpisodePlan.of(frontend, msgspec.structs.replace(arguments, options=options))
             first, starts = task.task.first_seed, missing.prompts
-            plan = msgspec.structs.replace(
-                plan, first_env_seed=first, starts=starts, num_episodes=len(starts), lora=lora
-            )
+            plan = msgspec.structs.replace(plan, first_env_seed=first, starts=starts, num_episodes=len(starts))
             return EpisodeRun(frontend, plan, self._kept_workers, may_all_fail=may_all_fail)
-        given: Any = (task.prompts, params, self._num_samples, task.columns, seed, chat, None, None, lora)
-        groups = RolloutPlan.of(*given).tasks()
+        groups = prompt_tasks(msgspec.structs.replace(arguments, prompts=task.prompts, columns=task.columns))
         wanted, weights = [groups[prompt] for prompt in missing.prompts], task.task.reward_weights
         return RolloutRun(frontend, wanted, task.reward_fn, reward_weights=weights, keeps_aborted=True)
 

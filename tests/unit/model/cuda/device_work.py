@@ -254,7 +254,7 @@ def draws(fake):
         columns = chosen.columns._replace(positions=np.full(len(given), 3))
         special = special_columns(chosen.batch, list(edits), addresses)
         drawn = Draws(sequences, chosen.batch, columns, special, {})
-        arrived = CudaDraws.of(drawn, *(upload(each, CUDA) for each in (drawn.plain, drawn.more)))
+        arrived = CudaDraws.of(drawn, upload(drawn.sent, CUDA))
         logits = torch.arange(20.0, device=CUDA).expand(len(given), 20) * 1.0
         found.append((drawn, Download(sampler.draw(logits, arrived, last_tokens))))
     outs = [to_output(drawn, download.wait()) for drawn, download in found]

@@ -32,7 +32,8 @@ def test_new_blocks_reach_the_batch_and_stay(device, num_blocks):
         assert batch.slots.tolist() == [20 * 4 + position, 40 * 4 + position, -1]
         assert batch.attention.context_lens.tolist() == [position + 1, position + 1, 0]
         assert batch.attention.block_tables[:2, 0].tolist() == [20, 40]
-        assert inputs.draws(3).places.tolist() == [-1, -1, -1]
+        padding = [0, 1.0, 0.0, 1.0, 0, 0, 0, False, -1]  # cuts nothing, draws at temperature 1, writes no token
+        assert [[each.item() for each in column] for column in inputs.draws(3).flat] == [[each] * 3 for each in padding]
         np.testing.assert_array_equal(rows.tables_on_device.cpu(), rows.matrix)
 
 

@@ -49,7 +49,7 @@ def draw_both(params, device, broken=None, seed=0):
     records = EditRecords(VOCAB_SIZE, 10, torch.device(device))
     special = special_columns(chosen.batch, edited, records.addresses([edits[row] for row in edited]))
     draws = Draws(sequences, chosen.batch, chosen.columns._replace(positions=positions), special, {})
-    arrived = CudaDraws.of(draws, *(upload(columns, torch.device(device)) for columns in (draws.plain, draws.more)))
+    arrived = CudaDraws.of(draws, upload(draws.sent, torch.device(device)))
     last_tokens = torch.full((len(params),), -1, device=device)
     drawn = CudaSampler(VOCAB_SIZE, torch.device(device)).draw(logits.to(device), arrived, last_tokens)
     ours = to_output(draws, Download(drawn).wait())

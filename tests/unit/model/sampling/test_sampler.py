@@ -4,8 +4,9 @@ import torch
 from scipy import stats
 
 from rollout_engine.base.messages import NewSequence
-from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.sampling_params import TRUNCATION_RULES, SamplingParams
 from rollout_engine.kernels.draw import CHUNK, draw
+from rollout_engine.kernels.row_stats import Truncation
 from rollout_engine.kernels.token_logprobs import row_temperatures, token_logprobs
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.row_edits import RowEdits
@@ -179,6 +180,12 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_company(vocab_size, dtype):
         expected = _result(together, row, batch.num_top[row])
         assert _result(alone, 0, batch.num_top[row]) == expected
         assert _result(shuffled, place, batch.num_top[row]) == expected
+
+
+def test_kernels_have_the_rules_of_sampling_params_in_their_order():
+    assert Truncation._fields == ("temperature", *TRUNCATION_RULES)
+    rules = _batch([SamplingParams(top_k=3), SamplingParams(top_p=0.5), SamplingParams(min_p=0.1)]).rules
+    assert [column.tolist() for column in rules] == [[1.0] * 3, [3, 0, 0], [1.0, 0.5, 1.0], [0.0, 0.0, 0.1]]
 
 
 def test_the_token_depends_on_seed_and_position_only():

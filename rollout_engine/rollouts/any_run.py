@@ -1,0 +1,61 @@
+"""Runs of `rollout` and `arollout`, over prompts or environments: begins one, and runs it to its end."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any, TypeAlias
+
+from rollout_engine.base.errors import RequestError
+from rollout_engine.batches.rollout_batch import Layout, check_layout
+from rollout_engine.engine.interrupts import deliver, held
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
+from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS, EpisodePlan, refuse_environments
+from rollout_engine.rollouts.episodes.run import EpisodeRun
+from rollout_engine.rollouts.plan import RolloutArguments, prompt_tasks
+from rollout_engine.rollouts.run import RolloutRun
+from rollout_engine.telemetry.progress import ProgressBar
+from rollout_engine.text.conversations import CHAT_KEYS, ChatOptions
+from rollout_engine.text.prompts import check_chat_arguments
+
+AnyRun: TypeAlias = RolloutRun | EpisodeRun
+
+
+def begin_run(
+    arguments: RolloutArguments,
+    frontend: Frontend,
+    kept_workers: KeptWorkers,
+    verb: Callable[..., Any],
+    loop: asyncio.AbstractEventLoop | None = None,
+) -> AnyRun:
+    """Check the arguments and make the run. `loop` runs async rewards. `RequestError` names arguments of `verb`."""
+    check_layout(arguments.layout)
+    check_chat_arguments(arguments.options, verb, [*CHAT_KEYS, *EPISODE_KEYS])
+    frontend.ensure_loras(arguments.lora_request)
+    if any(name in EPISODE_KEYS for name in arguments.options):
+        return EpisodeRun(frontend, EpisodePlan.of(frontend, arguments), kept_workers)
+    if arguments.prompts is None:
+        raise RequestError("prompts=None needs env=, whose environments give the prompts.", field="prompts")
+    tasks, weights = prompt_tasks(arguments), arguments.reward_weights
+    return RolloutRun(frontend, tasks, arguments.reward_fn, loop, reward_weights=weights)
+
+
+def check_for_prompts(verb: Callable[..., Any], layout: Layout, options: ChatOptions) -> None:
+    """Raise `RequestError` for these arguments if a verb that plays no environments does not take them."""
+    check_layout(layout)
+    refuse_environments(verb.__name__, options)
+    check_chat_arguments(options, verb)
+
+
+def run_to_end(run: AnyRun, tell: Callable[[Any], None], *, shown: bool) -> list[Any]:
+    """Run all groups to their end, with a progress bar if it is `shown`. Returns them in the order of their prompts."""
+    groups, bar = [], ProgressBar(run.num_groups, desc="rollout", unit="group", shown=shown)
+    with held(), closing(run), bar:
+        while run.unfinished:
+            deliver()
+            for group in run.advance():
+                groups.append(group)
+                bar.update(group.num_tokens)
+                tell(group)
+            bar.count(lambda: run.num_open_tokens)
+    return sorted(groups, key=lambda group: group.index)
