@@ -148,7 +148,7 @@ class _Answer:
         del data  # a stream may be open for long
         stop_watching = self._watch_client()
         try:
-            reply = await route.handler(self._served, asked)
+            reply = await route.answer(self._served, asked)
             self._served.versions.confirm(named)
             if isinstance(reply, Events):
                 await self._write_events(reply)

@@ -128,7 +128,10 @@ class Generation:
         return frontend.add_requests(given, params, self._wake, seeds=seeds, check_all=check, **options)
 
     async def next(self) -> tuple[int, RequestOutput] | None:
-        """The next output, with the index of its prompt; None once all have ended. Raises what ended a request."""
+        """The next output, with the index of its prompt; None once all have ended.
+
+        Raises what ended a request, and `HttpProblem` 500 for a sample that failed.
+        """
         while self._open:
             while self._ready:
                 stream = self._ready.pop(0)
@@ -137,6 +140,7 @@ class Generation:
                 if index is not None and output is not None:
                     if output.finished:
                         del self._open[stream]
+                    _check_samples(output)
                     return index, output
             self._waiter = self._loop.create_future()
             if not self._ready:  # looked at again: `_wake` has woken nobody before there was a waiter
@@ -177,12 +181,10 @@ class Generation:
             self._waker.wake(self)
 
 
-def failed(output: RequestOutput) -> HttpProblem | None:
-    """The problem of an output with a sample that failed; None where none did."""
+def _check_samples(output: RequestOutput) -> None:
     for sample in output.outputs:
         if sample.finish_reason == "error":
-            return HttpProblem(500, f"A sample failed: {sample.error}")
-    return None
+            raise HttpProblem(500, f"A sample failed: {sample.error}")
 
 
 def _are_long(prompts: Sequence[Any], asked: Asked) -> bool:

@@ -15,6 +15,7 @@ from rollout_engine.engine import verbs
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.verb_methods import awaitable
 from rollout_engine.serve.plain_group import PlainGroup
+from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.request_log import logger
 from sync.manifest import TensorSpec, check_distinct, counted, first_names
 
@@ -23,6 +24,19 @@ _MOST_TIMES = 2
 _get_missing_weights = awaitable(verbs.get_missing_weights)
 _get_unused_names = awaitable(verbs.get_unused_names)
 _NUMBER = re.compile(r"(?:weight_)?v?(\d{1,18})", re.ASCII)
+
+
+class GroupFields(msgspec.Struct, kw_only=True):
+    """How a trainer and this server find one another."""
+
+    master_address: str
+    master_port: int | str
+    world_size: int
+    rank_offset: int = 1
+    backend: str = "gloo"
+    group_name: str = "weights"
+    timeout: float = 300.0
+    """Seconds that the group has to form, and each tensor to arrive by it."""
 
 
 class PendingUpdate:
@@ -102,6 +116,26 @@ class PendingUpdate:
             raise RequestError.for_field("names", lengths, "as many dtypes and shapes as names")
         dtypes = [dtype.removeprefix("torch.") for dtype in dtypes]
         return [TensorSpec(*each, "") for each in zip(names, map(tuple, shapes), dtypes, strict=True)]
+
+    async def join(self, fields: GroupFields) -> str:
+        """Form the group that brings tensors with a trainer. What an update of an earlier trainer has left is dropped.
+
+        Returns which rank this server is. Raises `HttpProblem` 501 for another backend than gloo, and as
+        `PlainGroup.join`.
+        """
+        if fields.backend != "gloo":
+            what = f"backend='{fields.backend:.40}' is not served over HTTP"
+            raise HttpProblem(501, f"{what}: give 'gloo', or send a directory of weights.")
+        if not str(fields.master_port).isdecimal() or not 0 < int(fields.master_port) < 65536:
+            raise RequestError.for_field("master_port", fields.master_port, "a port, 1 to 65535")
+        rank, world_size = fields.rank_offset, fields.world_size
+        options: dict[str, Any] = {"rank": rank, "world_size": world_size, "name": fields.group_name}
+        self.drop()
+        self.group = None  # the former one's trainer may be gone, whether another one comes or not
+        self.group = await run_in_thread(
+            PlainGroup.join, fields.master_address, int(fields.master_port), **options, seconds=fields.timeout
+        )
+        return f"rank {rank} of {world_size} is ready"
 
     async def receive(self, specs: Sequence[TensorSpec]) -> None:
         """Take announced tensors from the group. Raises the weight errors; then nothing that had come is kept."""

@@ -1,7 +1,9 @@
-"""Chat templates that requests bring: refused unless the server trusts them, and then rendered in a process apart."""
+"""Chat templates of requests. Their own ones are refused unless trusted, and then rendered in a process apart."""
 
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.problems import HttpProblem
@@ -9,6 +11,11 @@ from rollout_engine.serve.served import Served
 from rollout_engine.text.conversations import CHAT_KEYS, as_messages
 from rollout_engine.text.prompts import as_fields
 from rollout_engine.text.shown_tools import first_unshown, refuse_unshown
+
+
+def chat_options(body: msgspec.Struct) -> dict[str, Any]:
+    """The options of the chat template that a body gives."""
+    return {name: value for name in CHAT_KEYS if (value := getattr(body, name)) not in (None, [])}
 
 
 def brings_template(served: Served, chat_template: str | None) -> bool:

@@ -1,10 +1,13 @@
 """A row of the route table, what a handler is asked, and what it replies."""
 
 import enum
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import cache
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from rollout_engine.base.threads import run_in_thread
 
@@ -88,8 +91,22 @@ class Events(msgspec.Struct):
     headers: dict[str, str] = {}
 
 
-Handler: TypeAlias = Callable[[Any, Asked], Awaitable[Reply | Events]]
-"""Takes the `Served` engine and what is asked."""
+Handler: TypeAlias = Callable[..., Awaitable[Reply | Events]]
+"""Takes the `Served` engine, what is asked, and, as its keyword parameters, the fields of the body."""
+
+
+@cache
+def body_of(handler: Handler) -> type[msgspec.Struct] | None:
+    """A struct whose fields are the keyword parameters of a handler; None for a handler without any."""
+    fields: list[Any] = [
+        (each.name, each.annotation, *(() if each.default is each.empty else (each.default,)))
+        for each in inspect.signature(handler).parameters.values()
+        if each.kind is each.KEYWORD_ONLY
+    ]
+    if not fields:
+        return None
+    name = handler.__name__.title().replace("_", "") + "Body"
+    return msgspec.defstruct(name, fields, module=handler.__module__, kw_only=True, forbid_unknown_fields=True)
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +120,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     verb: str
     """What it calls of the engine; "" where the server answers by itself."""
     body: type[msgspec.Struct] | None = None
-    """What the JSON of its body, or its query, is read as."""
+    """What the JSON of its body, or its query, is read as: `body_of` the handler, or a struct that it takes whole."""
     is_large: bool = False
     """Whether its body may hold weights, and so exceed `ServeOptions.max_body_bytes`."""
     ignored: frozenset[str] = frozenset()
@@ -115,3 +132,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     def help(self) -> str:
         """First line of the handler's docstring."""
         return (self.handler.__doc__ or "").partition("\n")[0]
+
+    async def answer(self, served: Any, asked: Asked) -> Reply | Events:
+        """Have the handler answer a request. `served`: the `Served` engine."""
+        fields = {} if self.body is None or self.body is not body_of(self.handler) else structs.asdict(asked.body)
+        return await self.handler(served, asked, **fields)

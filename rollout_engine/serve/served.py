@@ -112,10 +112,6 @@ class Served:
         if self.is_ending:
             raise HttpProblem(503, "The server is stopping: send the request elsewhere.")
 
-    def not_supported(self, message: str) -> HttpProblem:
-        """The problem 501 of a route that exists to say so."""
-        return HttpProblem(501, message)
-
     def begin(self, name: str, request_id: str) -> None:
         """Remember the engine's id of a client's request; several may have the same name."""
         self._open.setdefault(name, set()).add(request_id)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from rollout_engine.base.errors import RequestError
@@ -34,24 +33,6 @@ async def metrics(served: Served, asked: Asked) -> Reply:
     return Reply(as_text(families), content_type=CONTENT_TYPE_LATEST)
 
 
-class ProfileBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
-
-    output_dir: str | None = None
-    """None: `EngineConfig.profiler_dir`."""
-    num_steps: int | None = None
-    with_stack: bool | None = None
-    record_shapes: bool | None = None
-    profile_memory: bool | None = None
-    activities: list[str] | None = None
-    start_step: int | None = None
-    profile_by_stage: bool = False
-    profile_stages: list[str] | None = None
-    merge_profiles: bool = False
-    profile_prefix: str | None = None
-    profile_id: str | None = None
-
-
 _REFUSED: dict[str, str] = {
     "start_step": "a profile begins at once: call when the steps to skip are over",
     "profile_by_stage": "a step computes prompts and samples together",
@@ -63,17 +44,32 @@ _REFUSED: dict[str, str] = {
 """Fields that ask for what a profile here does not have, and why."""
 
 
-async def start_profile(served: Served, asked: Asked) -> Reply:
+async def start_profile(
+    served: Served,
+    asked: Asked,
+    *,
+    output_dir: str | None = None,
+    num_steps: int | None = None,
+    with_stack: bool | None = None,
+    record_shapes: bool | None = None,
+    profile_memory: bool | None = None,
+    activities: list[str] | None = None,
+    start_step: int | None = None,
+    profile_by_stage: bool = False,
+    profile_stages: list[str] | None = None,
+    merge_profiles: bool = False,
+    profile_prefix: str | None = None,
+    profile_id: str | None = None,
+) -> Reply:
     """Begin a profile by torch's profiler; with `num_steps` it ends by itself."""
-    body: ProfileBody = asked.body
-    _check(body, on_device=served.engine.frontend.client.info.config.device == "cuda")
+    _check(asked.body, on_device=served.engine.frontend.client.info.config.device == "cuda")
     try:
         await served.engine.start_profile(
-            body.output_dir,
-            num_steps=body.num_steps,
-            with_stack=bool(body.with_stack),
-            record_shapes=bool(body.record_shapes),
-            profile_memory=bool(body.profile_memory),
+            output_dir,
+            num_steps=num_steps,
+            with_stack=bool(with_stack),
+            record_shapes=bool(record_shapes),
+            profile_memory=bool(profile_memory),
         )
     except RequestError as problem:
         if problem.field != "directory":
@@ -89,7 +85,7 @@ async def stop_profile(served: Served, asked: Asked) -> Reply:
     return Reply({"success": True, "message": "Stop profiling.", "traces": paths})
 
 
-def _check(body: ProfileBody, *, on_device: bool) -> None:
+def _check(body: Any, *, on_device: bool) -> None:
     for name, reason in _REFUSED.items():
         value: Any = getattr(body, name)
         if value:

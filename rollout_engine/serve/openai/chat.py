@@ -1,38 +1,29 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
-from collections.abc import AsyncIterator
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.base.threads import run_in_thread
-from rollout_engine.serve.generation import Generation, failed
-from rollout_engine.serve.openai.chat_fields import chat_options
+from rollout_engine.serve.call import Call, GenerationFields, salt_of
+from rollout_engine.serve.generation import Generation
 from rollout_engine.serve.openai.logprobs import chat_logprobs
-from rollout_engine.serve.openai.prefixes import prompt_after
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
-from rollout_engine.serve.openai.shapes import (
-    StreamOptions,
-    matched_stop,
-    now,
-    of_versions,
-    sglang_metadata,
-    total_usage,
-)
+from rollout_engine.serve.openai.shapes import matched_stop, of_versions, sglang_metadata, total_usage
 from rollout_engine.serve.openai.tools import ToolParser
-from rollout_engine.serve.request_templates import brings_template, with_rendered_text
+from rollout_engine.serve.request_templates import brings_template, chat_options, with_rendered_text
 from rollout_engine.serve.route import Asked, Events, Reply
-from rollout_engine.serve.sampling import SamplingFields, Settings
+from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
+from rollout_engine.text.chat_turns import ChatTurns, RewrittenTurns, once_followed
 from rollout_engine.text.conversations import as_messages
 
 
-class ChatBody(SamplingFields, kw_only=True):
+class ChatBody(GenerationFields, kw_only=True):
     """Fields of a request."""
 
     messages: list[Any]
-    model: str | None = None
     tools: list[Any] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -43,17 +34,9 @@ class ChatBody(SamplingFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     required_prefix_token_ids: list[int] | None = None
     """The conversation so far as it was sampled: the prompt is these ids, and behind them the messages after the last
     answer. No answer is tokenized again."""
-    cache_salt: str | None = None
-    priority: int = 0
-    request_id: str | None = None
-    session_id: str | None = None
 
 
 async def create(served: Served, asked: Asked) -> Reply | Events:
@@ -62,78 +45,61 @@ async def create(served: Served, asked: Asked) -> Reply | Events:
     lora = await served.adapter_of(body.model)
     asks_template = bool(body.tools) and not _must_show_tools(body)
     renders = asks_template or body.required_prefix_token_ids is not None  # a conversation, several times
-    call = await (run_in_thread if renders else asked.read_fields)(_Call, served, asked, lora)
-    if body.stream:
-        return Events(call.events())
-    return Reply(await call.reply())
+    call = await (run_in_thread if renders else asked.read_fields)(_ChatCall, served, asked, lora)
+    return await call.answer()
 
 
-class _Call:
-    """One call: its settings, and how its outputs are written."""
+class _ChatCall(Call):
+    settings: Settings
 
     def __init__(self, served: Served, asked: Asked, lora: str | None) -> None:
+        super().__init__(served, asked, lora)
         body: ChatBody = asked.body
-        self._served, self._asked, self._body, self._lora = served, asked, body, lora
-        self._id, self._created = f"chatcmpl-{body.request_id or asked.request_id}", now()
+        self._body, self._id = body, f"chatcmpl-{body.request_id or asked.request_id}"
+        self._samples: dict[int, list[CompletionOutput]] = {}
+        """Index of a sample -> its parts that were streamed."""
+        self._first_fields: dict[str, Any] = {}
+        """Further fields of the first event."""
         if brings_template(served, body.chat_template) and body.required_prefix_token_ids is not None:
             bound = "absent with required_prefix_token_ids: later turns are rendered by the tokenizer's own template"
             raise RequestError.for_field("chat_template", body.chat_template, bound)
         self._tools = ToolParser.of(served, body.tools, body.tool_choice, body.chat_template)
-        self._settings = _settings(served, body, self._tools)
-        self._prompt = _prompt(served, body)
+        self.settings = _settings(served, body, self._tools)
+        self.prompts = [_prompt(served, body)]
 
-    async def reply(self) -> dict[str, Any]:
-        with Generation(self._served, self._asked, self._body.request_id) as generation:
-            await self._start(generation)
-            [result] = await generation.results()
-        problem = failed(result)
-        if problem is not None:
-            raise problem
+    async def start(self, generation: Generation) -> None:
+        must_show_tools = _must_show_tools(self._body)
+        self.prompts = [await with_rendered_text(self.served, self.prompts[0], must_show_tools=must_show_tools)]
+        await super().start(generation)
+
+    async def write(self, results: list[RequestOutput]) -> dict[str, Any]:
+        [result] = results
         choices = [self._choice(result, sample) for sample in result.outputs]
         version = max(choice["weight_version"] for choice in choices)
-        more: dict[str, Any] = {"weight_version": version, **sglang_metadata(self._served, version)}
+        more: dict[str, Any] = {"weight_version": version, **sglang_metadata(self.served, version)}
         if self._body.return_token_ids:
             more["prompt_token_ids"] = result.prompt_token_ids
         if self._body.prompt_logprobs is not None:
-            more["prompt_logprobs"] = await prompt_rows(self._served, result)
-        return self._response("chat.completion", choices, {"usage": total_usage([result]), **more})
+            more["prompt_logprobs"] = await prompt_rows(self.served, result)
+        return self.write_head(self._id, "chat.completion", choices, {"usage": total_usage(results), **more})
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Chunks. With tools, the words of an answer come once it has ended: a call among them is no text."""
-        body, last, num_sampled = self._body, None, 0
-        asks = body.stream_options or StreamOptions()
-        samples: dict[int, list[CompletionOutput]] = {}
-        with Generation(self._served, self._asked, body.request_id) as generation:
-            await self._start(generation)
-            while (found := await generation.next()) is not None:
-                _, output = found
-                problem = failed(output)
-                if problem is not None:
-                    raise problem
-                first: dict[str, Any] = {}
-                if last is None and body.prompt_logprobs is not None:
-                    first["prompt_logprobs"] = await prompt_rows(self._served, output)
-                for sample in output.outputs:
-                    so_far = samples.setdefault(sample.index, [])
-                    choice = self._chunk(output, sample, so_far)
-                    so_far.append(sample)
-                    num_sampled += len(sample.token_ids)
-                    usage = asks.usage_so_far(partial(total_usage, [output], True, num_sampled))
-                    yield self._response("chat.completion.chunk", [choice], usage | first)
-                    first = {}
-                last = output
-        if asks.include_usage and last is not None:
-            yield self._response("chat.completion.chunk", [], {"usage": total_usage([last], True, num_sampled)})
+    async def prepare(self, index: int, output: RequestOutput) -> None:
+        if not self.outputs and self._body.prompt_logprobs is not None:
+            self._first_fields = {"prompt_logprobs": await prompt_rows(self.served, output)}
 
-    async def _start(self, generation: Generation) -> None:
-        body = self._body
-        options: dict[str, Any] = {"priority": body.priority, "session_id": body.session_id, "lora": self._lora}
-        prompt = await with_rendered_text(self._served, self._prompt, must_show_tools=_must_show_tools(body))
-        await generation.start([prompt], self._settings, **options)
+    def write_event(
+        self, index: int, output: RequestOutput, samples: list[CompletionOutput], usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A chunk. With tools, the words of an answer come once it has ended: a call among them is no text."""
+        [sample] = samples
+        so_far = self._samples.setdefault(sample.index, [])
+        choice = self._chunk(output, sample, so_far)
+        so_far.append(sample)
+        more, self._first_fields = usage | self._first_fields, {}
+        return self.write_head(self._id, "chat.completion.chunk", [choice], more)
 
-    def _response(self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
-        head = {"id": self._id, "object": kind, "created": self._created, "model": self._lora or self._served.model}
-        return {**head, "choices": choices, **more}
+    def write_last_event(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return self.write_head(self._id, "chat.completion.chunk", [], usage)
 
     def _choice(self, result: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         message, calls = self._message(result, sample.token_ids, sample.text)
@@ -172,15 +138,15 @@ class _Call:
         return ({"content": words or None, "tool_calls": calls} if calls else {"content": text}), calls
 
     def _common(self, sample: CompletionOutput, has_calls: bool) -> dict[str, Any]:
-        as_ids = self._served.names_token_ids(self._body.return_tokens_as_token_ids)
+        as_ids = self.served.names_token_ids(self._body.return_tokens_as_token_ids)
         return {
             "index": sample.index,
-            "logprobs": chat_logprobs(self._served, sample, as_ids=as_ids) if self._body.logprobs else None,
+            "logprobs": chat_logprobs(self.served, sample, as_ids=as_ids) if self._body.logprobs else None,
             "finish_reason": "tool_calls" if has_calls and sample.finish_reason == "stop" else sample.finish_reason,
             "stop_reason": sample.stop_reason,
             "matched_stop": matched_stop(sample),
             "seed": sample.seed,
-            **of_versions(sample, self._served.weight_version),
+            **of_versions(sample, self.served.weight_version),
         }
 
 
@@ -201,15 +167,42 @@ def _settings(served: Served, body: ChatBody, tools: ToolParser | None) -> Setti
 
 
 def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:
-    salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
     options = chat_options(body)
     if "tools" in options and not _must_show_tools(body) and not brings_template(served, body.chat_template):
         if not served.codec.shows_tools(as_messages(body.messages), **options):
             del options["tools"]
     if body.required_prefix_token_ids is None:
-        return {"messages": body.messages, **options, **salt}
-    token_ids = prompt_after(served, body.required_prefix_token_ids, body.messages, options)
-    return {"prompt_token_ids": token_ids, **salt}
+        return {"messages": body.messages, **options, **salt_of(body)}
+    token_ids = _prompt_after(served, body.required_prefix_token_ids, body.messages, options)
+    return {"prompt_token_ids": token_ids, **salt_of(body)}
+
+
+def _prompt_after(served: Served, prefix: Sequence[int], messages: Sequence[Any], options: dict[str, Any]) -> list[int]:
+    """Token ids of a conversation that begins with `prefix`: its last answer and all before, as sampled.
+
+    The messages after the last answer follow as the chat template writes them. Raises `RequestError` where there is no
+    answer, nothing after it, or a template that rewrites earlier turns.
+    """
+    listed = as_messages(list(messages))
+    answered = [index for index, message in enumerate(listed) if message["role"] == "assistant"]
+    new = listed[answered[-1] + 1 :] if answered else []
+    if not prefix or not new:
+        bound = "given with messages that have an answer, and at least one message after it"
+        raise RequestError.for_field("required_prefix_token_ids", list(prefix)[:8], bound)
+    turns, past = ChatTurns(served.codec, **options), listed[: answered[-1]]
+    opened = turns.text(past) if past else None
+    sampled, roles = served.codec.decode(served.codec.without_end(prefix)), [message["role"] for message in new]
+    try:
+        if opened is not None and sampled.startswith(opened):
+            said = sampled[len(opened) :]
+            return [*prefix, *turns.between(opened, turns.text([*past, turns.message(said), *new]), said, prefix)]
+        rewriting = turns.rewriting(roles)  # earlier answers differ from the messages: what was sampled is not known
+    except RewrittenTurns as problem:
+        rewriting = once_followed(roles, problem.how)
+    if rewriting is not None:
+        what = f"the chat template rewrites earlier turns ({rewriting})"
+        raise RequestError(f"required_prefix_token_ids cannot be kept: {what}.", field="required_prefix_token_ids")
+    return [*prefix, *turns.glue(new, prefix)]
 
 
 def _must_show_tools(body: ChatBody) -> bool:

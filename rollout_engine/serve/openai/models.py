@@ -6,9 +6,8 @@ import msgspec
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pooling_params import supported_tasks
-from rollout_engine.serve.openai.chat_fields import chat_options
 from rollout_engine.serve.prompt_bounds import check_text_size
-from rollout_engine.serve.request_templates import with_rendered_text
+from rollout_engine.serve.request_templates import chat_options, with_rendered_text
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
 
@@ -66,28 +65,21 @@ async def tokenize(served: Served, asked: Asked) -> Reply:
     return Reply({**count, "tokens": token_ids, "token_strs": texts})
 
 
-class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
-
-    tokens: list[int]
-    model: str | None = None
-    skip_special_tokens: bool = False
-
-
-async def detokenize(served: Served, asked: Asked) -> Reply:
+async def detokenize(
+    served: Served, asked: Asked, *, tokens: list[int], model: str | None = None, skip_special_tokens: bool = False
+) -> Reply:
     """Text of token ids."""
-    body: DetokenizeBody = asked.body
-    served.check_model(body.model)
-    return Reply({"prompt": await asked.read_texts(_text, served, body)})
+    served.check_model(model)
+    return Reply({"prompt": await asked.read_texts(_decode, served, tokens, skip_special_tokens)})
 
 
-def _text(served: Served, body: DetokenizeBody) -> str:
+def _decode(served: Served, token_ids: list[int], skips_special: bool) -> str:
     size = served.engine.frontend.client.info.vocab_size
-    wrong = next((each for each in body.tokens if not 0 <= each < size), None)
+    wrong = next((each for each in token_ids if not 0 <= each < size), None)
     if wrong is not None:
         raise RequestError.for_field("tokens", wrong, f"token ids from 0 to {size - 1}")
-    special = set(served.codec.hf.all_special_ids) if body.skip_special_tokens else set()
-    return served.codec.decode([each for each in body.tokens if each not in special])
+    special = set(served.codec.hf.all_special_ids) if skips_special else set()
+    return served.codec.decode([each for each in token_ids if each not in special])
 
 
 async def tokenizer_info(served: Served, asked: Asked) -> Reply:

@@ -1,10 +1,12 @@
 """Parts of responses that several routes have."""
 
+import base64
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.served import Served
@@ -61,6 +63,14 @@ def of_versions(sample: CompletionOutput, live_version: int) -> dict[str, Any]:
 def sglang_metadata(served: Served, version: int) -> dict[str, Any]:
     """The version of the weights as SGLang's clients read it from whole responses."""
     return {"metadata": {"weight_version": served.versions.text_of(version)}}
+
+
+def routed_fields(routed_experts: np.ndarray | None, start: int) -> dict[str, Any] | None:
+    """`data`: base64 of the array's bytes, row by row; `shape` and `dtype` of it, and the token that row 0 is of."""
+    if routed_experts is None:
+        return None
+    data = base64.b64encode(routed_experts.tobytes()).decode("ascii")
+    return {"data": data, "shape": list(routed_experts.shape), "start": start, "dtype": routed_experts.dtype.name}
 
 
 def matched_stop(sample: CompletionOutput) -> int | str | None:

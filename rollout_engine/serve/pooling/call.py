@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
-import msgspec
 import numpy as np
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import RequestOutput
 from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
-from rollout_engine.serve.generation import Generation, failed
-from rollout_engine.serve.openai.chat_fields import chat_options
+from rollout_engine.serve.call import CallFields, prompts_of, salt_of
+from rollout_engine.serve.generation import Generation
 from rollout_engine.serve.openai.shapes import now, total_usage
 from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.request_templates import chat_options
 from rollout_engine.serve.route import Asked
 from rollout_engine.serve.served import Served
 
@@ -34,17 +34,12 @@ PEERS: dict[str, tuple[Any, ...]] = {
 _INDEX = re.compile(r"prompts\[(\d+)\]: ")
 
 
-class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class PoolingFields(CallFields, kw_only=True):
     """Fields of every request that pools."""
 
-    model: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     add_special_tokens: bool | None = None
-    cache_salt: str | None = None
-    priority: int = 0
-    request_id: str | None = None
-    session_id: str | None = None
 
 
 class InputFields(PoolingFields, kw_only=True):
@@ -61,25 +56,15 @@ class InputFields(PoolingFields, kw_only=True):
     continue_final_message: bool | None = None
 
 
-def prompts_of(body: InputFields) -> list[dict[str, Any]]:
+def input_prompts(body: InputFields) -> list[dict[str, Any]]:
     """The prompts of a body, in our own form. Raises `RequestError` where there is none."""
-    common: dict[str, Any] = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
     if body.messages is not None and body.input is None:
-        return [{"messages": body.messages, **chat_options(body), **common}]
+        return [{"messages": body.messages, **chat_options(body), **salt_of(body)}]
     given = body.input
     if not given or body.messages is not None:
         bound = "a text, token ids, or a list of such, not empty, or messages= in its place"
         raise RequestError.for_field("input", given, bound)
-    several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-    return [
-        text_prompt(body, each) if isinstance(each, str) else {"prompt_token_ids": each, **common} for each in several
-    ]
-
-
-def text_prompt(body: PoolingFields, text: str) -> dict[str, Any]:
-    """The prompt of a text, with the options of a body."""
-    options = {"cache_salt": body.cache_salt, "add_special_tokens": body.add_special_tokens}
-    return {"prompt": text, **{name: value for name, value in options.items() if value is not None}}
+    return prompts_of(given, body)
 
 
 def info_of(served: Served) -> PoolingInfo:
@@ -120,11 +105,8 @@ class PoolingCall:
                 await generation.pool(prompts, pooling, priority=body.priority, session_id=body.session_id, lora=lora)
             found = await generation.results()
         for output in found:
-            problem = failed(output)
-            if problem is None and data_of(output) is None:
-                problem = HttpProblem(503, "The request was aborted.")
-            if problem is not None:
-                raise problem
+            if output.pooled is None or output.pooled.data is None:
+                raise HttpProblem(503, "The request was aborted.")
         return found
 
     def response(self, outputs: Sequence[RequestOutput], data: list[dict[str, Any]]) -> dict[str, Any]:
@@ -150,16 +132,10 @@ def _by_names(names: Sequence[str]) -> Iterator[None]:
         raise RequestError(text, field=problem.field, value=problem.value, bound=problem.bound) from problem
 
 
-def data_of(output: RequestOutput) -> np.ndarray | None:
-    """The result of a request; None where it has none."""
-    return None if output.pooled is None else output.pooled.data
-
-
 def array_of(output: RequestOutput) -> np.ndarray:
     """The result of a request that has one."""
-    data = data_of(output)
-    assert data is not None, "checked"
-    return data
+    assert output.pooled is not None and output.pooled.data is not None, "checked"
+    return output.pooled.data
 
 
 def encoded(output: RequestOutput, encoding: Encoding) -> Any:

@@ -7,7 +7,15 @@ import numpy as np
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import RequestOutput
 from rollout_engine.base.pooling_params import PoolingInfo, PoolingKind
-from rollout_engine.serve.pooling.call import Encoding, InputFields, PoolingCall, array_of, encoded, info_of, prompts_of
+from rollout_engine.serve.pooling.call import (
+    Encoding,
+    InputFields,
+    PoolingCall,
+    array_of,
+    encoded,
+    info_of,
+    input_prompts,
+)
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
 
@@ -35,7 +43,7 @@ async def embeddings(served: Served, asked: Asked) -> Reply:
     call = PoolingCall(served, asked, "embd")
     if body.kind not in ("last", "mean", "cls"):
         raise RequestError.for_field("kind", body.kind, "one of 'last', 'mean', 'cls'", "Other kinds go to /pooling.")
-    outputs = await call.results(prompts_of(body), kind=body.kind, normalize=body.normalize)
+    outputs = await call.results(input_prompts(body), kind=body.kind, normalize=body.normalize)
     data = [
         {"index": i, "object": "embedding", "embedding": encoded(output, body.encoding_format)}
         for i, output in enumerate(outputs)
@@ -59,7 +67,7 @@ async def pooling(served: Served, asked: Asked) -> Reply:
     """Hidden states, logits or rewards of prompts: any kind of `PoolingParams`."""
     body: PoolingBody = asked.body
     call = PoolingCall(served, asked, "pool")
-    outputs = await call.results(prompts_of(body), **_params(body, info_of(served)))
+    outputs = await call.results(input_prompts(body), **_params(body, info_of(served)))
     data = [
         {"index": i, "object": "pooling", "data": encoded(output, body.encoding_format)}
         for i, output in enumerate(outputs)
@@ -80,7 +88,7 @@ async def classify(served: Served, asked: Asked) -> Reply:
     if info.head == "token":
         hint = "Its head is for tokens: use /pooling."
         raise RequestError.for_field("model", served.model, "one with a head for sequences", hint)
-    outputs = await call.results(prompts_of(asked.body), kind="classify")
+    outputs = await call.results(input_prompts(asked.body), kind="classify")
     data = [_class(i, output, info, asked.body.use_activation) for i, output in enumerate(outputs)]
     return Reply(call.response(outputs, data))
 

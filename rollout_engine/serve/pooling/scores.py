@@ -6,7 +6,8 @@ import numpy as np
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import RequestOutput
-from rollout_engine.serve.pooling.call import PoolingCall, PoolingFields, array_of, info_of, text_prompt
+from rollout_engine.serve.call import text_prompt
+from rollout_engine.serve.pooling.call import PoolingCall, PoolingFields, array_of, info_of
 from rollout_engine.serve.pooling.embeddings import probabilities
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
@@ -80,13 +81,13 @@ async def _scores(
     info = info_of(served)
     if info.head == "sequence" and len(info.labels) == 1:
         both = [f"{one} and {two}" for one, two in zip(names[0] * (len(pairs) // len(firsts)), names[1], strict=True)]
-        outputs = await call.results([text_prompt(body, one + two) for one, two in pairs], both, kind="reward")
+        outputs = await call.results([text_prompt(one + two, body) for one, two in pairs], both, kind="reward")
         logits = [array_of(output) for output in outputs]
         return outputs, [float(probabilities(each, info)[0] if activates else each[0]) for each in logits]
     if info.head is not None:
         hint = "Its head does not give one score: use /classify or /pooling."
         raise RequestError.for_field("model", served.model, "a causal LM, or one whose head has one label", hint)
-    texts = [text_prompt(body, text) for text in (*firsts, *seconds)]
+    texts = [text_prompt(text, body) for text in (*firsts, *seconds)]
     outputs = await call.results(texts, names[0] + names[1], kind="last", normalize=True)
     vectors = [array_of(output).astype(np.float64) for output in outputs]
     ours, others = vectors[: len(firsts)], vectors[len(firsts) :]

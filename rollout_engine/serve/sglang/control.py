@@ -3,8 +3,6 @@
 import time
 from typing import Any, Literal
 
-import msgspec
-
 from rollout_engine.base.errors import LifecycleError, RequestError
 from rollout_engine.core.lifecycle import PauseMode
 from rollout_engine.serve.problems import HttpProblem
@@ -14,8 +12,6 @@ from sync.manifest import first_names
 
 _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 """How a pause of SGLang's treats requests in flight -> ours. Retracted ones lose their KV when it is flushed."""
-
-
 _TAGS = ("kv_cache", "weights")
 
 
@@ -40,26 +36,16 @@ async def get_weight_version(served: Served, asked: Asked) -> Reply:
     return Reply({"weight_version": served.version_text})
 
 
-class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
-
-    mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-async def pause_generation(served: Served, asked: Asked) -> Reply:
+async def pause_generation(
+    served: Served, asked: Asked, *, mode: Literal["abort", "retract", "in_place"] = "abort"
+) -> Reply:
     """Stop generating: requests in flight end with what they have ("abort"), or wait. New ones wait too."""
-    await served.engine.pause_generation(mode=_MODES[asked.body.mode])
+    await served.engine.pause_generation(mode=_MODES[mode])
     served.is_paused = True
     return Reply({"message": "Generation paused successfully.", "status": "ok", "success": True})
 
 
-class ContinueBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
-
-    torch_empty_cache: bool | None = None
-
-
-async def continue_generation(served: Served, asked: Asked) -> Reply:
+async def continue_generation(served: Served, asked: Asked, *, torch_empty_cache: bool | None = None) -> Reply:
     """Go on after a pause. Refused while an update is incomplete: the old weights would go on serving unnoticed."""
     if served.updates.is_begun or served.updates.waits_for_end:
         missing = await served.updates.missing()
@@ -71,13 +57,7 @@ async def continue_generation(served: Served, asked: Asked) -> Reply:
     return Reply({"message": "Generation continued successfully.", "status": "ok", "success": True})
 
 
-class FlushBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
-
-    timeout: float | None = None
-
-
-async def flush_cache(served: Served, asked: Asked) -> Reply:
+async def flush_cache(served: Served, asked: Asked, *, timeout: float | None = None) -> Reply:
     """Forget every known prefix. Not needed after an update: KV is keyed by the version that made it."""
     engine = served.engine
     if not await engine.reset_prefix_cache():
@@ -88,7 +68,7 @@ async def flush_cache(served: Served, asked: Asked) -> Reply:
     return Reply({"success": True, "message": "Cache flushed."})
 
 
-async def is_idle(served: Served, asked: Asked) -> Reply:
+async def is_idle(served: Served, asked: Asked, *, timeout: float | None = None) -> Reply:
     """200 once nothing is computed, as clients that flush by GET wait for it. It flushes nothing: POST does."""
     core = (await served.engine.get_metrics()).core
     num_open = core.num_running + core.num_waiting
@@ -99,24 +79,17 @@ async def is_idle(served: Served, asked: Asked) -> Reply:
     return Reply({"success": True, "message": message})
 
 
-class MemoryBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
-
-    tags: list[str] | None = None
-    """ "kv_cache", "weights"; None: both."""
-
-    def checked(self) -> list[str]:
-        """The tags that stand for memory here; CUDA graphs go with the KV. Raises `RequestError`."""
-        tags = self.tags or list(_TAGS)
-        wrong = [tag for tag in tags if tag not in (*_TAGS, "cuda_graph")]
-        if wrong:
-            raise RequestError.for_field("tags", tags, "of 'kv_cache', 'weights' and 'cuda_graph'")
-        return [tag for tag in tags if tag != "cuda_graph"]
+def _memory_tags(given: list[str] | None) -> list[str]:
+    """The tags that stand for memory here; CUDA graphs go with the KV. None: all. Raises `RequestError`."""
+    tags = given or list(_TAGS)
+    if not {*tags} <= {*_TAGS, "cuda_graph"}:
+        raise RequestError.for_field("tags", tags, "of 'kv_cache', 'weights' and 'cuda_graph'")
+    return [tag for tag in tags if tag != "cuda_graph"]
 
 
-async def release_memory_occupation(served: Served, asked: Asked) -> Reply:
+async def release_memory_occupation(served: Served, asked: Asked, *, tags: list[str] | None = None) -> Reply:
     """Give memory back: the KV pool, the weights, which an update must bring again, or both."""
-    tags = asked.body.checked()
+    tags = _memory_tags(tags)
     if tags:
         before = served.released if await served.engine.is_sleeping() else frozenset()
         served.released = before.union(tags)
@@ -127,29 +100,22 @@ async def release_memory_occupation(served: Served, asked: Asked) -> Reply:
     return Reply({"success": True, "message": f"released: {', '.join(tags)}"})
 
 
-async def resume_memory_occupation(served: Served, asked: Asked) -> Reply:
+async def resume_memory_occupation(served: Served, asked: Asked, *, tags: list[str] | None = None) -> Reply:
     """Take memory back."""
-    tags = asked.body.checked()
+    tags = _memory_tags(tags)
     if await served.engine.is_sleeping():
         await served.engine.wake_up(tags)
     served.released = served.released.difference(tags)
     return Reply({"success": True, "message": f"resumed: {', '.join(tags)}"})
 
 
-class AbortBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
-
-    rid: str | None = None
-    abort_all: bool = False
-    abort_message: str | None = None
-
-
-async def abort_request(served: Served, asked: Asked) -> Reply:
+async def abort_request(
+    served: Served, asked: Asked, *, rid: str | None = None, abort_all: bool = False, abort_message: str | None = None
+) -> Reply:
     """End a request, or each whose name begins so; or all. Each answers with the tokens it has."""
-    body: AbortBody = asked.body
-    if body.rid is None and not body.abort_all:
+    if rid is None and not abort_all:
         raise RequestError.for_field("rid", None, "a request's name, or abort_all=true")
-    ids = served.ids_of() if body.abort_all else served.ids_that_begin(body.rid or "")
+    ids = served.ids_of() if abort_all else served.ids_that_begin(rid or "")
     await served.engine.abort(ids)
     return Reply({"success": True, "num_aborted": len(ids)})
 
@@ -177,15 +143,14 @@ async def get_load(served: Served, asked: Asked) -> Reply:
     return Reply([await _load_of(served)])
 
 
-class LoadsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
-
-    include: str | list[str] | None = None
-    dp_rank: int | None = None
-    format: str | None = None
-
-
-async def loads(served: Served, asked: Asked) -> Reply:
+async def loads(
+    served: Served,
+    asked: Asked,
+    *,
+    include: str | list[str] | None = None,
+    dp_rank: int | None = None,
+    format: str | None = None,
+) -> Reply:
     """The same, with their sums."""
     load = await _load_of(served)
     sums = {f"total_{name}_reqs": load[f"num_{name}_reqs"] for name in ("running", "waiting")}

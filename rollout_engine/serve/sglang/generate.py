@@ -1,13 +1,13 @@
 """POST /generate: SGLang's own route for prompts of text or token ids, alone or in batches."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.base.outputs import RequestOutput
-from rollout_engine.serve.generation import Generation, failed
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput
+from rollout_engine.serve.call import Call
+from rollout_engine.serve.generation import Generation
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.served import Served
 from rollout_engine.serve.sglang.sampling import Wanted, is_scoring, read_sampling
@@ -65,84 +65,75 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 async def generate(served: Served, asked: Asked) -> Reply | Events:
     """Complete prompts of text or token ids; while generation is paused, they wait."""
-    call = await asked.read_fields(_Call, served, asked)
+    call = await asked.read_fields(_GenerateCall, served, asked)
     await call.check_adapters()
-    if asked.body.stream:
-        return Events(call.events())
-    return Reply(await call.reply())
+    return await call.answer()
 
 
-class _Call:
-    """One call: its prompts and settings, and how its outputs are written."""
+class _GenerateCall(Call):
+    repeats = True
 
     def __init__(self, served: Served, asked: Asked) -> None:
+        super().__init__(served, asked)
         body: GenerateBody = asked.body
-        self._served, self._asked, self._body = served, asked, body
+        self._body = body
         given = _given_prompts(body)
         self._is_batch = _is_batch(body)
         self._num_prompts = len(given)
         self._wanted = [self._wanted_of(index) for index in range(self._num_prompts)]
         kind = "cumulative" if body.stream else "final_only"
         sampling = [self._one("sampling_params", index) or {} for index in range(self._num_prompts)]
-        self._settings = [
+        self.settings = [
             read_sampling(served.settings, each, wanted, kind)
             for each, wanted in zip(sampling, self._wanted, strict=True)
         ]
         self._is_scoring = [is_scoring(each) for each in sampling]
-        self._num_samples = [settings.params.n for settings in self._settings]
+        self._num_samples = [settings.params.n for settings in self.settings]
         self._loras = [self._one("lora_path", index) or None for index in range(self._num_prompts)]
-        self._prompts = [self._with_options(prompt, index) for index, prompt in enumerate(given)]
+        self.prompts = [self._with_options(prompt, index) for index, prompt in enumerate(given)]
         self._names = self._request_names()
 
     async def check_adapters(self) -> None:
         """Raise `HttpProblem` 404 for an adapter that is not there."""
         for name in {lora for lora in self._loras if lora is not None}:
-            await self._served.adapter_of(name, "lora_path")
+            await self.served.adapter_of(name, "lora_path")
 
-    async def reply(self) -> Any:
-        with Generation(self._served, self._asked, self._names) as generation:
-            await self._start(generation)
-            results = await generation.results()
-        answers = [each for index, output in enumerate(results) for each in self._answers(index, output)]
-        return answers if self._gives_list else answers[0]
+    def generation(self) -> Generation:
+        return Generation(self.served, self.asked, self._names)
 
-    async def events(self) -> AsyncIterator[Any]:
-        with Generation(self._served, self._asked, self._names) as generation:
-            await self._start(generation)
-            while (found := await generation.next()) is not None:
-                index, output = found
-                for each in self._answers(index, output):
-                    yield each
-
-    async def _start(self, generation: Generation) -> None:
+    async def start(self, generation: Generation) -> None:
         body = self._body
         rank = body.routed_dp_rank if body.data_parallel_rank is None else body.data_parallel_rank
         key = body.session_id or body.routing_key or (None if rank is None else f"data-parallel-rank-{rank}")
         options: dict[str, Any] = {"priority": body.priority or 0, "session_id": key}
-        await generation.start(self._prompts, self._settings, repeats=True, **options)
+        await generation.start(self.prompts, self.settings, repeats=True, **options)
+
+    async def write(self, results: list[RequestOutput]) -> Any:
+        answers = [
+            self.write_event(index, output, [sample], {})
+            for index, output in enumerate(results)
+            for sample in output.outputs
+        ]
+        return answers if self._gives_list else answers[0]
+
+    def write_event(
+        self, index: int, output: RequestOutput, samples: list[CompletionOutput], usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        [sample] = samples
+        several = self._num_samples[index] > 1
+        name = f"{self._names[index]}-{sample.index}" if several else self._names[index]
+        wanted, texts = self._wanted[index], self._body.return_text_in_logprobs
+        counted = without_tokens(sample) if self._is_scoring[index] else sample
+        made = answer(self.served, name, output, counted, wanted, texts=texts)
+        if self._body.return_prompt_token_ids:
+            made["prompt_token_ids"] = output.prompt_token_ids
+        if self._body.stream and self._gives_list:
+            made["index"] = sum(self._num_samples[:index]) + sample.index
+        return made
 
     @property
     def _gives_list(self) -> bool:
         return self._is_batch or self._num_samples != [1]
-
-    def _answers(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        problem = failed(output)
-        if problem is not None:
-            raise problem
-        first = sum(self._num_samples[:index])
-        made = []
-        for sample in output.outputs:
-            several = self._num_samples[index] > 1
-            name = f"{self._names[index]}-{sample.index}" if several else self._names[index]
-            wanted, texts = self._wanted[index], self._body.return_text_in_logprobs
-            counted = without_tokens(sample) if self._is_scoring[index] else sample
-            each = answer(self._served, name, output, counted, wanted, texts=texts)
-            if self._body.return_prompt_token_ids:
-                each["prompt_token_ids"] = output.prompt_token_ids
-            if self._body.stream and self._gives_list:
-                each["index"] = first + sample.index
-            made.append(each)
-        return made
 
     def _one(self, field: str, index: int) -> Any:
         """The value of a field for one prompt. Raises `RequestError` for a list of another length."""
@@ -173,13 +164,13 @@ class _Call:
         salts = [salt for field in ("cache_salt", "extra_key") if (salt := self._one(field, index))]
         prompt = {**prompt, "cache_salt": "/".join(salts)} if salts else prompt
         lora = self._loras[index]
-        return {**prompt, "lora_request": lora} if lora not in (None, self._served.model, "default") else prompt
+        return {**prompt, "lora_request": lora} if lora not in (None, self.served.model, "default") else prompt
 
     def _request_names(self) -> list[str]:
         rid = self._body.rid
         if isinstance(rid, list):
             return [self._one("rid", index) for index in range(self._num_prompts)]
-        name = rid or self._asked.request_id
+        name = rid or self.asked.request_id
         return [f"{name}_{index}" for index in range(self._num_prompts)] if self._is_batch else [name]
 
 

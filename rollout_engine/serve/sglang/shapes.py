@@ -1,5 +1,6 @@
 """Outputs in the shapes that SGLang's clients read."""
 
+import base64
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -9,7 +10,6 @@ import numpy as np
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.openai.logprobs import values_of
 from rollout_engine.serve.openai.shapes import matched_stop, of_versions, weight_versions
-from rollout_engine.serve.routed_experts import as_int32
 from rollout_engine.serve.served import Served
 from rollout_engine.serve.sglang.sampling import Wanted
 
@@ -35,7 +35,8 @@ def answer(
     if output.metrics is not None and output.metrics.finished_time is not None:
         meta["e2e_latency"] = output.metrics.finished_time - output.metrics.arrival_time
     if sample.routed_experts is not None:
-        meta["routed_experts"] = as_int32(sample.routed_experts)
+        routed = sample.routed_experts.astype("<i4")  # most of SGLang's clients know no other type
+        meta["routed_experts"] = base64.b64encode(routed.tobytes()).decode("ascii")
         meta["routed_experts_shape"] = sample.routed_experts.shape
     if wanted.logprobs:
         meta |= _Logprobs(served, wanted, texts).fields(output, sample)

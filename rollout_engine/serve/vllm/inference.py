@@ -1,7 +1,5 @@
 """POST /inference/v1/generate: token ids in, token ids out. Nothing is tokenized, and no text is made."""
 
-from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -9,12 +7,11 @@ import msgspec
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.bodies import read_fields
-from rollout_engine.serve.generation import Generation, failed
+from rollout_engine.serve.call import Call, CallFields, salt_of
 from rollout_engine.serve.openai.logprobs import token_logprobs
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
-from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage, weight_versions
+from rollout_engine.serve.openai.shapes import StreamOptions, of_versions, routed_fields, total_usage, weight_versions
 from rollout_engine.serve.route import Asked, Events, Reply
-from rollout_engine.serve.routed_experts import as_fields
 from rollout_engine.serve.sampling import SAMPLING_PEERS, SamplingFields, Settings
 from rollout_engine.serve.served import Served
 
@@ -46,15 +43,13 @@ class NamedLora(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     base_model_name: str | None = None
 
 
-class InferenceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class InferenceBody(CallFields, kw_only=True):
     """Fields of a request."""
 
     token_ids: list[int]
     """The prompt."""
     sampling_params: dict[str, Any] = {}
     """Settings by their names in vLLM's `SamplingParams`. Without `max_tokens`, up to the longest sequence."""
-    model: str | None = None
-    """The model, or one of its adapters."""
     lora_request: str | NamedLora | None = None
     """An adapter, by its name, in place of `model`."""
     stream: bool | None = None
@@ -63,93 +58,72 @@ class InferenceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Give the prompt's ids back."""
     return_routed_experts: bool | None = None
     """For a mixture of experts: `routed_experts` of each choice."""
-    cache_salt: str | None = None
-    priority: int = 0
-    request_id: str | None = None
-    session_id: str | None = None
 
 
 async def generate(served: Served, asked: Asked) -> Reply | Events:
     """Complete a prompt of token ids by token ids."""
-    call = await asked.read_fields(_Call, served, asked, await _adapter(served, asked.body))
-    if asked.body.stream:
-        return Events(call.events())
-    return Reply(await call.reply())
+    lora = await _adapter(served, asked.body)
+    return await (await asked.read_fields(_InferenceCall, served, asked, lora)).answer()
 
 
-class _Call:
-    """One call: its settings, and how its outputs are written."""
+class _InferenceCall(Call):
+    settings: Settings
+    joins_samples = True
 
     def __init__(self, served: Served, asked: Asked, lora: str | None) -> None:
-        body: InferenceBody = asked.body
-        self._served, self._asked, self._body, self._lora = served, asked, body, lora
-        self._id, self._created = body.request_id or asked.request_id, now()
-        self._settings = _settings(served, body)
-        self._prompt = _prompt(body)
+        super().__init__(served, asked, lora)
+        self._body: InferenceBody = asked.body
+        self.settings = _settings(served, self._body)
+        self.prompts = [_prompt(self._body)]
+        self._first_fields: dict[str, Any] = {}
+        """Further fields of the first event."""
         self._num_routed: dict[int, int] = {}
         """Tokens of each sample whose experts have been streamed."""
 
-    async def reply(self) -> dict[str, Any]:
-        with Generation(self._served, self._asked, self._body.request_id) as generation:
-            await self._start(generation)
-            [result] = await generation.results()
-        choices = self._choices(result)
-        more: dict[str, Any] = {"usage": total_usage([result]), "prompt_logprobs": None, "kv_transfer_params": None}
-        if self._settings.params.prompt_logprobs is not None:
-            more["prompt_logprobs"] = await prompt_rows(self._served, result)
-        more["weight_version"] = max(choice["weight_version"] for choice in choices)
-        return self._response(choices, self._of_prompt(result) | more)
+    async def write(self, results: list[RequestOutput]) -> dict[str, Any]:
+        [result] = results
+        choices = [self._choice(sample) for sample in result.outputs]
+        about_prompt = await self._about_prompt(result)
+        more = {
+            "usage": total_usage(results),
+            "prompt_logprobs": about_prompt.pop("prompt_logprobs", None),
+            "kv_transfer_params": None,
+            "weight_version": max(choice["weight_version"] for choice in choices),
+        }
+        return self._response(choices, about_prompt | more)
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        asks = self._body.stream_options or StreamOptions()
-        num_sampled, last = 0, None
-        with Generation(self._served, self._asked, self._body.request_id) as generation:
-            await self._start(generation)
-            while (found := await generation.next()) is not None:
-                _, output = found
-                more = await self._first_more(output) if last is None else {}
-                num_sampled += sum(len(sample.token_ids) for sample in output.outputs)
-                usage = asks.usage_so_far(partial(total_usage, [output], True, num_sampled))
-                yield self._response(self._choices(output), more | usage)
-                last = output
-        if asks.include_usage and last is not None:
-            yield self._response([], {"usage": total_usage([last], True, num_sampled)})
+    async def prepare(self, index: int, output: RequestOutput) -> None:
+        self._first_fields = {} if self.outputs else await self._about_prompt(output)
 
-    async def _start(self, generation: Generation) -> None:
-        body = self._body
-        options: dict[str, Any] = {"priority": body.priority, "session_id": body.session_id, "lora": self._lora}
-        await generation.start([self._prompt], self._settings, **options)
+    def write_event(
+        self, index: int, output: RequestOutput, samples: list[CompletionOutput], usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        return self._response([self._choice(sample) for sample in samples], self._first_fields | usage)
 
-    async def _first_more(self, output: RequestOutput) -> dict[str, Any]:
-        more = self._of_prompt(output)
-        if self._settings.params.prompt_logprobs is not None:
-            more["prompt_logprobs"] = await prompt_rows(self._served, output)
-        return more
+    def write_last_event(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return self._response([], usage)
 
-    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        return {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}
+    async def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        found: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}
+        if self.settings.params.prompt_logprobs is not None:
+            found["prompt_logprobs"] = await prompt_rows(self.served, output)
+        return found
 
     def _response(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
-        head = {"request_id": self._id, "model": self._lora or self._served.model, "created": self._created}
-        return {**head, "choices": choices, **more}
-
-    def _choices(self, output: RequestOutput) -> list[dict[str, Any]]:
-        problem = failed(output)
-        if problem is not None:
-            raise problem
-        return [self._choice(sample) for sample in output.outputs]
+        name, model = self._body.request_id or self.asked.request_id, self.lora or self.served.model
+        return {"request_id": name, "model": model, "created": self.created, "choices": choices, **more}
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
         return {
             "index": sample.index,
             "token_ids": sample.token_ids,
-            "logprobs": token_logprobs(sample, self._settings.params.logprob_token_ids or ()),
+            "logprobs": token_logprobs(sample, self.settings.params.logprob_token_ids or ()),
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
             "seed": sample.seed,
             **self._routed_experts(sample),
-            "weight_versions": weight_versions(self._served, sample),
-            **of_versions(sample, self._served.weight_version),
+            "weight_versions": weight_versions(self.served, sample),
+            **of_versions(sample, self.served.weight_version),
         }
 
     def _routed_experts(self, sample: CompletionOutput) -> dict[str, Any]:
@@ -160,7 +134,7 @@ class _Call:
         if self._body.stream and sample.routed_experts is not None:
             start = self._num_routed.get(sample.index, 0)
             self._num_routed[sample.index] = start + len(sample.routed_experts)
-        return {"routed_experts": as_fields(sample.routed_experts, start)}
+        return {"routed_experts": routed_fields(sample.routed_experts, start)}
 
 
 async def _adapter(served: Served, body: InferenceBody) -> str | None:
@@ -194,5 +168,4 @@ def _settings(served: Served, body: InferenceBody) -> Settings:
 def _prompt(body: InferenceBody) -> dict[str, Any]:
     if not body.token_ids:
         raise RequestError.for_field("token_ids", body.token_ids, "at least one id")
-    salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
-    return {"prompt_token_ids": body.token_ids, **salt}
+    return {"prompt_token_ids": body.token_ids, **salt_of(body)}

@@ -13,7 +13,7 @@ import sync
 from rollout_engine import RolloutPolicy
 from rollout_engine.serve.app import App
 from rollout_engine.serve.problems import HttpProblem
-from rollout_engine.serve.sglang.weights import NameBody, get_weights_by_name
+from rollout_engine.serve.weights import get_weights_by_name
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from rollout_engine.testing.architectures import SIZES
 
@@ -247,9 +247,8 @@ def test_a_weight_of_which_no_rank_has_a_whole_row_is_not_shown_as_one():
         async def get_model_metadata(self):
             return {"down": ("float32", (1, 4))}
 
-    asked = SimpleNamespace(body=NameBody(name="down"))
     with pytest.raises(HttpProblem, match="no rank has a whole row of 'down'.*deterministic=True"):
-        asyncio.run(get_weights_by_name(SimpleNamespace(engine=Split()), asked))
+        asyncio.run(get_weights_by_name(SimpleNamespace(engine=Split()), SimpleNamespace(), name="down"))
 
 
 def test_parts_of_two_updates_are_never_mixed(client, other_weights):

@@ -7,8 +7,9 @@ from safetensors.torch import save, save_file
 
 from rollout_engine import RolloutPolicy
 from rollout_engine.serve.app import App
+from rollout_engine.serve.route import body_of
 from rollout_engine.serve.version_names import VersionNames
-from rollout_engine.serve.vllm.weights import UpdateBody
+from rollout_engine.serve.weights import update_weights
 
 from .conftest import Client
 
@@ -67,7 +68,7 @@ def test_a_text_stands_for_one_version_until_another_has_taken_its_number():
     names = VersionNames(lambda: live[0])
 
     def read(text):
-        body = UpdateBody(weight_dir="x", weight_version=text)
+        body = body_of(update_weights)(weight_dir="x", weight_version=text)
         return names.read(body), body.weight_version
 
     assert [read(text)[1] for text in ("a", "a", "weight_v000042", "default")] == [1, 1, "weight_v000042", "default"]

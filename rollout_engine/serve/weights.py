@@ -1,4 +1,12 @@
-"""Weight updates: by a torch group of trainer and server, from a directory, or in a body."""
+"""Routes of weight updates, in both dialects: the steps are `PendingUpdate`'s.
+
+            vLLM's                          SGLang's
+join        init_weight_transfer_engine     init_weights_update_group, destroy_weights_update_group
+begin       start_weight_update             begin_weight_update
+take        update_weights                  update_weights_from_distributed, update_weights_from_tensor
+end         finish_weight_update            end_weight_update, or the last of the model's tensors
+load        update_weights, fetch_weights   update_weights_from_disk
+"""
 
 import base64
 import binascii
@@ -6,49 +14,88 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.base.errors import RequestError, RPCError
+from rollout_engine.base.errors import LifecycleError, RequestError, RPCError
 from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.base.threads import run_in_thread
-from rollout_engine.serve.pending_update import as_version, report_fields
+from rollout_engine.serve.pending_update import GroupFields, as_version, report_fields
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
-from rollout_engine.serve.vllm.weights import join
-
-_GROUP_SECONDS = 300.0
 
 
-class InitBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
+class InitInfo(GroupFields, kw_only=True):
+    """The group that a client of vLLM asks for."""
 
-    master_address: str
-    master_port: int | str
+    packed: bool = False
+
+
+async def init_weight_transfer_engine(served: Served, asked: Asked, *, init_info: InitInfo) -> Reply:
+    """Form a torch group with a trainer, which is rank 0 of it and must call at the same time."""
+    _check_packing(init_info)
+    return Reply({"success": True, "message": await served.updates.join(init_info)})
+
+
+class InitBody(GroupFields, kw_only=True, forbid_unknown_fields=True):
+    """The group that a client of SGLang asks for."""
+
     rank_offset: int
-    world_size: int
     group_name: str = "weight_update_group"
     backend: str = "nccl"
-    timeout: float = _GROUP_SECONDS
 
 
 async def init_weights_update_group(served: Served, asked: Asked) -> Reply:
     """Form a torch group with a trainer, which is rank 0 of it and must call at the same time."""
-    body: InitBody = asked.body
-    await join(served, body.backend, body.master_address, body.master_port, body.rank_offset, body.world_size,
-               body.group_name, body.timeout)  # fmt: skip
-    return Reply({"success": True, "message": f"rank {body.rank_offset} of {body.world_size} is ready"})
+    return Reply({"success": True, "message": await served.updates.join(asked.body)})
 
 
-class DestroyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
-
-    group_name: str | None = None
-
-
-async def destroy_weights_update_group(served: Served, asked: Asked) -> Reply:
+async def destroy_weights_update_group(served: Served, asked: Asked, *, group_name: str | None = None) -> Reply:
     """Leave the group, and drop tensors of an update that was not finished."""
     served.updates.drop()
     served.updates.group = None
     return Reply({"success": True, "message": "The group is gone."})
+
+
+async def start_weight_update(served: Served, asked: Asked, *, is_checkpoint_format: bool | None = None) -> Reply:
+    """Begin an update. What an earlier one left is dropped."""
+    served.updates.begin()
+    return Reply({"success": True, "weight_version": served.weight_version})
+
+
+async def begin_weight_update(served: Served, asked: Asked, *, weight_version: int | str | None = None) -> Reply:
+    """Begin an update. What an earlier one left is dropped."""
+    served.updates.begin(weight_version)
+    return Reply({"success": True, "message": "Send the tensors."})
+
+
+class UpdateInfo(msgspec.Struct, kw_only=True):
+    """The tensors that the trainer broadcasts next, in this order."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool = False
+
+
+async def update_weights(
+    served: Served,
+    asked: Asked,
+    *,
+    update_info: UpdateInfo | None = None,
+    weight_dir: str | None = None,
+    weight_version: int | str | None = None,
+) -> Reply:
+    """Take tensors of an update from the group; or a whole update from a published store or a checkpoint directory."""
+    info = update_info
+    if (info is None) == (weight_dir is None):
+        raise RequestError.for_field("update_info", None, "given, or weight_dir in its place: one of them")
+    if weight_dir is not None:
+        return Reply(report_fields(await served.updates.load(weight_dir, weight_version)))
+    assert info is not None
+    _check_packing(info)
+    if weight_version is not None:
+        served.updates.expect(weight_version)
+    await served.updates.receive(served.updates.specs(info.names, info.dtype_names, info.shapes))
+    return Reply({"success": True, "num_tensors": len(info.names), "weight_version": served.weight_version})
 
 
 class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -108,6 +155,31 @@ async def update_weights_from_tensor(served: Served, asked: Asked) -> Reply:
     return await _commit_if_complete(served, body)
 
 
+async def finish_weight_update(served: Served, asked: Asked, *, weight_version: int | str | None = None) -> Reply:
+    """Commit the update that was begun, whole or not at all. Asked again with its version, it reports the same."""
+    return Reply(report_fields(await served.updates.end("finish_weight_update", weight_version)))
+
+
+async def end_weight_update(served: Served, asked: Asked, *, weight_version: int | str | None = None) -> Reply:
+    """Commit the update that was begun, whole or not at all. Asked again with its version, it reports the same."""
+    return Reply(report_fields(await served.updates.end("end_weight_update", weight_version)))
+
+
+async def fetch_weights(
+    served: Served,
+    asked: Asked,
+    *,
+    target_version: int | str | None = None,
+    sync_dir: str | None = None,
+    uri: str | None = None,
+) -> Reply:
+    """Load weights from a directory of this machine: a published store, or a safetensors checkpoint."""
+    path = sync_dir or (uri or "").removeprefix("file://")
+    if not path or "://" in path:
+        raise RequestError.for_field("uri", uri, "a directory of this machine, or sync_dir in its place")
+    return Reply(report_fields(await served.updates.load(path, target_version)))
+
+
 class DiskBody(CommonBody, kw_only=True):
     """Fields of a request."""
 
@@ -132,60 +204,55 @@ async def update_weights_from_disk(served: Served, asked: Asked) -> Reply:
     return Reply({**report_fields(report), "num_paused_requests": 0})
 
 
-class BeginBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
-
-    weight_version: int | str | None = None
-
-
-async def begin_weight_update(served: Served, asked: Asked) -> Reply:
-    """Begin an update. What an earlier one left is dropped."""
-    served.updates.begin(asked.body.weight_version)
-    return Reply({"success": True, "message": "Send the tensors."})
-
-
-async def end_weight_update(served: Served, asked: Asked) -> Reply:
-    """Commit the update that was begun, whole or not at all. Asked again with its version, it reports the same."""
-    return Reply(report_fields(await served.updates.end("end_weight_update", asked.body.weight_version)))
-
-
-class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
-
-    new_version: int | str
-    abort_all_requests: bool = False
-
-
-async def update_weight_version(served: Served, asked: Asked) -> Reply:
+async def update_weight_version(
+    served: Served, asked: Asked, *, new_version: int | str, abort_all_requests: bool = False
+) -> Reply:
     """Confirm the live version. A version belongs to its weights: no other can be given to weights that serve."""
-    new, live = as_version(asked.body.new_version), served.weight_version
+    new, live = as_version(new_version), served.weight_version
     if new != live:
         what = f"the live weights have version {live}, and a version belongs to its weights"
         raise HttpProblem(409, f"update_weight_version: {what}. Send weight_version={new} with the update itself.")
     return Reply({"success": True, "message": f"The version is {live}.", "new_version": served.version_text})
 
 
-class NameBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a request."""
+async def weight_info(served: Served, asked: Asked) -> Reply:
+    """Names, dtypes and shapes of the weights, their digest, and the live version."""
+    weights = await served.updates.weights()
+    [digest, *_] = await served.engine.collective_rpc("get_weight_digest")
+    names = {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in weights.items()}
+    return Reply({"weights": names, "digest": digest, "weight_version": served.weight_version})
 
-    name: str
-    truncate_size: int = 100
+
+async def weight_checker(served: Served, asked: Asked, *, action: str = "checksum") -> Reply:
+    """Digests of the live weights ("checksum"); remember them ("snapshot"); name those that changed ("compare")."""
+    if action not in ("checksum", "snapshot", "compare"):
+        hint = "Weights are not overwritten for a test."
+        raise RequestError.for_field("action", action, "'checksum', 'snapshot' or 'compare'", hint)
+    [digests, *_] = await served.engine.collective_rpc("get_tensor_digests")
+    if action == "checksum":
+        return Reply({"success": True, "checksums": digests, "weight_version": served.weight_version})
+    if action == "snapshot":
+        served.known_digests = digests
+        return Reply({"success": True, "num_tensors": len(digests)})
+    if served.known_digests is None:
+        raise LifecycleError("weight_checker: there is nothing to compare with: call it with action='snapshot' first.")
+    changed = [name for name, digest in digests.items() if served.known_digests.get(name) != digest]
+    return Reply({"success": True, "changed": changed, "weight_version": served.weight_version})
 
 
-async def get_weights_by_name(served: Served, asked: Asked) -> Reply:
+async def get_weights_by_name(served: Served, asked: Asked, *, name: str, truncate_size: int = 100) -> Reply:
     """The first rows of one weight, by the module's name for it.
 
     Of a model that is cut over ranks, those that rank 0 has.
     """
-    body: NameBody = asked.body
     try:
-        [rows, *_] = await served.engine.collective_rpc("get_weight_rows", args=(body.name, body.truncate_size))
+        [rows, *_] = await served.engine.collective_rpc("get_weight_rows", args=(name, truncate_size))
     except RPCError as problem:
         raise HttpProblem(400, str(problem), field="name") from problem
     metadata = await served.engine.get_model_metadata()
-    _, shape = metadata[body.name]
+    _, shape = metadata[name]
     if len(shape) == 2 and rows and len(rows[0]) != shape[1]:
-        what = f"no rank has a whole row of '{body.name}', because ranks split sums without deterministic=True"
+        what = f"no rank has a whole row of '{name}', because ranks split sums without deterministic=True"
         raise HttpProblem(400, f"get_weights_by_name: {what}. Give that to the engine.", field="name")
     return Reply(rows)
 
@@ -193,6 +260,11 @@ async def get_weights_by_name(served: Served, asked: Asked) -> Reply:
 async def post_process_weights(served: Served, asked: Asked) -> Reply:
     """Nothing is left to do after an update here; clients of patched servers ask for it."""
     return Reply({"success": True, "message": "Nothing to do."})
+
+
+def _check_packing(info: InitInfo | UpdateInfo) -> None:
+    if info.packed:
+        raise RequestError.for_field("packed", True, "false: tensors come one by one")
 
 
 def _check_format(body: CommonBody, known: tuple[str, ...]) -> None:
