@@ -1,8 +1,7 @@
 """Replays the schedule of a post-mortem file without a model, to see whether the scheduler alone fails the same way."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import suppress
 
 import msgspec
 
@@ -14,17 +13,11 @@ from rollout_engine.base.seeds import mix
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError
-from rollout_engine.core.step import Step
+from rollout_engine.core.recorder import Recorder, call_entry
+from rollout_engine.core.request import Sequence
 from rollout_engine.process import post_mortem
 
 _POOLING = {"": None, "last": PoolingParams(kind="last"), "all": PoolingParams(kind="token")}
-_CALLS: Mapping[str, Callable[..., Any]] = {
-    name: getattr(EngineCore, name)
-    for name in ("abort_sequences", "pause", "resume", "sleep", "wake_up", "begin_update", "close_for_update")
-} | {
-    "commit_version": EngineCore.commit_version,
-    "end_update": lambda core, dirty: core.end_update(dirty=dirty),
-}
 Rows = list[tuple[int, int, int]]
 
 
@@ -42,15 +35,23 @@ def replay(lines: list[post_mortem.Line]) -> Replayed:
     """Replay a file until its end or the first failure. Schedules are compared where the file begins with the core."""
     header, *rest = lines
     assert isinstance(header, post_mortem.Header), "checked when it was read"
-    found, core = Replayed(), _Core(header, rest)
+    config = msgspec.convert(header.config, CoreConfig)
+    scripts, failed = _scripts(rest, config.vocab_size), _failed_steps(rest)
+    executor = _Executor(
+        block_size=config.block_size, vocab_size=config.vocab_size, scripts=scripts, fail_at_steps=failed
+    )
+    core = EngineCore(executor, config, policy_version=header.policy_version)
+    found, schedules = Replayed(), _Schedules()
+    core.recorders.append(schedules)
     expected: list[post_mortem.StepLine] = []
     for line in rest:
         try:
             match line:
                 case post_mortem.LiveLine(request) | post_mortem.AddLine(_, request):
-                    core.add_request(_source(request, header.config["vocab_size"], header.config["block_size"]))
+                    core.add_request(_source(request, config.vocab_size, config.block_size))
                 case post_mortem.CallLine(_, name, arguments, False):
-                    _call(core, name, arguments)
+                    with suppress(RolloutEngineError):  # it was refused then, too
+                        call_entry(core, name, arguments)
                 case post_mortem.StepLine():
                     expected.append(line)
                 case post_mortem.EndLine(_, _, ended):
@@ -58,12 +59,12 @@ def replay(lines: list[post_mortem.Line]) -> Replayed:
                     core.step()
                     core.check_integrity()
                     if header.is_whole and not found.difference:
-                        found.difference = _difference(expected, core.scheduled)
+                        found.difference = _difference(expected, schedules.scheduled)
                     core.abort_sequences([sequence_id for sequence_id, reason in ended if reason == "error"])
-                    expected, core.scheduled = [], []
+                    expected, schedules.scheduled = [], []
         except Exception as problem:
             found.failure = f"{type(problem).__name__}: {problem}"
-        found.failure = found.failure or core.executor.failure
+        found.failure = found.failure or executor.failure
         if found.failure:
             break
     return found
@@ -82,33 +83,15 @@ class _Executor(FakeExecutor):
             raise
 
 
-class _Core(EngineCore):
-    """A core over the fake model, in which sequences end where they did, and steps fail that did."""
+class _Schedules(Recorder):
+    """Collects the rows of the submitted steps."""
 
-    def __init__(self, header: post_mortem.Header, lines: list[post_mortem.Line]) -> None:
-        config = msgspec.convert(header.config, CoreConfig)
+    def __init__(self) -> None:
         self.scheduled: list[Rows] = []
-        self.executor = _Executor(
-            block_size=config.block_size,
-            vocab_size=config.vocab_size,
-            scripts=_scripts(lines, config.vocab_size),
-            fail_at_steps=_failed_steps(lines),
-        )
-        super().__init__(self.executor, config, policy_version=header.policy_version)
 
-    def _schedule(self) -> Step | None:
-        step = super()._schedule()
-        if step is not None:
-            rows = step.work.scheduled
-            self.scheduled.append([(r.sequence_id, r.num_computed_tokens, r.num_scheduled_tokens) for r in rows])
-        return step
-
-
-def _call(core: EngineCore, name: str, arguments: list[Any]) -> None:
-    try:
-        _CALLS[name](core, *arguments)
-    except RolloutEngineError:
-        pass  # it was refused then, too
+    def record_schedule(self, work: SchedulerOutput, rows: list[Sequence], sampled: list[Sequence]) -> None:
+        found = [(row.sequence_id, row.num_computed_tokens, row.num_scheduled_tokens) for row in work.scheduled]
+        self.scheduled.append(found)
 
 
 def _scripts(lines: list[post_mortem.Line], stop_id: int) -> dict[int, list[int]]:

@@ -1,7 +1,7 @@
 """The engine's loop on one screen: schedule, execute, update."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from copy import deepcopy
 
 from rollout_engine.base.errors import LifecycleError, RetryableError, WeightUpdateError
@@ -15,6 +15,7 @@ from rollout_engine.core.draft_index import DraftIndex
 from rollout_engine.core.executor import Executor
 from rollout_engine.core.lifecycle import Lifecycle, PauseMode
 from rollout_engine.core.model_drafts import ModelDrafts
+from rollout_engine.core.recorder import Recorder, recorded_entry, recorded_step
 from rollout_engine.core.request import Request
 from rollout_engine.core.request_checks import check_request
 from rollout_engine.core.request_table import Preparation, RequestTable
@@ -40,7 +41,7 @@ class EngineCore:
     ) -> None:
         """`prepare` begins work that a request needs before its first step, during steps; None if there is none."""
         self._executor, self._prepare = executor, prepare
-        self._config = config
+        self.config = config
         self._tables = BlockTables(config, policy_version)
         self._scheduler = Scheduler(self._tables, config, speculator_of(config, self._tables, executor))
         self._requests = RequestTable()
@@ -52,7 +53,10 @@ class EngineCore:
         self.lifecycle = Lifecycle()
         """The state, and the calls that it allows. Change it only by the methods of the core."""
         self._clear_cache_when_paused = False
+        self.recorders: list[Recorder] = []
+        """Notified of all that happens to this core."""
 
+    @recorded_step
     def step(self) -> EngineCoreOutputs:
         """Schedule, execute, update. Returns the outputs of the oldest step that have not been returned yet.
 
@@ -63,14 +67,14 @@ class EngineCore:
             is_idle = not (self._steps or self._scheduler.num_queued or self._results.has_pending)
             for request in self._requests.take_prepared(_PATIENCE if is_idle else 0.0):
                 self._scheduler.add(request)
-        num_ahead = self._config.async_scheduling - len(self._results.pending_outputs)
+        num_ahead = self.config.async_scheduling - len(self._results.pending_outputs)
         while len(self._steps) <= num_ahead and (step := self._schedule()):
             self._steps.append(step)
-            step.submit(self._executor)
+            step.submit(self._executor, self.recorders)
         if self._steps and not self._results.pending_outputs:  # what `quiesce` collected is returned first
             self._update(self._steps.popleft())
         if not self.has_unfinished_requests():
-            self.quiesce()
+            self._wait_for_steps()
         self._finish_draining()
         return self._results.pop_outputs()
 
@@ -104,8 +108,12 @@ class EngineCore:
         else:
             self._results.update_from_output(step, result, outputs)
 
+    @recorded_entry
     def quiesce(self) -> None:
         """Wait for the steps in flight; the next calls return their outputs. Call it before you block stepping."""
+        self._wait_for_steps()
+
+    def _wait_for_steps(self) -> None:
         while self._steps:
             self._update(self._steps.popleft())
 
@@ -119,16 +127,19 @@ class EngineCore:
         self.lifecycle.require_alive("add_request")
         self.lifecycle.require_clean("add_request")
         admits = self.lifecycle.admits
-        if self._config.admission == "reject" and not admits:
+        if self.config.admission == "reject" and not admits:
             state = self.lifecycle.describe()
             raise RetryableError(f"The engine is {state} and takes no requests (admission='reject'); try again later.")
-        check_request(request, self._config)
+        check_request(request, self.config)
         adapter = self.adapters.use(request.lora) if request.lora else None
         added = self._requests.add(request, adapter, held=not admits)
         if admits:
             self._queue(added)
+        for recorder in self.recorders:
+            recorder.record_request(request)
 
-    def abort_sequences(self, sequence_ids: Iterable[int]) -> EngineCoreOutputs:
+    @recorded_entry
+    def abort_sequences(self, sequence_ids: Collection[int]) -> EngineCoreOutputs:
         """End sequences; the outputs name them. An unknown or finished id is a no-op."""
         known = self._requests.known(sequence_ids)
         for sequence_id in sorted(known, reverse=True):  # a leader last, so that no sibling has to take over
@@ -138,6 +149,7 @@ class EngineCore:
         self._finish_draining()
         return self._results.pop_outputs()
 
+    @recorded_entry
     def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> EngineCoreOutputs:
         """Stop at this step boundary; return the ends of sequences that mode "abort" ended.
 
@@ -148,12 +160,14 @@ class EngineCore:
         self._clear_cache_when_paused |= clear_cache
         return self._stop(mode)
 
+    @recorded_entry
     def resume(self) -> None:
         """Lift the pause: frozen requests continue and held ones join. A pause that is still draining is cancelled."""
         self.lifecycle.resume()
         self._clear_cache_when_paused = False
         self._admit_held()
 
+    @recorded_entry
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> EngineCoreOutputs:
         """Release the memory of KV and weights (level 2: forget the weights); `mode` and result as in `pause`.
 
@@ -163,7 +177,8 @@ class EngineCore:
         self.lifecycle.sleep(level, mode, in_flight=self.num_in_flight > 0)
         return self._stop(mode)
 
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+    @recorded_entry
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Take memory back: "weights", "kv_cache", or all. Weights forgotten by level 2 then wait for an update.
 
         If there is no room for the weights, the executor's error is raised and everything stays asleep.
@@ -178,6 +193,7 @@ class EngineCore:
                 raise
         self._admit_held()
 
+    @recorded_entry
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forget every known prefix; return whether that was done.
 
@@ -185,7 +201,7 @@ class EngineCore:
         KV again. Once done, no block from before can match.
         """
         self.lifecycle.require_alive("reset_prefix_cache")
-        self.quiesce()
+        self._wait_for_steps()
         if reset_running_requests:
             self._scheduler.recompute_all()
         elif self._tables.usage:
@@ -193,10 +209,12 @@ class EngineCore:
         self._tables.clear_cache()
         return True
 
+    @recorded_entry
     def begin_update(self, verb: str = "update_weights") -> None:
         """Begin a weight update. Steps continue until `commit_version`. Errors name `verb`, the caller's method."""
         self.lifecycle.begin_update(verb)
 
+    @recorded_entry
     def close_for_update(self, mode: PauseMode) -> EngineCoreOutputs:
         """Admit no request until `end_update`. Requests in flight end now ("abort"; returns the ends) or continue."""
         self.lifecycle.close_for_update(mode, in_flight=self.num_in_flight > 0)
@@ -205,6 +223,7 @@ class EngineCore:
             self._finish_draining()
         return self._results.pop_outputs()
 
+    @recorded_entry
     def commit_version(self, version: int, kv: str = "keep") -> int:
         """The weights are now `version`'s. Called between steps; returns the number of live requests.
 
@@ -213,7 +232,7 @@ class EngineCore:
         """
         if kv not in ("keep", "recompute"):
             raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")
-        self.quiesce()
+        self._wait_for_steps()
         grows = version > self._tables.policy_version
         if not grows:
             self._tables.clear_cache()
@@ -222,17 +241,20 @@ class EngineCore:
         self._tables.start_version(version)
         return self.num_unfinished_requests
 
+    @recorded_entry
     def commit_draft(self) -> int:
         """The draft model has other weights now: learn anew how often it is right. Returns the number of requests."""
         if self.draft_model is not None:
             self.draft_model.reset()
         return self.num_unfinished_requests
 
+    @recorded_entry
     def end_update(self, *, dirty: bool | None) -> None:
         """End the update. `dirty`: False if it is complete, True if it left a mixture, None if it changed nothing."""
         self.lifecycle.end_update(dirty=dirty)
         self._admit_held()
 
+    @recorded_entry
     def shutdown(self) -> None:
         """Refuse every method from now on."""
         self.lifecycle.shut_down()
@@ -246,6 +268,11 @@ class EngineCore:
     def num_unfinished_requests(self) -> int:
         """Requests (not sequences) that have not ended."""
         return len(self._requests.by_id)
+
+    @property
+    def unfinished_requests(self) -> list[Request]:
+        """Requests that have not ended, in order of arrival."""
+        return list(self._requests.by_id.values())
 
     @property
     def unfinished_sequences(self) -> list[int]:
@@ -323,10 +350,10 @@ class EngineCore:
         # a pause that waited for the last ends is complete once they are returned
         drains = self.num_in_flight or self._results.has_pending
         assert drains or not self.lifecycle.draining, "nothing drains"
-        assert len(self._steps) <= self._config.async_scheduling, f"{len(self._steps)} steps are in flight"
-        if self._config.speculation is None:  # else one step may leave several outputs
+        assert len(self._steps) <= self.config.async_scheduling, f"{len(self._steps)} steps are in flight"
+        if self.config.speculation is None:  # else one step may leave several outputs
             num_results = len(self._steps) + len(self._results.pending_outputs)
-            assert num_results <= self._config.async_scheduling, f"{num_results} results have not been returned"
+            assert num_results <= self.config.async_scheduling, f"{num_results} results have not been returned"
 
     def _admit_held(self) -> None:
         if self.lifecycle.admits:
@@ -360,10 +387,11 @@ class EngineCore:
 
     def _finish_stop(self) -> None:
         """Complete a pause or sleep: clear the cache and release memory as it asked."""
-        self.quiesce()
+        self._wait_for_steps()
         level = self.lifecycle.finish_draining()
         if level or self._clear_cache_when_paused:
-            self.reset_prefix_cache(reset_running_requests=True)
+            self._scheduler.recompute_all()
+            self._tables.clear_cache()
             self._clear_cache_when_paused = False
         if level:
             if self.draft_model is not None:

@@ -1,10 +1,11 @@
 """A scheduled step and the sequences in it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 from rollout_engine.base.messages import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
 from rollout_engine.core.executor import Executor
+from rollout_engine.core.recorder import Recorder
 from rollout_engine.core.request import Request, Sequence
 
 
@@ -14,7 +15,7 @@ class Step:
     It holds sequences, not their ids: the id of one that ends meanwhile may be used again.
     """
 
-    __slots__ = ("_wait", "draft_sources", "num_cached_tokens", "rows", "sampled", "work")
+    __slots__ = ("_recorders", "_wait", "draft_sources", "num_cached_tokens", "rows", "sampled", "work")
 
     def __init__(self, work: SchedulerOutput) -> None:
         self.work = work
@@ -27,6 +28,7 @@ class Step:
         self.draft_sources: dict[int, str] = {}
         """The source of each sequence's draft, by its id; see `DraftStats`."""
         self._wait: Callable[[], ModelRunnerOutput] = _refuse
+        self._recorders: Iterable[Recorder] = ()
 
     @property
     def has_drafts(self) -> bool:
@@ -58,12 +60,26 @@ class Step:
         requests = (sequence.request for sequence in self.sampled if id(sequence) not in computed)
         return list({id(request): request for request in requests}.values())
 
-    def submit(self, executor: Executor) -> None:
-        """Begin the step."""
+    def submit(self, executor: Executor, recorders: Iterable[Recorder] = ()) -> None:
+        """Begin the step. `recorders` are notified of it now, and of its result."""
+        self._recorders = recorders
+        for recorder in recorders:
+            recorder.record_schedule(self.work, self.rows, self.sampled)
         self._wait = executor.submit(self.work)
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the result. Raises the error of the executor, and `ValueError` for columns of a wrong length."""
+        try:
+            result = self._checked_result()
+        except BaseException as problem:
+            for recorder in self._recorders:
+                recorder.record_result(None, problem)
+            raise
+        for recorder in self._recorders:
+            recorder.record_result(result, None)
+        return result
+
+    def _checked_result(self) -> ModelRunnerOutput:
         result = self._wait()
         num_rows = len(self.sampled) if result.num_drawn is None else sum(result.num_drawn)
         if result.num_drawn is not None and len(result.num_drawn) != len(self.sampled):

@@ -11,7 +11,7 @@ thread that waits to change something goes before the next step.
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -134,7 +134,7 @@ class EngineDriver:
         with self.between_steps():
             self.core.add_request(request)
 
-    def abort(self, sequence_ids: Iterable[int]) -> None:
+    def abort(self, sequence_ids: Collection[int]) -> None:
         """End sequences; unknown ones are a no-op."""
         with self.between_steps():
             self.deliver(self.core.abort_sequences(sequence_ids))

@@ -2,21 +2,16 @@
 
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
 from rollout_engine.base.errors import error_text
-from rollout_engine.base.messages import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    SchedulerOutput,
-    SequenceEnd,
-)
+from rollout_engine.base.messages import EngineCoreRequest, SchedulerOutput, SequenceEnd
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.core.lifecycle import PauseMode
-from rollout_engine.core.step import Step
+from rollout_engine.core.recorder import Recorder
+from rollout_engine.core.request import Sequence
 
 _NUM_ENTRIES = 1024
 """Entries after which a generation of the history ends. The last two generations are kept."""
@@ -37,6 +32,7 @@ class Called(NamedTuple):
     name: str
     arguments: tuple[Any, ...]
     is_verb: bool = False
+    options: Mapping[str, Any] = {}
 
 
 class Scheduled(NamedTuple):
@@ -55,7 +51,7 @@ class Stepped(NamedTuple):
 
     begun: float
     at: float
-    ended: Sequence[SequenceEnd]
+    ended: Collection[SequenceEnd]
     scheduled: "tuple[Scheduled | None, ...]"
     """The steps that it scheduled. None: the sequences of the step before, the next token of each."""
     problem: str = ""
@@ -84,61 +80,63 @@ class Generation:
         """Each an `Entry`, or the plain tuple of a `Stepped`, which is made at every step."""
 
 
-class RecordedCore(EngineCore):
-    """An `EngineCore` that remembers what was done to it, some hundred steps back."""
+class History(Recorder):
+    """A recorder that remembers what a core did, some hundred steps back."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.generations = [Generation([], self.policy_version, is_first=True)]
+    def __init__(self, core: EngineCore) -> None:
+        """Record `core` from now on."""
+        self._core = core
+        self.generations = [Generation([], core.policy_version, is_first=True)]
         """The last two, oldest first."""
-        self._rows: Any = None
+        self._rows: list[Sequence] | None = None
         """The sequences of the last step, if it gave each of them a token."""
         self._begun = 0.0
         self._scheduled: tuple[Scheduled | None, ...] = ()
-        """Schedules that the call of `step` in progress has made; None for one that repeats the last."""
+        """Steps that the call of `step` in progress has submitted; None for one that repeats the last."""
+        core.recorders.append(self)
 
     @property
     def config(self) -> CoreConfig:
-        """Its sizes."""
-        return self._config
+        """Sizes of the core."""
+        return self._core.config
 
     @property
     def unended(self) -> Stepped | None:
-        """The call of `step` in progress, if it has scheduled anything."""
+        """The call of `step` in progress, if it has submitted anything."""
         return Stepped(self._begun, self._begun, (), self._scheduled) if self._scheduled else None
 
-    def record(self, entry: Entry | tuple[Any, ...]) -> None:
-        """Remember an entry."""
+    def record_verb(self, title: str) -> None:
+        """Remember a call of a verb."""
+        self._append(Called(time.monotonic(), title[:80], (), is_verb=True))
+
+    def record_call(self, name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        self._rows = None
+        if len(self.generations[-1].entries) >= _NUM_ENTRIES:  # while the core is as before the call
+            self._begin_generation()
+        self.generations[-1].entries.append(Called(time.monotonic(), name, arguments, options=options))
+
+    def record_request(self, request: EngineCoreRequest) -> None:
+        self._append(Added(time.monotonic(), request))
+
+    def begin_step(self) -> None:
+        self._begun = time.monotonic()
+
+    def record_schedule(self, work: SchedulerOutput, rows: list[Sequence], sampled: list[Sequence]) -> None:
+        is_plain = rows == sampled
+        again = is_plain and rows == self._rows
+        self._scheduled += (None if again else _scheduled(work),)
+        self._rows = rows if is_plain else None
+
+    def end_step(self, ended: Collection[SequenceEnd], problem: BaseException | None) -> None:
+        scheduled, self._scheduled = self._scheduled, ()
+        error = "" if problem is None else error_text(problem)
+        self._append((self._begun, time.monotonic(), ended, scheduled, error))
+
+    def _append(self, entry: Entry | tuple[Any, ...]) -> None:
         entries = self.generations[-1].entries
         entries.append(entry)
         if len(entries) >= _NUM_ENTRIES:
             self._begin_generation()
-
-    def record_verb(self, title: str) -> None:
-        """Remember a call of a verb."""
-        self.record(Called(time.monotonic(), title[:80], (), is_verb=True))
-
-    def step(self) -> EngineCoreOutputs:
-        self._begun = time.monotonic()
-        try:
-            outputs = EngineCore.step(self)
-        except BaseException as error:
-            scheduled, self._scheduled = self._scheduled, ()
-            self.record(Stepped(self._begun, time.monotonic(), (), scheduled, error_text(error)))
-            raise
-        scheduled, self._scheduled = self._scheduled, ()
-        self.record((self._begun, time.monotonic(), outputs.ended or (), scheduled))
-        return outputs
-
-    def _schedule(self) -> Step | None:
-        step = EngineCore._schedule(self)
-        if step is not None:
-            rows = step.rows
-            is_plain = rows == step.sampled
-            again = is_plain and rows == self._rows
-            self._scheduled += (None if again else _scheduled(step.work),)
-            self._rows = rows if is_plain else None
-        return step
 
     def _begin_generation(self) -> None:
         live = [
@@ -147,55 +145,10 @@ class RecordedCore(EngineCore):
                 request.forked,
                 [(each.sequence_id, each.num_tokens, each.max_num_tokens) for each in request.live_sequences],
             )
-            for request in self._requests.by_id.values()
+            for request in self._core.unfinished_requests
         ]
         self._rows = None
-        self.generations = [self.generations[-1], Generation(live, self.policy_version, is_first=False)]
-
-    def _called(self, name: str, *arguments: Any) -> None:
-        self._rows = None
-        self.record(Called(time.monotonic(), name, arguments))
-
-    def add_request(self, request: EngineCoreRequest) -> None:
-        super().add_request(request)
-        self.record(Added(time.monotonic(), request))
-
-    def abort_sequences(self, sequence_ids: Iterable[int]) -> EngineCoreOutputs:
-        ids = list(sequence_ids)
-        self._called("abort_sequences", ids)
-        return super().abort_sequences(ids)
-
-    def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> EngineCoreOutputs:
-        self._called("pause", mode)
-        return super().pause(mode, clear_cache=clear_cache)
-
-    def resume(self) -> None:
-        self._called("resume")
-        super().resume()
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> EngineCoreOutputs:
-        self._called("sleep", level, mode)
-        return super().sleep(level, mode)
-
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        self._called("wake_up", tags)
-        super().wake_up(tags)
-
-    def begin_update(self, verb: str = "update_weights") -> None:
-        self._called("begin_update", verb)
-        super().begin_update(verb)
-
-    def close_for_update(self, mode: PauseMode) -> EngineCoreOutputs:
-        self._called("close_for_update", mode)
-        return super().close_for_update(mode)
-
-    def commit_version(self, version: int, kv: str = "keep") -> int:
-        self._called("commit_version", version, kv)
-        return super().commit_version(version, kv)
-
-    def end_update(self, *, dirty: bool | None) -> None:
-        self._called("end_update", dirty)
-        super().end_update(dirty=dirty)
+        self.generations = [self.generations[-1], Generation(live, self._core.policy_version, is_first=False)]
 
 
 def _scheduled(work: SchedulerOutput) -> Scheduled:

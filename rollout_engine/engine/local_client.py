@@ -19,8 +19,7 @@ from rollout_engine.engine.client import ANYWHERE, EngineInfo, Listener, Route
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.engine_lock import EngineLock
 from rollout_engine.engine.interrupts import held
-from rollout_engine.engine.start_up import core_config, engine_info
-from rollout_engine.engine.step_trace import traced
+from rollout_engine.engine.start_up import engine_info, make_core
 from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.engine.update_steps import UpdateSteps
 from rollout_engine.engine.verbs import VERBS
@@ -70,7 +69,7 @@ class LocalClient:
         except BaseException:
             executor.shutdown()
             raise
-        core = EngineCore(traced(executor, config), core_config(config, executor.info), prepare=executor.prepare)
+        core = make_core(config, executor)
         try:
             client = cls(core, executor, engine_info(config, executor.info), own_thread=own_thread)
         except RetryableError:

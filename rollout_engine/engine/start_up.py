@@ -1,11 +1,22 @@
-"""Derives the core's sizes, and the start-up line of every choice, from options and a loaded model."""
+"""Makes the core over a loaded model, and describes that model and every choice made at start-up."""
 
 import msgspec
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.client import EngineInfo
+from rollout_engine.engine.step_trace import StepTrace
+from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.model_info import ModelInfo
+
+
+def make_core(config: EngineConfig, executor: InlineExecutor) -> EngineCore:
+    """Make the core over a loaded model; with `config.step_trace` its steps are written there. Raises `ConfigError`."""
+    core = EngineCore(executor, core_config(config, executor.info), prepare=executor.prepare)
+    if config.step_trace is not None:
+        core.recorders.append(StepTrace(config.step_trace, config.step_trace_bytes, config.model))
+    return core
 
 
 def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:

@@ -13,17 +13,17 @@ import os
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, error_text, refused
 from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
-from rollout_engine.core.executor import Executor
+from rollout_engine.core.recorder import Recorder
 
 logger = logging.getLogger("rollout_engine")
 
@@ -90,20 +90,13 @@ Line = TraceHeader | TracedStep
 _DECODER = msgspec.json.Decoder(Line)
 
 
-def traced(executor: Executor, config: EngineConfig) -> Executor:
-    """The executor itself; with `config.step_trace` one that writes what it is asked to do, and its results."""
-    if config.step_trace is None:
-        return executor
-    return TracedExecutor(executor, StepTrace(config.step_trace, config.step_trace_bytes, config.model))
-
-
 def prompt_checksum(token_ids: Sequence[int]) -> int:
     """A checksum of 32 bits, by which prompts of the same seed are told apart."""
     return zlib.crc32(array("q", token_ids).tobytes())
 
 
-class StepTrace:
-    """Writes steps into the files of one engine. When they cannot be written it stops, with a warning."""
+class StepTrace(Recorder):
+    """Writes the steps of a core into the files of one engine. If they cannot be written it stops, with a warning."""
 
     def __init__(self, directory: str, max_bytes: int, model: str) -> None:
         """The directory is made where it is missing. Raises `ConfigError` where that cannot be."""
@@ -116,11 +109,26 @@ class StepTrace:
         """Those of the last step, if each drew one token."""
         self._num_bytes = 0
         self._is_open = True
+        self._submitted: deque[tuple[TracedStep, float]] = deque()
+        """Steps without a result, and when each was submitted (`time.perf_counter`)."""
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
             self._append(self._header())
         except (OSError, ValueError) as problem:  # a name with a zero byte is a ValueError
             raise ConfigError(refused("step_trace", directory, "a directory to write to", f"{problem}.")) from None
+
+    def record_schedule(self, work: SchedulerOutput, rows: object, sampled: object) -> None:
+        self._submitted.append((_step_of(work), time.perf_counter()))
+
+    def record_result(self, result: ModelRunnerOutput | None, problem: BaseException | None) -> None:
+        step, start = self._submitted.popleft()
+        step.seconds = time.perf_counter() - start
+        if result is not None:
+            step.drawn = list(result.num_drawn or ())
+        else:
+            step.problem = error_text(problem)[:200] if problem is not None else ""
+            self._submitted.clear()
+        self.write(step)
 
     def write(self, step: TracedStep) -> None:
         """Append a step."""
@@ -157,44 +165,6 @@ class StepTrace:
         with open(self.path, "ab", buffering=0) as file:
             file.write(content)
         self._num_bytes += len(content)
-
-
-class TracedExecutor:
-    """An executor that writes each step, once its result is there, into a trace."""
-
-    def __init__(self, executor: Executor, trace: StepTrace) -> None:
-        self._executor, self._trace = executor, trace
-
-    def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        step, start = _step_of(work), time.perf_counter()
-        wait = self._executor.submit(work)
-
-        def result() -> ModelRunnerOutput:
-            try:
-                found = wait()
-            except BaseException as problem:
-                step.problem = error_text(problem)[:200]
-                raise
-            else:
-                step.drawn = list(found.num_drawn or ())
-                return found
-            finally:
-                step.seconds = time.perf_counter() - start
-                self._trace.write(step)
-
-        return result
-
-    def draft(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        return self._executor.draft(work)
-
-    def release_kv(self) -> None:
-        self._executor.release_kv()
-
-    def release_weights(self, *, forget: bool) -> None:
-        self._executor.release_weights(forget=forget)
-
-    def restore_weights(self) -> None:
-        self._executor.restore_weights()
 
 
 def _step_of(work: SchedulerOutput) -> TracedStep:

@@ -21,9 +21,8 @@ from rollout_engine.base.errors import RetryableError
 from rollout_engine.base.threads import give_way_early
 from rollout_engine.children.channel import Channel
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.engine.history import RecordedCore
-from rollout_engine.engine.start_up import core_config, engine_info
-from rollout_engine.engine.step_trace import traced
+from rollout_engine.engine.history import History
+from rollout_engine.engine.start_up import engine_info, make_core
 from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.process_executor import make_executor
@@ -58,7 +57,8 @@ def serve(lifeline: Channel, directory: str) -> int:
     try:
         settings.config.check()
         executor = make_executor(settings.config)
-        core = RecordedCore(traced(executor, settings.config), core_config(settings.config, executor.info))
+        core = make_core(settings.config, executor)
+        history = History(core)
         connections = descriptors.connections_possible(2 if settings.listen else 1)
         io = CoreSocket(
             directory,
@@ -76,21 +76,21 @@ def serve(lifeline: Channel, directory: str) -> int:
     gc.freeze()  # objects made at start-up stay; the collector need not walk them between steps
     proc = EngineCoreProc(core, executor, io, directory)
     end_on_signals(io.inbox)
-    io.on_turn, proc.on_step, proc.on_verb = pulse.turn, pulse.step, core.record_verb
+    io.on_turn, proc.on_step, proc.on_verb = pulse.turn, pulse.step, history.record_verb
     descriptors.write_places(directory, connections.num_clients)
     try:
         if settings.config.step_deadline is not None:
-            StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, core, io, directory))
+            StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, history, io, directory))
         io.start(lambda: _ready(settings, core, executor, io), on_orphaned=lambda: _leave(directory, 1))
-        executor.watch(partial(_give_up, core, io, directory))
+        executor.watch(partial(_give_up, history, io, directory))
     except RetryableError as error:
         lifeline.send(sendable_failure(error))
         return 1
     lifeline.send(_ready(settings, core, executor, io))
-    return _run(proc, core, io)
+    return _run(proc, history, io)
 
 
-def _run(proc: EngineCoreProc, core: RecordedCore, io: CoreSocket) -> int:
+def _run(proc: EngineCoreProc, history: History, io: CoreSocket) -> int:
     status, trace = 0, ""
     try:
         reason = proc.run()
@@ -98,7 +98,7 @@ def _run(proc: EngineCoreProc, core: RecordedCore, io: CoreSocket) -> int:
         logger.critical("the core failed and ends", exc_info=error)
         reason, status = f"it failed: {type(error).__name__}: {error}", 1
         trace = "".join(traceback.format_exception(error))
-    file = None if io.is_orphaned else write_post_mortem(core, reason, trace)
+    file = None if io.is_orphaned else write_post_mortem(history, reason, trace)
     io.close(reason + _see(file))
     return status
 
@@ -119,9 +119,9 @@ def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor, i
     )
 
 
-def _give_up(core: RecordedCore, io: CoreSocket, directory: str, reason: str) -> NoReturn:
+def _give_up(history: History, io: CoreSocket, directory: str, reason: str) -> NoReturn:
     """Tell every client why this process ends, and end it: the busy loop cannot."""
-    io.close(reason + _see(write_post_mortem(core, reason)))
+    io.close(reason + _see(write_post_mortem(history, reason)))
     _leave(directory, 1)
 
 

@@ -23,7 +23,8 @@ import msgspec
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.core.config import CoreConfig
-from rollout_engine.engine.history import Added, Called, Live, RecordedCore, Scheduled, Stepped
+from rollout_engine.core.recorder import plain_arguments
+from rollout_engine.engine.history import Added, Called, History, Live, Scheduled, Stepped
 from rollout_engine.kernels.cpu.build import cache_directory
 from sync.own_files import read_regular
 
@@ -122,13 +123,13 @@ class EndLine(msgspec.Struct, tag="end"):
 Line = Header | LiveLine | AddLine | CallLine | StepLine | EndLine
 
 
-def write_post_mortem(core: RecordedCore, reason: str, traceback: str = "") -> Path | None:
-    """Write what `core` remembers. Returns the file, or None where it cannot be written."""
+def write_post_mortem(history: History, reason: str, traceback: str = "") -> Path | None:
+    """Write what `history` remembers. Returns the file, or None where it cannot be written."""
     path = _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-            for line in _lines(core, reason, traceback):
+            for line in _lines(history, reason, traceback):
                 file.write(msgspec.json.encode(line) + b"\n")
         _forget_old(path.parent)
     except OSError:
@@ -188,10 +189,10 @@ def _forget_old(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _lines(core: RecordedCore, reason: str, traceback: str) -> Iterator[Line]:
-    first = core.generations[0]
-    entries = [entry for generation in core.generations for entry in generation.entries]
-    unended = core.unended
+def _lines(history: History, reason: str, traceback: str) -> Iterator[Line]:
+    first = history.generations[0]
+    entries = [entry for generation in history.generations for entry in generation.entries]
+    unended = history.unended
     if unended is not None:
         entries.append(unended)
     yield Header(
@@ -200,21 +201,22 @@ def _lines(core: RecordedCore, reason: str, traceback: str) -> Iterator[Line]:
         time=time.time(),
         reason=reason,
         traceback=traceback,
-        config=msgspec.structs.asdict(core.config),
+        config=msgspec.structs.asdict(history.config),
         policy_version=first.policy_version,
         is_whole=first.is_first,
     )
     for live in first.live:
-        yield from map(LiveLine, _live_requests(live, core.config))
+        yield from map(LiveLine, _live_requests(live, history.config))
     start = _time_of(entries[0]) if entries else 0.0
     last = StepLine(0.0, -1, 0, [], [])
     for entry in entries:
         at = round(_time_of(entry) - start, 6)
         match entry:
             case Added(_, request):
-                yield AddLine(at, _request(request, _room(request), core.config))
-            case Called(_, name, arguments, is_verb):
-                yield CallLine(at, name, list(arguments), is_verb)
+                yield AddLine(at, _request(request, _room(request), history.config))
+            case Called(_, name, arguments, is_verb, options):
+                given = [] if is_verb else plain_arguments(name, arguments, options)
+                yield CallLine(at, name, given, is_verb)
             case _:
                 stepped = Stepped(*entry)
                 for scheduled in stepped.scheduled:

@@ -4,18 +4,13 @@ import logging
 
 import pytest
 
-from rollout_engine import ConfigError, EngineConfig
-from rollout_engine.base.messages import SchedulerOutput
+from rollout_engine import ConfigError
+from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import FakeExecutor
-from rollout_engine.engine.step_trace import (
-    Row,
-    StepTrace,
-    TracedExecutor,
-    TracedSequence,
-    TracedStep,
-    read_traces,
-    traced,
-)
+from rollout_engine.engine.step_trace import Row, StepTrace, TracedSequence, TracedStep, read_traces
 
 
 def step(number, rows, samples=(), **more):
@@ -28,12 +23,6 @@ def decode(number, start, ids=(1, 2)):
 
 def trace_in(tmp_path, max_bytes=1 << 20):
     return StepTrace(str(tmp_path / "trace"), max_bytes, "model")
-
-
-def test_off_is_the_executor_itself(tmp_path):
-    executor = object()
-    assert traced(executor, EngineConfig(model="m")) is executor
-    assert isinstance(traced(executor, EngineConfig(model="m", step_trace=tmp_path / "t")), TracedExecutor)
 
 
 def test_what_is_written_is_read_back_and_repeated_rows_cost_nothing(tmp_path):
@@ -114,37 +103,33 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
         StepTrace(str(tmp_path / "file"), 1 << 20, "m")
 
 
-def test_a_step_that_fails_is_written_with_its_problem_and_the_error_goes_on(tmp_path):
-    class Failing:
-        def submit(self, work):
-            def result():
-                raise RuntimeError("no memory")
-
-            return result
-
-    trace = trace_in(tmp_path)
-    executor = TracedExecutor(Failing(), trace)
-    wait = executor.submit(SchedulerOutput(3, 1, [], [], [], [], []))
-    with pytest.raises(RuntimeError, match="no memory"):
-        wait()
+def test_a_step_that_fails_is_written_with_its_problem_and_those_behind_it_are_not(tmp_path):
+    config = CoreConfig(
+        num_blocks=48,
+        block_size=4,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        vocab_size=97,
+        async_scheduling=True,
+    )
+    core = EngineCore(FakeExecutor(block_size=4, vocab_size=97, fail_at_steps={2}), config)
+    core.recorders.append(trace_in(tmp_path))
+    for first in range(2):
+        core.add_request(
+            EngineCoreRequest(
+                prompt_token_ids=[7] * 12,
+                params=SamplingParams(),
+                max_tokens=4,
+                seed=first,
+                first_sequence_id=first,
+            )
+        )
+    while core.has_unfinished_requests():
+        core.step()
+    core.step()
     [found] = read_traces(tmp_path / "trace")
-    assert [(each.step, each.version, each.problem) for each in found.steps] == [(3, 1, "RuntimeError: no memory")]
-
-
-def test_the_other_methods_of_an_executor_are_passed_on(tmp_path):
-    calls = []
-
-    class Executor:
-        def __getattr__(self, name):
-            return lambda *args, **options: calls.append((name, args, options))
-
-    executor = TracedExecutor(Executor(), trace_in(tmp_path))
-    executor.release_kv(), executor.restore_weights(), executor.release_weights(forget=True), executor.draft("work")
-    assert calls == [
-        ("release_kv", (), {}),
-        ("restore_weights", (), {}),
-        ("release_weights", (), {"forget": True}),
-        ("draft", ("work",), {}),
-    ]
-    protocol = {name for name in vars(FakeExecutor) if name in vars(TracedExecutor)}
-    assert {"submit", "draft", "release_kv", "release_weights", "restore_weights"} <= protocol
+    problems = [each.problem for each in found.steps]
+    assert [problem[:13] for problem in problems if problem] == ["RuntimeError:"]
+    assert len(problems) == core.stats.num_steps
+    assert all(each.seconds > 0 for each in found.steps)

@@ -14,10 +14,10 @@ from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.cli.main import main
 from rollout_engine.cli.schedule_replay import replay
 from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import FakeExecutor
 from rollout_engine.core.scheduler import Scheduler
-from rollout_engine.engine import history
-from rollout_engine.engine.history import RecordedCore
+from rollout_engine.engine.history import History
 from rollout_engine.process import post_mortem
 from rollout_engine.process.post_mortem import AddLine, CallLine, EndLine, LiveLine, StepLine
 
@@ -42,10 +42,11 @@ def folder(tmp_path, monkeypatch):
 
 
 def live_through(seed, num_steps, pools=0.0, **options):
-    """A core after random requests, aborts, pauses and updates. Sequences end at stop ids, at lengths and by aborts."""
+    """The history of a core after random requests, aborts, pauses, resets and updates."""
     choose = random.Random(seed)
     scripts = {i: [100 * i + j for j in range(i % 11)] + [STOP] for i in range(0, 5_000, 3)}
-    core = RecordedCore(FakeExecutor(block_size=4, vocab_size=VOCAB_SIZE, scripts=scripts, **options), CONFIG)
+    core = EngineCore(FakeExecutor(block_size=4, vocab_size=VOCAB_SIZE, scripts=scripts, **options), CONFIG)
+    history = History(core)
     next_id, version = 0, 0
     for _ in range(num_steps):
         if choose.random() < 0.4:
@@ -66,8 +67,10 @@ def live_through(seed, num_steps, pools=0.0, **options):
         if choose.random() < 0.05 and core.unfinished_sequences:
             core.abort_sequences([choose.choice(core.unfinished_sequences)])
         if choose.random() < 0.05:
-            core.pause(choose.choice(["abort", "keep"]))
+            core.pause(choose.choice(["abort", "keep"]), clear_cache=choose.random() < 0.5)
             core.resume()
+        if choose.random() < 0.03:
+            core.reset_prefix_cache(reset_running_requests=choose.random() < 0.5)
         if choose.random() < 0.03:
             version += 1
             core.begin_update()
@@ -75,14 +78,14 @@ def live_through(seed, num_steps, pools=0.0, **options):
             core.end_update(dirty=False)
         core.step()
         core.check_integrity()
-    return core
+    return history
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_whole_life_of_a_core_replays_to_the_same_schedule(folder, monkeypatch, seed):
-    monkeypatch.setattr(history, "_NUM_ENTRIES", 10_000)
-    core = live_through(seed, num_steps=300, pools=0.2 * (seed % 2))
-    path = post_mortem.write_post_mortem(core, "the test ends it")
+    monkeypatch.setattr("rollout_engine.engine.history._NUM_ENTRIES", 10_000)
+    history = live_through(seed, num_steps=300, pools=0.2 * (seed % 2))
+    path = post_mortem.write_post_mortem(history, "the test ends it")
     lines = post_mortem.read_post_mortem(path)
     assert lines[0].is_whole and lines[0].reason == "the test ends it"
     kinds = [type(line) for line in lines]
@@ -92,17 +95,17 @@ def test_the_whole_life_of_a_core_replays_to_the_same_schedule(folder, monkeypat
 
 
 def test_failed_steps_fail_again_in_the_replay(folder, monkeypatch):
-    monkeypatch.setattr(history, "_NUM_ENTRIES", 10_000)
-    core = live_through(1, num_steps=120, fail_at_steps={20, 50})
-    assert core.stats.num_failed_steps == 2
-    found = replay(post_mortem.read_post_mortem(post_mortem.write_post_mortem(core, "x")))
+    monkeypatch.setattr("rollout_engine.engine.history._NUM_ENTRIES", 10_000)
+    history = live_through(1, num_steps=120, fail_at_steps={30, 50})
+    assert history._core.stats.num_failed_steps == 2
+    found = replay(post_mortem.read_post_mortem(post_mortem.write_post_mortem(history, "x")))
     assert (found.num_steps, found.difference, found.failure) == (120, "", "")
 
 
 def test_a_long_life_is_kept_in_bounds_and_its_end_replays(folder, monkeypatch):
-    monkeypatch.setattr(history, "_NUM_ENTRIES", 200)
-    core = live_through(1, num_steps=700)
-    lines = post_mortem.read_post_mortem(post_mortem.write_post_mortem(core, "x"))
+    monkeypatch.setattr("rollout_engine.engine.history._NUM_ENTRIES", 200)
+    history = live_through(1, num_steps=700)
+    lines = post_mortem.read_post_mortem(post_mortem.write_post_mortem(history, "x"))
     assert not lines[0].is_whole
     assert 100 <= sum(isinstance(line, EndLine) for line in lines) <= 400
     assert any(isinstance(line, LiveLine) for line in lines)
@@ -113,11 +116,12 @@ def test_the_step_in_progress_is_the_last_one_in_the_file(folder):
     class Stuck(FakeExecutor):
         def execute(self, work):
             if work.step == 3:
-                self.path = post_mortem.write_post_mortem(core, "x")
+                self.path = post_mortem.write_post_mortem(history, "x")
             return super().execute(work)
 
     executor = Stuck(block_size=4, vocab_size=VOCAB_SIZE)
-    core = RecordedCore(executor, CONFIG)
+    core = EngineCore(executor, CONFIG)
+    history = History(core)
     core.add_request(
         EngineCoreRequest(prompt_token_ids=[7], params=SamplingParams(), max_tokens=9, seed=0, first_sequence_id=0)
     )
@@ -129,14 +133,15 @@ def test_the_step_in_progress_is_the_last_one_in_the_file(folder):
 
 
 def test_a_flood_of_requests_ends_generations_too():
-    core = RecordedCore(FakeExecutor(block_size=4, vocab_size=VOCAB_SIZE), CONFIG)
+    core = EngineCore(FakeExecutor(block_size=4, vocab_size=VOCAB_SIZE), CONFIG)
+    history = History(core)
     for _ in range(20_000):
         core.abort_sequences([5])
-    assert sum(len(generation.entries) for generation in core.generations) <= 2 * 1024
+    assert sum(len(generation.entries) for generation in history.generations) <= 2 * 1024
 
 
 def test_a_fault_of_the_scheduler_fails_alone_and_one_of_the_model_does_not(folder, monkeypatch, capsys):
-    monkeypatch.setattr(history, "_NUM_ENTRIES", 10_000)
+    monkeypatch.setattr("rollout_engine.engine.history._NUM_ENTRIES", 10_000)
     path = post_mortem.write_post_mortem(
         live_through(2, num_steps=60), "it failed: OSError: x", "Traceback of the death"
     )
@@ -181,7 +186,8 @@ def test_what_holds_no_stacks_is_refused(tmp_path, content):
 
 
 def test_the_last_steps_are_printed_and_prompts_are_not_in_the_file(folder, capsys):
-    core = RecordedCore(FakeExecutor(block_size=4, vocab_size=VOCAB_SIZE), CONFIG)
+    core = EngineCore(FakeExecutor(block_size=4, vocab_size=VOCAB_SIZE), CONFIG)
+    history = History(core)
     secret = [97, 98, 99, 100] * 5
     for first in (0, 1):
         core.add_request(
@@ -196,7 +202,7 @@ def test_the_last_steps_are_printed_and_prompts_are_not_in_the_file(folder, caps
         )
     core.step()
     core.step()
-    path = post_mortem.write_post_mortem(core, "x")
+    path = post_mortem.write_post_mortem(history, "x")
     assert path.stat().st_mode & 0o777 == 0o600
     text = path.read_text()
     assert "97,98" not in text
@@ -209,10 +215,11 @@ def test_the_last_steps_are_printed_and_prompts_are_not_in_the_file(folder, caps
 
 
 def test_old_files_are_forgotten_and_other_files_refused(folder, tmp_path, monkeypatch, capsys):
-    core = RecordedCore(FakeExecutor(block_size=4, vocab_size=VOCAB_SIZE), CONFIG)
+    core = EngineCore(FakeExecutor(block_size=4, vocab_size=VOCAB_SIZE), CONFIG)
+    history = History(core)
     for i in range(40):
         monkeypatch.setattr(post_mortem.os, "getpid", lambda i=i: 100 + i)
-        assert post_mortem.write_post_mortem(core, "x") is not None
+        assert post_mortem.write_post_mortem(history, "x") is not None
     assert len(list(folder.iterdir())) == 32
     for content in ("", "{}", "not json", msgspec.json.encode({"type": "live"}).decode()):
         path = tmp_path / "other.jsonl"
