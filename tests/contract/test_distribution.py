@@ -24,7 +24,7 @@ WRAPPERS = {"accelerate", "peft"}
 """What wraps models that are sent, in the environment of TRL's tests."""
 VERL = {"httpx", "numpy", "omegaconf", "pandas", "ray", "safetensors", "verl"}
 """What verl's adapter and its tests import, in an environment of their own."""
-TOOLS = {"httptools", "mypy", "pytest-xdist", "ruff", "uvicorn", "uvloop"}
+TOOLS = {"coverage", "httptools", "mypy", "pytest-xdist", "ruff", "uvicorn", "uvloop"}
 
 
 def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):
@@ -63,11 +63,27 @@ def test_every_dependency_is_pinned_once():
         assert all(pinned), path
         assert len(pinned) == len({_normal(match.group(1)) for match in pinned}), path
         names.update(_normal(match.group(1)) for match in pinned)
-    wanted = [
-        *PROJECT["dependencies"],
-        *(line for lines in PROJECT["optional-dependencies"].values() for line in lines),
-    ]
-    assert {_normal(_bare(line)) for line in wanted} <= names
+    assert {_normal(_bare(line)) for line in _requirements()} <= names
+
+
+def test_every_dependency_has_a_lower_bound_which_its_pinned_version_keeps():
+    pinned = dict(_pins(ROOT / "constraints.txt"))
+    for line in _requirements():
+        found = re.match(r"[A-Za-z0-9-]+(?:>=([0-9.]+)(?:,<([0-9.]+))?|==([0-9.]+)\.\*)(?:$|;)", line)
+        assert found, line
+        if _normal(_bare(line)) in pinned:
+            version, low, end = pinned[_normal(_bare(line))], found.group(1) or found.group(3), found.group(2)
+            assert _numbers(low) <= _numbers(version) and (end is None or _numbers(version) < _numbers(end)), line
+
+
+def test_lowest_versions_are_the_lower_bounds():
+    lowest = dict(_pins(ROOT / "tests" / "lowest.txt"))
+    assert {_normal(_bare(line)) for line in PROJECT["dependencies"]} - lowest.keys() == {"torch"}
+    bounds = {
+        _normal(_bare(line)): found.group(1) for line in _requirements() if (found := re.search(">=([0-9.]+)", line))
+    }
+    wrong = [name for name, version in lowest.items() if _numbers(bounds[name]) != _numbers(version)]
+    assert not wrong
 
 
 def test_every_folder_of_code_is_a_package(package_sources):
@@ -90,10 +106,27 @@ def test_files_that_are_no_code_are_packaged():
         assert any(path.match(pattern) for pattern in package_data.get(folder, ())), path
 
 
-def test_ci_only_calls_make_test():
+def test_ci_only_calls_make():
     commands = [line for line in (ROOT / ".ci/run").read_text().splitlines() if not line.startswith("#")]
-    assert commands[-1] == "exec make test"
+    assert commands[-2:] == ["make lint", "exec make test"]
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+def _requirements() -> list[str]:
+    return [*PROJECT["dependencies"], *(line for lines in PROJECT["optional-dependencies"].values() for line in lines)]
+
+
+def _pins(path) -> list[tuple[str, str]]:
+    lines = [line.split("==") for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    return [(_normal(name), version) for name, version in lines]
+
+
+def _numbers(version: str) -> list[int]:
+    """The numbers of a version, without zeros at its end."""
+    numbers = [int(number) for number in re.findall("[0-9]+", version)]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers
 
 
 def _extras() -> set[str]:
