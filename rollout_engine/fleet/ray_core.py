@@ -18,7 +18,6 @@ from rollout_engine.children.failure import Failure
 from rollout_engine.cluster.ray_answers import cause, read_answer
 from rollout_engine.cluster.ray_cluster import Bundle, RayCluster
 from rollout_engine.fleet.ray_actor import ENVIRONMENT, Beat, CoreOrder, CorePlace, ReplicaActor
-from rollout_engine.process.core_remains import remove_core
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HEARTBEAT_SECONDS, MAX_BACKLOG_BYTES
 from rollout_engine.process.wire import PROTOCOL
@@ -32,8 +31,6 @@ _PLACE_SECONDS = 60.0
 _ANSWER_SECONDS = 15.0
 """How long an actor may take to answer a call that is quick: the core has 5 s to end before it is killed."""
 _RETRY_SECONDS = 0.1
-_REMOVE_SECONDS = 60.0
-"""How long a node may take to remove what a dead actor's core has left."""
 
 
 class RemoteCore:
@@ -44,7 +41,6 @@ class RemoteCore:
         self._cluster, self._bundle, self._namespace = cluster, bundle, namespace
         self._group: Any = None
         self._actor: Any = None
-        self._place: CorePlace | None = None
         self._lock, self._is_ended = threading.Lock(), False
 
     @property
@@ -79,7 +75,6 @@ class RemoteCore:
         place = self._ask_start(msgspec.msgpack.encode(order), deadline + _ANSWER_SECONDS)
         if isinstance(place, Failure):
             raise place.as_error("start-up")
-        self._place = place
         return place
 
     def ask_heartbeat(self) -> Any:
@@ -147,42 +142,20 @@ class RemoteCore:
         if self._actor is None:
             return
         ray = self._cluster.ray
-        has_ended = self._have_ended(kill)
         if self._cluster.is_connected:
+            self._ask_to_end(kill)
             with suppress(ray.exceptions.RayError, ValueError):  # it is gone already
                 ray.kill(self._actor, no_restart=True)
             with suppress(ray.exceptions.RayError):
                 self._cluster.release(self._group)
-        if not has_ended and self._place is not None:
-            self._remove_core(self._place)
 
-    def _have_ended(self, kill: bool) -> bool:
-        """Have the actor end its core and wait for it; False if the actor does not."""
+    def _ask_to_end(self, kill: bool) -> None:
+        """Have the actor end its core and wait for it. A core whose actor is gone, or killed, ends with it."""
         ray = self._cluster.ray
-        if not self._cluster.is_connected:
-            return False
         try:
             answer = self._actor.end.options(concurrency_group=_CONTROL).remote(kill)
             ray.get(answer, timeout=_ANSWER_SECONDS)
         except ray.exceptions.GetTimeoutError:
             logger.warning("%s: its actor has not answered for %g s and is killed", self.name, _ANSWER_SECONDS)
-            return False
         except ray.exceptions.RayError as problem:  # the actor is gone
-            logger.debug("%s: %s", self.name, cause(problem))
-            return False
-        return True
-
-    def _remove_core(self, place: CorePlace) -> None:
-        """End what an actor that is gone may have left on its node: a core that hangs sees nothing by itself."""
-        ray = self._cluster.ray
-        if place.node_id == self._cluster.node_id:
-            remove_core(place.directory, place.pid)
-            return
-        if not self._cluster.is_connected:
-            return
-        on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(place.node_id, soft=False)
-        remove = ray.remote(remove_core).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
-        try:
-            ray.get(remove.remote(place.directory, place.pid), timeout=_REMOVE_SECONDS)
-        except ray.exceptions.RayError as problem:  # the node itself is gone
             logger.debug("%s: %s", self.name, cause(problem))

@@ -94,7 +94,7 @@ class CoreProcess(Child):
         locked = lock_directory(self.directory)
         GUARD.add_path(self.directory, f"{SHARED_MEMORY}/{os.path.basename(self.directory)}-")
         try:
-            super().__init__(lambda ends: _start(*ends, locked, self.directory), max_bytes=MAX_LIFELINE_BYTES)
+            super().__init__(lambda ends: _start(ends[0], locked, self.directory), max_bytes=MAX_LIFELINE_BYTES)
         except BaseException:
             self._remove_files()
             raise

@@ -1,11 +1,13 @@
 """An owner that is killed while its core starts: the core goes too, and so does its directory."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -69,18 +71,25 @@ def test_a_core_whose_owner_is_killed_while_it_starts_goes_with_its_directory(
 
 
 RANKED = """
-import sys
+import asyncio, sys
 from rollout_engine import AsyncLLM
 
-engine = AsyncLLM(sys.argv[1], num_kv_blocks=256, num_threads=1, skip_tokenizer_init=True, tensor_parallel_size=2)
+options = dict(num_kv_blocks=256, num_threads=1, skip_tokenizer_init=True)
+if sys.argv[2] == "held":
+    options |= dict(worker_extensions=["tests.faults.stuck_code:StuckExtension"], step_deadline=600)
+else:
+    options |= dict(tensor_parallel_size=2)
+engine = AsyncLLM(sys.argv[1], **options)
 print(engine.frontend.client.pid, engine.address, flush=True)
+if sys.argv[2] == "held":
+    asyncio.run(engine.collective_rpc("hold_interpreter", args=(600,)))
 sys.stdin.read()
 """
 
 
 @pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
 def test_a_core_and_a_rank_that_are_stopped_go_with_their_owner(checkpoint):
-    command = [sys.executable, "-c", RANKED, str(checkpoint)]
+    command = [sys.executable, "-c", RANKED, str(checkpoint), "stopped"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         pid, directory = owner.stdout.readline().split()
         core = psutil.Process(int(pid))
@@ -94,6 +103,29 @@ def test_a_core_and_a_rank_that_are_stopped_go_with_their_owner(checkpoint):
     finally:
         for process in psutil.wait_procs([core, rank], 0)[1]:
             process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before the owner's end", "after it"])
+def test_a_core_held_in_native_code_goes_with_its_owner_and_its_files(checkpoint, moment):
+    command = [sys.executable, "-c", RANKED, str(checkpoint), "held"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        pid, directory = owner.stdout.readline().split()
+        core = psutil.Process(int(pid))
+        shared = Path(f"/dev/shm/{Path(directory).name}-weights-0-left")
+        shared.mkdir()
+        time.sleep(0.5)  # the call is on its way; a core that does not run it yet ends no later
+        if moment == "before the owner's end":
+            core.suspend()
+        owner.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        core.suspend()
+    try:
+        wait_gone(core.pid, directory, 60)
+        wait_gone(core.pid, str(shared), 60)
+    finally:
+        if core.is_running():
+            core.kill()
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ async def _one_death(path, chance):
     options = dict(skip_tokenizer_init=True, num_kv_blocks=512, log_stats=False, tensor_parallel_size=3)
     before = psutil.Process().children()
     engine = await asyncio.to_thread(AsyncLLM, str(path), **options)
-    (core,) = [child for child in psutil.Process().children() if child not in before]
+    (core,) = [child for child in psutil.Process().children() if child not in before and child.name() != "sh"]
     processes = [core, *core.children()]
     assert len(processes) == 3
     ends = Counter()

@@ -86,7 +86,9 @@ def calls_whose_answers_are_lost_are_reconciled(config):
         assert await read_all(engine) == truth(config.model, tiny_model(seed=3).state_dict())
         replica = engine.frontend.client._members[0].replica
         children = psutil.Process(actor_pid(replica)).children()
-        assert [child.pid for child in children] == [replica.client.pid], "the order given twice has started one core"
+        assert [child.pid for child in children if child.name() != "sh"] == [replica.client.pid], (
+            "the order given twice has started one core"
+        )
 
     with service(config, num_replicas=1) as engine:
         asyncio.run(run(engine))
