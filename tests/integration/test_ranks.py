@@ -222,6 +222,26 @@ def test_an_update_that_is_refused_changes_no_rank(engine):
     assert engine.collective_rpc("get_weight_digest")[0] == before
 
 
+def test_a_step_that_rank_0_cannot_prepare_ends_its_requests_alone(engine, monkeypatch):
+    before, core = results_of(engine, SAMPLED), engine.llm_engine
+    runner = core.frontend.client.driver.executor.worker.runner
+    make, steps = runner._flat_batch, []
+
+    def fail_at_third(*args):
+        steps.append(args)
+        if len(steps) == 3:
+            raise MemoryError("injected")
+        return make(*args)
+
+    monkeypatch.setattr(runner, "_flat_batch", fail_at_third)
+    for i, prompt in enumerate(PROMPTS):
+        core.add_request(str(i), prompt, SAMPLED)
+    reasons = set()
+    while core.has_unfinished_requests():
+        reasons |= {sample.finish_reason for output in core.step() if output.finished for sample in output.outputs}
+    assert "error" in reasons and results_of(engine, SAMPLED) == before
+
+
 def test_a_rank_that_cannot_prepare_an_update_leaves_all_ranks_as_they_were(engine):
     before = results_of(engine, SAMPLED), engine.collective_rpc("get_weight_digest")[0]
     for method in ("start", "place", "pack"):

@@ -101,7 +101,8 @@ class CpuRunner:
         `token_ids`: int64 [T], those of the flat batch: only rank 0 knows what it has drawn.
         """
         batch, asked = self._prepare(work, token_ids)
-        logits, _ = self._forward(work, batch, asked.logit_rows, ())
+        with self.routing.step(work, batch):
+            logits, _ = self._forward(work, batch, asked.logit_rows, ())
         self._logits = logits if logits.are_left else None
 
     def take_logits(self, rows: list[int]) -> None:
