@@ -296,9 +296,7 @@ def _undrawn(new: NewSequence) -> NewSequence:
         prompt_logprobs=None if new.params.prompt_logprobs is None else 0,
         return_routed_experts=new.params.return_routed_experts,
     )
-    return NewSequence(
-        new.sequence_id, new.token_ids, new.num_prompt_tokens, params, seed=0, adapter_slot=new.adapter_slot
-    )
+    return msgspec.structs.replace(new, params=params, seed=0, eos_token_ids=[], bad_words=[])
 
 
 def _named_elsewhere(config: EngineConfig) -> EngineConfig:

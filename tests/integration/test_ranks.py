@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rollout_engine import LLM, EngineConfig, SamplingParams
+from rollout_engine import LLM, EngineConfig, PoolingParams, SamplingParams
 from rollout_engine.base.errors import (
     ConfigError,
     DirtyWeightsError,
@@ -123,6 +123,13 @@ def test_ranks_that_find_other_weights_choose_alike(tmp_path):
     with running(path, 2) as two, running(path, 1) as one:
         assert two.llm_engine.frontend.client.driver.executor.worker.runner.model.decoder is None
         assert results_of(two, SAMPLED) == results_of(one, SAMPLED)
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_prompts_are_pooled_to_the_bits_of_one_process(engine, whole, kind):
+    outputs = [llm.encode(PROMPTS, PoolingParams(kind=kind), use_tqdm=False) for llm in (engine, whole)]
+    found, expected = ([each.outputs.data.tobytes() for each in some] for some in outputs)
+    assert found == expected
 
 
 def test_updates_in_flight_change_the_same_tokens_to_the_same_bits(engine, whole):
