@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any, NoReturn
 
@@ -155,7 +156,8 @@ class RankTeam:
         self._tell(ScorePiece(number))
 
     def end_score(self, number: int) -> None:
-        self._tell(EndScore(number))
+        with suppress(EngineDeadError):  # then no rank computes it
+            self._tell(EndScore(number))
 
     def ask(
         self,
@@ -289,11 +291,12 @@ class RankTeam:
 
 
 def _undrawn(new: NewSequence) -> NewSequence:
-    """A new sequence without the settings of its draws, which rank 0 alone makes."""
-    params = SamplingParams() if new.params.prompt_logprobs is None else SamplingParams(prompt_logprobs=0)
-    return NewSequence(
-        new.sequence_id, new.token_ids, new.num_prompt_tokens, params, seed=0, adapter_slot=new.adapter_slot
+    """A new sequence without the settings of its draws, which rank 0 alone makes: what forwards depend on is left."""
+    params = SamplingParams(
+        prompt_logprobs=None if new.params.prompt_logprobs is None else 0,
+        return_routed_experts=new.params.return_routed_experts,
     )
+    return msgspec.structs.replace(new, params=params, seed=0, eos_token_ids=[], bad_words=[])
 
 
 def _named_elsewhere(config: EngineConfig) -> EngineConfig:

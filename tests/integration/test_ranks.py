@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rollout_engine import LLM, EngineConfig, SamplingParams
+from rollout_engine import LLM, EngineConfig, PoolingParams, SamplingParams
 from rollout_engine.base.errors import (
     ConfigError,
     DirtyWeightsError,
@@ -125,6 +125,13 @@ def test_ranks_that_find_other_weights_choose_alike(tmp_path):
         assert results_of(two, SAMPLED) == results_of(one, SAMPLED)
 
 
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_prompts_are_pooled_to_the_bits_of_one_process(engine, whole, kind):
+    outputs = [llm.encode(PROMPTS, PoolingParams(kind=kind), use_tqdm=False) for llm in (engine, whole)]
+    found, expected = ([each.outputs.data.tobytes() for each in some] for some in outputs)
+    assert found == expected
+
+
 def test_updates_in_flight_change_the_same_tokens_to_the_same_bits(engine, whole):
     assert with_updates(engine.llm_engine) == with_updates(whole.llm_engine)
 
@@ -220,6 +227,26 @@ def test_an_update_that_is_refused_changes_no_rank(engine):
     with pytest.raises(RolloutEngineError, match=r"lm_head.weight.*NaN"):
         engine.update_weights(broken)
     assert engine.collective_rpc("get_weight_digest")[0] == before
+
+
+def test_a_step_that_rank_0_cannot_prepare_ends_its_requests_alone(engine, monkeypatch):
+    before, core = results_of(engine, SAMPLED), engine.llm_engine
+    runner = core.frontend.client.driver.executor.worker.runner
+    make, steps = runner._flat_batch, []
+
+    def fail_at_third(*args):
+        steps.append(args)
+        if len(steps) == 3:
+            raise MemoryError("injected")
+        return make(*args)
+
+    monkeypatch.setattr(runner, "_flat_batch", fail_at_third)
+    for i, prompt in enumerate(PROMPTS):
+        core.add_request(str(i), prompt, SAMPLED)
+    reasons = set()
+    while core.has_unfinished_requests():
+        reasons |= {sample.finish_reason for output in core.step() if output.finished for sample in output.outputs}
+    assert "error" in reasons and results_of(engine, SAMPLED) == before
 
 
 def test_a_rank_that_cannot_prepare_an_update_leaves_all_ranks_as_they_were(engine):

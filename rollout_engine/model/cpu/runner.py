@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rollout_engine.base.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
 from rollout_engine.grammars.compiler import GrammarCompiler
@@ -73,12 +72,10 @@ class CpuRunner:
         """Compute the scheduled tokens and draw one token per sample task."""
         with preparing(self._seat, work):
             batch, asked = self._prepare(work)
-        pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
-        with self.routing.step(work, batch), lead(self._seat, lambda others: others.step(work, batch.token_ids)):
-            logits, states = self._forward(work, batch, asked.logit_rows, pooled_rows)
+        with lead(self._seat, lambda followers: followers.step(work, batch.token_ids)):
+            logits, pooled = self._forward(work, batch, asked.logit_rows)
         if self._seat is not None:
             logits.around = self._seat.lead_logits
-        pooled = self._pooler.pool(states) if self._pooler else {}
         if self._prompts.has_pieces:
             prompt_logprobs = self._prompts.score(logits.take(slice(asked.num_drawn, None)))()
         else:
@@ -101,13 +98,13 @@ class CpuRunner:
         `token_ids`: int64 [T], those of the flat batch: only rank 0 knows what it has drawn.
         """
         batch, asked = self._prepare(work, token_ids)
-        logits, _ = self._forward(work, batch, asked.logit_rows, ())
+        logits, _ = self._forward(work, batch, asked.logit_rows)
         self._logits = logits if logits.are_left else None
 
     def take_logits(self, rows: list[int]) -> None:
         """Compute rows of the logits of the step that was followed last, as rank 0 does now."""
         assert self._logits is not None, "rank 0 has left them, too"
-        self._logits.compute(torch.tensor(rows))
+        self._logits.compute(torch.tensor(rows, dtype=torch.int64))
 
     def _prepare(self, work: SchedulerOutput, token_ids: np.ndarray | None = None) -> tuple[FlatBatch, AskedRows]:
         """Note what a step changes; returns its flat batch, of `token_ids` if given, and the rows asked for."""
@@ -120,12 +117,17 @@ class CpuRunner:
         return batch, AskedRows.of(chunks, batch.columns.token_starts, num_drafted, prompt_rows)
 
     def _forward(
-        self, work: SchedulerOutput, batch: FlatBatch, logit_rows: np.ndarray, state_rows: Sequence[int]
-    ) -> tuple[LogitRows, Tensor]:
+        self, work: SchedulerOutput, batch: FlatBatch, logit_rows: np.ndarray
+    ) -> tuple[LogitRows, dict[int, np.ndarray]]:
+        """Logits of a step, and the results of prompts that are pooled."""
         self.model.kv.copy_blocks(work.block_copies)
         if not work.scheduled:
-            return LogitRows.of(torch.empty(0)), torch.empty(0)
-        return self.model.forward_states(batch, logit_rows, state_rows, self._adapter_rows(work.scheduled))
+            return LogitRows.of(torch.empty(0)), {}
+        pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
+        with self.routing.step(work, batch):
+            adapter_rows = self._adapter_rows(work.scheduled)
+            logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, adapter_rows)
+        return logits, self._pooler.pool(states) if self._pooler else {}
 
     def _note_changes(self, work: SchedulerOutput) -> None:
         if work.finished_sequence_ids or work.new:

@@ -122,7 +122,7 @@ class CudaRunner:
     def take_logits(self, rows: list[int]) -> None:
         """Compute rows of the logits of the step that was followed last, as rank 0 does now."""
         assert self._logits is not None, "rank 0 has left them, too"
-        self._logits.compute(torch.tensor(rows, device=self.model.device))
+        self._logits.compute(torch.tensor(rows, dtype=torch.int64, device=self.model.device))
 
     def _launch(self, work: SchedulerOutput) -> Result:
         with preparing(self._seat, work):

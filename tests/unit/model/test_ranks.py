@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.messages import SchedulerOutput
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.geometry import probe_geometry
 from rollout_engine.model.ranks.cut import cut_module
 from rollout_engine.model.ranks.part import Region, part_of
+from rollout_engine.model.ranks.seat import Seat, preparing, score_together
 from rollout_engine.model.ranks.share import Share, share_of
 from rollout_engine.model.ranks.shared_exchange import TOTAL_BYTES, SharedExchange
 from rollout_engine.testing import tiny_checkpoint, tiny_model
@@ -56,6 +58,69 @@ def test_logits_have_the_bits_of_one_rank(tmp_path, partner, kind, dtype):
     backend = backend_of(path, partner.begin(path, dtype=dtype), dtype=dtype)
     assert all(map(torch.equal, logits_of(backend), whole))
     assert ("decoder compiled" in backend.choices) == (kind != "gpt_neox")
+
+
+class Told(list):
+    """The messages of a seat to its followers."""
+
+    def step(self, work, token_ids):
+        self.append((work, token_ids.tolist()))
+
+    def take_logits(self, rows):
+        self.append(rows)
+
+    def begin_score(self, arguments):
+        self.append(arguments)
+        return 7
+
+    def score_piece(self, number):
+        self.append(number)
+
+    def end_score(self, number):
+        self.append(-number)
+
+
+def seat_of(followers):
+    broken = []
+    return Seat(SimpleNamespace(rank=0, num_ranks=2, break_=lambda: broken.append(True)), followers), broken
+
+
+def test_followers_are_told_before_rank_0_computes_once_it_serves():
+    told = Told()
+    seat, broken = seat_of(told)
+    with seat.lead(lambda followers: followers.take_logits([1])):
+        assert told == []
+    seat.serve()
+    with seat.lead_logits(range(2, 4)):
+        assert told == [[2, 3]]
+    assert not broken
+    with pytest.raises(ValueError, match="half-way"), seat.lead_logits([5]):
+        raise ValueError("half-way")
+    assert broken
+
+
+def test_each_piece_of_a_score_is_announced_and_its_end_too():
+    told = Told()
+    seat, _ = seat_of(told)
+    seat.serve()
+    pieces = score_together(seat, lambda *given: iter([{0: given}, {1: given}]), "a", "b")
+    assert next(pieces) == {0: ("a", "b")} and told == [("a", "b"), 7]
+    assert list(pieces) == [{1: ("a", "b")}] and told == [("a", "b"), 7, 7, 7, -7]
+    abandoned = score_together(seat, lambda: iter([{0: 0}, {1: 1}]))
+    next(abandoned)
+    abandoned.close()
+    assert told[-1] == -7
+
+
+def test_followers_note_the_changes_of_a_step_that_cannot_be_prepared():
+    told = Told()
+    seat, broken = seat_of(told)
+    seat.serve()
+    work = SchedulerOutput(3, 0, [1], [], [(1, 2)], ["a chunk"], ["a sample"])
+    with pytest.raises(MemoryError), preparing(seat, work):
+        raise MemoryError
+    [(changes, token_ids)] = told
+    assert changes == SchedulerOutput(3, 0, [1], [], [], [], []) and token_ids == [] and not broken
 
 
 def test_parts_are_added_up_on_every_rank():
