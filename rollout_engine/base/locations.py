@@ -10,6 +10,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
+    IncompleteSnapshotError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
@@ -92,7 +93,7 @@ def _explain(name: str, problem: Exception) -> tuple[str, str]:
     """Why the hub gave nothing, and what to do."""
     cause = problem.__cause__ or problem
     cache = f"its cache {constants.HF_HUB_CACHE}"
-    if type(problem).__name__ == "IncompleteSnapshotError":  # older versions of huggingface_hub have none
+    if isinstance(problem, IncompleteSnapshotError):
         advice = f"Download the rest where there is a network (hf download {name}), or {_LOCAL}"
         return f"the hub cannot be reached, and {cache} has only a part of it", advice
     if isinstance(cause, OfflineModeIsEnabled):

@@ -27,6 +27,7 @@ from rollout_engine.model.modules.decoder_structure import (
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.rotary import RotaryTable, rotary_limit
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
+from rollout_engine.model.packing.module_types import tensor_of
 from rollout_engine.model.packing.packed_embedding import PackedEmbedding
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.sampling.logit_rows import LogitRows
@@ -101,7 +102,7 @@ class CpuDecoder:
         """
         decoder, parts = self._current(), self._structure
         given = parts.query_factors
-        factors = None if given is None else given.rows(positions, parts.norm.get_parameter("weight"))
+        factors = None if given is None else given.rows(positions, tensor_of(parts.norm))
         adapters = None if adapter_rows is None else (self._current_adapters(), adapter_rows)
         wanted = torch.cat([rows, state_rows]) if len(state_rows) else rows
         if parts.head is not None and (ends := self._ends(token_ids, positions)) is not None:

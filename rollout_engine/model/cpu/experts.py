@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from rollout_engine.kernels.activation import gated_silu
 from rollout_engine.kernels.cpu import experts as kernels
 from rollout_engine.model.modules.experts import Routing, add_weighted
-from rollout_engine.model.packing.linear_groups import LinearGroup, become
+from rollout_engine.model.packing.linear_groups import LinearGroup
+from rollout_engine.model.packing.module_types import become
 from rollout_engine.model.ranks.share import Share
 from rollout_engine.model.ranks.wiring import OwnExperts
 

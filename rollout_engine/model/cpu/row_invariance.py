@@ -25,7 +25,8 @@ from rollout_engine.model.modules.module_patterns import (
     rms_norm_epsilon,
 )
 from rollout_engine.model.modules.row_trial import unproven_parts as unproven_parts_but
-from rollout_engine.model.packing.linear_groups import RowInvariantLinear, become, swap_linears
+from rollout_engine.model.packing.linear_groups import RowInvariantLinear, swap_linears
+from rollout_engine.model.packing.module_types import become
 
 
 def make_row_invariant(module: nn.Module) -> None:

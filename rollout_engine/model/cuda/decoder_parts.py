@@ -17,6 +17,7 @@ from rollout_engine.model.modules.expert_patterns import mixture_of
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.packing.linear_groups import stacked
+from rollout_engine.model.packing.module_types import tensor_of
 from rollout_engine.model.ranks.cut import outputs_of
 from rollout_engine.model.ranks.wiring import Joins, OwnRows, joins_of
 
@@ -91,7 +92,7 @@ def parts_of(module: PreTrainedModel, geometry: Sequence[LayerGeometry], num_pos
     require(type(found.embedding) is nn.Embedding, "its embedding is more than a table")
     if found.head is None:
         raise UnsupportedStructure("it has no output head")
-    weight, factors = found.embedding.get_parameter("weight").detach(), found.query_factors
+    weight, factors = tensor_of(found.embedding).detach(), found.query_factors
     positions = torch.arange(num_positions, device=weight.device)
     cos, sin = found.rotary(weight[:1, None], position_ids=positions[None])
     return Parts(
@@ -143,10 +144,10 @@ def _mixture(mixture: structure.Mixture, place: int) -> Mixture:
     routing, kind = mixture_of(mixture.module), type(mixture.module).__name__
     if routing is None:
         raise UnsupportedStructure(f"{kind} does not weight and add down(silu(gate(x)) * up(x)) of its experts")
-    gate_up, down = (mixture.experts.get_parameter(name).detach() for name in ("gate_up_proj", "down_proj"))
+    gate_up, down = (tensor_of(mixture.experts, name).detach() for name in ("gate_up_proj", "down_proj"))
     require(gate_up.is_contiguous() and down.is_contiguous(), f"the experts of {kind} are not contiguous")
     router: Any = mixture.router
-    weight = mixture.router.get_parameter("weight").detach()
+    weight = tensor_of(mixture.router).detach()
     tile = tile_for(len(weight), weight.shape[1], weight.dtype)
     own = getattr(mixture.experts, "_own_experts", None)
     return Mixture(
@@ -159,7 +160,7 @@ def _norm(child: nn.Module) -> Norm:
     epsilon = rms_norm_epsilon(child)
     if epsilon is None:
         raise UnsupportedStructure(f"{type(child).__name__} does not compute RMSNorm")
-    return Norm(child.get_parameter("weight").detach(), epsilon)
+    return Norm(tensor_of(child).detach(), epsilon)
 
 
 def _linear(modules: Sequence[nn.Module]) -> Linear:

@@ -19,7 +19,7 @@ from rollout_engine.kernels.triton.routers import Routes, choose
 from rollout_engine.model.cuda.gradients import ExpertProduct, Product, gated_rows, probabilities
 from rollout_engine.model.modules import experts as formulas
 from rollout_engine.model.modules.experts import Routing
-from rollout_engine.model.packing.linear_groups import become
+from rollout_engine.model.packing.module_types import become
 from rollout_engine.model.ranks.wiring import OwnExperts
 
 

@@ -25,7 +25,8 @@ from rollout_engine.model.modules.attention_interface import rollout_attention
 from rollout_engine.model.modules.expert_patterns import are_gated_experts, routing_of
 from rollout_engine.model.modules.module_patterns import children_of_one_dtype, is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.modules.row_trial import unproven_parts
-from rollout_engine.model.packing.linear_groups import become, linears_by_input
+from rollout_engine.model.packing.linear_groups import linears_by_input
+from rollout_engine.model.packing.module_types import become
 from rollout_engine.model.ranks.cut import outputs_of
 
 _ATTENTION_NAME = "rollout_engine_on_device"

@@ -25,6 +25,7 @@ from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_o
 from rollout_engine.model.modules.loaded_model import LoadedModel, ModelFiles
 from rollout_engine.model.modules.positions import position_limit
 from rollout_engine.model.packing.linear_groups import fuse_projections
+from rollout_engine.model.packing.module_types import tensor_of
 from rollout_engine.model.ranks.cut import ModelCut, cut_module
 from rollout_engine.model.ranks.part import part_of
 from rollout_engine.model.ranks.seat import Seat
@@ -59,7 +60,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     max_model_len = _served_length(limit, config.max_model_len)
     if device != _CPU and seat is None:
         place_on(module, device)
-    vocab_size = len((module.get_output_embeddings() or module.get_input_embeddings()).get_parameter("weight"))
+    vocab_size = len(tensor_of(module.get_output_embeddings() or module.get_input_embeddings()))
     if seat is None:
         fuse_projections(module)
     table = WeightTable.of(module)

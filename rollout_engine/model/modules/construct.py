@@ -77,7 +77,7 @@ def place_on(module: PreTrainedModel, device: torch.device, *, keep_values: bool
     if not keep_values:
         for parameter in module.parameters():
             parameter.data = torch.empty_like(parameter, device=device)
-    nn.Module.to(module, device)  # that of transformers is typed as taking a module
+    module.to(device)  # type: ignore[arg-type]  # transformers types it as of a module alone
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from rollout_engine.model.modules import layer_patterns
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.layer_patterns import QueryFactors
 from rollout_engine.model.modules.positions import far_starts
+from rollout_engine.model.packing.module_types import tensor_of
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -156,7 +157,7 @@ def _mlp(mlp: nn.Module) -> MLP | Mixture:
 def _check_linears(linears: Iterable[nn.Module]) -> None:
     for child in linears:
         require(isinstance(child, nn.Linear), "its projections are not linear layers")
-        _check_values(child.get_parameter("weight"))
+        _check_values(tensor_of(child))
 
 
 def _check_values(weight: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rollout_engine.model.modules.experts import Routing, mixed
 from rollout_engine.model.modules.module_patterns import LARGE, SILU_CLASSES, agree, copy_with
+from rollout_engine.model.packing.module_types import tensor_of
 
 _NUM_EXPERTS, _TOP_K, _HIDDEN, _INTERMEDIATE = 6, 3, 8, 5
 _NO_HOOKS: dict[str, Any] = {"_forward_pre_hooks": {}, "_forward_hooks": {}}
@@ -23,8 +24,8 @@ def routing_of(child: nn.Module) -> Routing | None:
         return None
     if not isinstance(getattr(child, "top_k", None), int):
         return None
-    trial, x = _small_router(child), _waves(24, _HIDDEN, dtype=child.get_parameter("weight").dtype) * 4
-    weight = trial.get_parameter("weight")
+    trial, x = _small_router(child), _waves(24, _HIDDEN, dtype=tensor_of(child).dtype) * 4
+    weight = tensor_of(trial)
 
     def choose(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(x, weight)
@@ -43,8 +44,8 @@ def are_gated_experts(child: nn.Module) -> bool:
     children = dict(child.named_children())
     if children.keys() != {"act_fn"} or type(children["act_fn"]) not in SILU_CLASSES:
         return False
-    trial, dtype = _small_experts(child), child.get_parameter("down_proj").dtype
-    gate_up, down = trial.get_parameter("gate_up_proj"), trial.get_parameter("down_proj")
+    trial, dtype = _small_experts(child), tensor_of(child, "down_proj").dtype
+    gate_up, down = tensor_of(trial, "gate_up_proj"), tensor_of(trial, "down_proj")
     index = torch.arange(48).view(24, 2).mul(7).remainder(_NUM_EXPERTS)
     index[:, 1] = (index[:, 0] + 1 + index[:, 1] % 3) % _NUM_EXPERTS
     x, weights = _waves(24, _HIDDEN, dtype=dtype), _waves(24, 2, dtype=dtype).abs()
@@ -66,8 +67,8 @@ def mixture_of(child: nn.Module) -> Routing | None:
         return None
     gate, experts = _small_router(gate), _small_experts(experts)
     trial = copy_with(child, _modules={"gate": gate, "experts": experts}, hidden_dim=_HIDDEN)
-    weight = gate.get_parameter("weight")
-    gate_up, down = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
+    weight = tensor_of(gate)
+    gate_up, down = tensor_of(experts, "gate_up_proj"), tensor_of(experts, "down_proj")
     x = _waves(2, 12, _HIDDEN, dtype=weight.dtype) * 4
 
     def mix(x: Tensor) -> Tensor:
@@ -80,13 +81,13 @@ def mixture_of(child: nn.Module) -> Routing | None:
 
 def _small_router(child: nn.Module) -> nn.Module:
     sizes = {"top_k": _TOP_K, "num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN}
-    small = {"weight": _waves(_NUM_EXPERTS, _HIDDEN, dtype=child.get_parameter("weight").dtype)}
+    small = {"weight": _waves(_NUM_EXPERTS, _HIDDEN, dtype=tensor_of(child).dtype)}
     return copy_with(child, _parameters=small, **_NO_HOOKS, **sizes)
 
 
 def _small_experts(child: nn.Module) -> nn.Module:
     gate_up, down = (_NUM_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN), (_NUM_EXPERTS, _HIDDEN, _INTERMEDIATE)
-    shapes, dtype = {"gate_up_proj": gate_up, "down_proj": down}, child.get_parameter("down_proj").dtype
+    shapes, dtype = {"gate_up_proj": gate_up, "down_proj": down}, tensor_of(child, "down_proj").dtype
     small = {name: _waves(*shape, dtype=dtype) for name, shape in shapes.items()}
     sizes = {"num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN, "intermediate_dim": _INTERMEDIATE}
     config = SimpleNamespace(_experts_implementation="eager")

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.pooling_params import PoolingInfo
 from rollout_engine.model.modules.geometry import probe_geometry
+from rollout_engine.model.packing.module_types import tensor_of
 
 HeadKind = Literal["sequence", "token"]
 _ENDINGS: dict[str, HeadKind] = {
@@ -59,7 +60,7 @@ def pooling_info(module: PreTrainedModel, kind: HeadKind | None) -> PoolingInfo:
     config = module.config
     names = getattr(config, "id2label", None) or {}
     return PoolingInfo(
-        hidden_size=module.get_input_embeddings().get_parameter("weight").shape[1] if kind is None else _width(module),
+        hidden_size=tensor_of(module.get_input_embeddings()).shape[1] if kind is None else _width(module),
         head=kind,
         labels=[] if kind is None else [str(names.get(i, f"LABEL_{i}")) for i in range(config.num_labels or 0)],
         is_multi_label=getattr(config, "problem_type", None) == "multi_label_classification",

@@ -14,6 +14,7 @@ from transformers.activations import SiLUActivation
 
 from rollout_engine.kernels.activation import gated_silu, gelu_tanh
 from rollout_engine.kernels.norm import rms_norm
+from rollout_engine.model.packing.module_types import tensor_of
 
 SILU_CLASSES = (nn.SiLU, SiLUActivation)
 _EPSILON_NAMES = ("variance_epsilon", "eps")
@@ -58,7 +59,7 @@ def rms_norm_epsilon(child: nn.Module) -> float | None:
     epsilon = next((getattr(child, name) for name in _EPSILON_NAMES if hasattr(child, name)), None)
     if not isinstance(epsilon, float) or [name for name, _ in child.named_parameters()] != ["weight"]:
         return None
-    like = child.get_parameter("weight")
+    like = tensor_of(child)
     weight = torch.linspace(-1.5, 2.5, like.numel(), dtype=like.dtype)
     if weight.shape != like.shape or [*child.children(), *child.buffers()]:
         return None

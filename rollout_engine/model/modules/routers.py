@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.base.routed_experts import RoutingInfo
+from rollout_engine.model.packing.module_types import tensor_of
 
 
 def routers_of(module: nn.Module) -> list[nn.Module]:
@@ -33,7 +34,7 @@ def routing_info(routers: Sequence[nn.Module]) -> RoutingInfo | None:
 
 
 def _num_experts(router: nn.Module) -> int:
-    return len(router.get_parameter("weight"))
+    return len(tensor_of(router))
 
 
 @contextmanager

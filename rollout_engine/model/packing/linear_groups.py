@@ -7,7 +7,7 @@ of one buffer (`fuse_projections`).
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import xxhash
@@ -15,17 +15,9 @@ from torch import Tensor, nn
 
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import gemm
-
-Kind = TypeVar("Kind", bound=nn.Module)
+from rollout_engine.model.packing.module_types import become
 
 _FUSED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def become(child: nn.Module, kind: type[Kind]) -> Kind:
-    """Give a module another class, in place; returns it."""
-    child.__class__ = kind
-    assert isinstance(child, kind), "its class was just replaced"
-    return child
 
 
 def swap_linears(module: nn.Module) -> None:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.cpu import gemm
-from rollout_engine.model.packing.linear_groups import LinearGroup, become
+from rollout_engine.model.packing.linear_groups import LinearGroup
+from rollout_engine.model.packing.module_types import become
 
 
 class PackedEmbedding(nn.Embedding):
