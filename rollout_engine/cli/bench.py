@@ -27,7 +27,8 @@ from rollout_engine.cli import ceilings, machine
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.terminal import announced
 
-_SAMPLING = {"n": 8, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+SAMPLING = {"n": 8, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+"""Sampling settings of a measured round, unless others are given."""
 _ENGINE = {"skip_tokenizer_init": True, "log_stats": False}
 
 
@@ -53,7 +54,7 @@ def _count(text: str) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """Measure the model and print the result."""
     overrides = parse_overrides(arguments.overrides)
-    params = rollout_engine.SamplingParams(**(_SAMPLING | overrides.sampling))
+    params = rollout_engine.SamplingParams(**(SAMPLING | overrides.sampling))
     if params.max_tokens is None:
         raise RequestError.for_field("max_tokens", None, "a number: every completion gets as many tokens")
     work = ceilings.Work(arguments.prompts, params.n, arguments.prompt_tokens, params.max_tokens)
@@ -80,14 +81,24 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _rounds(llm: Any, model: str, work: ceilings.Work, params: Any, rounds: int) -> Iterator[float]:
     """Tokens per second of each round after the first."""
-    vocab_size = AutoConfig.from_pretrained(find_directory(model, weights=False), trust_remote_code=False).vocab_size
-    rng = random.Random(0)
+    source = random_prompts(model, work.num_prompts, work.num_prompt_tokens)
     for i in tqdm(range(rounds + 1), desc="bench", unit="round", delay=2, disable=not sys.stderr.isatty()):
-        prompts = [[rng.randrange(vocab_size) for _ in range(work.num_prompt_tokens)] for _ in range(work.num_prompts)]
+        prompts = next(source)
         start = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         if i:
             yield work.num_tokens / (time.perf_counter() - start)
+
+
+def random_prompts(model: str, num_prompts: int, num_tokens: int) -> Iterator[list[list[int]]]:
+    """Yield prompts of random tokens of a model's vocabulary again and again, new ones each time.
+
+    They are the same in every process. `model`: checkpoint directory or hub id.
+    """
+    config = AutoConfig.from_pretrained(find_directory(model, weights=False), trust_remote_code=False)
+    vocab_size, source = config.get_text_config().vocab_size, random.Random(0)
+    while True:
+        yield [[source.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(num_prompts)]
 
 
 def _table(result: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollout_engine.base.config import EngineConfig
@@ -84,14 +83,6 @@ def works(max_num_seqs: int, max_model_len: int, num_kv_tokens: int) -> list[Mea
             found.append(MeasuredWork(num_prompts, rows // num_prompts, length))
     fitting = [work for work in found if work.num_rows * (work.num_prompt_tokens + _NUM_DECODED) <= num_kv_tokens]
     return fitting or found[:1]
-
-
-def write(path: Path, measured: Measured) -> None:
-    """Write the tables [engine] and [costs] as TOML. Raises `ConfigError`."""
-    try:
-        path.write_text(as_toml(measured), encoding="utf-8")
-    except OSError as problem:
-        raise ConfigError(f"--out {path} cannot be written: {problem.strerror}.") from None
 
 
 def as_toml(measured: Measured) -> str:

@@ -1,9 +1,9 @@
-"""Whether a command can write what `--out` names, asked before it works for minutes."""
+"""The file that `--out` names: checked before a command works for minutes, and written after it."""
 
 import os
 from pathlib import Path
 
-from rollout_engine.base.errors import RequestError
+from rollout_engine.base.errors import ConfigError, RequestError
 
 
 def check_out(out: Path, name: str) -> None:
@@ -14,3 +14,11 @@ def check_out(out: Path, name: str) -> None:
         raise RequestError(f"--out {out} cannot be written: it is a folder. Name a file, as {out}/{name}.")
     if not os.access(out if out.exists() else out.parent, os.W_OK):
         raise RequestError(f"--out {out} cannot be written: permission is denied. Name a file that you may write.")
+
+
+def write_out(out: Path, text: str) -> None:
+    """Write the file. Raises `ConfigError` if that fails."""
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise ConfigError(f"--out {out} cannot be written: {problem.strerror}.") from None

@@ -26,7 +26,7 @@ from rollout_engine.capacity.outcome import Outcome, table
 from rollout_engine.capacity.plot import check_plot, draw
 from rollout_engine.capacity.simulation import Simulation
 from rollout_engine.cli import measured_costs
-from rollout_engine.cli.out_file import check_out
+from rollout_engine.cli.out_file import check_out, write_out
 from rollout_engine.cli.overrides import parse_overrides
 
 
@@ -103,7 +103,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         check_out(arguments.out, "costs.toml")
     measured = _measured(arguments.measure, overrides.engine)
     if arguments.out is not None:
-        measured_costs.write(arguments.out, measured)
+        write_out(arguments.out, measured_costs.as_toml(measured))
     if arguments.json:
         print(json.dumps({"model": measured.model, "engine": measured.engine, **_fit_as_json(measured)}, indent=1))
     elif arguments.out is None:

@@ -14,7 +14,6 @@ random tokens; what speculation gains depends on the text, so give prompts of yo
 import argparse
 import json
 import os
-import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,19 +24,17 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig
 
 from rollout_engine import LLM, SamplingParams
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, RequestError
-from rollout_engine.base.locations import find_directory
 from rollout_engine.cli import machine
-from rollout_engine.cli.out_file import check_out
+from rollout_engine.cli.bench import SAMPLING, random_prompts
+from rollout_engine.cli.out_file import check_out, write_out
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.prompts import add_prompts, read_prompts
 from rollout_engine.cli.tuning import Comparison, Options, Proposal, Round, Trial, propose
 
-_SAMPLING = {"n": 8, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 _ENGINE = {"log_stats": False}
 _BUDGETS = (512, 2048, 32768)
 _SEQUENCES = (32, 64, 128, 512)
@@ -68,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = EngineConfig(model=arguments.model, **(_ENGINE | given))
     if config.device == "cuda":
         raise ConfigError("tune measures two engines beside each other, so far only on a CPU: leave device=cuda out.")
-    params = SamplingParams(**(_SAMPLING | overrides.sampling))
+    params = SamplingParams(**(SAMPLING | overrides.sampling))
     if params.max_tokens is None:
         raise RequestError.for_field("max_tokens", None, "a number: rounds are compared by their tokens")
     prompts, lengths = _prompts(arguments, config)
@@ -86,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{arguments.model}, {work}, {machine.cpu_name()}, {machine.usable_cpus()} usable CPUs")
         print(table(found))
     if arguments.out is not None:
-        _write(arguments.out, toml)
+        write_out(arguments.out, toml)
     elif not arguments.json:
         print(f"\n{toml}", end="")
 
@@ -167,13 +164,6 @@ def _toml_value(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise ConfigError(f"--out {path} cannot be written: {problem.strerror}.") from None
-
-
 def _trials(lengths: Sequence[int], num_samples: int, config: EngineConfig) -> list[Trial]:
     """Values worth comparing for a work: those at which its steps would be other steps."""
     cores, default = machine.usable_cpus(), torch.get_num_threads()
@@ -195,10 +185,8 @@ def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> tuple[list[
     if arguments.prompt or arguments.file:
         found = [given.prompt for given in read_prompts(arguments)]
         return found, [len(each) if isinstance(each, list) else max(len(json.dumps(each)) // 3, 1) for each in found]
-    hf_config = AutoConfig.from_pretrained(find_directory(config.model, weights=False), trust_remote_code=False)
-    vocab_size = hf_config.get_text_config().vocab_size
-    source, lengths = random.Random(0), [arguments.prompt_tokens] * arguments.prompts
-    return [[source.randrange(vocab_size) for _ in range(length)] for length in lengths], lengths
+    found = next(random_prompts(config.model, arguments.prompts, arguments.prompt_tokens))
+    return found, [arguments.prompt_tokens] * arguments.prompts
 
 
 @contextmanager

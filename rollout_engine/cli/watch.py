@@ -9,22 +9,25 @@ knows. The live view needs the extra [view]; --once prints the state of now and 
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.cli.terminal import require_terminal
 from rollout_engine.looking.run_watch import RunWatch
 from rollout_engine.looking.samples import visible
-from rollout_engine.looking.sparkline import number, table
 from rollout_engine.rollouts.evaluation.ledger import SAMPLES
 
 try:
-    from rollout_engine.looking.dashboard import Dashboard
+    from rollout_engine.looking.terminal import Dashboard
 except ModuleNotFoundError:  # the extra is not installed
     Dashboard = None  # type: ignore[assignment,misc]
 
 _COLUMNS = 120
 _NUM_SAMPLES = 5
+_BARS = "▁▂▃▄▅▆▇█"
+Values = Sequence[float | None]
+"""A statistic, step by step; None if it was not finite."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,3 +87,38 @@ def lines_of(watch: RunWatch, columns: int) -> list[str]:
                 f"{sample.where}{reward}, {sample.num_tokens} tokens, version {sample.newest}: {text}"[:columns]
             )
     return lines
+
+
+def sparkline(values: Values, width: int) -> str:
+    """The last `width` values as bars between the least and the greatest of them; a dot where there is none."""
+    shown = values[-width:]
+    known = [value for value in shown if value is not None]
+    if not known:
+        return "·" * len(shown)
+    low, high = min(known), max(known)
+    return "".join("·" if value is None else _bar(value, low, high) for value in shown)
+
+
+def table(series: Mapping[str, Values], width: int) -> list[str]:
+    """A line for each statistic. `width`: columns of a line."""
+    name_width = max((len(name) for name in series), default=0)
+    name_width = min(max(name_width, 12), 28)
+    lines = []
+    for name, values in series.items():
+        known = [value for value in values if value is not None]
+        newest = number(values[-1]) if values else ""
+        span = f"{number(min(known))} to {number(max(known))}" if known else ""
+        shown = visible(" ".join(name.split()))
+        head = f"{shown[:name_width]:{name_width}} {newest:>11}  {span:>24}  "
+        lines.append(head + sparkline(values, max(width - len(head), 8)))
+    return lines
+
+
+def number(value: float | None) -> str:
+    """A number in few characters; a statistic that was not finite is named so."""
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _bar(value: float, low: float, high: float) -> str:
+    part = 0.5 if high == low else (value - low) / (high - low)
+    return _BARS[min(int(part * len(_BARS)), len(_BARS) - 1)]

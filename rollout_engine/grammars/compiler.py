@@ -66,7 +66,7 @@ class Grammar:
         return self.compiled.done() or time.monotonic() >= self._deadline
 
     def start(self) -> tuple[Vocabulary, Any]:
-        """The vocabulary, and a matcher of `Vocabulary.begin`. Waits where it is on its way. Raises `GrammarError`."""
+        """The vocabulary, and an `LLMatcher` at the beginning. Waits until they are there. Raises `GrammarError`."""
         try:
             vocabulary, matcher = self.compiled.result(max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:
@@ -117,7 +117,7 @@ class GrammarCompiler:
         try:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
-            grammar.compiled.set_result((self._vocabulary, self._vocabulary.begin(given)))
+            grammar.compiled.set_result((self._vocabulary, self._vocabulary.compile(given)))
         except (GrammarError, RequestError) as problem:
             grammar.compiled.set_exception(GrammarError(str(problem)))
         except BaseException as problem:  # a tokenizer's files may raise anything, and a panic of Rust is no Exception

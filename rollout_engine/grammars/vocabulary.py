@@ -2,15 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.grammars.native import NativeTokens, is_text, names_of, native_tokens
 from rollout_engine.grammars.sources import FREE_TOKENS, AddedToken, source_of
 
 _LIMITS = {"max_lexer_states": 1 << 15, "step_max_items": 20_000, "verbose_errors": False}
@@ -32,15 +31,21 @@ def require_llguidance(given: object) -> ModuleType:
     return module
 
 
-class MaskBits:
-    """Tokens as the bits of a mask, uint32 [words]."""
+@cache
+def executor_of(num_threads: int) -> Any:
+    """An `LLExecutor`, which fills the masks of many sequences on threads of its own."""
+    return require_llguidance("a grammar").LLExecutor(num_threads)
 
-    def __init__(self, text: np.ndarray, stops: np.ndarray) -> None:
-        self.text = text
-        """Tokens that end no sequence."""
-        self.stops = stops
-        """Tokens that end the sequence."""
-        self.text_address, self.stops_address = text.ctypes.data, stops.ctypes.data
+
+class StopBits(NamedTuple):
+    """The tokens that end a sequence, and others."""
+
+    others: np.ndarray
+    """Tokens that end no sequence, as the bits of a mask, uint32 [words]."""
+    stops: np.ndarray
+    """Tokens that end the sequence, likewise."""
+    can_be_told: bytes
+    """For each token 1 if a matcher can tell whether it is allowed without a mask: it is text, and ends no sequence."""
 
 
 class Vocabulary:
@@ -66,60 +71,38 @@ class Vocabulary:
         self.eos_token_ids = list(self._tokens.eos_tokens)
         """Tokens whose bits llguidance sets where a grammar accepts."""
         self._limits = module.LLParserLimits(**_LIMITS)
-        self._bits: dict[tuple[int, ...], MaskBits] = {}
+        self._bits: dict[tuple[int, ...], StopBits] = {}
+        self._is_text = np.array([self._has_text(token_id) for token_id in range(size)])
 
-    @cached_property
-    def native(self) -> NativeTokens | None:
-        """The tokens as C++ reads them; None where grammars are followed in Python."""
-        return native_tokens(self._tokens, self._names, _LIMITS, self._limits)
-
-    @cached_property
-    def plain(self) -> np.ndarray:
-        """The tokens that are text, as a mask, uint32 [words]."""
-        is_plain = np.zeros(self.num_words * 32, np.uint8)
-        is_plain[: len(self._names)] = [is_text(name) for name in self._names]
-        return np.packbits(is_plain, bitorder="little").view(np.uint32)
-
-    @cached_property
-    def _names(self) -> list[bytes]:
-        return names_of(self._tokens)
-
-    def bits(self, stop_ids: tuple[int, ...]) -> MaskBits:
-        """The bits of the tokens that end a sequence, and of the others."""
+    def stop_bits(self, stop_ids: tuple[int, ...]) -> StopBits:
+        """The bits of a sequence that these tokens end."""
         found = self._bits.get(stop_ids)
         if found is None:
-            found = self._bits[stop_ids] = self._made_bits(stop_ids)
+            stops, ends = (np.zeros(self.num_words * 32, np.bool_) for _ in range(2))
+            stops[list(stop_ids)] = True
+            ends[[*stop_ids, *self.eos_token_ids]] = True
+            others, stop_bits = (np.packbits(each, bitorder="little").view(np.uint32) for each in (~ends, stops))
+            can_be_told = (self._is_text & ~ends[: len(self._is_text)]).tobytes()
+            found = self._bits[stop_ids] = StopBits(others, stop_bits, can_be_told)
         return found
-
-    def _made_bits(self, stop_ids: tuple[int, ...]) -> MaskBits:
-        stops, ends = (np.zeros(self.num_words * 32, np.uint8) for _ in range(2))
-        stops[list(stop_ids)] = 1
-        ends[[*stop_ids, *self.eos_token_ids]] = 1
-        stop_bits, end_bits = (np.packbits(each, bitorder="little").view(np.uint32) for each in (stops, ends))
-        return MaskBits(~end_bits, stop_bits)
 
     def compile(self, given: Mapping[str, Any]) -> Any:
         """An `LLMatcher` at the beginning of the grammar. Raises `GrammarError`."""
         module = require_llguidance(given)
-        return self._checked(
-            given, lambda source: module.LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
-        )
-
-    def begin(self, given: Mapping[str, Any]) -> Any:
-        """A `NativeMatcher` at the beginning of the grammar, or an `LLMatcher` where `native` is None.
-
-        Raises `GrammarError`.
-        """
-        return self.compile(given) if self.native is None else self._checked(given, self.native.compile)
-
-    def _checked(self, given: Mapping[str, Any], compiled: Callable[[str], Any]) -> Any:
         try:
-            matcher = compiled(source_of(given, self._added))
+            source = source_of(given, self._added)
+            matcher = module.LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
         except Exception as problem:
             raise GrammarError(str(problem)) from problem
         if matcher.is_error():
             raise GrammarError(readable(matcher.get_error()))
         return matcher
+
+    def _has_text(self, token_id: int) -> bool:
+        """Whether a token is text that is not empty, and no special token."""
+        text: bytes = self._tokens.decode_bytes([token_id])
+        is_named = text == b"<[%d]>" % token_id  # llguidance writes a token without text so
+        return bool(text) and not is_named and not self._tokens.is_special_token(token_id)
 
 
 def readable(error: str) -> str:

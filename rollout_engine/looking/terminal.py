@@ -1,4 +1,6 @@
-"""Rollouts to look at in a terminal: a table of samples, and the chosen one, its group, or two side by side.
+"""Rollouts and runs to look at in a terminal.
+
+`RolloutViewer` shows a table of samples, and the chosen one, its group, or two side by side; `Dashboard` a run's lines.
 
 up, down    choose a sample          /    search        s    sort by the next column
 c           colour by the next       g    its group     d    compare with the sample chosen before
@@ -7,7 +9,7 @@ f           fold turns               q    quit
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -213,6 +215,34 @@ class RolloutViewer(App[None]):
         if by in ("version", "turn") and numbers:
             return f"white on {_HUES[numbers[place] % len(_HUES)]}"
         return ""
+
+
+class Dashboard(App[None]):
+    """Shows lines of text that `read` returns, every so many seconds."""
+
+    BINDINGS: ClassVar = [("q", "quit", "quit")]
+    CSS = "#lines { padding: 0 1; }"
+
+    def __init__(self, read: Callable[[int], list[str]], title: str, seconds: float) -> None:
+        """`read` takes the columns of the screen; its lines have no control characters."""
+        super().__init__()
+        self.title = title
+        self._read, self._seconds = read, seconds
+        self.shown = Text()
+        """The picture as it is drawn."""
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll():
+            yield Static(id="lines")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self._draw()
+        self.set_interval(self._seconds, self._draw)
+
+    def _draw(self) -> None:
+        self.shown = Text("\n".join(self._read(max(self.size.width - 3, 40))), no_wrap=True, overflow="ellipsis")
+        self.query_one("#lines", Static).update(self.shown)
 
 
 def _on(red: int, green: int, blue: int, part: float) -> Style | str:

@@ -10,20 +10,26 @@ from tqdm import tqdm
 
 logger = logging.getLogger("rollout_engine")
 
-REFRESH_SECONDS = 0.2
+_REFRESH_SECONDS = 0.2
 """Least seconds between two counts of the tokens of unfinished requests."""
 
 
 class ProgressBar:
     """A tqdm bar over `total` prompts or groups, with the number of tokens sampled so far and per second."""
 
-    def __init__(self, total: int, *, desc: str, unit: str, shown: bool) -> None:
+    def __init__(self, total: int, *, desc: str, unit: str, shown: bool, num_done: int = 0) -> None:
+        """`num_done`: prompts or groups of the total that were complete before."""
         self._start = self._shown_at = time.monotonic()
         self._num_tokens = 0
         """Tokens of complete prompts or groups."""
         self._bar: Any = None
         if shown:
-            self._bar = self._guarded(lambda: tqdm(total=total, desc=desc, unit=unit))
+            self._bar = self._guarded(lambda: tqdm(total=total, desc=desc, unit=unit, initial=num_done))
+
+    def describe(self, desc: str) -> None:
+        """Show another description in front of the bar."""
+        if self._bar is not None:
+            self._guarded(lambda: self._bar.set_description(desc))
 
     def update(self, num_tokens: int) -> None:
         """Count one more as complete, with `num_tokens` tokens."""
@@ -32,8 +38,8 @@ class ProgressBar:
             self._guarded(lambda: self._show(self._num_tokens))
 
     def count(self, num_open_tokens: Callable[[], int]) -> None:
-        """Show the tokens of unfinished prompts or groups too, at most every `REFRESH_SECONDS`."""
-        if self._bar is not None and time.monotonic() - self._shown_at > REFRESH_SECONDS:
+        """Show the tokens of unfinished prompts or groups too, at most every `_REFRESH_SECONDS`."""
+        if self._bar is not None and time.monotonic() - self._shown_at > _REFRESH_SECONDS:
             self._guarded(lambda: self._show(self._num_tokens + num_open_tokens(), num_complete=0))
 
     def __enter__(self) -> Self:

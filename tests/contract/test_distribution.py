@@ -32,8 +32,7 @@ def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):
     triton_kernels = [source for source in package_sources if source.module.startswith(kernels)]
     subclasses = [source for source in package_sources if source.module.startswith("envs_adapters.trainers.torchrl")]
     verl = [source for source in package_sources if source.module.startswith("envs_adapters.trainers.verl")]
-    in_terminal = ("rollout_engine.looking.terminal", "rollout_engine.looking.dashboard")
-    terminal = [source for source in package_sources if source.module in in_terminal]
+    terminal = [source for source in package_sources if source.module == "rollout_engine.looking.terminal"]
     models = [source for source in package_sources if source.module.startswith("envs_adapters.evaluation.")]
     apart = (*triton_kernels, *subclasses, *verl, *terminal, *models)
     others = [source for source in package_sources if source not in apart]

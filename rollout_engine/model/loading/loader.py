@@ -17,7 +17,6 @@ from rollout_engine.base.locations import find_directory
 from rollout_engine.model.admission.gate import admit, build_module
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.sharded_state import ShardedState
-from rollout_engine.model.loading.unused_names import checkpoint_names
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import initialize, place_on
@@ -30,6 +29,7 @@ from rollout_engine.model.ranks.cut import ModelCut, cut_module
 from rollout_engine.model.ranks.part import part_of
 from rollout_engine.model.ranks.seat import Seat
 from sync.checkpoint import CONFIG_FILE, StoredTensor
+from sync.checkpoint_names import CheckpointNames
 from sync.file_snapshot import SnapshotFile
 from sync.manifest import decode_json
 
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_FLOATS = (*_DEVICE_DTYPES, torch.float64)
+_OF_OLD_RELEASES = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Stored by old versions of transformers; computed now."""
 
 
 def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | None = None) -> LoadedModel:
@@ -64,7 +66,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     if seat is None:
         fuse_projections(module)
     table = WeightTable.of(module)
-    names = checkpoint_names(module)
+    names = _checkpoint_names(module)
     cut, targets = None, table.views
     if is_dummy:
         initialize(module)
@@ -259,3 +261,15 @@ def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig) -> list[in
     if not all(isinstance(i, int) for i in ids):
         raise ConfigError(f"{path}: eos_token_id={found!r} is not allowed: must be a token id or a list of them.")
     return ids
+
+
+def _checkpoint_names(module: PreTrainedModel) -> CheckpointNames:
+    """The names that `from_pretrained` accepts for `module` and does not use, and the prefix that it adds."""
+    unused = [*_OF_OLD_RELEASES, *(module._keys_to_ignore_on_load_unexpected or ())]
+    num_layers, num_drafting = (
+        getattr(module.config, name, None) or 0 for name in ("num_hidden_layers", "num_nextn_predict_layers")
+    )
+    if num_drafting:  # stored behind the model's own layers, as DeepSeek and GLM do
+        numbers = "|".join(map(str, range(num_layers, num_layers + num_drafting)))
+        unused.append(rf"(^|\.)layers\.({numbers})\.")
+    return CheckpointNames(module.base_model_prefix, sorted(unused))

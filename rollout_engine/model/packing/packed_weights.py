@@ -3,7 +3,7 @@
     staging(name) ... ──> pack(place) ──> swap()      the next values are staged and packed beside the copies in use,
                                                       while steps go on; at a step boundary the two change places
 
-A weight that our own kernel multiplies by, and that nothing else reads (`weight_reads`), exists packed only: after
+A weight that our own kernel multiplies by, and that nothing else reads, exists packed only: after
 `take_over` the module's parameter is on meta. Int8 codes do not give their weight back, which therefore stays.
 Memory for the next copies is allocated during an update, and kept between updates while it is small.
 """
@@ -11,18 +11,21 @@ Memory for the next copies is allocated during an update, and kept between updat
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import gemm
 from rollout_engine.kernels.memory import release_pages
 from rollout_engine.model.packing.changed_panels import ChangedPanels, Ranges
-from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear, linear_groups
+from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear, linear_groups, without_products
 from rollout_engine.model.packing.packed_embedding import PackedEmbedding, read_from_head
 from rollout_engine.model.packing.stacks import Place, stacks_of
-from rollout_engine.model.packing.weight_reads import storages_read
 
 _KEPT_BYTES = 256 << 20
 """Most memory for next copies that all ranks of a model together keep between updates. Fresh pages cost an update
@@ -41,7 +44,7 @@ class PackedWeights:
         own = [group for group in groups if group.plan.kernel == linear.OWN and not group.as_int8]
         _tie_embeddings(module, own)
         self._module, self._num_ranks = module, num_ranks
-        read = storages_read(module) if own else set()
+        read = _storages_read(module) if own else set()
         self._stacks = stacks_of(own, {_storage(tensor) for tensor in _read_in_place(module)} | read)
         """Stacks by the address of their plain storage; none after `take_over`."""
         self._held = [group for stack in self._stacks.values() for group in stack.groups]
@@ -299,3 +302,28 @@ def _read_in_place(module: nn.Module) -> Iterator[Tensor]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _storages_read(module: nn.Module) -> set[int]:
+    """Addresses of the storages that a forward of two tokens of a causal LM reads, except by our own products.
+
+    Hugging Face's code may multiply by `linear.weight` without calling the linear, as some routers do. Such a weight
+    must keep its plain values: torch does not always refuse a product with a tensor on meta, and returns garbage then.
+    """
+    with torch.no_grad(), without_products(module), _Watch() as watch:
+        module(input_ids=torch.tensor([[0, 1]]), use_cache=False)
+    return watch.storages
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view:  # views read nothing; reads through them are seen
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            self.storages.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        return func(*args, **(kwargs or {}))

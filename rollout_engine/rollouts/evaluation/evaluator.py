@@ -18,13 +18,13 @@ from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
 from rollout_engine.rollouts.episodes.run import EpisodeRun
 from rollout_engine.rollouts.evaluation.ledger import Cell, Ledger, num_sampled
-from rollout_engine.rollouts.evaluation.progress import EvalProgress
 from rollout_engine.rollouts.evaluation.sweep import Checkpoint, Setting, Sweep, seed_of
 from rollout_engine.rollouts.evaluation.tasks import PreparedTask
 from rollout_engine.rollouts.groups import AnyGroup, GroupBatcher
 from rollout_engine.rollouts.log import LoggedSamples, describe_engine, live_digest
 from rollout_engine.rollouts.plan import RolloutArguments, prompt_tasks
 from rollout_engine.rollouts.run import RolloutRun
+from rollout_engine.telemetry.progress import ProgressBar
 
 
 class _Missing(NamedTuple):
@@ -85,7 +85,8 @@ class Evaluator:
                 raise RequestError.for_field(where, checkpoint.path, "a path that exists", hint)
         num_groups = len(self._checkpoints) * len(self._settings) * sum(task.num_prompts for task in self._tasks)
         num_missing = sum(len(prompts) for _, cells in missing for *_, prompts in cells)
-        with EvalProgress(num_groups, num_groups - num_missing, shown=shown) as progress:
+        num_done = num_groups - num_missing
+        with ProgressBar(num_groups, desc="evaluate", unit="group", shown=shown, num_done=num_done) as progress:
             for checkpoint, cells in missing:
                 if cells:
                     self._sample(ledger, checkpoint, cells, progress)
@@ -103,10 +104,8 @@ class Evaluator:
                 found.append(_Missing(task, setting, cell, tuple(prompts)))
         return found
 
-    def _sample(
-        self, ledger: Ledger, checkpoint: Checkpoint, cells: Sequence[_Missing], progress: EvalProgress
-    ) -> None:
-        progress.begin(checkpoint.name)
+    def _sample(self, ledger: Ledger, checkpoint: Checkpoint, cells: Sequence[_Missing], progress: ProgressBar) -> None:
+        progress.describe(f"evaluate {checkpoint.name[-40:]}")
         with self._loaded(ledger, checkpoint) as lora, held(), ExitStack() as stack:
             lines = LoggedSamples(self._policy, lora)
             runs = []
@@ -119,8 +118,8 @@ class Evaluator:
                 with _named(missing):
                     for group in _advance(run):
                         ledger.add(self._samples_of(missing, group, lines))
-                        progress.count(group.num_tokens)
-                progress.show(lambda: sum(run.num_open_tokens for _, run in runs))
+                        progress.update(group.num_tokens)
+                progress.count(lambda: sum(run.num_open_tokens for _, run in runs))
 
     @contextmanager
     def _loaded(self, ledger: Ledger, checkpoint: Checkpoint) -> Iterator[str | None]:

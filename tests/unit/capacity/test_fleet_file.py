@@ -69,7 +69,7 @@ def test_every_combination_of_compared_values_is_a_case():
 
 def test_costs_of_another_file_are_taken_over(tmp_path):
     found = measured_costs.Measured(fit(*_steps(StepCosts(1e-3, 2e-5, 3e-6, 4e-9))), [], {"max_num_seqs": 7}, "a model")
-    measured_costs.write(tmp_path / "costs.toml", found)
+    (tmp_path / "costs.toml").write_text(measured_costs.as_toml(found), encoding="utf-8")
     (tmp_path / "fleet.toml").write_text('[costs]\nfile = "costs.toml"\n')
     assert read_cases(tmp_path / "fleet.toml", [])[0].file.costs.costs == pytest.approx((1e-3, 2e-5, 3e-6, 4e-9))
     given = read_cases(EXAMPLE, [f"costs.file={tmp_path / 'costs.toml'}", "compare.costs.row_seconds=[0, 1]"])

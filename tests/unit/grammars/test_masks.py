@@ -8,12 +8,11 @@ import pytest
 import regex
 import torch
 
-from rollout_engine.grammars import masks, native
+from rollout_engine.grammars import masks
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.masks import Asked, GrammarBatch, forbid
 from rollout_engine.grammars.state import GrammarState
-from rollout_engine.grammars.tokenizer_file import serialized
-from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary
+from rollout_engine.grammars.vocabulary import GrammarError
 from rollout_engine.testing import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -29,13 +28,8 @@ PATTERNS = [
 ]
 
 
-@pytest.fixture(params=["C++", "Python"])
-def compiler(request, vocabulary):
-    if request.param == "Python":
-        vocabulary = Vocabulary(serialized(TOKENIZER), 259, [END])
-        vocabulary.native = None
-    else:
-        assert vocabulary.native is not None
+@pytest.fixture
+def compiler(vocabulary):
     made = GrammarCompiler(lambda: vocabulary)
     yield made
     made.close()
@@ -204,27 +198,6 @@ def test_masks_filled_step_after_step_are_those_of_each_step_alone_while_sequenc
     assert {1, 2} <= ended and [state.failure is not None for state in states] == [False, False, False, True]
 
 
-def test_cpp_and_python_allow_the_same_tokens_of_json(vocabulary):
-    """Texts that a grammar forces come token by token as the tokenizer divides them, which is Python's work in both."""
-    other = Vocabulary(serialized(TOKENIZER), 259, [END])
-    other.native = None
-    person = {"type": "object", "properties": {"name": {"type": "string"}, "of": {"enum": ["ab", "ac", 1]}}}
-    given = {"json": person | {"required": ["of"], "additionalProperties": False}}
-    pair = []
-    for each in (vocabulary, other):
-        made = GrammarCompiler(lambda each=each: each)
-        pair.append([GrammarState(made.grammar(given), 0, (END,)) for _ in range(20)])
-        made.close()
-    tokens, rng = [[] for _ in range(20)], random.Random(4)
-    both = [GrammarBatch([Asked(*each) for each in zip(states, tokens, strict=True)]) for states in pair]
-    for _ in range(60):
-        ours, its = (masks.masks()[0] for masks in both)
-        assert np.array_equal(ours, its)
-        for known, mask in zip(tokens, ours, strict=True):
-            known.append(rng.choice(sorted(allowed(mask) & {*ASCII, STOP, END})))
-    assert any(END in known for known in tokens)
-
-
 def test_a_grammar_that_does_not_compile_fails_the_sequence_alone(compiler):
     with pytest.raises(GrammarError, match="unclosed group"):
         mask_of(state_of(compiler, "(a"), PROMPT)
@@ -248,21 +221,6 @@ def test_the_same_grammar_is_compiled_once(compiler):
     assert compiler.grammar({"json": {"type": "object", "properties": {"a": True, "b": True}}}) is first
     other_order = {"json": {"type": "object", "properties": {"b": True, "a": True}}}
     assert compiler.grammar(other_order) is not first
-
-
-@pytest.mark.parametrize("fault", ["a function is missing", "other tokens are taken"])
-def test_without_c_functions_that_agree_python_follows_grammars_and_the_log_says_so(monkeypatch, caplog, fault):
-    if fault == "a function is missing":
-        monkeypatch.setattr(native, "functions", lambda library: library.llg_matcher_of_no_version)
-    else:
-        monkeypatch.setattr(native.NativeMatcher, "consume_token", lambda matcher, token_id: False)
-    found = Vocabulary(serialized(TOKENIZER), 259, [END])
-    assert found.native is None
-    [said] = [record.message for record in caplog.records]
-    assert said.startswith("Grammars are followed in Python, which is slower, without llguidance's C functions: ")
-    made = GrammarCompiler(lambda: found)
-    assert allowed(mask_of(state_of(made, "[ab]"), PROMPT)) & set(ASCII) == set(TOKENIZER.encode("ab"))
-    made.close()
 
 
 def test_forbidden_tokens_get_no_logit():

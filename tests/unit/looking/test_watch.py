@@ -9,12 +9,11 @@ import pytest
 
 from rollout_engine import RequestError
 from rollout_engine.cli.main import main
-from rollout_engine.cli.watch import lines_of
-from rollout_engine.looking.dashboard import Dashboard
+from rollout_engine.cli.watch import lines_of, sparkline, table
 from rollout_engine.looking.followed_file import FollowedFile
 from rollout_engine.looking.run_watch import RunWatch
-from rollout_engine.looking.sparkline import sparkline, table
 from rollout_engine.looking.step_log import StepLog
+from rollout_engine.looking.terminal import Dashboard
 from tests.unit.looking.lines import HOSTILE, rollouts, write_lines
 
 
