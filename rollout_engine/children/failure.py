@@ -1,5 +1,7 @@
 """An error in a message between processes: encoded on one end, raised on the other."""
 
+from typing import Any
+
 import msgspec
 
 from rollout_engine.base import errors
@@ -23,17 +25,17 @@ class Failure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=
 
     def as_error(self, method: str = "") -> RolloutEngineError:
         """Make the error to raise on this end. `method` names the call that failed, if it was a call."""
+        own: RolloutEngineError | None = None
         if self.kind in ("RPCError", "RPCTimeoutError"):
-            where = dict(method=self.method, rank=self.rank, traceback=self.traceback)
-            return _ERRORS[self.kind](self.message, **where)
-        if self.kind == "RequestError":
-            return RequestError(self.message, field=self.field, bound=self.bound)
-        if self.kind in _ERRORS:
-            return _ERRORS[self.kind](self.message)
-        return RPCError(f"{method}: {self.kind}: {self.message}", method=method, traceback=self.traceback)
+            own = _ERRORS[self.kind](self.message, method=self.method, rank=self.rank, traceback=self.traceback)
+        elif self.kind == "RequestError":
+            own = RequestError(self.message, field=self.field, bound=self.bound)
+        elif self.kind in _ERRORS:
+            own = _ERRORS[self.kind](self.message)
+        return own or RPCError(f"{method}: {self.kind}: {self.message}", method=method, traceback=self.traceback)
 
 
-_ERRORS = {
+_ERRORS: dict[str, Any] = {
     name: value for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)
 } | {"WireError": WireError}
 

@@ -144,8 +144,11 @@ def _list_in_columns(values: Sequence[Any], depth: int) -> _Columns | None:
         texts = [text.encode() for text in values]
         return _Columns(_TEXTS, np.frombuffer(b"".join(texts), np.uint8), np.array([*map(len, texts)], np.int32))
     if len(kinds) == 1 and _is_record(next(iter(kinds))):
-        names = values[0].__struct_fields__
-        columns = {name: _in_columns([getattr(value, name) for value in values], depth + 1) for name in names}
+        record: Any = next(iter(kinds))
+        columns = {
+            name: _in_columns([getattr(value, name) for value in values], depth + 1)
+            for name in record.__struct_fields__
+        }
         return _Columns(_RECORDS, records=columns) if columns else None
     numbers = _as_numbers(partial(iter, values), len(values))
     return None if numbers is None else _Columns(_NUMBERS, numbers)

@@ -11,7 +11,7 @@ from rollout_engine.children.values import pack, unpack
 def pack_value(value: Any) -> bytes:
     """Encode a value with arrays and tensors in it. Raises `TypeError` for what cannot be sent."""
     body, arrays = pack(value)
-    return msgspec.msgpack.encode((body, list(map(memoryview, arrays))))
+    return msgspec.msgpack.encode((body, [array.data for array in arrays]))
 
 
 def unpack_value(body: bytes) -> Any:

@@ -79,7 +79,8 @@ class GrammarTrials:
             try:
                 if is_new:
                     self._set_up(process)
-                return process.ask(Trial(text), Answer, _PATIENCE).problem
+                answer: Answer = process.ask(Trial(text), Answer, _PATIENCE)
+                return answer.problem
             except GrammarError as problem:
                 self._process.end(process)
                 return f"The tokenizer cannot be read: {problem}."

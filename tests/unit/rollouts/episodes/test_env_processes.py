@@ -19,7 +19,7 @@ from rollout_engine.rollouts.episodes.env_calls import Began, EnvFailure
 from rollout_engine.rollouts.episodes.random_state import RandomState
 from tests.unit.rollouts.episodes import process_envs
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture

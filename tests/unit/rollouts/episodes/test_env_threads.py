@@ -15,7 +15,7 @@ from rollout_engine.base import threads
 from rollout_engine.base.errors import RetryableError, StepDeadlineError
 from rollout_engine.rollouts.episodes.env_calls import Began, EnvFailure
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 class Counter:
