@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import weakref
+from functools import cache
 from traceback import format_exception
 from typing import Any
 
@@ -184,7 +185,7 @@ class Channel:
     def receive(self, kind: Any) -> Any:
         """Wait for the next message, of type `kind`. Raises `EOFError` or `OSError` if the other end is gone."""
         size = int.from_bytes(self._exactly(8), "little")
-        return msgspec.msgpack.decode(self._exactly(size), type=kind)
+        return _decoder(kind).decode(self._exactly(size))
 
     def close(self) -> None:
         """Close this end, which tells the other one, also while a thread waits here."""
@@ -202,6 +203,12 @@ class Channel:
                 raise EOFError("the other end is gone")
             filled += received
         return data
+
+
+@cache
+def _decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
+    """The decoder of a type of messages: to make one takes longer than to decode a step."""
+    return msgspec.msgpack.Decoder(kind)
 
 
 _HERE: "weakref.WeakSet[Channel]" = weakref.WeakSet()
