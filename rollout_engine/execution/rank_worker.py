@@ -96,7 +96,7 @@ class RankWorker:
         raise LifecycleError("watch_layers: not possible with tensor_parallel_size above 1.")
 
     def take_part(self, message: StepMessage) -> None:
-        """Compute with the other ranks what rank 0 has told."""
+        """Compute with the other ranks as rank 0 says in a message of a step."""
         runner = self._backend.runner
         match message:
             case Step(work, token_ids):
@@ -163,7 +163,7 @@ class RankWorker:
 
     @_called
     def commit_weights(self) -> None:
-        """Make the packed weights live: all of them, where `release_weights` had forgotten them."""
+        """Make the packed weights live: all of them, if `release_weights` had forgotten them."""
         updater = self._weights.updater
         updater.dirty = True  # until all of them are
         self._held.commit(lacking=None)

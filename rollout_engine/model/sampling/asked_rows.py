@@ -14,7 +14,7 @@ class AskedRows(NamedTuple):
     logit_rows: np.ndarray
     """int64: rows of the flat batch; first the distinct rows to draw from, then those of prompts."""
     drawn_rows: np.ndarray
-    """int64 [S]: the distinct row of each sample; the first, where the next are behind drafted tokens."""
+    """int64 [S]: the distinct row of each sample; the first one of several, if tokens were drafted."""
     num_drawn: int
     """Distinct rows to draw from."""
 
