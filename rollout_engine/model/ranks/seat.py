@@ -38,8 +38,8 @@ class Seat:
     """A rank, and its end of what the ranks exchange. `followers`: those of rank 0; None of others.
 
     `splits_sums`: products may be cut by their inputs, so that bits depend on the number of ranks.
-    While an engine loads, all ranks run the same code and meet in it. Then rank 0 serves: before it computes a step or a
-    piece of a score it sends it to the others, which run the same code as well.
+    While an engine loads, all ranks run the same code and meet in it. Then rank 0 serves: it sends each step and each
+    piece of a score to the others before it computes them, and they run the same code as well.
     """
 
     def __init__(self, exchange: Exchange, followers: Followers | None = None, *, splits_sums: bool = False) -> None:
