@@ -21,7 +21,8 @@ class AskedRows(NamedTuple):
     @property
     def flat_rows(self) -> np.ndarray:
         """int64 [S]: the row of the flat batch behind which each sample is drawn, or its first."""
-        return self.logit_rows[self.drawn_rows]
+        rows: np.ndarray = self.logit_rows[self.drawn_rows]
+        return rows
 
     @classmethod
     def of(
