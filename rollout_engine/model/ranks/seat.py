@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+from torch import Tensor
 
 from rollout_engine.base.messages import SchedulerOutput
 from rollout_engine.model.ranks.exchange import Exchange
@@ -76,9 +77,9 @@ class Seat:
         finally:
             self._is_together = False
 
-    def lead_logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
+    def lead_logits(self, rows: Sequence[int] | Tensor) -> AbstractContextManager[None]:
         """Inside, the followers compute these rows of the last step's logits."""
-        return self.lead(lambda followers: followers.take_logits(list(rows)))
+        return self.lead(lambda followers: followers.take_logits([int(row) for row in rows]))
 
 
 @contextmanager
