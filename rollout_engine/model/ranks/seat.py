@@ -79,7 +79,9 @@ class Seat:
 
     def lead_logits(self, rows: Sequence[int] | Tensor) -> AbstractContextManager[None]:
         """Inside, the followers compute these rows of the last step's logits."""
-        return self.lead(lambda followers: followers.take_logits([int(row) for row in rows]))
+        return self.lead(
+            lambda followers: followers.take_logits(rows.tolist() if isinstance(rows, Tensor) else list(rows))
+        )
 
 
 @contextmanager
