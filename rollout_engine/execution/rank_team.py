@@ -108,7 +108,7 @@ class RankTeam:
         return [rank.regions for rank in self._ranks]
 
     def _settle(self, method: str, *, inplace: bool = False, **_: Any) -> None:
-        """Wait until all ranks have launched what they were told before, if a call must find it launched."""
+        """Wait until all ranks have launched their steps so far, if a call must find them launched."""
         if self._runs_ahead and (inplace or method not in _BESIDE_STEPS):
             self._tell(Meet())
             self.exchange.meet()

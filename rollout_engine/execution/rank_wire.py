@@ -134,7 +134,7 @@ class EndScore(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 class Meet(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """Meet rank 0 on the host, once all that was told before has been launched."""
+    """Meet rank 0 on the host, once all messages before are launched."""
 
 
 StepMessage = Step | TakeLogits | BeginScore | ScorePiece | EndScore | Meet

@@ -29,7 +29,7 @@ from rollout_engine.execution.rank_wire import (
 from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.team_adapters import unpack_linears
 from rollout_engine.kernels.memory import trim_allocator
-from rollout_engine.model.adapters.pool import Pairs
+from rollout_engine.model.adapters.pool import AdapterPool, Pairs
 from rollout_engine.model.backends import device_of
 from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
@@ -96,7 +96,7 @@ class RankWorker:
         raise LifecycleError("watch_layers: not possible with tensor_parallel_size above 1.")
 
     def take_part(self, message: StepMessage) -> None:
-        """Compute with the other ranks what rank 0 has told."""
+        """Compute with the other ranks as rank 0 says in a message of a step."""
         runner = self._backend.runner
         match message:
             case Step(work, token_ids):
@@ -112,6 +112,11 @@ class RankWorker:
                 del self._scores[number]
             case Meet():
                 self._exchange.meet()
+
+    @property
+    def _adapters(self) -> AdapterPool:
+        assert self._backend.adapters is not None, "rank 0 has some"
+        return self._backend.adapters
 
     @property
     def regions(self) -> dict[str, Region]:
@@ -163,7 +168,7 @@ class RankWorker:
 
     @_called
     def commit_weights(self) -> None:
-        """Make the packed weights live: all of them, where `release_weights` had forgotten them."""
+        """Make the packed weights live: all of them, if `release_weights` had forgotten them."""
         updater = self._weights.updater
         updater.dirty = True  # until all of them are
         self._held.commit(lacking=None)
@@ -203,17 +208,17 @@ class RankWorker:
         """
         for each in gone:
             self._prepared.pop(each, None)
-        self._prepared[number] = self._backend.adapters.pairs(unpack_linears(linears))
+        self._prepared[number] = self._adapters.pairs(unpack_linears(linears))
 
     @_called
     def install_adapter(self, slot: int, number: int) -> None:
         """Have an adapter in a slot. No step may be running on the host."""
-        self._backend.adapters.put(slot, self._prepared[number])
+        self._adapters.put(slot, self._prepared[number])
 
     @_called
     def remove_adapter(self, slot: int) -> None:
         """Free a slot. No step may be running on the host."""
-        self._backend.adapters.remove(slot)
+        self._adapters.remove(slot)
 
     @_called
     def call_extension(self, name: str, arguments: bytes) -> Any:

@@ -51,7 +51,7 @@ class TeamAdapters:
     def remove(self, slot: int) -> None:
         self._change("remove_adapter", partial(self._own.remove, slot), slot=slot)
 
-    def _change(self, method: str, own: Callable[[], object], **arguments: int) -> None:
+    def _change(self, method: str, own: Callable[[], object], **arguments: Any) -> None:
         try:
             self._team.ask(method, own, **arguments)
         except Exception as problem:

@@ -44,7 +44,7 @@ class CpuRunner:
         grammars: GrammarCompiler | None = None,
         seat: Seat | None = None,
     ) -> None:
-        """`seat`: of the rank, where the model is cut over ranks."""
+        """`seat`: of the rank, if the model is cut over ranks."""
         self.model, self._seat = model, seat
         self._pooler = pooler
         self._vocab_size = vocab_size

@@ -66,7 +66,7 @@ class CudaRunner:
         grammars: GrammarCompiler | None = None,
         seat: Seat | None = None,
     ) -> None:
-        """`seat`: of the rank, where the model is cut over ranks."""
+        """`seat`: of the rank, if the model is cut over ranks."""
         self.model, self._seat = model, seat
         self.num_ranks = 1 if seat is None else seat.num_ranks
         self.graphs: DecodeGraphs | None = None

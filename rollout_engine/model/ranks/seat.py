@@ -1,4 +1,4 @@
-"""One rank's place among the ranks of an engine, and how rank 0 makes the others compute what it computes."""
+"""One rank's place among the ranks of an engine, and how rank 0 makes the others compute the same."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+from torch import Tensor
 
 from rollout_engine.base.messages import SchedulerOutput
 from rollout_engine.model.ranks.exchange import Exchange
@@ -38,8 +39,8 @@ class Seat:
     """A rank, and its end of what the ranks exchange. `followers`: those of rank 0; None of others.
 
     `splits_sums`: products may be cut by their inputs, so that bits depend on the number of ranks.
-    While an engine loads, all ranks run the same code and meet in it. Then rank 0 serves: what it is about to compute
-    the others are told of first, and run the same code as well.
+    While an engine loads, all ranks run the same code and meet in it. Then rank 0 serves: it sends each step and each
+    piece of a score to the others before it computes them, and they run the same code as well.
     """
 
     def __init__(self, exchange: Exchange, followers: Followers | None = None, *, splits_sums: bool = False) -> None:
@@ -56,12 +57,12 @@ class Seat:
         return all(self.exchange.agree(condition))
 
     def serve(self) -> None:
-        """From now on tell the followers what to compute."""
+        """From now on send the followers each step and score."""
         self._serves = True
 
     @contextmanager
     def lead(self, announce: Callable[[Followers], object]) -> Iterator[None]:
-        """Inside, the followers compute what `announce` tells them, if they must be told. If it raises, they end."""
+        """Inside, the followers compute what `announce` sends them, once rank 0 serves. If it raises, they end."""
         if self.followers is None or not self._serves:
             yield
             return
@@ -76,9 +77,11 @@ class Seat:
         finally:
             self._is_together = False
 
-    def lead_logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
+    def lead_logits(self, rows: Sequence[int] | Tensor) -> AbstractContextManager[None]:
         """Inside, the followers compute these rows of the last step's logits."""
-        return self.lead(lambda followers: followers.take_logits(list(rows)))
+        return self.lead(
+            lambda followers: followers.take_logits(rows.tolist() if isinstance(rows, Tensor) else list(rows))
+        )
 
 
 @contextmanager
@@ -94,7 +97,7 @@ def preparing(seat: Seat | None, work: SchedulerOutput) -> Iterator[None]:
 
 
 def lead(seat: Seat | None, announce: Callable[[Followers], object]) -> AbstractContextManager[None]:
-    """`Seat.lead`, where a model may be one process's."""
+    """`Seat.lead` of a rank; nothing for a model that is not cut."""
     return nullcontext() if seat is None else seat.lead(announce)
 
 

@@ -14,14 +14,15 @@ class AskedRows(NamedTuple):
     logit_rows: np.ndarray
     """int64: rows of the flat batch; first the distinct rows to draw from, then those of prompts."""
     drawn_rows: np.ndarray
-    """int64 [S]: the distinct row of each sample; the first, where the next are behind drafted tokens."""
+    """int64 [S]: the distinct row of each sample; the first one of several, if tokens were drafted."""
     num_drawn: int
     """Distinct rows to draw from."""
 
     @property
     def flat_rows(self) -> np.ndarray:
         """int64 [S]: the row of the flat batch behind which each sample is drawn, or its first."""
-        return self.logit_rows[self.drawn_rows]
+        rows: np.ndarray = self.logit_rows[self.drawn_rows]
+        return rows
 
     @classmethod
     def of(

@@ -51,7 +51,7 @@ class LogitRows:
         self._hidden, self._head = hidden, head
         self._logits = head(hidden) if len(hidden) <= max_rows(vocab_size, hidden.device) else None
         self._places: Tensor | None = None
-        self.around: Callable[[Sequence[int]], AbstractContextManager[object]] = nullcontext
+        self.around: Callable[[Sequence[int] | Tensor], AbstractContextManager[object]] = nullcontext
         """Makes the context in which rows that have been left are computed, from their indices."""
 
     @classmethod
@@ -85,5 +85,5 @@ class LogitRows:
             with self.around(range(*rows.indices(len(self._hidden)))):
                 return self._head(self._hidden[rows])
         distinct, places = torch.unique(rows, return_inverse=True)
-        with self.around(distinct.tolist()):
+        with self.around(distinct):
             return self._head(self._hidden[distinct])[places]
