@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -16,10 +16,16 @@ _OF_ROUTES = {"logprobs", "output_kind", "detokenize", "return_routed_experts"}
 """`SamplingParams` that routes have under other names, or set themselves."""
 _OWN = [name for name in SamplingParams.__struct_fields__ if name not in _OF_ROUTES]
 _FORMS = [name for name in FORM_NAMES if name not in ("structured_outputs", "structural_tag")]
-_Fields: Any = msgspec.defstruct("_Fields", [(name, Any, None) for name in (*_OWN, *_FORMS)], kw_only=True)
+if TYPE_CHECKING:
+
+    class _Fields(msgspec.Struct):
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+else:
+    _Fields = msgspec.defstruct("_Fields", [(name, Any, None) for name in (*_OWN, *_FORMS)], kw_only=True)
 
 
-class SamplingFields(_Fields, kw_only=True, forbid_unknown_fields=True):  # type: ignore[misc]
+class SamplingFields(_Fields, kw_only=True, forbid_unknown_fields=True):
     """Fields that are `SamplingParams`' own, which checks them, and other names of forms. None: its default."""
 
 

@@ -5,7 +5,7 @@ float32 copy. So edits change nothing for other sequences, and log-probs before 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -49,7 +49,7 @@ class DrawColumns(NamedTuple, Generic[Column]):
     @property
     def flat(self) -> list[Column]:
         """All columns, for an upload."""
-        return [*self.truncation, *self[1:]]
+        return list(chain(self.truncation, self[1:]))
 
     @property
     def rows(self) -> SamplingRows:
