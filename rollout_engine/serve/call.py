@@ -14,7 +14,7 @@ from rollout_engine.serve.served import Served
 
 
 class CallFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of every request whose settings are not its own fields."""
+    """Fields of requests that pool, or that have their sampling settings in one field."""
 
     model: str | None = None
     """The model, or one of its adapters."""
