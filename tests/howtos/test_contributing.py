@@ -4,6 +4,7 @@ All are followed in one copy, whose tests run in one process. The tests are thos
 scenarios over every client, for an architecture parity with transformers.
 """
 
+import faulthandler
 import os
 import re
 import shlex
@@ -23,7 +24,7 @@ HOWTOS = {name: each for name, each in howtos(PAGE).items() if each.changes}
 TESTED = {
     "verb": ("test_in_flight", "get_num_running"),
     "environment": ("test_coin", "played"),
-    "HTTP route": ("test_num_unfinished", "counted"),
+    "HTTP route": ("test_count_in_flight", "counted"),
     "sampling parameter": ("test_banned_token_ids", "drawn"),
     "option": ("test_engine_name", "refused"),
     "metric": ("test_num_aborted", "exported"),
@@ -52,7 +53,11 @@ def copy(tmp_path_factory):
 
 
 def run(copy, *arguments):
-    """Run Python in the copy, without the variables that this run of pytest has set."""
+    """Run Python in the copy, without the variables that this run of pytest has set.
+
+    A test that hangs there is ended there: the watch over this test would count all of them as one.
+    """
+    faulthandler.cancel_dump_traceback_later()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     command = [sys.executable, *arguments]
     options = dict(cwd=copy, env=environment | {"PYTHONPATH": str(copy)}, text=True)
