@@ -54,7 +54,6 @@ class EngineCore:
         """The state, and the calls that it allows. Change it only by the methods of the core."""
         self._clear_cache_when_paused = False
         self.recorders: list[Recorder] = []
-        """Notified of all that happens to this core."""
 
     @recorded_step
     def step(self) -> EngineCoreOutputs:

@@ -1,6 +1,8 @@
 """Adapters of one engine: loaded beside steps, put in place and taken away between two."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -89,12 +91,18 @@ def _swap(
     kv: KvMode = "keep",
 ) -> LoRAInfo:
     """Have an adapter in a slot as a new policy version."""
+    with new_version(driver, version, kv, verb):
+        return _install(driver, pool, request, prepared, version)
+
+
+@contextmanager
+def new_version(driver: EngineDriver, version: int, kv: KvMode, verb: str) -> Iterator[None]:
+    """Commit the block's change of adapters as a policy version. Raises `LifecycleError`, naming `verb`."""
     driver.core.begin_update(verb)
     try:
-        info = _install(driver, pool, request, prepared, version)
+        yield
         driver.core.commit_version(version, kv)
         driver.executor.updater.version = version
-        return info
     finally:
         driver.core.end_update(dirty=driver.executor.dirty)
 

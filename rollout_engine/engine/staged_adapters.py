@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.lora_request import LoRAInfo, LoRARequest
 from rollout_engine.base.messages import KvMode
+from rollout_engine.engine.adapters import new_version
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.model.adapters.pool import PreparedAdapter
 
@@ -47,13 +48,8 @@ class StagedAdapters:
             if version == core.policy_version:
                 self._exchange(gone, loras, staged, verb)
             else:
-                core.begin_update(verb)
-                try:
+                with new_version(driver, version, kv, verb):
                     self._exchange(gone, loras, staged, verb)
-                    core.commit_version(version, kv)
-                    driver.executor.updater.version = version
-                finally:
-                    core.end_update(dirty=driver.executor.dirty)
                 num_bytes = sum(each.num_bytes for each in staged.values())
                 now = time.perf_counter()
                 core.stats.updates.add_complete(now - start, now - stalled, num_bytes)

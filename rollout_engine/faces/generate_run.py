@@ -17,7 +17,10 @@ from rollout_engine.engine.interrupts import deliver, held
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.faces.reader import Reader
+from rollout_engine.faces.replica_methods import require_replica
 from rollout_engine.telemetry.progress import ProgressBar
+from rollout_engine.text.conversations import ChatOptions
+from rollout_engine.text.prompts import check_chat_arguments, with_chat_options, with_lora
 
 _SHOWN_REQUESTS = 4
 """Requests that the error of a deadline names."""
@@ -128,6 +131,28 @@ def generate(run: GenerateRun, prompts: Any, params: Any, *, use_tqdm: bool, **o
         except BaseException:
             run.close()
             raise
+
+
+def generate_all(
+    frontend: Frontend,
+    method: Callable[..., Any],
+    prompts: Any,
+    params: Any,
+    chat: ChatOptions,
+    *,
+    lora_request: Any,
+    use_tqdm: bool,
+    timeout_seconds: float | None = None,
+    **options: Any,
+) -> list[RequestOutput]:
+    """Compute what `method` of a blocking face is asked for: `generate` after its checks, and with adapters loaded."""
+    check_chat_arguments(chat, method)
+    run = GenerateRun(frontend, method.__name__, timeout_seconds=timeout_seconds)
+    prompts = with_lora(with_chat_options(prompts, chat), lora_request)
+    require_replica(frontend, options.get("replica_index"))
+    frontend.require_running(run.verb, run.seconds_left)
+    frontend.ensure_loras(lora_request)
+    return generate(run, prompts, params, use_tqdm=use_tqdm, **options)
 
 
 async def agenerate(

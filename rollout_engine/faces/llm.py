@@ -11,12 +11,12 @@ from rollout_engine.base.metrics import StatLogger
 from rollout_engine.base.outputs import PoolingRequestOutput, RequestOutput
 from rollout_engine.base.pooling_params import PoolingLike, as_pooling_params, pooling_only, refuse_pooling
 from rollout_engine.base.sampling_params import SamplingLike
-from rollout_engine.faces.generate_run import GenerateRun, generate
+from rollout_engine.faces.generate_run import generate_all
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import BlockingVerbs
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.conversations import ChatOptions, is_conversation
-from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options, with_lora
+from rollout_engine.text.prompts import Prompt, check_chat_arguments
 
 Conversation = list[dict[str, Any]]
 
@@ -74,20 +74,10 @@ class LLM(BlockingVerbs):
         Raises `LifecycleError` while paused or asleep, since it would wait for ever; paused by another thread once it
         has begun, it waits for that thread to resume. `DirtyWeightsError` while the weights are incomplete.
         """
-        check_chat_arguments(chat, self.generate)
         refuse_pooling(sampling_params)
-        prompts = with_lora(with_chat_options(prompts, chat), lora_request)
-        self.frontend.require_running("generate")
-        self.frontend.ensure_loras(lora_request)
-        return generate(
-            GenerateRun(self.frontend),
-            prompts,
-            sampling_params,
-            use_tqdm=use_tqdm,
-            priority=priority,
-            session_id=session_id,
-            trace_headers=trace_headers,
-        )
+        options: Any = dict(lora_request=lora_request, use_tqdm=use_tqdm, priority=priority, session_id=session_id)
+        options["trace_headers"] = trace_headers
+        return generate_all(self.frontend, self.generate, prompts, sampling_params, chat, **options)
 
     def chat(
         self,
@@ -127,14 +117,10 @@ class LLM(BlockingVerbs):
         state of the last token. The requests are computed in the same steps as any others. A conversation is pooled as
         it is, without the header of a next message. Arguments, errors and interrupts otherwise as in `generate`.
         """
-        check_chat_arguments(chat, self.encode)
         params = pooling_only(pooling_params)
-        prompts = with_lora(with_chat_options(prompts, chat), lora_request)
-        self.frontend.require_running("encode")
-        self.frontend.ensure_loras(lora_request)
-        run = GenerateRun(self.frontend, "encode")
-        options: Any = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
-        found = generate(run, prompts, params, use_tqdm=use_tqdm, **options)
+        options: Any = dict(lora_request=lora_request, use_tqdm=use_tqdm, priority=priority, session_id=session_id)
+        options["trace_headers"] = trace_headers
+        found = generate_all(self.frontend, self.encode, prompts, params, chat, **options)
         return [PoolingRequestOutput.of(output) for output in found]
 
     def reward(

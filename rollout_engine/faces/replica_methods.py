@@ -15,6 +15,12 @@ def fleet_of(frontend: Frontend) -> FleetClient:
     return frontend.client
 
 
+def require_replica(frontend: Frontend, replica_index: int | None) -> None:
+    """Raise `RequestError` unless a fleet has this replica, and `RetryableError` unless that takes requests now."""
+    if replica_index is not None:
+        fleet_of(frontend).calls.require_serving(replica_index)
+
+
 class ReplicaMethods:
     """Blocking methods, for faces that may stand over a fleet. Without one each raises `LifecycleError`."""
 

@@ -17,9 +17,9 @@ from rollout_engine.base.sampling_params import SamplingLike
 from rollout_engine.base.threads import run_in_thread
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.faces.frontend import Frontend
-from rollout_engine.faces.generate_run import GenerateRun, agenerate, generate
+from rollout_engine.faces.generate_run import agenerate, generate_all
 from rollout_engine.faces.load_balancer import LoadBalancer
-from rollout_engine.faces.replica_methods import ReplicaMethods
+from rollout_engine.faces.replica_methods import ReplicaMethods, require_replica
 from rollout_engine.faces.verb_methods import BlockingVerbs, wait_for
 from rollout_engine.fleet.balancer import Balancer, BalancerStats, StrategyName
 from rollout_engine.fleet.client import FleetClient
@@ -108,16 +108,10 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
             if given != num_devices:
                 what = f"num_devices={num_devices} and tensor_parallel_size={given}"
                 raise ConfigError(f"{what} are both set, and mean the same. Give one of them.")
-        return cls.launch(
-            EngineConfig.from_kwargs(model=model, **{"log_stats": verbose, **engine_kwargs}),
-            num_replicas,
-            balancer=balancer,
-            prefix_length=prefix_length,
-            overload_threshold=overload_threshold,
-            placement=placement,
-            ray_address=ray_address,
-            stat_loggers=stat_loggers,
-        )
+        options: Any = dict(balancer=balancer, prefix_length=prefix_length, overload_threshold=overload_threshold)
+        options |= dict(placement=placement, ray_address=ray_address, stat_loggers=stat_loggers)
+        config = EngineConfig.from_kwargs(model=model, **{"log_stats": verbose, **engine_kwargs})
+        return cls.launch(config, num_replicas, **options)
 
     def generate(
         self,
@@ -151,22 +145,9 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         `LifecycleError` while paused or asleep.
         """
         given = chosen_prompts(prompts, prompt_token_ids)
-        check_chat_arguments(chat, self.generate)
-        run = GenerateRun(self.frontend, timeout_seconds=timeout_seconds)
-        self._check(replica_index)
-        self.frontend.require_running("generate", run.seconds_left)
-        prompts = with_lora(with_chat_options(given, chat), lora_request)
-        self.frontend.ensure_loras(lora_request)
-        return generate(
-            run,
-            prompts,
-            sampling_params,
-            use_tqdm=use_tqdm,
-            replica_index=replica_index,
-            priority=priority,
-            session_id=session_id,
-            trace_headers=trace_headers,
-        )
+        options: Any = dict(replica_index=replica_index, lora_request=lora_request, timeout_seconds=timeout_seconds)
+        options |= dict(use_tqdm=use_tqdm, priority=priority, session_id=session_id, trace_headers=trace_headers)
+        return generate_all(self.frontend, self.generate, given, sampling_params, chat, **options)
 
     async def agenerate(
         self,
@@ -189,20 +170,13 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         """
         given = chosen_prompts(prompts, prompt_token_ids)
         check_chat_arguments(chat, self.agenerate)
-        self._check(replica_index)
+        require_replica(self.frontend, replica_index)
         prompts = with_lora(with_chat_options(given, chat), lora_request)
         if lora_request is not None:
             await run_in_thread(self.frontend.ensure_loras, lora_request)
-        return await agenerate(
-            self.frontend,
-            prompts,
-            sampling_params,
-            timeout_seconds=timeout_seconds,
-            replica_index=replica_index,
-            priority=priority,
-            session_id=session_id,
-            trace_headers=trace_headers,
-        )
+        options: Any = dict(replica_index=replica_index, timeout_seconds=timeout_seconds, priority=priority)
+        options |= dict(session_id=session_id, trace_headers=trace_headers)
+        return await agenerate(self.frontend, prompts, sampling_params, **options)
 
     def encode(
         self,
@@ -222,19 +196,11 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
 
         Other arguments and errors as in `generate`.
         """
-        check_chat_arguments(chat, self.encode)
         params = pooling_only(pooling_params)
-        run = GenerateRun(self.frontend, "encode", timeout_seconds=timeout_seconds)
-        self._check(replica_index)
-        self.frontend.require_running("encode", run.seconds_left)
-        prompts = with_lora(with_chat_options(prompts, chat), lora_request)
-        self.frontend.ensure_loras(lora_request)
-        options: Any = dict(
-            replica_index=replica_index, priority=priority, session_id=session_id, trace_headers=trace_headers
-        )
-        return [
-            PoolingRequestOutput.of(output) for output in generate(run, prompts, params, use_tqdm=use_tqdm, **options)
-        ]
+        options: Any = dict(replica_index=replica_index, lora_request=lora_request, timeout_seconds=timeout_seconds)
+        options |= dict(use_tqdm=use_tqdm, priority=priority, session_id=session_id, trace_headers=trace_headers)
+        found = generate_all(self.frontend, self.encode, prompts, params, chat, **options)
+        return [PoolingRequestOutput.of(output) for output in found]
 
     def create_load_balancer(
         self, strategy: Strategies | None = None, prefix_length: int = 8, overload_threshold: float = 1.5
@@ -324,10 +290,6 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
     def health(self) -> list[ReplicaHealth]:
         """The same as `replicas`."""
         return self.replicas()
-
-    def _check(self, replica_index: int | None) -> None:
-        if replica_index is not None:
-            self._fleet.calls.require_serving(replica_index)
 
     def _read(self, name: str, replica_index: int | None, timeout: float | None) -> Any:
         verb, fleet, arguments = VERBS[name], self._fleet, {"timeout": timeout}

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
+from rollout_engine.base.errors import RequestError, unknown_name
 from rollout_engine.base.threads import run_in_thread
 from rollout_engine.engine import verbs
 from rollout_engine.engine.calls import CallFuture
@@ -16,7 +17,6 @@ from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.interrupts import held
 from rollout_engine.engine.verb import Arguments, Verb
 from rollout_engine.faces.frontend import Frontend
-from rollout_engine.faces.known_arguments import check_methods
 from rollout_engine.faces.loop_waker import LoopWaker
 
 P = ParamSpec("P")
@@ -107,6 +107,43 @@ def _documented(method: Callable[..., Any], function: Callable[..., Any]) -> Cal
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     method.__signature__ = signature.replace(parameters=[own, *parameters])  # type: ignore[attr-defined]
     return method
+
+
+def check_methods(kind: type) -> None:
+    """Wrap the public methods that `kind` itself defines, in place: unknown keyword arguments raise `RequestError`.
+
+    Those that take any keyword check theirs themselves.
+    """
+    for name, function in list(vars(kind).items()):
+        if not name.startswith("_") and inspect.isfunction(function):
+            parameters = inspect.signature(function).parameters.values()
+            if not any(each.kind == each.VAR_KEYWORD for each in parameters):
+                setattr(kind, name, _checked(name, function))
+
+
+def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    known = list(inspect.signature(function).parameters)[1:]
+    names = frozenset(known)
+
+    def check(given: dict[str, Any]) -> None:
+        for key in given.keys() - names:
+            raise RequestError(unknown_name(f"argument of {name}", key, known), field=key, value=given[key])
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(self: object, /, *args: Any, **kwargs: Any) -> Any:
+            check(kwargs)
+            return await function(self, *args, **kwargs)
+
+        return awaited
+
+    @functools.wraps(function)
+    def called(self: object, /, *args: Any, **kwargs: Any) -> Any:
+        check(kwargs)
+        return function(self, *args, **kwargs)
+
+    return called
 
 
 class Face:

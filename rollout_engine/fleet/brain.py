@@ -11,12 +11,11 @@ A replica whose weights are not the fleet's newest serves nothing. Time comes in
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
 from rollout_engine.fleet.balancer import Balancer
-from rollout_engine.fleet.integrity import check_fleet
 from rollout_engine.fleet.ledger import Entry, Ledger
 from rollout_engine.fleet.replica_state import Replica, ReplicaState, backoff, problems_of
 
@@ -210,7 +209,7 @@ class Brain:
 
     def check_integrity(self) -> None:
         """AssertionError where a request is nowhere, or at a replica that must not have it."""
-        check_fleet(self.ledger, list(self._waiting), list(self.replicas.values()), self.policy_version)
+        _check_fleet(self.ledger, list(self._waiting), list(self.replicas.values()), self.policy_version)
 
     def _placed(self, entry: Entry, replica: int | None = None) -> list[Action]:
         """Send what is left of a request to this replica, or the one that the balancer names, or let it wait."""
@@ -298,3 +297,32 @@ class Brain:
                     self._waiting.remove(entry)
             else:
                 self.balancer.ended(entry.replica, entry.num_kv_tokens)
+
+
+def _check_fleet(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Replica], policy_version: int) -> None:
+    """AssertionError where requests or replicas are not as they must be, in a fleet that has not failed."""
+    ledger.check_integrity()
+    if any(replica.state is not ReplicaState.DEAD for replica in replicas):
+        _check_requests(ledger, waiting, replicas)
+        _check_replicas(ledger, replicas, policy_version)
+
+
+def _check_requests(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Replica]) -> None:
+    """AssertionError where a request is nowhere, or at a replica that must not have it."""
+    assert len(set(waiting)) == len(waiting), "a request waits twice"
+    for entry in ledger.entries():
+        assert (entry in waiting) == (entry.replica is None), f"request {entry.request.first_sequence_id} is lost"
+        if entry.replica is not None:
+            state = replicas[entry.replica].state
+            assert state in (ReplicaState.SYNCED, ReplicaState.DRAINING), f"a {state} replica has a request"
+    serves = any(replica.state is ReplicaState.SYNCED for replica in replicas)
+    assert not (waiting and serves), "requests wait while a replica serves"
+
+
+def _check_replicas(ledger: Ledger, replicas: Iterable[Replica], policy_version: int) -> None:
+    """AssertionError where a replica serves other weights than the fleet's, or waits for the end of no request."""
+    for replica in replicas:
+        if replica.state is ReplicaState.SYNCED:
+            assert replica.policy_version == policy_version, f"replica {replica.index} serves stale weights"
+        elif replica.state is ReplicaState.DRAINING:
+            assert ledger.of_replica(replica.index), f"replica {replica.index} drains without a request"

@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any, Self
 
 from rollout_engine.base.config import EngineConfig
-from rollout_engine.base.errors import EngineDeadError, LifecycleError, RolloutEngineError
+from rollout_engine.base.errors import EngineDeadError, LifecycleError, RetryableError, RolloutEngineError
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
 from rollout_engine.base.metrics import CoreMetrics, ReplicaMetrics
 from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.base.threads import raise_if_cancelled
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.client import ANYWHERE, Listener, Route
 from rollout_engine.fleet.balancer import Balancer
@@ -32,12 +33,15 @@ from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.processes import ProcessProvider
 from rollout_engine.fleet.provider import Provider, check_count
 from rollout_engine.fleet.replica_health import ReplicaHealth
-from rollout_engine.fleet.replica_state import ReplicaState, wait_until_settled
+from rollout_engine.fleet.replica_state import Replica, ReplicaState
 from rollout_engine.fleet.supervisor import Supervisor, started
 from sync.base import WeightSource
 from sync.owner_process import OwnerProcess
 
 logger = logging.getLogger("rollout_engine")
+
+_LOOK_SECONDS = 0.05
+"""How often a restart looks whether a replica serves."""
 
 
 class FleetClient:
@@ -188,7 +192,7 @@ class FleetClient:
             self.require_usable()
             with self._lock:
                 self._dispatcher.do(self._brain.restarted(index, time.monotonic()))
-            wait_until_settled(self._brain.replicas[index], self.require_usable)
+            _wait_until_settled(self._brain.replicas[index], self.require_usable)
 
     def check_integrity(self) -> None:
         """Recount requests, tokens and replicas; AssertionError says what is off."""
@@ -316,3 +320,17 @@ class FleetClient:
     def _require_own_process(self) -> None:
         if not self._process.is_current:
             raise LifecycleError(self._process.error_message("The engine"))
+
+
+def _wait_until_settled(replica: Replica, check: Callable[[], object]) -> None:
+    """Wait until a replica that starts serves, or goes. `check` is called meanwhile; what it raises ends the wait.
+
+    Raises `RetryableError` where it is given up.
+    """
+    while replica.state in (ReplicaState.STARTING, ReplicaState.STALE):
+        check()
+        raise_if_cancelled()
+        time.sleep(_LOOK_SECONDS)
+    if replica.state is ReplicaState.DEAD:
+        what = f"restart: replica {replica.index} did not come back ({replica.problem or 'it was scaled away'})"
+        raise RetryableError(f"{what}; the others serve on. Scale the fleet, or call again to go on with the rest.")

@@ -6,23 +6,16 @@ add_lora ── every replica: read, check ── the fleet decides: ── ever
 The fleet keeps the values, for replicas that start later or have missed a change.
 """
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout_engine.base.errors import (
-    EngineDeadError,
-    LifecycleError,
-    RequestError,
-    RetryableError,
-    TransferTimeoutError,
-)
+from rollout_engine.base.errors import EngineDeadError, LifecycleError, RequestError, TransferTimeoutError
 from rollout_engine.base.lora_request import LoRAInfo, LoRARequest
 from rollout_engine.base.messages import KvMode
 from rollout_engine.base.outputs import UpdateReport
@@ -33,10 +26,8 @@ from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.update_round import at_all, held, whole_report
+from rollout_engine.fleet.update_round import Round, begin_round, whole_report
 from rollout_engine.model.adapters.peft_format import copied
-
-logger = logging.getLogger("rollout_engine")
 
 ADAPTER_VERBS = ("add_lora", "ensure_lora", "list_loras", "pin_lora", "remove_lora", "update_lora")
 _LOOK_SECONDS = 0.05
@@ -160,9 +151,9 @@ class FleetAdapters:
     def _add(self, lora_request: LoRARequest) -> LoRAInfo:
         values = copied(lora_request)
         name, revision = values.name, values.revision
-        with self._staged(values, "add_lora") as (members, info):
+        with self._staged(values, "add_lora") as (change, info):
             if not self._table.check_values(name, revision, info.digest):
-                self._drop(members)
+                self._drop(change.members)
                 with self._lock:
                     return self._table.renumber(name, revision)
 
@@ -171,15 +162,15 @@ class FleetAdapters:
                 self._place(table, msgspec.structs.replace(info, policy_version=version))
                 return version
 
-            self._commit(members, decide, "add_lora", values=values)
+            self._commit(change, change.staged, decide, values=values)
         return self._table.get(name).info
 
     def _update(self, lora_request: LoRARequest, version: int | None, kv: KvMode) -> UpdateReport:
         start, values = time.perf_counter(), copied(lora_request)
-        with self._staged(values, "update_weights") as (members, info):
+        with self._staged(values, "update_weights") as (change, info):
             live, known = self._brain.policy_version, self._table.find(values.name)
             if known is not None and (known.info.digest, known.info.policy_version) == (info.digest, version):
-                self._drop(members)
+                self._drop(change.members)
                 return UpdateReport(
                     known.info.policy_version, info.digest, len(values.tensors or ()), info.num_bytes, 0.0, 0.0, 0
                 )
@@ -191,7 +182,7 @@ class FleetAdapters:
                 self._place(table, msgspec.structs.replace(info, revision=named, policy_version=number))
                 return number
 
-            reports = self._commit(members, decide, "update_weights", values=values, kv=kv)
+            reports = self._commit(change, change.staged, decide, values=values, kv=kv)
         sizes = dict(digest=info.digest, num_tensors=len(values.tensors or ()))
         sizes |= dict(num_bytes=info.num_bytes, num_bytes_sent=info.num_bytes)
         seconds = time.perf_counter() - start
@@ -206,8 +197,8 @@ class FleetAdapters:
             table.remove(lora_request, self._num_using)
             return self._brain.policy_version
 
-        with self._held({}) as members:
-            self._commit(members, decide, "remove_lora")
+        with begin_round("remove_lora", self._present(), _CATCH_UP_SECONDS) as change:
+            self._commit(change, change.members, decide)
         return True
 
     def _pin(self, lora_request: str) -> LoRAInfo:
@@ -222,39 +213,29 @@ class FleetAdapters:
     def _place(self, table: AdapterTable, info: LoRAInfo) -> None:
         table.put(table.place(info.name, self._num_using), info)
 
-    @contextmanager
-    def _held(self, errors: dict[int, Exception]) -> Iterator[dict[int, Member]]:
-        """The replicas that live, while nobody else changes them. Raises `RetryableError` where none does."""
+    def _present(self) -> dict[int, Member]:
         with self._lock:
-            members = dict(self._members)
-        with held(members, _CATCH_UP_SECONDS, errors) as free:
-            if not free:
-                what = "no replica of the fleet lives at the moment"
-                raise next(iter(errors.values()), RetryableError(f"{what}; they are started again: call again later."))
-            yield free
+            return dict(self._members)
 
     @contextmanager
-    def _staged(self, values: LoRARequest, verb: str) -> Iterator[tuple[dict[int, Member], LoRAInfo]]:
-        """The replicas that have read and checked an adapter, and what they say of it, which is the same.
+    def _staged(self, values: LoRARequest, verb: str) -> Iterator[tuple[Round[Any, Any], LoRAInfo]]:
+        """Have all replicas read and check an adapter; `staged` has those that have read the same.
 
-        Raises the error of one where none has. What the block does not commit is dropped if it raises.
+        Raises the error of one if none has. Drops what the block does not commit if it raises.
         """
-        infos: dict[int, LoRAInfo] = {}
-        errors: dict[int, Exception] = {}
         arguments = {"lora_request": values, "verb": verb}
-        with self._held(errors) as members:
+        with begin_round(verb, self._present(), _CATCH_UP_SECONDS) as change:
             try:
-                at_all(members, lambda member: member.client.call("stage_lora", arguments).result(), infos, errors)
-                if not infos:
-                    raise self._error_of(errors, verb)
-                info = next(iter(infos.values()))
-                ready = {index: members[index] for index, each in infos.items() if each.digest == info.digest}
-                yield ready, info
+                change.stage(lambda member: member.client.call("stage_lora", arguments).result())
+                if not change.staged:
+                    raise change.failure("adapters", self._is_over)
+                info = next(iter(change.staged.values()))
+                change.staged = {index: each for index, each in change.staged.items() if each.digest == info.digest}
+                yield change, info
             except BaseException:
-                self._drop(members)
+                self._drop(change.members)
                 raise
-        for index, error in errors.items():
-            logger.warning("replica %d has missed adapter '%s': %s", index, values.name, error)
+        change.log_missed(f"adapter '{values.name}'")
 
     def _drop(self, members: Mapping[int, Member]) -> None:
         for member in members.values():
@@ -263,31 +244,30 @@ class FleetAdapters:
 
     def _commit(
         self,
-        members: Mapping[int, Member],
+        change: Round[Any, Any],
+        indexes: Collection[int],
         decide: Callable[[AdapterTable], int],
-        verb: str,
         *,
         values: LoRARequest | None = None,
         kv: KvMode = "keep",
     ) -> dict[int, UpdateReport]:
-        """Have the replicas commit what `decide` makes of the table, under the policy version that it returns.
+        """Have replicas commit the table as `decide` changes it, under the policy version that it returns.
 
-        From the decision on, requests may name what the new table has. Raises the error of one replica where none
-        commits; then the table is what it was.
+        From the decision on, requests may name the adapters of the new table. Raises the error of one replica if none
+        commits; then the table is as before.
         """
         with self._lock:
             before, table = self._table, self._table.copy()
             version = decide(table)
             self._table, loras = table, table.list()
-        results: dict[int, tuple[float, int]] = {}
-        errors: dict[int, Exception] = {}
-        arguments = {"loras": loras, "version": version, "kv": kv, "verb": verb}
+        arguments = {"loras": loras, "version": version, "kv": kv, "verb": change.verb}
         try:
-            at_all(members, lambda member: member.client.call("commit_loras", arguments).result(), results, errors)
+            change.commit(indexes, lambda member: member.client.call("commit_loras", arguments).result())
         finally:
             with self._lock:
                 reports = {
-                    i: UpdateReport(version, "", 0, 0, *(stall, stall), num) for i, (stall, num) in results.items()
+                    i: UpdateReport(version, "", 0, 0, *(stall, stall), num)
+                    for i, (stall, num) in change.committed.items()
                 }
                 if not reports:
                     self._table = before
@@ -297,18 +277,13 @@ class FleetAdapters:
                     kept = {info.name: self._values.get(info.digest) for info in loras} | added
                     self._values = {info.digest: found for info in loras if (found := kept[info.name]) is not None}
                     for index in reports:
-                        members[index].num_adapter_changes = self._num_changes
-                self._ended(members, reports, [index for index, error in errors.items() if _may_have_changed(error)])
+                        change.members[index].num_adapter_changes = self._num_changes
+                errors = change.errors.items()
+                in_doubt = [index for index, error in errors if index in indexes and _may_have_changed(error)]
+                self._ended(change.members, reports, in_doubt)
         if not reports:
-            raise self._error_of(errors, verb)
+            raise change.failure("adapters", self._is_over)
         return reports
-
-    def _error_of(self, errors: Mapping[int, Exception], verb: str) -> Exception:
-        error = next(iter(errors.values()))
-        if not isinstance(error, EngineDeadError) or self._is_over():
-            return error
-        what = f"{verb}: every replica was lost before it had answered"
-        return RetryableError(f"{what}; they are started again with the adapters from before: call it again.")
 
 
 def _may_have_changed(error: Exception) -> bool:

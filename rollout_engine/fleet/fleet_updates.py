@@ -16,7 +16,6 @@ from rollout_engine.base.errors import (
     DrainTimeoutError,
     EngineDeadError,
     LifecycleError,
-    RetryableError,
 )
 from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.base.outputs import UpdateReport
@@ -24,7 +23,7 @@ from rollout_engine.engine.client import EngineClient
 from rollout_engine.fleet.fleet_adapters import FleetAdapters
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.publication import Publication, Published
-from rollout_engine.fleet.update_round import at_all, check_same, drop, held, whole_report
+from rollout_engine.fleet.update_round import begin_round, check_same, drop, whole_report
 from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")
@@ -90,45 +89,31 @@ class FleetUpdates:
         read different weights; where none commits, the error of one of them.
         """
         _check_options(options)
-        if not members:
-            what = "update_weights: no replica of the fleet lives at the moment"
-            raise RetryableError(f"{what}; they are started again: update again a little later.")
         publication = self.draft if options.draft else self.policy
         is_part, options = options.partial, msgspec.structs.replace(options, transport=None, partial=False)
-        staged: dict[int, tuple[int, str]] = {}
-        reports: dict[int, UpdateReport] = {}
-        errors: dict[int, Exception] = {}
-        with held(members, options.timeout, errors) as members:
-            if not members:
-                raise next(iter(errors.values()))
-            first_member = next(iter(members.values()))
+        with begin_round("update_weights", members, options.timeout) as change:
+            reports: dict[int, UpdateReport] = change.committed
+            first_member = next(iter(change.members.values()))
             if is_part:
                 source = publication.completed(first_member, source)
             live = publication.live_version(first_member) if options.draft else live_version
             path, version = publication.publish(first_member, source, version, live)
             try:
-                at_all(members, lambda member: publication.stage(member, path, version, options), staged, errors)
-                check_same(path, staged)
-                ready = {index: members[index] for index in staged}
-                at_all(ready, lambda member: member.client.commit_weights(options.timeout), reports, errors)
+                change.stage(lambda member: publication.stage(member, path, version, options))
+                check_same(path, change.staged)
+                change.commit(change.staged, lambda member: member.client.commit_weights(options.timeout))
             finally:  # whatever came between: what is committed is committed
-                missing = {index: member for index, member in members.items() if index not in reports}
-                in_doubt = drop(missing, staged, reports, errors)
+                missing = {index: member for index, member in change.members.items() if index not in reports}
+                in_doubt = drop(missing, change.staged, reports, change.errors)
                 if not reports:
                     publication.take_back(path)
                 with self._lock:  # whoever catches up meanwhile reads both, or neither
                     if reports:
-                        publication.newest = Published(path, *next(iter(staged.values())))
+                        publication.newest = Published(path, *next(iter(change.staged.values())))
                     ended(reports, in_doubt)
         if not reports:
-            error = next(iter(errors.values()))
-            if isinstance(error, EngineDeadError):
-                what = "update_weights: every replica was lost before it had committed"
-                raise RetryableError(f"{what}; they are started again with the weights from before: update again.")
-            raise error
-        first = next(iter(reports.values()))
-        for index, error in errors.items():
-            logger.warning("replica %d has missed version %d: %s", index, first.version, error)
+            raise change.failure("weights")
+        change.log_missed(f"version {next(iter(reports.values())).version}")
         return whole_report(reports)
 
     def catch_up(self, member: Member) -> int:

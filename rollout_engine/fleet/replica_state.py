@@ -1,13 +1,8 @@
 """One replica of a fleet, as the fleet's brain knows it."""
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import StrEnum
 
-from rollout_engine.base.errors import RetryableError
-from rollout_engine.base.threads import raise_if_cancelled
-
-_LOOK_SECONDS = 0.05
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Seconds before the second try, doubled before each later one."""
 
@@ -66,17 +61,3 @@ def problems_of(replicas: Iterable[Replica]) -> str:
     """Why none of these replicas is left."""
     found = "; ".join(f"replica {each.index}: {each.problem}" for each in replicas if each.problem)
     return f"no replica of the fleet is left ({found or 'all were scaled away'})"
-
-
-def wait_until_settled(replica: Replica, check: Callable[[], object]) -> None:
-    """Wait until a replica that starts serves, or goes. `check` is called meanwhile; what it raises ends the wait.
-
-    Raises `RetryableError` where it is given up.
-    """
-    while replica.state in (ReplicaState.STARTING, ReplicaState.STALE):
-        check()
-        raise_if_cancelled()
-        time.sleep(_LOOK_SECONDS)
-    if replica.state is ReplicaState.DEAD:
-        what = f"restart: replica {replica.index} did not come back ({replica.problem or 'it was scaled away'})"
-        raise RetryableError(f"{what}; the others serve on. Scale the fleet, or call again to go on with the rest.")

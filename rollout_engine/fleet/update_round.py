@@ -1,14 +1,24 @@
-"""The parts of one update of a fleet: with all of its replicas at once, and with those that fail."""
+"""The carrier of changes to all replicas of a fleet: weights, a draft model's weights, adapters.
 
+begin_round ── stage: every replica, while steps run ── commit: those that have staged it, between two steps
+"""
+
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from rollout_engine.base.errors import DirtyWeightsError, TransferTimeoutError, WeightUpdateError
+from rollout_engine.base.errors import (
+    DirtyWeightsError,
+    EngineDeadError,
+    RetryableError,
+    TransferTimeoutError,
+    WeightUpdateError,
+)
 from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.base.threads import run_together
 from rollout_engine.fleet.member import Member
@@ -16,22 +26,79 @@ from sync.base import WeightSource
 from sync.errors import ManifestMismatch
 from sync.source import SourcePair, read_source, tied_groups
 
+logger = logging.getLogger("rollout_engine")
+
+S = TypeVar("S")
+C = TypeVar("C")
 R = TypeVar("R")
 
 
+class Round(Generic[S, C]):
+    """One change at the replicas of a fleet: staged by each of `members`, then committed by those that it names."""
+
+    def __init__(self, verb: str) -> None:
+        """`verb`: the user's method, which errors name."""
+        self.verb = verb
+        self.members: dict[int, Member] = {}
+        """The replicas that take part."""
+        self.staged: dict[int, S] = {}
+        self.committed: dict[int, C] = {}
+        self.errors: dict[int, Exception] = {}
+        """Of replicas that have missed the change, also of those that take no part."""
+
+    def stage(self, work: Callable[[Member], S]) -> None:
+        """Have all members stage the change at once; fills `staged` and `errors`, even if interrupted."""
+        self._at_all(self.members, work, self.staged)
+
+    def commit(self, indexes: Iterable[int], work: Callable[[Member], C]) -> None:
+        """Have these members commit the change at once; fills `committed` and `errors`."""
+        self._at_all(indexes, work, self.committed)
+
+    def failure(self, kind: str, is_over: Callable[[], bool] = lambda: False) -> Exception:
+        """The error of a change that no replica has made. `kind`: "weights" or "adapters"; `is_over`: the fleet is."""
+        error = next(iter(self.errors.values()))
+        if not isinstance(error, EngineDeadError) or is_over():
+            return error
+        what = f"{self.verb}: every replica was lost before it had answered"
+        return RetryableError(f"{what}; they are started again with the {kind} from before: call it again.")
+
+    def log_missed(self, change: str) -> None:
+        """Warn of the replicas that have missed the change, which others have made."""
+        for index, error in self.errors.items():
+            logger.warning("replica %d has missed %s: %s", index, change, error)
+
+    def _at_all(self, indexes: Iterable[int], work: Callable[[Member], R], results: dict[int, R]) -> None:
+        def work_with(index: int) -> None:
+            try:
+                results[index] = work(self.members[index])
+            except Exception as problem:
+                self.errors[index] = problem
+
+        run_together([partial(work_with, index) for index in indexes], name="update-replica")
+
+
 @contextmanager
-def held(members: Mapping[int, Member], seconds: float, errors: dict[int, Exception]) -> Iterator[dict[int, Member]]:
-    """Keep others from changing the weights of members; adds to `errors` where somebody still does after `seconds`."""
-    deadline = time.monotonic() + seconds
+def begin_round(verb: str, members: Mapping[int, Member], seconds: float) -> Iterator[Round[Any, Any]]:
+    """Begin a change, and keep others from changing these members meanwhile.
+
+    Those that are still being changed after `seconds` take no part. Raises `RetryableError` if there is no member, and
+    `TransferTimeoutError` if none takes part.
+    """
+    if not members:
+        what = f"{verb}: no replica of the fleet lives at the moment"
+        raise RetryableError(f"{what}; they are started again: call it again a little later.")
+    deadline, change = time.monotonic() + seconds, Round[Any, Any](verb)
     with ExitStack() as stack:
-        free = {}
         for index, member in members.items():
             if member.updating.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
                 stack.callback(member.updating.release)
-                free[index] = member
+                change.members[index] = member
             else:
-                errors[index] = TransferTimeoutError(f"Replica {index} was still catching up after {seconds:g} s.")
-        yield free
+                problem = TransferTimeoutError(f"Replica {index} was still catching up after {seconds:g} s.")
+                change.errors[index] = problem
+        if not change.members:
+            raise next(iter(change.errors.values()))
+        yield change
 
 
 def drop(
@@ -56,20 +123,6 @@ def drop(
                 reports[index] = report
                 errors.pop(index, None)
     return in_doubt
-
-
-def at_all(
-    members: Mapping[int, Member], work: Callable[[Member], R], results: dict[int, R], errors: dict[int, Exception]
-) -> None:
-    """Work with all members at once; adds to `results` and `errors`, also where this thread is interrupted."""
-
-    def work_with(index: int) -> None:
-        try:
-            results[index] = work(members[index])
-        except Exception as problem:
-            errors[index] = problem
-
-    run_together([partial(work_with, index) for index in members], name="update-replica")
 
 
 def check_same(path: str, staged: Mapping[int, tuple[int, str]]) -> None:
