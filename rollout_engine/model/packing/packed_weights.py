@@ -310,7 +310,8 @@ def _storages_read(module: nn.Module) -> set[int]:
     Hugging Face's code may multiply by `linear.weight` without calling the linear, as some routers do. Such a weight
     must keep its plain values: torch does not always refuse a product with a tensor on meta, and returns garbage then.
     """
-    with torch.no_grad(), without_products(module), _Watch() as watch:
+    watch = _Watch()
+    with torch.no_grad(), without_products(module), watch:
         module(input_ids=torch.tensor([[0, 1]]), use_cache=False)
     return watch.storages
 

@@ -71,7 +71,8 @@ class SamplingBatch:
     def truncates(self) -> np.ndarray:
         """bool [N]: rows from which some rule may cut tokens."""
         pairs = zip(self.truncation, NO_TRUNCATION, strict=True)
-        return (self.temperature > 0) & np.logical_or.reduce([column != idle for column, idle in pairs])
+        cut: np.ndarray = np.logical_or.reduce([column != idle for column, idle in pairs])
+        return (self.temperature > 0) & cut
 
     @cached_property
     def is_raw(self) -> np.ndarray:
