@@ -72,7 +72,8 @@ class SamplingBatch:
         """bool [N]: rows from which some rule may cut tokens."""
         pairs = zip(self.truncation, NO_TRUNCATION, strict=True)
         cut: np.ndarray = np.logical_or.reduce([column != idle for column, idle in pairs])
-        return (self.temperature > 0) & cut
+        truncates: np.ndarray = (self.temperature > 0) & cut
+        return truncates
 
     @cached_property
     def is_raw(self) -> np.ndarray:
