@@ -329,17 +329,12 @@ class EngineCore:
         return CoreMetrics(
             num_requests=self.num_unfinished_requests,
             num_running=len(self._scheduler.running),
-            num_waiting=self._num_waiting(),
+            num_waiting=len(self._scheduler.waiting) + len(self._scheduler.parked) + self._requests.num_held_sequences,
             cache_usage=self._tables.usage,
             policy_version=self.policy_version,
             state=self.lifecycle.state,
             counters=deepcopy(self.stats),
         )
-
-    def _num_waiting(self) -> int:
-        """Sequences that wait for a place in the batch, or for the engine to run again."""
-        queued = len(self._scheduler.waiting) + len(self._scheduler.parked)
-        return queued + self._requests.num_held_sequences
 
     def check_integrity(self) -> None:
         """Recount everything from scratch; AssertionError names the difference."""
