@@ -18,6 +18,8 @@ from rollout_engine.grammars.vocabulary import executor_of
 
 MAX_MASK_SECONDS = 0.5
 """Computing time of one mask, beyond which its sequence ends with an error."""
+_LEAST_TOGETHER = 8
+"""Masks below which other threads do not pay."""
 _ALL = 0xFFFFFFFF
 """A word of a mask that allows all."""
 
@@ -91,6 +93,7 @@ class _Step:
 
     def __init__(self, masks: np.ndarray, tried: list[int]) -> None:
         self.masks, self._tried = masks, tried
+        self._address, self._num_bytes = masks.ctypes.data, masks.shape[1] * masks.itemsize
         self.is_filled = np.zeros(len(tried), np.bool_)
 
     def allow_all(self, places: range) -> None:
@@ -122,13 +125,17 @@ class _Step:
             self.allow_all(range(first, first + 1 + len(draft)))
 
     def fill_together(self, wanted: list[tuple[GrammarState, int]]) -> None:
-        """Fill the masks of several sequences at their places, on several threads."""
+        """Fill the masks of several sequences at their places, many of them on several threads."""
+        num_threads = torch.get_num_threads()
+        if num_threads == 1 or len(wanted) < _LEAST_TOGETHER:
+            for state, place in wanted:
+                self._fill_alone(state, place)
+            return
         running = [(state.matcher, place) for state, place in wanted if not state.matcher.is_stopped()]
         started = time.perf_counter()
         if running:
-            executor_of(torch.get_num_threads()).unsafe_compute_mask_ptr(
-                running, self.masks.ctypes.data, self.masks.strides[0], len(self.masks)
-            )
+            executor = executor_of(num_threads)
+            executor.unsafe_compute_mask_ptr(running, self._address, self._num_bytes, len(self.masks))
         is_slow = time.perf_counter() - started > MAX_MASK_SECONDS
         for state, place in wanted:
             if is_slow:  # compute each again, to find the one that is slow
@@ -137,9 +144,9 @@ class _Step:
                 self._finish(state, place)
 
     def _fill_alone(self, state: GrammarState, place: int) -> None:
-        mask, started = self.masks[place], time.thread_time()
+        started = time.thread_time()
         if not state.matcher.is_stopped():
-            state.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            state.matcher.unsafe_compute_mask_ptr(self._address + place * self._num_bytes, self._num_bytes)
         self._finish(state, place)
         if (seconds := time.thread_time() - started) > MAX_MASK_SECONDS and state.matcher is not None:
             state.fail(f"the tokens that may come next took {seconds:.1f} s to find: give a simpler grammar")

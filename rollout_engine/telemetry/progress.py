@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 logger = logging.getLogger("rollout_engine")
 
-_REFRESH_SECONDS = 0.2
+REFRESH_SECONDS = 0.2
 """Least seconds between two counts of the tokens of unfinished requests."""
 
 
@@ -38,8 +38,8 @@ class ProgressBar:
             self._guarded(lambda: self._show(self._num_tokens))
 
     def count(self, num_open_tokens: Callable[[], int]) -> None:
-        """Show the tokens of unfinished prompts or groups too, at most every `_REFRESH_SECONDS`."""
-        if self._bar is not None and time.monotonic() - self._shown_at > _REFRESH_SECONDS:
+        """Show the tokens of unfinished prompts or groups too, at most every `REFRESH_SECONDS`."""
+        if self._bar is not None and time.monotonic() - self._shown_at > REFRESH_SECONDS:
             self._guarded(lambda: self._show(self._num_tokens + num_open_tokens(), num_complete=0))
 
     def __enter__(self) -> Self:

@@ -180,6 +180,25 @@ def test_masks_of_many_sequences_are_those_of_each_alone(compiler):
     assert [state.failure is None for state in states].count(False) == 1
 
 
+def test_masks_filled_on_several_threads_are_those_of_each_alone(compiler, thread_count):
+    thread_count(2)
+    patterns = [*PATTERNS, "[0-9]+x", "a|b{3}", "x{9}"]
+    states = [state_of(compiler, pattern) for pattern in patterns]
+    found, is_filled = GrammarBatch([Asked(state, list(PROMPT)) for state in states]).masks()
+    assert is_filled.all() and len(states) > masks._LEAST_TOGETHER
+    for mask, pattern in zip(found, patterns, strict=True):
+        alone, _ = GrammarBatch([Asked(state_of(compiler, pattern), list(PROMPT))]).masks()
+        assert np.array_equal(mask, alone[0])
+
+
+def test_slow_masks_are_found_among_those_filled_on_several_threads(compiler, monkeypatch, thread_count):
+    thread_count(2)
+    monkeypatch.setattr(masks, "MAX_MASK_SECONDS", 0.0)
+    states = [state_of(compiler, "[0-9]+") for _ in range(masks._LEAST_TOGETHER)]
+    found, _ = GrammarBatch([Asked(state, list(PROMPT)) for state in states]).masks()
+    assert (found == 0xFFFFFFFF).all() and all("give a simpler grammar" in state.failure for state in states)
+
+
 def test_masks_filled_step_after_step_are_those_of_each_step_alone_while_sequences_end(compiler):
     rng, patterns = random.Random(5), ["[0-9]{2,30}", "a|b{3}", "x{9}", "("]
     states, tokens = [state_of(compiler, pattern) for pattern in patterns], [list(PROMPT) for _ in patterns]

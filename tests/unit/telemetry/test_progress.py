@@ -33,6 +33,13 @@ def test_it_counts_and_shows_the_speed(monkeypatch):
     assert "20 tokens, " in sys.stderr.getvalue() and " tokens/s" in sys.stderr.getvalue()
 
 
+def test_it_begins_with_what_was_complete_before_and_shows_another_description(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal(1000))
+    with ProgressBar(5, desc="evaluate", unit="group", shown=True, num_done=3) as bar:
+        bar.describe("evaluate step-20")
+        assert "evaluate step-20:" in sys.stderr.getvalue() and "3/5" in sys.stderr.getvalue()
+
+
 def test_it_counts_tokens_of_what_is_not_complete_yet(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal(1000))
     monkeypatch.setattr(progress, "REFRESH_SECONDS", -1.0)
