@@ -1,4 +1,4 @@
-"""Removes a directory once the parent process has ended: ``python -m rollout_engine.fleet.store_remover PATH``."""
+"""Removes a directory once the parent process has ended: ``python -m rollout_engine.fleet.run.store_remover PATH``."""
 
 import shutil
 import sys

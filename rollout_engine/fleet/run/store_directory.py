@@ -11,7 +11,7 @@ from rollout_engine.base.parent_death import module_command, start_process
 from rollout_engine.execution.child_process import environment_with_package
 from sync.locked_directories import PREFIX, SHARED_MEMORY, lock_directory
 
-_REMOVER = "rollout_engine.fleet.store_remover"
+_REMOVER = "rollout_engine.fleet.run.store_remover"
 """The module of a process that waits for the end of this one and removes a directory then."""
 
 
