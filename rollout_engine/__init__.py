@@ -74,8 +74,8 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.faces.load_balancer import LoadBalancer as LoadBalancer
     from rollout_engine.faces.rollout_service import RolloutService as RolloutService
     from rollout_engine.faces.rollout_service import make_rollout_service as make_rollout_service
-    from rollout_engine.fleet.balancer import BalancerStats as BalancerStats
-    from rollout_engine.fleet.replica_health import ReplicaHealth as ReplicaHealth
+    from rollout_engine.fleet.plan.balancer import BalancerStats as BalancerStats
+    from rollout_engine.fleet.run.replica_health import ReplicaHealth as ReplicaHealth
     from rollout_engine.looking.step_log import StepLog as StepLog
     from rollout_engine.model.sampling.logits_processors import LogitsProcessor as LogitsProcessor
     from rollout_engine.model.sampling.logits_processors import SequenceView as SequenceView
@@ -133,8 +133,8 @@ _NAMES = {
     "rollout_engine.faces.llm_engine": ("LLMEngine",),
     "rollout_engine.faces.load_balancer": ("LoadBalancer",),
     "rollout_engine.faces.rollout_service": ("RolloutService", "make_rollout_service"),
-    "rollout_engine.fleet.balancer": ("BalancerStats",),
-    "rollout_engine.fleet.replica_health": ("ReplicaHealth",),
+    "rollout_engine.fleet.plan.balancer": ("BalancerStats",),
+    "rollout_engine.fleet.run.replica_health": ("ReplicaHealth",),
     "rollout_engine.telemetry.stat_loggers": ("PrometheusLogger",),
     "rollout_engine.looking.step_log": ("StepLog",),
     "rollout_engine.exact.master_weights": ("float32_masters",),

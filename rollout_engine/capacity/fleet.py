@@ -13,8 +13,8 @@ from rollout_engine.capacity.options import FleetFile
 from rollout_engine.capacity.replica import SimulatedReplica, Timeline
 from rollout_engine.capacity.sequences import EngineRequest, EngineSequence
 from rollout_engine.capacity.workload import Job, Workload
-from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
-from rollout_engine.fleet.brain import Brain
+from rollout_engine.fleet.plan.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
+from rollout_engine.fleet.plan.brain import Brain
 
 _SECONDS_PER_HOUR = 3600.0
 _SHARED = "shared"

@@ -7,7 +7,7 @@ import msgspec
 from rollout_engine.base.errors import ConfigError, refused
 from rollout_engine.base.structs import UserStruct
 from rollout_engine.capacity.costs import StepCosts
-from rollout_engine.fleet.balancer import Balancer
+from rollout_engine.fleet.plan.balancer import Balancer
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 Counts0 = Annotated[int, msgspec.Meta(ge=0, le=2**40)]

@@ -2,7 +2,7 @@
 
 LocalClient     a driver in this process                       rollout_engine.engine.local_client
 ProcessClient   a driver in a process of its own, over zmq     rollout_engine.process.process_client
-FleetClient     many of those                                  rollout_engine.fleet.client
+FleetClient     many of those                                  rollout_engine.fleet.run.client
 """
 
 from collections.abc import Callable, Mapping

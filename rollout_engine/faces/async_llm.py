@@ -21,9 +21,9 @@ from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.faces.replica_methods import fleet_of
 from rollout_engine.faces.verb_methods import AsyncVerbs, Face
-from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.placements import client_starter, connect_client
-from rollout_engine.fleet.replica_health import ReplicaHealth
+from rollout_engine.fleet.run.client import FleetClient
+from rollout_engine.fleet.run.replica_health import ReplicaHealth
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
 from rollout_engine.results.open_streams import Stream

@@ -25,7 +25,7 @@ from rollout_engine.engine.verb import Arguments, Verb
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.faces.draft_files import load_drafts, save_drafts
 from rollout_engine.faces.weight_updates import update_weights
-from rollout_engine.fleet.client import FleetClient
+from rollout_engine.fleet.run.client import FleetClient
 from rollout_engine.process.client_routing import first_sequence_of
 from rollout_engine.results.open_streams import OpenStreams, Stream
 from rollout_engine.results.request_ids import RequestIds, as_request_ids

@@ -6,9 +6,9 @@ from typing import Any
 
 from rollout_engine.base.errors import ConfigError, EngineDeadError, refused
 from rollout_engine.faces.verb_methods import Face
-from rollout_engine.fleet.balancer import Balancer, BalancerStats, StrategyName
-from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.fleet_calls import Load
+from rollout_engine.fleet.plan.balancer import Balancer, BalancerStats, StrategyName
+from rollout_engine.fleet.run.calls import Load
+from rollout_engine.fleet.run.client import FleetClient
 from rollout_engine.text.prompts import Prompt
 
 _KINDS = "a RolloutService, an engine with num_replicas=2 or more, or a list of engines"
@@ -29,7 +29,7 @@ class LoadBalancer:
         service_or_replicas: a `RolloutService` or another face over replicas, or a list of `LLM`, `LLMEngine`,
             `AsyncLLM` or `RolloutPolicy`.
         strategy: "prefix-aware", "requests", "kv-cache" or "round-robin", or several, in fallback order. See
-            `rollout_engine.fleet.balancer.Balancer`.
+            `rollout_engine.fleet.plan.balancer.Balancer`.
         prefix_length: tokens of a prompt that "prefix-aware" looks at; more than what all prompts share.
         overload_threshold: a replica with more than this times (mean + 8) requests is overloaded.
 

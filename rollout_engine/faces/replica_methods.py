@@ -2,8 +2,8 @@
 
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.faces.frontend import Frontend
-from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.replica_health import ReplicaHealth
+from rollout_engine.fleet.run.client import FleetClient
+from rollout_engine.fleet.run.replica_health import ReplicaHealth
 
 
 def fleet_of(frontend: Frontend) -> FleetClient:

@@ -21,10 +21,10 @@ from rollout_engine.faces.generate_run import agenerate, generate_all
 from rollout_engine.faces.load_balancer import LoadBalancer
 from rollout_engine.faces.replica_methods import ReplicaMethods, require_replica
 from rollout_engine.faces.verb_methods import BlockingVerbs, wait_for
-from rollout_engine.fleet.balancer import Balancer, BalancerStats, StrategyName
-from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.placements import fleet_starter
-from rollout_engine.fleet.replica_health import ReplicaHealth
+from rollout_engine.fleet.plan.balancer import Balancer, BalancerStats, StrategyName
+from rollout_engine.fleet.run.client import FleetClient
+from rollout_engine.fleet.run.replica_health import ReplicaHealth
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.conversations import ChatOptions
 from rollout_engine.text.prompts import Prompt, check_chat_arguments, chosen_prompts, with_chat_options, with_lora

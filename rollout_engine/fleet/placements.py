@@ -7,12 +7,12 @@ from typing import TypeAlias
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, unknown_name
 from rollout_engine.engine.client import EngineClient
-from rollout_engine.fleet.balancer import Balancer
-from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.connected import ConnectedProvider
-from rollout_engine.fleet.processes import ProcessProvider
-from rollout_engine.fleet.provider import Provider, check_count
-from rollout_engine.fleet.ray_provider import RayProvider
+from rollout_engine.fleet.plan.balancer import Balancer
+from rollout_engine.fleet.ray.provider import RayProvider
+from rollout_engine.fleet.run.client import FleetClient
+from rollout_engine.fleet.run.connected import ConnectedProvider
+from rollout_engine.fleet.run.processes import ProcessProvider
+from rollout_engine.fleet.run.provider import Provider, check_count
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import ProcessClient
 

@@ -5,7 +5,7 @@ import statistics
 import time
 from typing import Any
 
-from rollout_engine.fleet.balancer import STRATEGIES, Balancer
+from rollout_engine.fleet.plan.balancer import STRATEGIES, Balancer
 
 _NUM_DECISIONS, _GROUP_SIZE, _PROMPT_LENGTH, _VOCAB_SIZE = 20_000, 8, 512, 50_000
 _REQUESTS_PER_REPLICA = 8

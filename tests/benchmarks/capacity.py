@@ -22,8 +22,8 @@ from rollout_engine.capacity.fleet_file import read_cases
 from rollout_engine.capacity.options import FleetFile
 from rollout_engine.capacity.simulation import Simulation
 from rollout_engine.cli.measured_costs import Measured
-from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.processes import ProcessProvider
+from rollout_engine.fleet.run.client import FleetClient
+from rollout_engine.fleet.run.processes import ProcessProvider
 
 _END = 2
 _NUM_RATIOS = 8

@@ -17,8 +17,8 @@ from works import KV_POOL_BYTES
 from rollout_engine import AsyncLLM, RequestOutput, SamplingParams
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.cli.ceilings import Work
-from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.processes import ProcessProvider
+from rollout_engine.fleet.run.client import FleetClient
+from rollout_engine.fleet.run.processes import ProcessProvider
 from rollout_engine.process.process_client import ProcessClient
 
 _NUM_GROUPS, _GROUP_SIZE, _NUM_PREFIX_TOKENS = 64, 8, 64

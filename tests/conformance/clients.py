@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from rollout_engine.engine.local_client import LocalClient
-from rollout_engine.fleet.client import FleetClient
+from rollout_engine.fleet.run.client import FleetClient
 from rollout_engine.process.process_client import ProcessClient
 
 

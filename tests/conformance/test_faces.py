@@ -15,7 +15,7 @@ from rollout_engine import (
     RolloutService,
     SamplingParams,
 )
-from rollout_engine.fleet.client import FleetClient
+from rollout_engine.fleet.run.client import FleetClient
 from tests.conformance.clients import CLIENTS
 from tests.conformance.running import plain, told_of_sample
 

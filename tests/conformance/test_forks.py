@@ -10,7 +10,7 @@ import pytest
 from rollout_engine import LLM, AsyncLLM, RolloutPolicy, RolloutService, SamplingParams
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.messages import UpdateOptions
-from rollout_engine.fleet.client import FleetClient
+from rollout_engine.fleet.run.client import FleetClient
 from tests.conformance.running import ENDLESS, step_further, weights
 from tests.conformance.scenarios import SCENARIOS
 from tests.forking import in_fork

@@ -29,7 +29,7 @@ class House(NamedTuple):
 
 
 def room_of(module: str) -> str:
-    """The room of a dotted module: `rollout_engine.fleet.brain` stands in `fleet`, `sync.store` in `sync`."""
+    """The room of a dotted module: `rollout_engine.fleet.plan.brain` stands in `fleet`, `sync.store` in `sync`."""
     parts = module.split(".")
     return parts[1] if parts[0] == FACE and len(parts) > 1 else parts[0]
 

@@ -50,7 +50,7 @@ TOP = ("rollout_engine.__main__", "rollout_engine.cli")
 # They import what is asked for by name, so that nothing heavy is loaded before.
 LAZY_DOORS = ("rollout_engine", "rollout_engine.cli.main", "sync")
 
-TORCH_FREE = ("rollout_engine.core", *MAY_IMPORT[BASE])
+TORCH_FREE = ("rollout_engine.core", "rollout_engine.fleet.plan", *MAY_IMPORT[BASE])
 HEAVY = {"torch", "tensordict", "transformers", "tokenizers", "safetensors", "socket", "zmq", "time"}
 BASE_MODULES = sorted(f"{BASE}.{path.stem}" for path in (ROOT / "rollout_engine" / "base").glob("*.py"))
 

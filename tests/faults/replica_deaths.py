@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 from rollout_engine import AsyncLLM, SamplingParams
-from rollout_engine.fleet import brain
-from rollout_engine.fleet.replica_health import ReplicaHealth
+from rollout_engine.fleet.plan import brain
+from rollout_engine.fleet.run.replica_health import ReplicaHealth
 
 PROMPTS = [[5 + i, 6, 7] for i in range(8)]
 PARAMS = [

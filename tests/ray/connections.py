@@ -4,7 +4,7 @@ from pathlib import Path
 
 import ray
 
-from rollout_engine.fleet.ray_provider import RayProvider
+from rollout_engine.fleet.ray.provider import RayProvider
 from tests.ray.running import (
     actors,
     expect_gone,

@@ -14,7 +14,7 @@ import ray
 
 import sync
 from rollout_engine.base.errors import ManifestMismatchError
-from rollout_engine.fleet import ray_stores
+from rollout_engine.fleet.ray import stores as ray_stores
 from rollout_engine.testing import tiny_model
 from tests.ray.running import scenario, settle, two_nodes
 from tests.ray.service import all_serve, at_output, noted, noted_losses, published, read_all, service, signalled, truth

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 
-from rollout_engine.fleet.ray_provider import RayProvider
+from rollout_engine.fleet.ray.provider import RayProvider
 from tests.ray.running import actor_pid, expect_death, expect_gone, generated, groups, provided, scenario, settle
 
 

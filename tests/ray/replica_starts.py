@@ -8,8 +8,8 @@ from unittest import mock
 import ray
 
 from rollout_engine import EngineDeadError, RetryableError
-from rollout_engine.fleet import ray_provider
-from rollout_engine.fleet.ray_provider import RayProvider
+from rollout_engine.fleet.ray import provider as ray_provider
+from rollout_engine.fleet.ray.provider import RayProvider
 from rollout_engine.process.core_launcher import config_digest
 from tests.faults.slow_start import BEGUN
 from tests.ray.running import (

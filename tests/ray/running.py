@@ -10,7 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rollout_engine import ConfigError, EngineConfig, EngineDeadError, LLMEngine, SamplingParams
-from rollout_engine.fleet.ray_provider import RayProvider
+from rollout_engine.fleet.ray.provider import RayProvider
 
 SCENARIOS: dict[str, Callable[[EngineConfig], None]] = {}
 SMALL = dict(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from rollout_engine import ConfigError
-from rollout_engine.fleet.ray_provider import RayProvider
+from rollout_engine.fleet.ray.provider import RayProvider
 from tests.ray.conftest import assert_nothing_left, start_program
 
 pytestmark = pytest.mark.ray

@@ -13,7 +13,7 @@ from rollout_engine.base.errors import (
 )
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.base.seeds import child_seed, mix
-from rollout_engine.fleet.member import Member
+from rollout_engine.fleet.run.member import Member
 from rollout_engine.process.client_routing import first_sequence_of
 from tests.simulation.brain_world import Call, Pipe, World
 

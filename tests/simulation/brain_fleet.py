@@ -8,13 +8,13 @@ from typing import Any
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import EngineDeadError, TransferTimeoutError, WeightUpdateError
-from rollout_engine.fleet import client as fleet_client
-from rollout_engine.fleet.balancer import STRATEGIES, Balancer
-from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.fleet_updates import FleetUpdates
-from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.publication import Published
-from rollout_engine.fleet.update_round import check_same, drop
+from rollout_engine.fleet.plan.balancer import STRATEGIES, Balancer
+from rollout_engine.fleet.run import client as fleet_client
+from rollout_engine.fleet.run.client import FleetClient
+from rollout_engine.fleet.run.member import Member
+from rollout_engine.fleet.run.publication import Published
+from rollout_engine.fleet.run.update_round import check_same, drop
+from rollout_engine.fleet.run.updates import FleetUpdates
 from tests.simulation.brain_core import CALL_SECONDS, BrainCore, Weights
 from tests.simulation.brain_world import World
 

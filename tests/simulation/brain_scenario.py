@@ -9,7 +9,7 @@ from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import child_seed, mix
 from rollout_engine.engine.client import Route
-from rollout_engine.fleet.client import FleetClient
+from rollout_engine.fleet.run.client import FleetClient
 from tests.simulation.brain_core import END_TOKEN, HANG_SECONDS, BrainCore, spelled
 from tests.simulation.brain_fleet import UpdateRound, core_of, make_client, newest, restart_all
 from tests.simulation.brain_world import World

@@ -11,11 +11,11 @@ from rollout_engine.base.errors import ConfigError, EngineDeadError
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.engine.client import Route
 from rollout_engine.faces.frontend import Frontend
-from rollout_engine.fleet import publication
-from rollout_engine.fleet.actions import Action, Send
-from rollout_engine.fleet.balancer import STRATEGIES, Balancer
-from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.replica_state import ReplicaState
+from rollout_engine.fleet.plan.actions import Action, Send
+from rollout_engine.fleet.plan.balancer import STRATEGIES, Balancer
+from rollout_engine.fleet.plan.replica_state import ReplicaState
+from rollout_engine.fleet.run import publication
+from rollout_engine.fleet.run.client import FleetClient
 from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_endpoint import LocalEndpoint
 from rollout_engine.process.core_launcher import address_in

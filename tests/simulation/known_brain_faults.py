@@ -6,12 +6,12 @@ from typing import Any
 from pytest import MonkeyPatch
 
 from rollout_engine.base.messages import EngineCoreOutputs
-from rollout_engine.fleet.balancer import Balancer
-from rollout_engine.fleet.brain import Brain
-from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.ledger import Ledger
-from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.strategies import Homes
+from rollout_engine.fleet.plan.balancer import Balancer
+from rollout_engine.fleet.plan.brain import Brain
+from rollout_engine.fleet.plan.ledger import Ledger
+from rollout_engine.fleet.plan.strategies import Homes
+from rollout_engine.fleet.run.client import FleetClient
+from rollout_engine.fleet.run.member import Member
 from tests.simulation import brain_fleet
 from tests.simulation.known_faults import Put
 

@@ -6,12 +6,13 @@ from pytest import MonkeyPatch
 
 from rollout_engine.base.errors import RetryableError
 from rollout_engine.base.messages import EngineCoreOutputs
-from rollout_engine.fleet import ledger, together
-from rollout_engine.fleet.brain import Brain
-from rollout_engine.fleet.ledger import Entry, Ledger
-from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.replica_state import ReplicaState
-from rollout_engine.fleet.supervisor import Supervisor
+from rollout_engine.fleet.plan import ledger
+from rollout_engine.fleet.plan.brain import Brain
+from rollout_engine.fleet.plan.ledger import Entry, Ledger
+from rollout_engine.fleet.plan.replica_state import ReplicaState
+from rollout_engine.fleet.run import together
+from rollout_engine.fleet.run.member import Member
+from rollout_engine.fleet.run.supervisor import Supervisor
 from tests.simulation.known_faults import Put
 
 FAULTS: dict[str, Put] = {}

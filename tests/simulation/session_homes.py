@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from rollout_engine.fleet.brain import Brain
+from rollout_engine.fleet.plan.brain import Brain
 
 
 class SessionHomes:

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from rollout_engine import AsyncLLM
-from rollout_engine.fleet import fleet_metrics
+from rollout_engine.fleet.run import metrics as fleet_metrics
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from tests.faults.clean import Leftovers
 from tests.faults.replica_deaths import PROMPTS, all_serve, read

@@ -2,7 +2,7 @@
 
 import random
 
-from rollout_engine.fleet.balancer import Balancer
+from rollout_engine.fleet.plan.balancer import Balancer
 
 
 def make(num_replicas, *args, **options):

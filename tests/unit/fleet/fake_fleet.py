@@ -12,8 +12,8 @@ from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.rollout_service import RolloutService
-from rollout_engine.fleet.balancer import Balancer
-from rollout_engine.fleet.client import FleetClient
+from rollout_engine.fleet.plan.balancer import Balancer
+from rollout_engine.fleet.run.client import FleetClient
 from tests.unit.fake_engine import BLOCK_SIZE, CODEC, VOCAB_SIZE, FakeModel
 
 _PIDS = itertools.count(1)

@@ -4,13 +4,13 @@ import sys
 import pytest
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.fleet import strategies
-from rollout_engine.fleet.balancer import STRATEGIES, Balancer
+from rollout_engine.fleet.plan import strategies
+from rollout_engine.fleet.plan.balancer import STRATEGIES, Balancer
 from tests.unit.fleet.balancers import make, prompt_of, send
 
 DECISIONS = """
 import random
-from rollout_engine.fleet.balancer import Balancer
+from rollout_engine.fleet.plan.balancer import Balancer
 chance = random.Random(0)
 for name in ("prefix-aware", "requests", "kv-cache", "round-robin"):
     balancer = Balancer(name)

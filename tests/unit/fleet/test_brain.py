@@ -5,9 +5,9 @@ import numpy as np
 
 from rollout_engine import PoolingParams, SamplingParams
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, Pooled, SequenceEnd
-from rollout_engine.fleet.actions import Abort, CatchUp, Fail, Send, Start, Stop
-from rollout_engine.fleet.balancer import Balancer
-from rollout_engine.fleet.brain import MAX_FAILURES, Brain
+from rollout_engine.fleet.plan.actions import Abort, CatchUp, Fail, Send, Start, Stop
+from rollout_engine.fleet.plan.balancer import Balancer
+from rollout_engine.fleet.plan.brain import MAX_FAILURES, Brain
 
 
 def request_of(first, n=1):

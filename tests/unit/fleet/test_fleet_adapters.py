@@ -15,7 +15,7 @@ from rollout_engine.base.errors import (
 from rollout_engine.base.lora_request import LoRAInfo
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.fleet.fleet_adapters import FleetAdapters
+from rollout_engine.fleet.run.adapters import FleetAdapters
 from rollout_engine.testing import random_adapter, tiny_model
 
 
@@ -179,7 +179,7 @@ def test_an_update_of_weights_waits_for_a_change_and_holds_off_the_next(rig):
 
 
 def test_a_replica_that_somebody_else_updates_misses_the_change(rig, monkeypatch):
-    monkeypatch.setattr("rollout_engine.fleet.fleet_adapters._CATCH_UP_SECONDS", 0.01)
+    monkeypatch.setattr("rollout_engine.fleet.run.adapters._CATCH_UP_SECONDS", 0.01)
     with rig.members[1].updating:
         rig.add("a")
     assert rig.members[1].loras == [] and rig.adapters.lags(rig.members[1])

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollout_engine import EngineDeadError, RequestError
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.engine.calls import CallFuture
-from rollout_engine.fleet import fleet_metrics
-from rollout_engine.fleet.replica_state import ReplicaState
+from rollout_engine.fleet.plan.replica_state import ReplicaState
+from rollout_engine.fleet.run import metrics as fleet_metrics
 from rollout_engine.telemetry.prometheus import REPLICA_STATES, as_text, own_families
 from tests.unit.fleet.fake_fleet import make_service
 

@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from rollout_engine.fleet.balancer import Balancer
+from rollout_engine.fleet.plan.balancer import Balancer
 from tests.unit.fleet.balancers import make, prompt_of, send
 
 NUM_GROUPS, GROUP_SIZE = 64, 8

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from rollout_engine import ConfigError, EngineConfig
-from rollout_engine.fleet.processes import ProcessProvider
+from rollout_engine.fleet.run.processes import ProcessProvider
 
 CONFIG = EngineConfig(model="m")
 

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout_engine.fleet import strategies
-from rollout_engine.fleet.balancer import STRATEGIES, Balancer
+from rollout_engine.fleet.plan import strategies
+from rollout_engine.fleet.plan.balancer import STRATEGIES, Balancer
 from tests.unit.fleet.balancers import make, prompt_of
 
 

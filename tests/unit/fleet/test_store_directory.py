@@ -6,11 +6,11 @@ import subprocess
 import sys
 import time
 
-from rollout_engine.fleet.store_directory import StoreDirectory
+from rollout_engine.fleet.run.store_directory import StoreDirectory
 from sync.locked_directories import sweep_stale_directories
 
 PROGRAM = """
-from rollout_engine.fleet.store_directory import StoreDirectory
+from rollout_engine.fleet.run.store_directory import StoreDirectory
 import time
 directory = StoreDirectory()
 (directory.path / "weights").write_bytes(b"0")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_engine.base.errors import WeightUpdateError
-from rollout_engine.fleet.supervisor import Supervisor
+from rollout_engine.fleet.run.supervisor import Supervisor
 
 
 class Heard:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sync
-from rollout_engine.fleet.update_round import overlaid
+from rollout_engine.fleet.run.update_round import overlaid
 from sync.errors import ManifestMismatch
 
 

@@ -16,8 +16,8 @@ import msgspec
 from rollout_engine.base.errors import RolloutEngineError
 from rollout_engine.base.metrics import CoreMetrics, CoreStats, ReplicaMetrics
 from rollout_engine.engine import combine
-from rollout_engine.fleet.brain import Brain
-from rollout_engine.fleet.member import Member
+from rollout_engine.fleet.plan.brain import Brain
+from rollout_engine.fleet.run.member import Member
 
 ANSWER_SECONDS = 4.0
 """How long all replicas together may take to answer: Prometheus gives a scrape up after 10 s."""

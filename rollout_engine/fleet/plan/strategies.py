@@ -5,8 +5,8 @@ from collections import OrderedDict
 from collections.abc import Container
 from itertools import islice
 
-from rollout_engine.fleet.hash_ring import HashRing
-from rollout_engine.fleet.replica_loads import ReplicaLoads
+from rollout_engine.fleet.plan.hash_ring import HashRing
+from rollout_engine.fleet.plan.replica_loads import ReplicaLoads
 
 _MAX_PROBES = 16
 """Replicas looked at to place a new prefix."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout_engine.base.errors import EngineDeadError, RetryableError
 from rollout_engine.base.threads import start_thread
-from rollout_engine.fleet.ray_core import RemoteCore
+from rollout_engine.fleet.ray.core import RemoteCore
 
 logger = logging.getLogger("rollout_engine")
 

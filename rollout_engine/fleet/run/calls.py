@@ -10,13 +10,13 @@ from rollout_engine.base.errors import LifecycleError, RequestError, RetryableEr
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.verb import Verb
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.fleet.balancer import BalancerStats
-from rollout_engine.fleet.brain import Brain
-from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.replica_health import ReplicaHealth, ask_health
-from rollout_engine.fleet.replica_state import ReplicaState
-from rollout_engine.fleet.supervisor import Supervisor
-from rollout_engine.fleet.together import call_all, call_one, is_refused
+from rollout_engine.fleet.plan.balancer import BalancerStats
+from rollout_engine.fleet.plan.brain import Brain
+from rollout_engine.fleet.plan.replica_state import ReplicaState
+from rollout_engine.fleet.run.member import Member
+from rollout_engine.fleet.run.replica_health import ReplicaHealth, ask_health
+from rollout_engine.fleet.run.supervisor import Supervisor
+from rollout_engine.fleet.run.together import call_all, call_one, is_refused
 
 _WEIGHT_METHODS = ("begin_weight_update", "init_weight_update_group", "load_weights_from_storage")
 

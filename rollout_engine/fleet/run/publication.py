@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from rollout_engine.base.errors import WeightUpdateError, as_weight_errors
 from rollout_engine.base.messages import UpdateOptions
-from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.store_directory import StoreDirectory
-from rollout_engine.fleet.update_round import overlaid
+from rollout_engine.fleet.run.member import Member
+from rollout_engine.fleet.run.store_directory import StoreDirectory
+from rollout_engine.fleet.run.update_round import overlaid
 from sync.base import Metadata, WeightSource
 from sync.cast_notice import CastNotice
 from sync.checkpoint_names import CheckpointNames

@@ -1,4 +1,4 @@
-"""The driver's handle of a core that a Ray actor starts on its node (`rollout_engine.fleet.ray_actor`).
+"""The driver's handle of a core that a Ray actor starts on its node (`rollout_engine.fleet.ray.actor`).
 
 Ray restarts neither actors nor calls: a restarted actor would hold the base weights without anybody knowing.
 """
@@ -17,7 +17,7 @@ from rollout_engine.base.errors import EngineDeadError, RetryableError
 from rollout_engine.children.failure import Failure
 from rollout_engine.cluster.ray_answers import cause, read_answer
 from rollout_engine.cluster.ray_cluster import Bundle, RayCluster
-from rollout_engine.fleet.ray_actor import ENVIRONMENT, Beat, CoreOrder, CorePlace, ReplicaActor
+from rollout_engine.fleet.ray.actor import ENVIRONMENT, Beat, CoreOrder, CorePlace, ReplicaActor
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HEARTBEAT_SECONDS, MAX_BACKLOG_BYTES
 from rollout_engine.process.wire import PROTOCOL

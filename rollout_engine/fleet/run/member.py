@@ -12,7 +12,7 @@ import msgspec
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import EngineDeadError, RolloutEngineError
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs
-from rollout_engine.fleet.provider import Provider, Replica
+from rollout_engine.fleet.run.provider import Provider, Replica
 from rollout_engine.process.client_routing import first_sequence_of
 
 

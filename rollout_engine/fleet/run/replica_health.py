@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from rollout_engine.base.errors import RolloutEngineError
-from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.replica_state import Replica
+from rollout_engine.fleet.plan.replica_state import Replica
+from rollout_engine.fleet.run.member import Member
 
 _SECONDS = 5.0
 """How long a replica may take to say how many requests it has."""

@@ -20,10 +20,10 @@ from rollout_engine.base.errors import (
 from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.engine.client import EngineClient
-from rollout_engine.fleet.fleet_adapters import FleetAdapters
-from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.publication import Publication, Published
-from rollout_engine.fleet.update_round import begin_round, check_same, drop, whole_report
+from rollout_engine.fleet.run.adapters import FleetAdapters
+from rollout_engine.fleet.run.member import Member
+from rollout_engine.fleet.run.publication import Publication, Published
+from rollout_engine.fleet.run.update_round import begin_round, check_same, drop, whole_report
 from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")

@@ -18,8 +18,8 @@ from rollout_engine.base.errors import WeightUpdateError, as_weight_errors
 from rollout_engine.children.failure import Failure
 from rollout_engine.cluster.ray_answers import read_answer
 from rollout_engine.cluster.ray_cluster import RayCluster
-from rollout_engine.fleet.ray_actor import ENVIRONMENT
-from rollout_engine.fleet.ray_store_actor import StoreActor, StoreOrder, StorePlace
+from rollout_engine.fleet.ray.actor import ENVIRONMENT
+from rollout_engine.fleet.ray.store_actor import StoreActor, StoreOrder, StorePlace
 from rollout_engine.process.wire import PROTOCOL
 from sync.manifest import WeightManifest
 from sync.published import Lease, Pointer, checked_manifest, lease_current, opened_tensor

@@ -10,11 +10,11 @@ from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, LifecycleError
 from rollout_engine.cluster.ray_answers import SAME_VERSION
 from rollout_engine.cluster.ray_cluster import Bundle, RayCluster
-from rollout_engine.fleet.processes import with_threads
-from rollout_engine.fleet.ray_actor import CorePlace
-from rollout_engine.fleet.ray_core import RemoteCore
-from rollout_engine.fleet.ray_stores import NodeStores
-from rollout_engine.fleet.ray_watch import ActorWatch
+from rollout_engine.fleet.ray.actor import CorePlace
+from rollout_engine.fleet.ray.core import RemoteCore
+from rollout_engine.fleet.ray.stores import NodeStores
+from rollout_engine.fleet.ray.watch import ActorWatch
+from rollout_engine.fleet.run.processes import with_threads
 from rollout_engine.process.core_launcher import config_digest, named_elsewhere
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient

@@ -5,10 +5,10 @@ from collections.abc import Iterable, MutableMapping
 from rollout_engine.base.errors import EngineDeadError, RetryableError, RolloutEngineError
 from rollout_engine.base.messages import EngineCoreOutputs
 from rollout_engine.engine.client import Listener
-from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
-from rollout_engine.fleet.brain import Brain
-from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.supervisor import Fleet, Supervisor
+from rollout_engine.fleet.plan.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
+from rollout_engine.fleet.plan.brain import Brain
+from rollout_engine.fleet.run.member import Member
+from rollout_engine.fleet.run.supervisor import Fleet, Supervisor
 
 
 class Dispatcher:

@@ -18,8 +18,8 @@ import msgspec
 from rollout_engine.base.errors import ChecksumError, as_weight_errors
 from rollout_engine.children.failure import failure_of
 from rollout_engine.cluster.ray_cluster import import_ray
-from rollout_engine.fleet.ray_actor import Order, read_order
-from rollout_engine.fleet.store_directory import StoreDirectory
+from rollout_engine.fleet.ray.actor import Order, read_order
+from rollout_engine.fleet.run.store_directory import StoreDirectory
 from sync.base import WeightSender
 from sync.lazy_tensor import Fetch, FileTensor
 from sync.manifest import WeightManifest, torch_dtype

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
-from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
-from rollout_engine.fleet.balancer import Balancer
-from rollout_engine.fleet.ledger import Entry, Ledger
-from rollout_engine.fleet.replica_state import Replica, ReplicaState, backoff, problems_of
+from rollout_engine.fleet.plan.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
+from rollout_engine.fleet.plan.balancer import Balancer
+from rollout_engine.fleet.plan.ledger import Entry, Ledger
+from rollout_engine.fleet.plan.replica_state import Replica, ReplicaState, backoff, problems_of
 
 logger = logging.getLogger("rollout_engine")
 

@@ -21,7 +21,7 @@ from rollout_engine.base.errors import (
 )
 from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.base.threads import run_together
-from rollout_engine.fleet.member import Member
+from rollout_engine.fleet.run.member import Member
 from sync.base import WeightSource
 from sync.errors import ManifestMismatch
 from sync.source import SourcePair, read_source, tied_groups

@@ -22,19 +22,19 @@ from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.base.threads import raise_if_cancelled
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.client import ANYWHERE, Listener, Route
-from rollout_engine.fleet.balancer import Balancer
-from rollout_engine.fleet.brain import Brain
-from rollout_engine.fleet.dispatcher import Dispatcher
-from rollout_engine.fleet.fleet_adapters import ADAPTER_VERBS, FleetAdapters
-from rollout_engine.fleet.fleet_calls import FleetCalls
-from rollout_engine.fleet.fleet_metrics import FleetMetrics
-from rollout_engine.fleet.fleet_updates import FleetUpdates, drained
-from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.processes import ProcessProvider
-from rollout_engine.fleet.provider import Provider, check_count
-from rollout_engine.fleet.replica_health import ReplicaHealth
-from rollout_engine.fleet.replica_state import Replica, ReplicaState
-from rollout_engine.fleet.supervisor import Supervisor, started
+from rollout_engine.fleet.plan.balancer import Balancer
+from rollout_engine.fleet.plan.brain import Brain
+from rollout_engine.fleet.plan.replica_state import Replica, ReplicaState
+from rollout_engine.fleet.run.adapters import ADAPTER_VERBS, FleetAdapters
+from rollout_engine.fleet.run.calls import FleetCalls
+from rollout_engine.fleet.run.dispatcher import Dispatcher
+from rollout_engine.fleet.run.member import Member
+from rollout_engine.fleet.run.metrics import FleetMetrics
+from rollout_engine.fleet.run.processes import ProcessProvider
+from rollout_engine.fleet.run.provider import Provider, check_count
+from rollout_engine.fleet.run.replica_health import ReplicaHealth
+from rollout_engine.fleet.run.supervisor import Supervisor, started
+from rollout_engine.fleet.run.updates import FleetUpdates, drained
 from sync.base import WeightSource
 from sync.owner_process import OwnerProcess
 

@@ -24,9 +24,9 @@ from rollout_engine.core.adapters import Adapter, AdapterTable
 from rollout_engine.engine.adapters import next_version
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.fleet.brain import Brain
-from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.update_round import Round, begin_round, whole_report
+from rollout_engine.fleet.plan.brain import Brain
+from rollout_engine.fleet.run.member import Member
+from rollout_engine.fleet.run.update_round import Round, begin_round, whole_report
 from rollout_engine.model.adapters.peft_format import copied
 
 ADAPTER_VERBS = ("add_lora", "ensure_lora", "list_loras", "pin_lora", "remove_lora", "update_lora")

@@ -12,8 +12,8 @@ from typing import Literal, get_args
 import msgspec
 
 from rollout_engine.base.errors import ConfigError, refused, unknown_name
-from rollout_engine.fleet.replica_loads import ReplicaLoads
-from rollout_engine.fleet.strategies import Homes, LeastLoaded, PrefixAware, RoundRobin, Strategy
+from rollout_engine.fleet.plan.replica_loads import ReplicaLoads
+from rollout_engine.fleet.plan.strategies import Homes, LeastLoaded, PrefixAware, RoundRobin, Strategy
 
 StrategyName = Literal["prefix-aware", "requests", "kv-cache", "round-robin"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import RetryableError
 from rollout_engine.base.threads import start, start_thread
-from rollout_engine.fleet.fleet_updates import FleetUpdates
-from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.provider import Provider
+from rollout_engine.fleet.run.member import Member
+from rollout_engine.fleet.run.provider import Provider
+from rollout_engine.fleet.run.updates import FleetUpdates
 
 _ORDERS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "pause_generation": ("pause_generation", dict(mode="keep", clear_cache=False, wait_for_inflight_requests=None)),

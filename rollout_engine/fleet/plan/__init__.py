@@ -1,0 +1,1 @@
+"""Decisions of a fleet: plain Python, without threads, sockets or clocks."""

@@ -1,0 +1,1 @@
+"""Replicas of a fleet on a Ray cluster."""
