@@ -1,5 +1,6 @@
 """A call of a route that samples: the same steps for all of them, and their own way to write what is sampled."""
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def prompts_of(given: str | list[Any], body: Any) -> list[dict[str, Any]]:
     ]
 
 
-class Call:
+class Call(ABC):
     """One call of a route that samples. A subclass reads the body, in `__init__`, and writes answers and events.
 
     Its `prompts` and `settings` are queued together; each prompt has one result, or outputs of some tokens each if the
@@ -128,19 +129,19 @@ class Call:
     async def prepare(self, index: int, output: RequestOutput) -> None:
         """Await the parts of the next event that take long to write."""
 
+    @abstractmethod
     async def write(self, results: list[RequestOutput]) -> Any:
         """The body of a whole answer, of a result for each prompt."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write_event(
         self, index: int, output: RequestOutput, samples: list[CompletionOutput], usage: dict[str, Any]
     ) -> Any:
         """One event. `index`: of the prompt; `usage`: the field with the usage so far, if the client wants it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write_last_event(self, usage: dict[str, Any]) -> Any:
         """The event behind all others, without any sample."""
-        raise NotImplementedError
 
     def write_head(self, request_id: str, kind: str, choices: list[Any], more: dict[str, Any]) -> dict[str, Any]:
         """A response of OpenAI's dialect. `kind`: its "object"."""

@@ -13,7 +13,7 @@ import pytest
 from rollout_engine import LLMEngine
 from rollout_engine.base.errors import DrainTimeoutError, RolloutEngineError
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.fleet.fleet_adapters import ADAPTER_VERBS
+from rollout_engine.fleet.run.adapters import ADAPTER_VERBS
 from tests.conformance.clients import CLIENTS
 from tests.conformance.conftest import what_is_left
 from tests.conformance.running import ENDLESS, bring_back, plain

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import msgspec
 
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.fleet.ray_actor import Beat, CorePlace, Order
-from rollout_engine.fleet.ray_store_actor import StorePlace
+from rollout_engine.fleet.ray.actor import Beat, CorePlace, Order
+from rollout_engine.fleet.ray.store_actor import StorePlace
 from rollout_engine.process import wire
 from rollout_engine.process.weight_server import WEIGHT_VERBS
 
