@@ -8,7 +8,7 @@ from rollout_engine.base.errors import ConfigError
 from rollout_engine.rollouts.evaluation.sweep_file import read_sweep_file
 from rollout_engine.rollouts.evaluation.tasks import prepare_tasks
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "sweep.toml"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "sweep.toml"
 GOOD = """\
 model = "some/model"
 out = "runs/eval"
