@@ -157,5 +157,5 @@ def test_without_a_replica_they_are_to_be_sent_again(service, provider, push):
     for replica in provider.replicas.values():
         replica.kill()
     eventually(lambda: not service.frontend.client._members)
-    with pytest.raises(RetryableError, match="update again"):
+    with pytest.raises(RetryableError, match="call it again"):
         push("first")
