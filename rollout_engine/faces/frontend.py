@@ -205,7 +205,7 @@ class Frontend:
         self.client.abort(self.streams.sequence_ids_of(as_request_ids(request_ids)))
 
     def take(self, stream: Stream) -> RequestOutput | None:
-        """Take a request's new output, if any. Raises the error that ended it, and `LifecycleError` in a forked child."""
+        """Take a request's new output, if any. Raises its error, and `LifecycleError` in a forked child."""
         self.require_own_process()
         return self.streams.take(stream)
 
@@ -259,7 +259,7 @@ class Frontend:
         return self.inputs.codec.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling settings that the checkpoint's generation_config.json recommends; they are never applied implicitly."""
+        """Sampling settings that the checkpoint's generation_config.json recommends; never applied automatically."""
         return self.inputs.default_params()
 
     def get_supported_tasks(self) -> tuple[str, ...]:

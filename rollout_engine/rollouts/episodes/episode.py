@@ -1,4 +1,4 @@
-"""One episode: what happens after each of its events. No thread, clock or engine here."""
+"""The state machine of one episode: each event returns its next request. No thread, clock or engine here."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
@@ -16,8 +16,8 @@ from rollout_engine.rollouts.episodes.tool_calls import PROMPT_END, ToolCalls
 from rollout_engine.rollouts.episodes.tool_functions import tool_name
 
 EndedBy: TypeAlias = Literal["terminated", "truncated", "max_turns", "max_episode_tokens", "episode_timeout", "error"]
-"""What ended an episode: its environment, by itself ("terminated") or by its own limit ("truncated"), or a limit of the
-rollout, or a fault."""
+"""What ended an episode: its environment, by a final state ("terminated") or its own limit ("truncated"), or a limit
+of the rollout, or a fault."""
 
 _SEATS, _TURNS = 1 << 33, 1 << 32
 """Apart from the indexes of samples, so that no two draws of an episode share a seed."""
@@ -53,7 +53,7 @@ class UseTools(msgspec.Struct, frozen=True):
 
 
 Next: TypeAlias = Ask | Consult | Act | UseTools | None
-"""What an episode needs next; None: it has ended."""
+"""The request of an episode; None: it has ended."""
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -86,7 +86,7 @@ class Episode:
         self.seats: dict[int, Conversation] = {}
         self.ended_by: EndedBy | None = None
         self.is_truncated = False
-        """Whether its environment, a limit or a fault cut it off. An environment may say so of one that terminated."""
+        """Whether its environment, a limit or a fault cut it off. Environments may also set it on a terminated one."""
         self.error: str | None = None
         self.info: Mapping[str, Any] = {}
         """Of the last observation."""

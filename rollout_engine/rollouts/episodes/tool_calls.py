@@ -84,7 +84,7 @@ class _Unreadable(Exception):
 
 
 _Reader: TypeAlias = Callable[[str, int], tuple[ToolCall, int]]
-"""(text, where a call begins) -> (the call, where it ends). Raises `_Unreadable`, `ValueError` or `RecursionError`."""
+"""(text, start of a call) -> (the call, its end). Raises `_Unreadable`, `ValueError` or `RecursionError`."""
 
 
 class _Frame(NamedTuple):
@@ -101,7 +101,7 @@ def parse_tool_calls(text: str, form: ToolFormat, *, is_thinking: bool | None = 
     """Find the calls in an answer's text, special tokens included if the form has some. Never raises.
 
     `is_thinking`: whether the answer begins with thinking, because the prompt has opened <think>; None: if a </think>
-    without its <think> says so.
+    without its <think> implies it.
     """
     text = _without_end_tokens(text)
     pieces = _bare(text, is_thinking) if form == "llama3" else _framed(text, _FRAMES[form], is_thinking)
@@ -150,7 +150,7 @@ def check_format(form: str) -> None:
 
 
 def opens_thinking(prompt_end: str) -> bool | None:
-    """`is_thinking` of the answer to a prompt that ends with this text: True, or None if the prompt does not say."""
+    """`is_thinking` of the answer to a prompt that ends with this text: True, or None if the prompt leaves it open."""
     marks = list(_THINKING.finditer(prompt_end))
     return True if marks and not marks[-1][1] and not prompt_end[marks[-1].end() :].strip() else None
 
@@ -217,7 +217,7 @@ def _bare(text: str, is_thinking: bool | None) -> list[_Piece]:
 
 
 def _bare_from(text: str, at: int) -> tuple[list[_Piece], int]:
-    """The calls that follow one another from `at` on, and where the text is something else."""
+    """The calls that follow one another from `at` on, and the index at which other text begins."""
     pieces: list[_Piece] = []
     at = _after_space(text, at)
     is_tagged = text.startswith(_PYTHON_TAG, at)

@@ -22,7 +22,7 @@ _GRACE_SECONDS = 1.0
 
 
 class WorkerLostError(Exception):
-    """The process ended before it replied; the message says how. `has_begun`: it had read the order."""
+    """The process ended before it replied; the message describes how. `has_begun`: it had read the order."""
 
     def __init__(self, message: str, *, has_begun: bool = True) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class WorkerProcess(Child):
         return self.carry_out(Load(reference)).failure
 
     def reuse(self) -> str:
-        """Ask it to go on with another rollout. Returns "", or the reason why not. Raises `WorkerLostError`."""
+        """Ask it to continue with another rollout. Returns "", or the reason why not. Raises `WorkerLostError`."""
         return self.carry_out(Reuse()).failure
 
     def carry_out(self, order: Order) -> Reply:
