@@ -113,10 +113,10 @@ class AsyncLLM(AsyncVerbs):
 
         `address` is that engine's, or the "tcp://HOST:PORT" that `rollout-engine core` has printed, with a copy of its
         `key_file`; nothing goes over TCP unencrypted. Clients do not see each other's requests; `shutdown` leaves the
-        core to its owner, and ends what this client has open. Raises `EngineDeadError`, and `ConfigError` for a file or
+        core to its owner, and ends this client's requests. Raises `EngineDeadError`, and `ConfigError` for a file or
         an address that cannot be used.
 
-        A list of addresses: their cores, of one configuration and the same weights, become a fleet's replicas. Nobody
+        A list of addresses: their cores, of one configuration and the same weights, become a fleet's replicas. No one
         else may update their weights then. One that is lost is looked for at its address for ten minutes.
         """
         keys = None if key_file is None else Keys.read(key_file)

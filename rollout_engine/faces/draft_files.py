@@ -73,7 +73,7 @@ class _Header(msgspec.Struct, frozen=True):
 def save_drafts(frontend: HasDrafts, path: str | os.PathLike[str], *, timeout: float | None = None) -> int:
     """Write the finished samples that the engine drafts from to a file; returns their number.
 
-    A file that stands there is replaced, at once and whole. Of a fleet the samples of all replicas are written.
+    An existing file is replaced atomically. Of a fleet the samples of all replicas are written.
 
     Raises `RequestError` if the file cannot be written; an old file then remains. `ConfigError` if the
     engine keeps no samples; `CallTimeoutError` after `timeout` seconds of waiting for other work.

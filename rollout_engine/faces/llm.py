@@ -71,7 +71,7 @@ class LLM(BlockingVerbs):
         `ChatOptions` (`tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt`,
         `continue_final_message`), for prompts that are conversations.
 
-        Raises `LifecycleError` while paused or asleep, since it would never return; paused by another thread once it
+        Raises `LifecycleError` while paused or asleep, since it would block forever; paused by another thread once it
         has begun, it waits for that thread to resume. `DirtyWeightsError` while the weights are incomplete.
         """
         refuse_pooling(sampling_params)

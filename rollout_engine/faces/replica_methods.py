@@ -22,7 +22,7 @@ def require_replica(frontend: Frontend, replica_index: int | None) -> None:
 
 
 class ReplicaMethods:
-    """Blocking methods, for faces that may stand over a fleet. Without one each raises `LifecycleError`."""
+    """Blocking methods, for faces that may wrap a fleet. Without one each raises `LifecycleError`."""
 
     frontend: Frontend
 

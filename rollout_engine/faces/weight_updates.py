@@ -77,11 +77,11 @@ def update_weights(
         allow_nonfinite: take NaN and infinities, which are refused otherwise.
         timeout: seconds for the weights to arrive, requests in flight to finish, and other work of the engine to end.
         partial: `source` may lack weights, which keep their values: a transaction as of all, whose version and digest
-            are those of all live weights. After `DirtyWeightsError`, or a sleep that forgot the weights, send all. A
+            are those of all live weights. After `DirtyWeightsError`, or a sleep that discarded the weights, send all. A
             fleet takes a part once all weights were sent; both as tensors then, not as a path.
         merge: False sends the active LoRA of a `PeftModel` alone, for requests that name it (`docs/adapters.md`).
         delta: skip tensors, and pieces of 512 KiB, whose digest equals that of the live ones, if that
-            saves most of the bytes; the report says how many were staged. False: send and stage all again.
+            saves most of the bytes; the report has the number of staged bytes. False: send and stage all again.
         draft: they are of `SpeculationConfig.draft_model`, with versions of its own.
 
     Raises the weight errors of `rollout_engine.base.errors`; then the old weights serve on (after `DirtyWeightsError`

@@ -49,7 +49,7 @@ class Origin(NamedTuple):
     num_others: int
     """Sequences of the same seed, prompt, version and time, of which this one is the newest."""
     computed: list[Computed]
-    """Up to that step, oldest first."""
+    """Computations of the sequence up to that step, oldest first."""
 
     @property
     def num_computed_tokens(self) -> int:

@@ -8,7 +8,7 @@ A line has the keys of `rollout_engine.batches.jsonl`, and these:
     weights     {policy version: digest of the weights} for the versions that sampled; null if that version was replaced
                 before its group ended
     lora        {name, revision, digest} of the adapter; null without one
-    engine      model, dtype, fp32_head, quantization, deterministic, logits_processors, and its machine
+    engine      model, dtype, fp32_head, quantization, deterministic, logits_processors, and its libraries and machine
                 (`ModelInfo.made_with`); step_trace if it writes one
     made        [when the log was opened, when the group was complete], seconds since 1970 on this machine's clock
 """
@@ -131,7 +131,7 @@ class RolloutLog:
 
 
 def describe_engine(policy: BlockingVerbs) -> dict[str, Any]:
-    """Return the settings and versions that determine an engine's bits, besides its weights."""
+    """Return the settings and versions that determine an engine's bits in addition to its weights."""
     info = policy.frontend.client.info
     config = info.config
     return {

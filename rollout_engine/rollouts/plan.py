@@ -157,7 +157,7 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def for_rollout(params: Any, num_samples: int | None, seed: int | None, index: int) -> SamplingParams:
-    """Check the params of prompt `index` and add what rollouts need. Raises `RequestError`."""
+    """Check the params of prompt `index` and add the fields that rollouts need. Raises `RequestError`."""
     try:
         params = as_sampling_params(params)
     except RequestError as error:

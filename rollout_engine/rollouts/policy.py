@@ -302,7 +302,7 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
             out: a directory that keeps each sample as soon as its group has ended. Samples in it are not drawn
                 again, and are part of the report: samples of an evaluation that was killed, and other checkpoints, such
                 as earlier versions of the live weights. None: in memory.
-            resume: False: begin anew in `out`; its samples are deleted.
+            resume: False: start over in `out`; its samples are deleted.
             seed: with task, setting, prompt and index it determines every draw; checkpoints share theirs.
             use_tqdm: show progress, by rich if that is installed; or print nothing.
 

@@ -1,4 +1,4 @@
-"""Makes logged rollouts again, token by token and bit by bit, or reports where they differ and the possible causes.
+"""Makes logged rollouts again, token by token and bit by bit, or reports the differences and their possible causes.
 
     for report in replay(policy, read_jsonl("rollouts.jsonl")):
         assert report.is_equal, report
@@ -196,7 +196,7 @@ def _require_loras(policy: RolloutPolicy, pieces: list[_Piece]) -> None:
 
 
 def _make_again(policy: RolloutPolicy, pieces: list[_Piece]) -> None:
-    """Sample pieces under the live weights, and put into their reports the results."""
+    """Sample pieces under the live weights, and record the results in their reports."""
     engine = describe_engine(policy)
     for name, with_lora in _by_lora(pieces).items():
         batch = policy.rollout(

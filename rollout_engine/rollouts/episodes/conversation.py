@@ -72,7 +72,7 @@ class Conversation:
         self._shown = ""
         """The text of the last prompt."""
         self._early_reward = 0.0
-        """Given before the first turn."""
+        """The reward given before the first turn."""
 
     @property
     def num_turns(self) -> int:

@@ -46,7 +46,7 @@ class Episode:
 
 
 class Call:
-    """A call of one method of an episode, or of a function of ours next to it."""
+    """A call of one method of an episode, or of a function of the rollout for it."""
 
     def __init__(
         self,

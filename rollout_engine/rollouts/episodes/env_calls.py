@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 64
 _MAX_END_SECONDS = 5.0
-"""For `close` methods, when all ends."""
+"""Most seconds to wait for `close` methods at the end."""
 
 
 class EnvCalls:
@@ -71,7 +71,7 @@ class EnvCalls:
         self._submit(episode, self._place(episode.host), "step", partial(episode.host.step, action))
 
     def run(self, key: int, function: Callable[[], Any]) -> None:
-        """Call a function of our own next to an environment; the result is its return value, awaited if need be."""
+        """Call a function of the rollout for an environment; the result is its return value, awaited if need be."""
         with self._lock:
             self._check_open()
             episode = self._episodes.setdefault(key, Episode(key))

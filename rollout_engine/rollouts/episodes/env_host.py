@@ -1,4 +1,4 @@
-"""Hosts one environment: makes it, calls its methods, answers calls of its tools, and checks what it returns."""
+"""Hosts one environment: makes it, calls its methods, answers calls of its tools, and checks its results."""
 
 import inspect
 from collections.abc import Awaitable, Callable
@@ -32,7 +32,7 @@ class Began(msgspec.Struct):
 
 
 class EnvFailure(msgspec.Struct):
-    """A call that failed; it stands where the call's result would."""
+    """A call that failed; it takes the place of the call's result."""
 
     reason: str
     """One line: which method of which environment, and the exception or the deadline that passed."""

@@ -26,7 +26,7 @@ from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers, start_of
 from rollout_engine.rollouts.episodes.worker_process import WorkerLostError, WorkerProcess
 
 _START_SECONDS = 60.0
-"""For the start of a process and the import of the factory, if `step_timeout` is less."""
+"""Seconds for the start of a process and the import of the factory, if `step_timeout` is less."""
 _END_SECONDS = 5.0
 _TRIES = 3
 """Attempts to send an order: processes may die before they read it."""

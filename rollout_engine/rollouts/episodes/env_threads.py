@@ -32,11 +32,11 @@ class ThreadCalls:
         self._queue: SimpleQueue[Call | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
-        """Those that take calls; neither ended nor written off."""
+        """The threads that take calls; neither ended nor written off."""
         self._load = 0
         """Calls that wait for a thread or are on one of these."""
         self._loops: list[EventLoopThread] = []
-        """The last one takes calls; earlier ones are blocked by a call, or were."""
+        """Event loops: the last one takes calls; earlier ones are or were blocked by a call."""
         self._is_closed = False
 
     def submit(self, call: Call) -> None:

@@ -49,7 +49,7 @@ class Worker:
         """Awaits the results of async environments."""
         self._spec: EnvSpec | None = None
         self._load_time = 0.0
-        """By the clock of files."""
+        """Time at which the factory was loaded, by the clock of the file system."""
         self._hosts: dict[int, tuple[EnvHost, RandomState]] = {}
 
     @property

@@ -32,7 +32,7 @@ class KeptWorkers:
         self._max_kept = max_kept
         self._lock = threading.Lock()
         self._idle: list[_Kept] = []
-        """The one that has waited longest first."""
+        """Idle processes, the one that has waited longest first."""
         self._end_idle = weakref.finalize(self, _end_idle, self._idle)
 
     def take(self, start: bytes) -> WorkerProcess | None:

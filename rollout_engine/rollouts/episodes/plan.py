@@ -23,7 +23,7 @@ Opponent = Frontend | Callable[[list[Message]], str]
 
 _MAX_COUNT = 1_000_000
 _ENV_SEEDS = 1 << 34
-"""Apart from the indexes of samples."""
+"""Offset beyond the indexes of samples."""
 _MAX_FIRST_SEED = (1 << 31) - _MAX_COUNT
 
 
@@ -66,7 +66,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
 
     spec: EnvSpec
     params: SamplingParams
-    """Of every answer; the seed is set for each."""
+    """Parameters of every answer; the seed is set for each."""
     seed: int
     """Root of all seeds."""
     num_episodes: int
@@ -78,11 +78,11 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     tool_format: ToolFormat | None
     max_in_flight: int
     opponents: dict[int, Opponent]
-    """Who plays the seats that this policy does not play."""
+    """Players of the seats that this policy does not play."""
     tools: dict[str, ToolFunction]
     """Functions that the rollout calls, for every environment."""
     chat: ChatOptions
-    """Without tools."""
+    """Options of chat templates, without tools."""
     lora: str | None = None
     """Name of the adapter that this policy plays under."""
     first_env_seed: int | None = None

@@ -50,7 +50,7 @@ class Player:
         self._open: dict[str, tuple[int, Ask]] = {}
         """Request id -> the episode that it is a turn of."""
         self._requests: dict[int, str] = {}
-        """The inverse."""
+        """The inverse of `_open`: episode -> request id."""
         self._refuses = plan.max_turns > 1 and not plan.spec.is_single_turn and plan.on_rewrite == "refuse"
         if self._refuses:
             self._require_unchanged_turns(self._turns_with([]), may_call=True)

@@ -89,7 +89,7 @@ class EpisodeRun:
         """Group -> the first prompt of its episodes."""
         self._deadlines: list[tuple[float, int]] = []
         self._causes: dict[int, BaseException | None] = {}
-        """Of episodes that fail now."""
+        """Exceptions of episodes that fail now, by key."""
         self._failures: list[tuple[str, BaseException | None]] = []
         self._complete: list[EpisodeGroup] = []
         self._has_news = threading.Event()
@@ -192,7 +192,7 @@ class EpisodeRun:
         return episode.fail(f"The function of seat {episode.seat} returned {type(result).__name__}, not a text.")
 
     def _go_on(self, episode: Episode, needed: Next) -> None:
-        """Carry out the request of an episode."""
+        """Carry out the next task of an episode."""
         if isinstance(needed, Ask):
             if self._starts_like_its_group(episode):
                 self._player(needed.seat).ask(episode.key, needed)

@@ -6,7 +6,7 @@
 "seed"     <seed:tool_call><function=add>...</function></seed:tool_call>                  Seed-OSS
 "glm"      <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>         GLM 4.5 and later
 
-A call ends where its own grammar ends, so that its arguments may contain the tags. Calls that are only drafted between
+A call ends at the end of its grammar, so that its arguments may contain the tags. Calls that are only drafted between
 <think> and </think> are no calls. A tag that is neither closed nor followed by the beginning of a call is prose.
 """
 
@@ -23,7 +23,7 @@ from rollout_engine.rollouts.episodes.tool_arguments import parse_json, raw_json
 ToolFormat = Literal["hermes", "llama3", "xml", "seed", "glm"]
 
 PROMPT_END = 32
-"""Tokens at the end of a prompt of which `opens_thinking` wants the text."""
+"""Tokens at the end of a prompt whose text `opens_thinking` reads."""
 _MAX_CALLS = 64
 """Calls looked at in one answer."""
 _MAX_CALL_CHARACTERS = 1 << 16
@@ -72,9 +72,9 @@ class _Piece(NamedTuple):
 
     start: int
     end: int
-    """All of it, tags included."""
+    """End of the part; both ends include the tags."""
     found: ToolCall | str
-    """The call, or why it is none."""
+    """The call, or the reason why there is none."""
     inner: str
     """The text between the tags."""
 

@@ -16,7 +16,7 @@ from rollout_engine.base.errors import ConfigError, StepDeadlineError, error_tex
 from rollout_engine.base.structs import arguments_struct
 
 _MAX_CHARACTERS = 1 << 18
-"""Of the text that a call returns: several of them fit into one observation."""
+"""Most characters of the text that a call returns: several of them fit into one observation."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 

@@ -14,11 +14,11 @@ from rollout_engine.rollouts.episodes.env_wire import End, Load, Order, Reply, R
 from rollout_engine.rollouts.episodes.factory_reference import WORKER_MODULE, FactoryReference
 
 _IDLE_SECONDS = 60.0
-"""After so long without an order and without an episode, it ends itself."""
+"""Seconds without an order and without an episode after which a worker ends itself."""
 _HASH_SEED = "0"
 """Sets of texts have the same order in every worker, so that episodes of one seed are alike."""
 _GRACE_SECONDS = 1.0
-"""From the end of its channel to its own."""
+"""Seconds that a worker has to end after its channel is closed."""
 
 
 class WorkerLostError(Exception):

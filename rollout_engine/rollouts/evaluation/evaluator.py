@@ -235,7 +235,7 @@ def _answer(task: PreparedTask, text: str, info: Mapping[str, Any]) -> str | Non
 
 @contextmanager
 def _named(missing: _Missing) -> Iterator[None]:
-    """Begin the message of any error of ours with the task and the setting."""
+    """Begin the message of any error of this package with the task and the setting."""
     try:
         yield
     except RolloutEngineError as problem:

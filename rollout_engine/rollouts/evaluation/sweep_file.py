@@ -143,6 +143,6 @@ class _Keys:
                 raise ConfigError(f"{self.place((*table, key))}: {unknown_name(kind, key, known)}")
 
     def place(self, key: Key) -> str:
-        """The place where a key is set: the file and its line, or the override."""
+        """The place that sets a key: the file and its line, or the override."""
         given = self._given.get(".".join(map(str, key)))
         return self._file.place(key) if given is None else f"'{given}'"

@@ -57,8 +57,8 @@ class EvalTask(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass
     """A sample is correct, for pass@k and maj@k, if its reward is at least this."""
     answer: Any = None
     """Finds the answer that a sample votes for in maj@k: a function of its text, or "module:function", that returns a
-    text, or None if there is none. Without it the whole text votes, without space around it; of environments the
-    "answer" of their `info`."""
+    text, or None if there is none. Without it the whole text votes, without space around it; of environments, the
+    "answer" of their `info` votes."""
 
     def check(self) -> None:
         if (self.rows is None) == (self.env is None):
