@@ -1,4 +1,4 @@
-"""The adapter of a trainer's `PeftModel`, sent alone: what `update_weights(model, merge=False)` does."""
+"""Sends the adapter of a trainer's `PeftModel` alone: the implementation of `update_weights(model, merge=False)`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +32,7 @@ def update_adapter(client: EngineClient, source: Any, version: Any, options: Upd
 
 
 def adapter_of(model: Any) -> LoRARequest:
-    """The active adapter of a `PeftModel`, by the names of its tensors and its configuration."""
+    """Return the active adapter of a `PeftModel`, by the names of its tensors and its configuration."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(model, nn.Module) or not isinstance(configs, Mapping):
         what = f"merge=False sends the adapter of a PeftModel, not a {type(model).__name__}"

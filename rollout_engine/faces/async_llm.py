@@ -36,7 +36,7 @@ from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_
 class AsyncLLM(AsyncVerbs):
     """An engine whose core runs in a process of its own. Keyword arguments are `EngineConfig`'s.
 
-    `num_replicas`: how many such cores stand behind it. One that is lost is started again, and its requests go on at
+    `num_replicas`: number of such cores. One that is lost is started again, and its requests continue at the
     others. `placement`: "processes" of this machine, or actors of a "ray" cluster, by default the one that this process
     is connected to or that runs on this machine, or else a new one; `ray_address` ("HOST:PORT") names another.
 
@@ -82,7 +82,7 @@ class AsyncLLM(AsyncVerbs):
 
     @classmethod
     def from_client(cls, client: EngineClient) -> Self:
-        """Stand on a client of any engine that computes by itself. Raises `LifecycleError` for one that does not."""
+        """Wrap a client of an engine that steps on its own. Raises `LifecycleError` for one that does not."""
         if client.needs_turns:
             what = "AsyncLLM: nobody would compute: a client of an engine in this process needs a thread of its own"
             raise LifecycleError(f"{what}, LocalClient.start(config, own_thread=True).")
@@ -90,7 +90,7 @@ class AsyncLLM(AsyncVerbs):
 
     @classmethod
     def from_engine(cls, engine: Face) -> Self:
-        """The asynchronous face of an engine that has another one: requests, results and `shutdown` are shared with it.
+        """Wrap an engine that has another face: requests, results and `shutdown` are shared with it.
 
         An engine in this process whose steps its callers compute gets a thread of its own that computes them.
         """
@@ -109,14 +109,14 @@ class AsyncLLM(AsyncVerbs):
         key_file: str | os.PathLike[str] | None = None,
         hang_seconds: float = HANG_SECONDS,
     ) -> Self:
-        """One more client on the core of another engine, of the same user on this machine, or anywhere over TCP.
+        """Connect another client to the core of an engine, of the same user on this machine, or anywhere over TCP.
 
         `address` is that engine's, or the "tcp://HOST:PORT" that `rollout-engine core` has printed, with a copy of its
-        `key_file`; nothing goes over TCP unencrypted. Requests and results of clients are apart; `shutdown` leaves the
-        core to its owner, and ends what this client has open. Raises `EngineDeadError`, and `ConfigError` for a file or
+        `key_file`; nothing goes over TCP unencrypted. Clients do not see each other's requests; `shutdown` leaves the
+        core to its owner, and ends this client's requests. Raises `EngineDeadError`, and `ConfigError` for a file or
         an address that cannot be used.
 
-        A list of addresses: their cores, of one configuration and the same weights, become a fleet's replicas. Nobody
+        A list of addresses: their cores, of one configuration and the same weights, become a fleet's replicas. No one
         else may update their weights then. One that is lost is looked for at its address for ten minutes.
         """
         keys = None if key_file is None else Keys.read(key_file)
@@ -141,9 +141,9 @@ class AsyncLLM(AsyncVerbs):
         data_parallel_rank: int | None = None,
         **chat: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield what a request brings, by `output_kind`; the last output has `finished=True`.
+        """Yield the outputs of a request, by `output_kind`; the last output has `finished=True`.
 
-        A reader slower than the engine gets at once what has gathered since its last output. Leaving the iteration,
+        A reader slower than the engine gets everything since its last output at once. Leaving the iteration,
         cancelling it, dropping the generator or closing its event loop aborts the request. Lower `priority` runs first.
         Raises `RequestError`, nothing queued, and `EngineDeadError`. `session_id`, `trace_headers` as in
         `LLMEngine.add_request`, `lora_request` and `chat` as in `LLM.generate`. `data_parallel_rank`: the index of the
@@ -209,7 +209,7 @@ class AsyncLLM(AsyncVerbs):
     async def _outputs(
         self, prompt: Prompt, params: Params | None, request_id: str | None, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield what a request brings; `options` of `Frontend.add_request`. Closing the generator aborts it."""
+        """Yield the outputs of a request; `options` of `Frontend.add_request`. Closing the generator aborts it."""
         if self.frontend.inputs.has_new_grammar(params):
             await run_in_thread(self.frontend.inputs.try_grammar, params)
         waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
@@ -236,7 +236,7 @@ class AsyncLLM(AsyncVerbs):
             stream.error = LifecycleError(f"{what}: read a request to its end in one loop.")
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests: their generators yield what they had, with finish_reason "abort". Unknown ids are a no-op."""
+        """End requests: their generators yield the output so far, with finish_reason "abort". Unknown ids: no-op."""
         self.frontend.abort(request_ids)
 
     @property
@@ -276,20 +276,20 @@ class AsyncLLM(AsyncVerbs):
         self.shutdown()
 
     async def replicas(self) -> list[ReplicaHealth]:
-        """How each replica is, in the order of their indexes. Raises `LifecycleError` without a fleet."""
+        """The health of each replica, in the order of their indexes. Raises `LifecycleError` without a fleet."""
         return await run_in_thread(self._fleet.replicas)
 
     async def scale(self, num_replicas: int) -> None:
-        """Change the number of replicas. New ones serve once they are loaded; requests of those that go end first.
+        """Change the number of replicas. New ones serve once they are loaded; the requests of removed ones end first.
 
         Raises `ConfigError` for more than there is room for, and `LifecycleError` during an update.
         """
         await run_in_thread(self._fleet.scale, num_replicas)
 
     async def restart_replicas(self) -> None:
-        """Start every replica anew, one after the other, once the one before it serves; requests go on at the others.
+        """Restart every replica, one after the other, once the one before it serves; requests continue at the others.
 
-        Raises `RetryableError` where one does not come back.
+        Raises `RetryableError` if one does not start again.
         """
         await run_in_thread(self._fleet.restart)
 

@@ -1,4 +1,4 @@
-"""Drafts in a file: `save_drafts` and `load_drafts` of every face, and the format that both know.
+"""Drafts in a file: `save_drafts` and `load_drafts` of every face, and the format that both use.
 
     rollout-engine drafts 1\\n                       magic and version
     {"vocab_size": .., "tokenizer": .., ...}\\n     `_Header` as JSON
@@ -7,8 +7,8 @@
     lengths       int64  [S]
     token_ids     uint32 [T]
 
-The file is on the caller's machine, wherever the engine is, and holds tokens as they are: whoever reads it reads the
-samples. It is written beside its place and moved there once it is whole.
+The file is on the caller's machine, wherever the engine is, and holds tokens as they are: reading it reveals the
+samples. It is written under another name next to `path` and renamed once it is whole.
 """
 
 import os
@@ -53,7 +53,7 @@ class HasDrafts(Protocol):
 class _Header(msgspec.Struct, frozen=True):
     vocab_size: int
     tokenizer: str
-    """`_vocabulary_digest`; "" where the engine had no tokenizer."""
+    """`_vocabulary_digest`; "" if the engine had no tokenizer."""
     num_prompts: int
     num_samples: int
     num_tokens: int
@@ -73,10 +73,10 @@ class _Header(msgspec.Struct, frozen=True):
 def save_drafts(frontend: HasDrafts, path: str | os.PathLike[str], *, timeout: float | None = None) -> int:
     """Write the finished samples that the engine drafts from to a file; returns their number.
 
-    A file that stands there is replaced, at once and whole. Of a fleet the samples of all replicas are written.
+    An existing file is replaced atomically. Of a fleet the samples of all replicas are written.
 
-    Raises `RequestError` where the file cannot be written; then what stood there still does. `ConfigError` where the
-    engine keeps no samples; `CallTimeoutError` after `timeout` seconds behind what does not end.
+    Raises `RequestError` if the file cannot be written; an old file then remains. `ConfigError` if the
+    engine keeps no samples; `CallTimeoutError` after `timeout` seconds of waiting for other work.
     """
     _require_kept(frontend, "save_drafts")
     target = _as_path("save_drafts", path)
@@ -88,14 +88,14 @@ def save_drafts(frontend: HasDrafts, path: str | os.PathLike[str], *, timeout: f
 
 
 def load_drafts(frontend: HasDrafts, path: str | os.PathLike[str], *, timeout: float | None = None) -> int:
-    """Have the engine draft from the samples that `save_drafts` has written; returns how many it was given.
+    """Have the engine draft from the samples that `save_drafts` has written; returns their number.
 
     They count as its newest. Of more tokens than `SpeculationConfig.max_rollout_tokens` the prompts that were seen last
     are taken. Of a fleet every replica gets them, but not one that starts later.
 
     Raises `RequestError`, nothing changed, for a file that is missing, of another kind, damaged, written by a newer
-    version, or of another vocabulary; `ConfigError` where the engine keeps no samples; `CallTimeoutError` after
-    `timeout` seconds behind what does not end.
+    version, or of another vocabulary; `ConfigError` if the engine keeps no samples; `CallTimeoutError` after
+    `timeout` seconds of waiting for other work.
     """
     max_tokens = _require_kept(frontend, "load_drafts")
     source = _as_path("load_drafts", path)
@@ -109,7 +109,7 @@ def load_drafts(frontend: HasDrafts, path: str | os.PathLike[str], *, timeout: f
 
 
 def _require_kept(frontend: HasDrafts, verb: str) -> int:
-    """Most tokens of samples that the engine keeps. Raises `ConfigError` where it keeps none."""
+    """Most tokens of samples that the engine keeps. Raises `ConfigError` if it keeps none."""
     info = frontend.client.info
     speculation = info.config.speculates
     if speculation is None:

@@ -60,7 +60,7 @@ class Frontend:
     ) -> None:
         self.client, self.spans = client, spans or Spans()
         config, index = client.info.config, client.index
-        # Clients count their requests apart: without a root of its own, each would draw what the others drew.
+        # Each client numbers its own requests: with the same root, clients would draw the same seeds.
         seed = config.seed if index == 0 else mix(config.seed, 2**63 + index)
         self.inputs = InputProcessor.from_config(
             config, codec, client.info, seed=seed, first_sequence_id=first_sequence_of(index)
@@ -74,7 +74,7 @@ class Frontend:
         )
         self._ids = RequestIds(self.streams.__contains__)
         self._admitting = threading.Lock()
-        """Requests are numbered in the order in which the core hears of them."""
+        """Requests are numbered in the order in which they are sent to the core."""
         self._process = OwnerProcess()
         client.listen(self.streams)
         read = _metrics_of(client, self.streams)
@@ -110,7 +110,7 @@ class Frontend:
 
     @classmethod
     def over(cls, client: EngineClient) -> Self:
-        """Stand on a client that exists, of any engine. Ends the client where its tokenizer cannot be loaded."""
+        """Wrap an existing client of any engine. Ends the client if its tokenizer cannot be loaded."""
         config = client.info.config
         try:
             return cls(client, TextCodec.from_config(config), spans=spans_to(config.otlp_traces_endpoint, config.model))
@@ -163,7 +163,7 @@ class Frontend:
 
         `params`, `priority`, `session_id`: one for all or one each. `replica_index`: the replica of a fleet that is to
         begin with them. `num_kept`: one each, as in `add_request`. `seeds`: one each, in place of the params' if given.
-        `check_all` is called with all prompts as token ids; what it raises refuses them.
+        `check_all` is called with all prompts as token ids; an error that it raises refuses them.
         """
         self.client.require_usable()
         self.spans.check_headers(trace_headers)
@@ -172,7 +172,7 @@ class Frontend:
         streams: list[Stream] = []
         with held():
             try:
-                with allowed():  # reading many prompts takes its time; so nobody waits for it
+                with allowed():  # reading many prompts takes long, so an interrupt does not wait for it
                     checked = self.inputs.check_batch(prompts, params)
                     if check_all is not None:
                         check_all(checked)
@@ -200,17 +200,17 @@ class Frontend:
             return self.inputs.next_seed()
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests; their streams still give what they had. An unknown or finished id is a no-op."""
+        """End requests; their streams still return the tokens so far. An unknown or finished id is a no-op."""
         self.require_own_process()
         self.client.abort(self.streams.sequence_ids_of(as_request_ids(request_ids)))
 
     def take(self, stream: Stream) -> RequestOutput | None:
-        """Take the new output of a request, if any. Raises what ended it, and `LifecycleError` in a forked child."""
+        """Take a request's new output, if any. Raises its error, and `LifecycleError` in a forked child."""
         self.require_own_process()
         return self.streams.take(stream)
 
     def close(self, stream: Stream) -> None:
-        """Forget a stream that nobody reads any more; unfinished it is aborted, without a result.
+        """Forget a stream that is not read any more; unfinished it is aborted, without a result.
 
         No-op in a forked child.
         """
@@ -220,7 +220,7 @@ class Frontend:
     def get_sequence_ids(self, request_id: str) -> list[int]:
         """Sequence ids of a request's samples, as the core's log and `get_block_tables` show them; [] after its end.
 
-        The core knows sequences by numbers of its own, which are never used again.
+        The core gives sequences numbers of its own, which are never used again.
         """
         self.require_own_process()
         return self.streams.sequence_ids_of([request_id])
@@ -237,8 +237,8 @@ class Frontend:
     def get_metrics(self, *, timeout: float | None = None) -> EngineMetrics:
         """Counters and gauges of the core, timings of this client's requests; from any thread.
 
-        `timeout` as for verbs: `CallTimeoutError` after so many seconds. Of a fleet, a replica that does not answer in
-        that time, or a few seconds, is shown with what it told last.
+        `timeout` as for verbs: `CallTimeoutError` after so long. Of a fleet, a replica that does not answer in
+        that time, or a few seconds, is shown with its last report.
         """
         return _metrics_of(self.client, self.streams)(timeout)
 
@@ -259,7 +259,7 @@ class Frontend:
         return self.inputs.codec.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling settings that the checkpoint's generation_config.json recommends; nothing applies them by itself."""
+        """Sampling settings that the checkpoint's generation_config.json recommends; never applied automatically."""
         return self.inputs.default_params()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
@@ -272,7 +272,7 @@ class Frontend:
         return self.spans.is_enabled
 
     def ensure_loras(self, lora: LoRALike | Sequence[LoRALike | None] | None, timeout: float | None = None) -> None:
-        """Load the adapters that a call brings along, where the engine has not these revisions. Blocks.
+        """Load the adapters of a call, if the engine does not have these revisions. Blocks.
 
         Raises as `add_lora`.
         """
@@ -317,7 +317,7 @@ class Frontend:
     ) -> Stream:
         name = self._ids.make() if request_id is None else self._ids.check(request_id)
         request = self.inputs.admit(checked, priority=priority, seed=seed)
-        # Before the core hears of it.
+        # Registered before the core receives it.
         stream = self.streams.add(name, request, checked.text, wake, trace_headers, num_kept)
         try:
             self.client.add_request(request, route)
@@ -330,7 +330,7 @@ class Frontend:
 
 
 def _metrics_of(client: EngineClient, streams: OpenStreams) -> MetricsReader:
-    """Read the metrics without a reference to the front end, which ends when nobody has one."""
+    """Read the metrics without a reference to the front end, which ends when no reference is left."""
 
     def read(timeout: float | None = None) -> EngineMetrics:
         verb, arguments = VERBS["get_core_metrics"], {"timeout": timeout}

@@ -81,19 +81,19 @@ class GenerateRun:
         return self._reader.num_tokens()
 
     def read(self) -> list[RequestOutput]:
-        """Take outputs that have come, or wait a moment for one. Raises `GenerateTimeoutError` after the deadline."""
+        """Take outputs that have arrived, or wait briefly for one. Raises `GenerateTimeoutError` after the deadline."""
         outputs = self._reader.read()
         self._outputs.update((output.request_id, output) for output in outputs)
         self.check_deadline()
         return outputs
 
     def check_deadline(self) -> None:
-        """Raise `GenerateTimeoutError` where requests have not ended at the deadline."""
+        """Raise `GenerateTimeoutError` if requests have not ended at the deadline."""
         if len(self) and time.monotonic() >= self._deadline:
             raise self._late()
 
     def close(self) -> None:
-        """Abort what has not ended; no-op where the engine is gone."""
+        """Abort the requests that have not ended; no-op if the engine is gone."""
         self._is_closed = True
         with suppress(LifecycleError), held():
             self._reader.abort(self._request_ids)
@@ -145,7 +145,7 @@ def generate_all(
     timeout_seconds: float | None = None,
     **options: Any,
 ) -> list[RequestOutput]:
-    """Compute what `method` of a blocking face is asked for: `generate` after its checks, and with adapters loaded."""
+    """Run `generate` for `method` of a blocking face, after its checks, and with adapters loaded."""
     check_chat_arguments(chat, method)
     run = GenerateRun(frontend, method.__name__, timeout_seconds=timeout_seconds)
     prompts = with_lora(with_chat_options(prompts, chat), lora_request)
@@ -158,7 +158,7 @@ def generate_all(
 async def agenerate(
     frontend: Frontend, prompts: Any, params: Any, *, timeout_seconds: float | None = None, **options: Any
 ) -> list[RequestOutput]:
-    """The same in an event loop, which stays free. Cancelling it ends the requests."""
+    """`generate` in an event loop, which stays free. Cancelling it ends the requests."""
     waker, arrived = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
     run = GenerateRun(frontend, timeout_seconds=timeout_seconds, on_arrival=lambda: waker.wake(arrived))
     try:
@@ -185,7 +185,7 @@ def _checked_seconds(seconds: Any) -> float | None:
 
 
 def _final_only(params: Any) -> Any:
-    """The same params without outputs on the way, which nobody would see."""
+    """The same params without intermediate outputs, which would not be read."""
     if isinstance(params, list | tuple):
         return [_final_only(each) for each in params]
     if params is None or isinstance(params, dict):

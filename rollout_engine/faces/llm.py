@@ -36,7 +36,7 @@ class LLM(BlockingVerbs):
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> Self:
-        """Stand on an engine that exists."""
+        """Wrap an existing engine."""
         llm = cls.__new__(cls)
         llm._set_engine(engine)
         return llm
@@ -60,7 +60,7 @@ class LLM(BlockingVerbs):
 
         `sampling_params`: one for all prompts, or a list with one each; a dict of their fields will do; None: the
         defaults. All prompts are checked before any is queued (`RequestError` names the index). Whatever interrupts it
-        ends its requests. Requests added through `llm_engine` go on meanwhile; their results wait for its next
+        ends its requests. Requests added through `llm_engine` continue meanwhile; their results wait for its next
         `step()`.
 
         `priority`: one for all prompts, or a list with one each; lower runs first. `session_id`, the same way, as
@@ -71,7 +71,7 @@ class LLM(BlockingVerbs):
         `ChatOptions` (`tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt`,
         `continue_final_message`), for prompts that are conversations.
 
-        Raises `LifecycleError` while paused or asleep, since it would wait for ever; paused by another thread once it
+        Raises `LifecycleError` while paused or asleep, since it would block forever; paused by another thread once it
         has begun, it waits for that thread to resume. `DirtyWeightsError` while the weights are incomplete.
         """
         refuse_pooling(sampling_params)
@@ -111,7 +111,7 @@ class LLM(BlockingVerbs):
         trace_headers: TraceHeaders | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[PoolingRequestOutput]:
-        """Pool each prompt to hidden states, or to what the checkpoint's head computes: one output each, in order.
+        """Pool each prompt to hidden states, or to the output of the checkpoint's head: one output each, in order.
 
         `pooling_params`: one for all prompts, or a list with one each; a dict of their fields will do; None: the hidden
         state of the last token. The requests are computed in the same steps as any others. A conversation is pooled as
@@ -135,7 +135,7 @@ class LLM(BlockingVerbs):
     ) -> list[PoolingRequestOutput]:
         """`encode` with kind="reward": `outputs.data` is [1], or [S] with `step_token_ids`, one for each in the prompt.
 
-        Raises `RequestError` where the checkpoint has no head with one label.
+        Raises `RequestError` if the checkpoint has no head with one label.
         """
         check_chat_arguments(chat, self.reward)
         params = as_pooling_params({"kind": "reward", "step_token_ids": step_token_ids})

@@ -40,13 +40,13 @@ class LLMEngine(BlockingVerbs):
     def from_config(cls, config: EngineConfig, *, stat_loggers: Sequence[StatLogger] = ()) -> Self:
         """Load model and tokenizer, in this process. Raises `ConfigError` when they cannot be served.
 
-        `stat_loggers` are shown the engine's metrics, beside the log line and those that packages have registered.
+        `stat_loggers` get the engine's metrics, in addition to the log line and the loggers that packages registered.
         """
         return cls(Frontend.start(config, LocalClient.start, stat_loggers))
 
     @classmethod
     def from_client(cls, client: EngineClient) -> Self:
-        """Stand on a client of any engine, in this process or another."""
+        """Wrap a client of any engine, in this process or another."""
         return cls(Frontend.over(client))
 
     def add_request(
@@ -65,7 +65,7 @@ class LLMEngine(BlockingVerbs):
         With `PoolingParams` it pools its prompt, and its only output has the result in `pooled`.
 
         `session_id`: over replicas, requests of one id, such as the turns of a conversation, go to the same replica,
-        which knows their prefix; once that one is gone, to another. It changes no token. Without replicas it has no
+        which has their prefix cached; once it is gone, to another. It changes no token. Without replicas it has no
         effect. `lora_request`: the adapter, as in `LLM.generate`. `trace_headers` (W3C `traceparent`) make its span, if
         there is one, part of the caller's trace.
         """
@@ -96,23 +96,23 @@ class LLMEngine(BlockingVerbs):
         return self._add(partial(self._reader.add_all, prompts, params, **options))
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step. Returns what it brought, by `output_kind`, and the results of aborts since the last.
+        """Compute one step. Returns its outputs, by `output_kind`, and the results of aborts since the last.
 
-        While paused or asleep it computes nothing. An engine in another process steps by itself: then this waits a
-        moment for results. Raises `DirtyWeightsError` when requests cannot go on before a complete weight update.
-        Whatever is raised, by an interrupt too, the next `step()` returns what this one had.
+        While paused or asleep it computes nothing. An engine in another process steps on its own: then this waits a
+        moment for results. Raises `DirtyWeightsError` when requests cannot continue before a complete weight update.
+        If it raises, even for an interrupt, the next `step()` returns the outputs of this one.
         """
         outputs: list[RequestOutput] = []
         try:
             with held():
                 outputs = self._reader.read(always_step=True)
             return outputs
-        except BaseException:  # an interrupt, which comes at the end of `held`
+        except BaseException:  # an interrupt, raised at the end of `held`
             self._reader.put_back(outputs)
             raise
 
     def abort_request(self, request_ids: str | Iterable[str], *, discard: bool = False) -> None:
-        """End requests; the next `step()` returns what they had, with finish_reason "abort".
+        """End requests; the next `step()` returns their tokens so far, with finish_reason "abort".
 
         `discard=True`: it returns nothing of them. An unknown or finished id is a no-op.
         """
@@ -125,7 +125,7 @@ class LLMEngine(BlockingVerbs):
                 self.frontend.abort(ids)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step()` has anything more to give."""
+        """Whether `step()` has more outputs to return."""
         self.frontend.require_own_process()
         return len(self._reader) > 0
 
@@ -149,6 +149,6 @@ class LLMEngine(BlockingVerbs):
             with held():
                 added = add()
             return added
-        except BaseException:  # an interrupt, which comes at the end of `held`: nobody learns of these requests
+        except BaseException:  # an interrupt, raised at the end of `held`: no caller gets these ids
             self._reader.abort(added)
             raise

@@ -1,4 +1,4 @@
-"""Chooses replicas for people who send requests to them by themselves."""
+"""Chooses replicas for callers that route their requests themselves."""
 
 import threading
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from rollout_engine.text.prompts import Prompt
 
 _KINDS = "a RolloutService, an engine with num_replicas=2 or more, or a list of engines"
 _SECONDS = 5.0
-"""How long an engine may take to tell its cache usage."""
+"""Seconds that an engine may take to report its cache usage."""
 
 
 class LoadBalancer:
@@ -22,7 +22,7 @@ class LoadBalancer:
     >>> balancer = LoadBalancer(service, ["prefix-aware", "requests"])
     >>> service.generate(prompt, params, replica_index=balancer.select_replica(prompt))
 
-    A service routes by itself what comes without `replica_index`: see `RolloutService.launch(balancer=...)`. Over a
+    A service itself routes requests without `replica_index`: see `RolloutService.launch(balancer=...)`. Over a
     list of engines, the number returned is an index into that list.
 
     Args:
@@ -30,10 +30,10 @@ class LoadBalancer:
             `AsyncLLM` or `RolloutPolicy`.
         strategy: "prefix-aware", "requests", "kv-cache" or "round-robin", or several, in fallback order. See
             `rollout_engine.fleet.plan.balancer.Balancer`.
-        prefix_length: tokens of a prompt that "prefix-aware" looks at; more than what all prompts share.
+        prefix_length: tokens of a prompt that "prefix-aware" compares; more than all prompts share.
         overload_threshold: a replica with more than this times (mean + 8) requests is overloaded.
 
-    Loads are counts that this process has anyway; only "kv-cache" over a list of engines asks each one. Raises
+    Loads are counts that this process already has; only "kv-cache" over a list of engines asks each one. Raises
     `ConfigError`. Any thread may call it.
     """
 
@@ -55,7 +55,7 @@ class LoadBalancer:
         """Choose the replica for a prompt of any kind; without one, its prefix is unknown.
 
         The same prompts under the same loads lead to the same choices in every process. Raises `RequestError`, and
-        `EngineDeadError` where no replica serves.
+        `EngineDeadError` if no replica serves.
         """
         loads = self._loads()
         token_ids = [] if prompt is None else self._faces[0].frontend.inputs.token_ids_of(prompt)
@@ -70,7 +70,7 @@ class LoadBalancer:
             return replica
 
     def get_stats(self) -> BalancerStats:
-        """Counts of the choices made here so far, by what decided them, and the loads as they are now."""
+        """Counts of the choices made here so far, by the strategy that decided them, and the loads as they are now."""
         loads = self._loads()
         with self._lock:
             self._follow(loads)

@@ -1,4 +1,4 @@
-"""Wakes the coroutines that wait for outputs, from the thread that brings these."""
+"""Wakes the coroutines that wait for outputs, from the thread that delivers them."""
 
 import asyncio
 import itertools
@@ -14,7 +14,7 @@ class Wakeable(Protocol):
     """Something that a coroutine waits for, such as an `asyncio.Event`."""
 
     def set(self) -> None:
-        """Let the coroutine go on; called on its loop."""
+        """Let the coroutine continue; called on its loop."""
 
 
 class LoopWaker:
@@ -30,12 +30,12 @@ class LoopWaker:
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> "LoopWaker":
-        """The one of this loop."""
+        """Return the waker of this loop."""
         waker = cls._of.get(loop)
         return cls._of.setdefault(loop, cls(loop)) if waker is None else waker
 
     def wake(self, event: Wakeable) -> bool:
-        """Set an event of the loop soon. False: the loop is closed, and nobody waits for its events any more."""
+        """Set an event of the loop soon. False: the loop is closed, and no coroutine waits for its events any more."""
         loop = self._loop()
         if loop is None or loop.is_closed():
             return False

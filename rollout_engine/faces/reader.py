@@ -11,11 +11,11 @@ from rollout_engine.faces.frontend import Frontend
 from rollout_engine.results.open_streams import Stream
 
 _POLL_SECONDS = 0.05
-"""How long a read waits for news from another thread or process, so that an interrupt is heard soon."""
+"""Seconds that a read waits for another thread or process, so that an interrupt is handled soon."""
 
 
 class Reader:
-    """Adds requests and reads their outputs, which nobody else gets. Call it inside `held()`."""
+    """Adds requests and reads their outputs, which no other caller gets. Call it inside `held()`."""
 
     def __init__(self, frontend: Frontend, on_arrival: Callable[[], object] | None = None) -> None:
         """`on_arrival` is called, on any thread, when `read` has something to return at once."""
@@ -59,9 +59,9 @@ class Reader:
         return [stream.request_id for stream in streams]
 
     def read(self, *, always_step: bool = False) -> list[RequestOutput]:
-        """Take what has come, by `output_kind`; where nothing has, compute a step, or wait a moment for one.
+        """Take outputs that have arrived, by `output_kind`; if there are none, compute a step, or wait briefly for one.
 
-        `always_step`: compute a step in any case. Raises what ended a request without an output.
+        `always_step`: compute a step in any case. Raises the error that ended a request without an output.
         """
         outputs, self._put_back = self._put_back, []
         if outputs:
@@ -78,7 +78,7 @@ class Reader:
                 output = self._take(self._arrived.get())
                 if output is not None:
                     outputs.append(output)
-        except BaseException:  # of one request: the others' outputs come with the next read
+        except BaseException:  # of one request: the next read returns the others' outputs
             self.put_back(outputs)
             raise
         return outputs
@@ -131,7 +131,7 @@ class Reader:
 
 
 def _both(put: Callable[[Stream], None], on_arrival: Callable[[], object]) -> Callable[[Stream], None]:
-    """Put a stream, then tell. A stream holds this, so it must not hold the reader."""
+    """Put a stream, then call `on_arrival`. A stream holds this, so it must not hold the reader."""
 
     def wake(stream: Stream) -> None:
         put(stream)

@@ -22,18 +22,18 @@ def require_replica(frontend: Frontend, replica_index: int | None) -> None:
 
 
 class ReplicaMethods:
-    """Blocking methods, for faces that may stand over a fleet. Without one each raises `LifecycleError`."""
+    """Blocking methods, for faces that may wrap a fleet. Without one each raises `LifecycleError`."""
 
     frontend: Frontend
 
     def replicas(self) -> list[ReplicaHealth]:
-        """How each replica is, in the order of their indexes; those that were scaled away are DEAD."""
+        """The health of each replica, in the order of their indexes; those that were scaled away are DEAD."""
         return self._fleet.replicas()
 
     def scale(self, num_replicas: int) -> None:
-        """Change the number of replicas. New ones serve once they are loaded; requests of those that go end first.
+        """Change the number of replicas. New ones serve once they are loaded; the requests of removed ones end first.
 
-        Returns at once: `replicas` shows them come and go. Raises `ConfigError` for more than there is room for, and
+        Returns at once: `replicas` shows them start and end. Raises `ConfigError` for more than there is room for, and
         `LifecycleError` during an update.
         """
         self._fleet.scale(num_replicas)
@@ -41,7 +41,7 @@ class ReplicaMethods:
     def restart_replicas(self) -> None:
         """Restart every replica, one after the other, once the one before it serves; requests continue at the others.
 
-        Raises `RetryableError` where one does not come back.
+        Raises `RetryableError` if one does not start again.
         """
         self._fleet.restart()
 

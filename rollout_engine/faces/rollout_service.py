@@ -1,4 +1,4 @@
-"""The blocking engine over replicas, with the names of TorchRL's AsyncVLLM where it has them."""
+"""The blocking engine over replicas, with the names of TorchRL's AsyncVLLM for methods that it has too."""
 
 import os
 import platform
@@ -33,19 +33,19 @@ Strategies = StrategyName | Sequence[StrategyName]
 
 
 class RolloutService(ReplicaMethods, BlockingVerbs):
-    """Replicas of one model behind one object: what `LLM` does, over many engines.
+    """Replicas of one model behind one object: the methods of `LLM` over many engines.
 
     >>> with RolloutService.from_pretrained("path/or/hub-id", num_replicas=2) as service:
     ...     outputs = service.generate(["Once upon a time"], SamplingParams(max_tokens=16))
     ...     service.update_weights(trainer)
 
     Any thread may call any method, and several may generate at once; several services may live in one process. A
-    replica that is lost is started again, and its requests go on at others, to the same tokens. Verbs not described
+    replica that is lost is started again, and its requests continue at others, to the same tokens. Verbs not described
     here are those of `LLM`, and concern all replicas. docs/fleet.md has a table for users of AsyncVLLM.
     """
 
     def __init__(self, frontend: Frontend) -> None:
-        """Stand on a front end over a `FleetClient`; `launch` and `from_pretrained` make both. Raises `ConfigError`."""
+        """Wrap a front end over a `FleetClient`; `launch` and `from_pretrained` make both. Raises `ConfigError`."""
         client = getattr(frontend, "client", None)
         if not isinstance(client, FleetClient):
             raise ConfigError(refused("frontend", frontend, "over a FleetClient", "RolloutService.launch makes one."))
@@ -73,7 +73,7 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
             placement: "processes" of this machine or actors of a "ray" cluster, with `ray_address`: see `AsyncLLM`.
             stat_loggers: as in `LLMEngine.from_config`.
 
-        Raises `ConfigError` where there is no room for them, or the model cannot be served; nothing is left then.
+        Raises `ConfigError` if there is no room for them, or the model cannot be served; nothing is left then.
         """
         if not isinstance(config, EngineConfig):
             hint = "RolloutService.from_pretrained takes a path and options."
@@ -128,20 +128,20 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         trace_headers: TraceHeaders | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """One finished `RequestOutput` per prompt, in order, as `LLM.generate` gives them.
+        """One finished `RequestOutput` per prompt, in order, as from `LLM.generate`.
 
         Args:
             prompts: one prompt or a list of them, of any kind that `LLM` takes.
             sampling_params: one for all prompts, or a list with one each.
             prompt_token_ids: token ids of one prompt, or a list of such, instead of `prompts`.
             use_tqdm: show a progress bar.
-            timeout_seconds: how long each request may take. What has not ended then is aborted on its replica, and
-                `GenerateTimeoutError` says how far it came; it has the outputs that were complete.
-            replica_index: the replica that is to begin with these requests; if it is lost, they go on at others. None:
+            timeout_seconds: how long each request may take. Requests that have not ended then are aborted, and
+                `GenerateTimeoutError` reports their tokens so far; it has the outputs that were complete.
+            replica_index: the replica that is to begin with them; if it is lost, they continue at others. None:
                 the balancer chooses for each prompt.
             priority, session_id, lora_request, trace_headers, chat: as for `LLM.generate`.
 
-        Raises `RequestError`, nothing queued; `RetryableError` where the replica of that index takes no requests now;
+        Raises `RequestError`, nothing queued; `RetryableError` if the replica of that index takes no requests now;
         `LifecycleError` while paused or asleep.
         """
         given = chosen_prompts(prompts, prompt_token_ids)
@@ -207,14 +207,14 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
     ) -> LoadBalancer:
         """Make a `LoadBalancer` over these replicas, for `generate(..., replica_index=...)`.
 
-        `strategy=None`: ("prefix-aware", "requests"). What comes without `replica_index` goes where `launch` has said.
+        `strategy=None`: ("prefix-aware", "requests"). Requests without `replica_index` are routed as set in `launch`.
         """
         chosen = ("prefix-aware", "requests") if strategy is None else strategy
         options: Any = dict(prefix_length=prefix_length, overload_threshold=overload_threshold)
         return LoadBalancer(self, chosen, **options)
 
     def get_balancer_stats(self) -> BalancerStats:
-        """How the service itself has routed requests so far, and what is in flight per replica."""
+        """How the service itself has routed requests so far, and the requests in flight per replica."""
         return self._fleet.calls.balancer_stats()
 
     def get_num_unfinished_requests(self, replica_index: int | None = None, *, timeout: float | None = None) -> int:
@@ -242,7 +242,7 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
     ) -> dict[int, list[Any]]:
         """Call a method of a worker extension on every rank of every replica, or of one; results by replica and rank.
 
-        Otherwise as `LLM.collective_rpc`. Raises `RetryableError` where a replica is lost before it has answered, and
+        Otherwise as `LLM.collective_rpc`. Raises `RetryableError` if a replica is lost before it has answered, and
         `LifecycleError` for methods that would change weights past the fleet: use `update_weights`.
         """
         verb = VERBS["collective_rpc"]
@@ -270,7 +270,7 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         return self.frontend.client.info.config.tensor_parallel_size
 
     def get_master_address(self) -> str:
-        """Address at which replicas reach this process: "127.0.0.1" where all run on this machine."""
+        """Address at which replicas reach this process: "127.0.0.1" if all run on this machine."""
         here = platform.node()
         if all(each.node in ("", here) for each in self.health()):
             return "127.0.0.1"

@@ -1,6 +1,6 @@
 """Methods of the faces for the verbs of `rollout_engine.engine.verbs`: blocking ones, and coroutines.
 
-A new verb gets one line in each of the two classes; a contract test fails where a face lacks one.
+A new verb gets one line in each of the two classes; a contract test fails if a face lacks one.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def _bound(verb: Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[V
 
 
 def wait_for(frontend: Frontend, verb: Verb, arguments: Arguments, call: Callable[[], CallFuture]) -> Any:
-    """Make a call of a verb and wait for its result, as long as the verb's own timeout says."""
+    """Make a call of a verb and wait for its result, up to the verb's own timeout."""
     with frontend.span(verb, arguments), held():
         return call().wait(verb, arguments)
 
@@ -73,14 +73,14 @@ def awaitable(
                     result.cancel()
                     raise verb.too_late(arguments, begun=result.begun) from None
             finally:
-                result.cancel()  # its caller was cancelled, or it is too late: nobody waits for it any more
+                result.cancel()  # its caller was cancelled, or it is too late: no caller waits for it any more
             return result.result()
 
     return _documented(method, function)
 
 
 def of_frontend(function: Callable[Concatenate[Frontend, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Make the method of a face that does what its front end does."""
+    """Make the method of a face that calls the same method of its front end."""
 
     def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
         return function(self.frontend, *args, **kwargs)
@@ -91,7 +91,7 @@ def of_frontend(function: Callable[Concatenate[Frontend, P], R]) -> Callable[Con
 def of_frontend_async(
     function: Callable[Concatenate[Frontend, P], R],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """Make the coroutine of a face that has its front end do something, on a thread beside the loop."""
+    """Make the coroutine of a face that calls a method of its front end, on a thread outside the loop."""
 
     async def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
         return await run_in_thread(function, self.frontend, *args, **kwargs)
@@ -161,7 +161,7 @@ class Face:
 
     @property
     def policy_version(self) -> int:
-        """Version of the live weights, as last heard: 0 as loaded, one more with each update that names no other."""
+        """Version of the live weights, as last reported: 0 as loaded, one more with each update that names no other."""
         return self.frontend.client.policy_version
 
     def shutdown(self) -> None:

@@ -58,30 +58,30 @@ def update_weights(
         source: nn.Module, dict, iterator of (name, tensor), or path of a published store or of a safetensors
             checkpoint; floating dtypes are cast to the engine's. Its tensors must not change meanwhile. A module
             may be compiled or under DDP, FSDP1 or FSDP2 (other ranks call `sync.join_gathers`, which also returns
-            where this raises); of a `PeftModel` the active adapters are merged into what is sent, and its own weights
+            if this raises); of a `PeftModel` the active adapters are merged into the sent weights, and its own weights
             are not touched. A checkpoint that is rewritten meanwhile is refused.
         version: of the new weights, higher than the live one; None: a published store's own, else one more than
             the live version.
-        mode: of requests in flight. "keep": they go on under the new weights. "wait": they finish first, under the
+        mode: of requests in flight. "keep": they continue under the new weights. "wait": they finish first, under the
             old ones (an engine in this process is stepped by this call, as others may). "abort": they end with the
-            tokens they have, and go on when resubmitted with these and their seed. New requests wait in the last
+            tokens they have, and continue when resubmitted with these and their seed. New requests wait in the last
             two.
-        kv: "keep": requests in flight go on over their old KV, and say so in `kv_min_version`. "recompute": they
+        kv: "keep": requests in flight continue over their old KV, recorded in `kv_min_version`. "recompute": they
             compute it again under the new weights.
-        staging: "shadow": a copy beside the live weights, which serve until the commit. "inplace": over them, with
+        staging: "shadow": a copy next to the live weights, which serve until the commit. "inplace": over them, with
             no memory but theirs; no steps meanwhile, and after a failure none before a complete update. "auto":
-            "shadow" where memory allows, "inplace" where the live weights are incomplete anyway.
+            "shadow" if memory allows, "inplace" if the live weights are incomplete anyway.
         transport: in process "inproc"; to an engine in a process of its own "shm" (shared memory, the default),
-            "store", "gloo", or "ipc" where both use one CUDA device. A path needs none.
+            "store", "gloo", or "ipc" if both use one CUDA device. A path needs none.
         reset_version: allow any `version`, for a trainer that restarted.
         allow_nonfinite: take NaN and infinities, which are refused otherwise.
         timeout: seconds for the weights to arrive, requests in flight to finish, and other work of the engine to end.
         partial: `source` may lack weights, which keep their values: a transaction as of all, whose version and digest
-            are those of all live weights. After `DirtyWeightsError`, or a sleep that forgot the weights, send all. A
+            are those of all live weights. After `DirtyWeightsError`, or a sleep that discarded the weights, send all. A
             fleet takes a part once all weights were sent; both as tensors then, not as a path.
         merge: False sends the active LoRA of a `PeftModel` alone, for requests that name it (`docs/adapters.md`).
-        delta: leave tensors, and pieces of 512 KiB, as they are whose digest says that they are live, where that
-            saves most of the bytes; the report says how many were staged. False: send and stage all again.
+        delta: skip tensors, and pieces of 512 KiB, whose digest equals that of the live ones, if that
+            saves most of the bytes; the report has the number of staged bytes. False: send and stage all again.
         draft: they are of `SpeculationConfig.draft_model`, with versions of its own.
 
     Raises the weight errors of `rollout_engine.base.errors`; then the old weights serve on (after `DirtyWeightsError`
@@ -139,7 +139,7 @@ def _share_trained(source: WeightSource) -> float:
 
 @contextmanager
 def _naming_draft_model(frontend: HasUpdates, options: UpdateOptions) -> Iterator[None]:
-    """Have a `ManifestMismatchError` say that weights were compared with the draft model's, where they were."""
+    """Add to a `ManifestMismatchError` of a draft update that its weights were compared with the draft model's."""
     try:
         yield
     except ManifestMismatchError as problem:

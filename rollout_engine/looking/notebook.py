@@ -1,6 +1,6 @@
 """Rollouts as a piece of HTML for notebooks: a table of samples that open, without a script or a style of its own.
 
-All texts of a rollout are shown as text: it is escaped, control characters are pictures, and what is long is cut.
+All texts of a rollout are shown as text: it is escaped, control characters are pictures, and long texts are cut.
 """
 
 import math

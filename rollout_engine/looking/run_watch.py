@@ -15,7 +15,7 @@ from rollout_engine.looking.steps_file import NAME, LoggedStep, read_step
 
 _MOST_STEPS = 1_000
 _WINDOW = 32
-"""Samples whose means stand for a step if no steps are logged."""
+"""Samples whose means replace those of a step if no steps are logged."""
 _FIRST = (
     "reward/mean",
     "reward/std",
@@ -42,7 +42,7 @@ class WatchedSample(NamedTuple):
     turns: tuple[int, int]
     """First and last turn of the row in its episode; (-1, -1) of other samples."""
     num_tokens: int
-    """Sampled ones."""
+    """Number of sampled tokens."""
     mean_log_prob: float
     age: int | None
     """Versions between its oldest token and the newest one of its file so far; None without a token."""
@@ -69,7 +69,7 @@ class RunWatch:
         self.num_samples = self.num_tokens = self.num_bad_lines = 0
         self._windows: deque[LoggedStep] = deque(maxlen=_MOST_STEPS)
         self._newest_versions: dict[Path, int] = {}
-        """Of the samples of each file so far."""
+        """Newest version among the samples of each file so far."""
         self._reads: deque[tuple[float, int]] = deque(maxlen=64)
         """(time, tokens read by then) of the latest calls of `read`."""
 

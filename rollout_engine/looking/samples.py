@@ -14,7 +14,7 @@ class Viewed(NamedTuple):
 
     sample: Mapping[str, Any]
     group: int
-    """Number of its group in the files: group ids of later rollouts begin anew."""
+    """Number of its group in the files: group ids of later rollouts repeat earlier ones."""
     prompt: str
     response: str
     pieces: list[str]

@@ -1,4 +1,4 @@
-"""The file of a training's steps, `steps.jsonl` beside its rollouts: written, read, and followed while it grows.
+"""The file of a training's steps, `steps.jsonl` next to its rollouts: written, read, and followed while it grows.
 
 key       value
 schema    1: the number of this table

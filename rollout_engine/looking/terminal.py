@@ -218,7 +218,7 @@ class RolloutViewer(App[None]):
 
 
 class Dashboard(App[None]):
-    """Shows lines of text that `read` returns, every so many seconds."""
+    """Shows lines of text that `read` returns, every `seconds`."""
 
     BINDINGS: ClassVar = [("q", "quit", "quit")]
     CSS = "#lines { padding: 0 1; }"

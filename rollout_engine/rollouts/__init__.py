@@ -1,1 +1,1 @@
-"""Policies and what they run: rollouts, episodes of many turns, evaluation sweeps, replays."""
+"""Policies and their runs: rollouts, episodes of many turns, evaluation sweeps, replays."""

@@ -39,9 +39,9 @@ class CollectorStats(msgspec.Struct):
 class RolloutCollector:
     """An iterator over batches of finished groups, made by `RolloutPolicy.collect`.
 
-    Each group of the dataset is delivered exactly once, whatever its length: what is unfinished when a batch is ready
-    goes on, over weight updates too, and comes with a later batch. Leaving the loop changes nothing of that, and `next`
-    goes on from there. `close`, or the end of a `with` block, aborts what is in flight; so does any error that `next`
+    Each group of the dataset is delivered exactly once, whatever its length: a group that is unfinished when a batch
+    is ready continues, over weight updates too, and is part of a later batch. After leaving the loop, `next` continues
+    from there. `close`, or the end of a `with` block, aborts the groups in flight; so does any error that `next`
     raises, other than `LifecycleError` and `RetryableError` while the engine is paused or asleep: then call it again
     later. One thread at a time may call `next`.
     """
@@ -66,7 +66,7 @@ class RolloutCollector:
         self._next: deque[GroupTask] = deque()
         """Groups to start before those that the dataset has next."""
         self._problem: Exception | None = None
-        """An error that came up after a batch was ready."""
+        """An error raised after a batch was ready."""
         self._is_exhausted = self._is_closed = self._is_ended = False
         self._busy = threading.Lock()
         self._stats = CollectorStats()
@@ -103,7 +103,7 @@ class RolloutCollector:
             self._busy.release()
 
     def close(self) -> None:
-        """Abort what is in flight. Calling it again is a no-op."""
+        """Abort the groups in flight. Calling it again is a no-op."""
         with held():
             self._close()
         self._is_closed = True
@@ -172,7 +172,7 @@ class RolloutCollector:
         self._batcher.tell(self._listeners, group, self._layout)
 
     def _deliver(self, indexes: list[int]) -> RolloutBatch:
-        """Make the batch of these groups, and start what may run until the next call."""
+        """Make the batch of these groups, and start the groups that may run until the next call."""
         groups = [self._groups[index] for index in sorted(indexes)]
         batch = self._batcher.batch(groups, self._layout)
         self._batcher.count_staleness(groups)
@@ -183,7 +183,7 @@ class RolloutCollector:
         try:
             self._refill(waiting=False)
         except Exception as problem:
-            self._problem = problem  # the batch comes first
+            self._problem = problem  # the batch is returned first
         return batch
 
     def _close(self) -> None:

@@ -1,8 +1,8 @@
 """Explains a token of a logged rollout by the trace of the engine that drew it (`EngineConfig(step_trace=...)`).
 
-Which step drew it and under which version, what else was in the batch, what of the prompt was found in the prefix
-cache, when the sequence lost its KV, and whether the token had been drafted. None of that changes a bit; it is where
-the time went.
+The text has the step that drew it and its version, the other work in the batch, the tokens found in the prefix
+cache, the times when the sequence lost its KV, and whether the token was drafted. None of that changes a bit; it
+explains the time taken.
 """
 
 import math
@@ -33,11 +33,11 @@ class Computed(NamedTuple):
     """Numbers of the steps that computed more than one token of it, or its first."""
     version: int
     by: int
-    """The sequence that computed them: another one where it was forked from that."""
+    """The sequence that computed them: another one if it was forked from that."""
 
 
 class Origin(NamedTuple):
-    """Where a token comes from."""
+    """The step and the sequence that drew a token."""
 
     trace: str
     step: TracedStep
@@ -45,11 +45,11 @@ class Origin(NamedTuple):
     position: int
     """Place of the token in its sequence, prompt included."""
     draft_place: int
-    """Place in the draft that it confirmed, the first being 1; 0: nobody had guessed it."""
+    """Place in the draft that it confirmed, the first being 1; 0: it was not drafted."""
     num_others: int
     """Sequences of the same seed, prompt, version and time, of which this one is the newest."""
     computed: list[Computed]
-    """Up to that step, oldest first."""
+    """Computations of the sequence up to that step, oldest first."""
 
     @property
     def num_computed_tokens(self) -> int:
@@ -62,8 +62,8 @@ def explain(
 ) -> tuple[Origin, str]:
     """The origin of the token at `place` of a sample's response, and a text about it.
 
-    `directory`: where the engine wrote its trace. `samples`: others of the file, to name batch mates by. Raises
-    `RequestError` for a token that was not sampled, and where no trace has it: it is bounded, and forgets.
+    `directory`: the directory of the engine's trace. `samples`: others of the file, to name batch mates by. Raises
+    `RequestError` for a token that was not sampled, and if no trace has it: traces are bounded and drop old steps.
     """
     if reason := sample_problem(sample):
         raise RequestError.for_field("sample", sample, "a rollout", f"{reason}.")
@@ -108,7 +108,7 @@ def _sequences(trace: Trace) -> list[TracedSequence]:
 
 
 def _origin(trace: Trace, sequence: TracedSequence, position: int, version: int) -> Origin | None:
-    """Where the token at `position` of a sequence was drawn; None where that is not in the trace."""
+    """The origin of the token at `position` of a sequence; None if it is not in the trace."""
     for step in trace.steps:
         if step.version == version:
             for start, num_drawn in _drawn(step, sequence.id):
@@ -162,7 +162,7 @@ def _rows_of(step: TracedStep, sequence_id: int) -> list[Row]:
 
 
 def _names(trace: Trace, samples: Iterable[Sample]) -> dict[int, str]:
-    """Sequence id -> the sample of the file that has its seed, as far as that is told by the seed."""
+    """Sequence id -> the sample of the file that has its seed, as far as the seed identifies it."""
     known: dict[int, str] = {}
     for sample in samples:
         for turn in {*(sample.get("turns") or [0])} - {-1}:

@@ -31,7 +31,7 @@ OnGroup = Callable[[RolloutBatch], Any]
 
 
 class GroupListeners(NamedTuple):
-    """Who is told of a group as soon as it is complete."""
+    """Receivers of each group as soon as it is complete."""
 
     on_group: OnGroup | None = None
     log: RolloutLog | None = None
@@ -63,7 +63,7 @@ class GroupBatcher:
         return batch
 
     def note(self, temperature: float | None, adapters: Iterable[str | None], *, is_packed: bool) -> RolloutNote:
-        """The note on what the engine computed under these adapters (None: the base alone)."""
+        """The note on the engine's settings and version under these adapters (None: the base alone)."""
         known = self._dtype, temperature, is_packed, self._fp32_head, self._quantization
         return RolloutNote(*known, frozenset(adapters), self._frontend.client.policy_version)
 
@@ -89,7 +89,7 @@ class GroupBatcher:
         return output_samples(group.output, group.index, group.task.columns, total, by_function)
 
     def tell(self, listeners: GroupListeners, group: AnyGroup, layout: Layout) -> None:
-        """Give the TensorDict of a group to who wants it."""
+        """Pass the TensorDict of a group to its listeners."""
         if any(listeners):
             batch = None if listeners.on_group is None else self.batch([group], layout)
             with allowed():
@@ -109,7 +109,7 @@ class GroupBatcher:
 
 
 def log_rollout(groups: Sequence[AnyGroup], seconds: float, policy_version: int) -> None:
-    """Log one line on a rollout that took so many seconds."""
+    """Log one line on a rollout that took `seconds`."""
     num_tokens = sum(group.num_tokens for group in groups)
     rewards = [reward for group in groups for reward in group.total_rewards]
     mean = f", mean reward {sum(rewards) / len(rewards):.4f}" if rewards else ""

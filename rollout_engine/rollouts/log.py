@@ -1,15 +1,15 @@
-"""Rollouts as lines of a file, with what made them: `rollout(log_to=...)`. `rollout_engine.replay` makes them again.
+"""Rollouts as lines of a file, with their settings: `rollout(log_to=...)`. `rollout_engine.replay` makes them again.
 
 A line has the keys of `rollout_engine.batches.jsonl`, and these:
 
     key         value
     schema      1: the number of this table
-    sampling    the fields of `SamplingParams` that decide what is drawn, where they are not the default
-    weights     {policy version: digest of the weights} for the versions that sampled; null where the version had passed
+    sampling    the fields of `SamplingParams` that determine the samples, if they are not the default
+    weights     {policy version: digest of the weights} for the versions that sampled; null if that version was replaced
                 before its group ended
     lora        {name, revision, digest} of the adapter; null without one
-    engine      model, dtype, fp32_head, quantization, deterministic, logits_processors, and what it ran on
-                (`ModelInfo.made_with`); step_trace where it writes one
+    engine      model, dtype, fp32_head, quantization, deterministic, logits_processors, and its libraries and machine
+                (`ModelInfo.made_with`); step_trace if it writes one
     made        [when the log was opened, when the group was complete], seconds since 1970 on this machine's clock
 """
 
@@ -43,11 +43,11 @@ _DRAWS_THE_SAME = {
     "speculation",
     "return_routed_experts",
 }
-"""Fields of `SamplingParams` that say how many samples there are, or what is returned of them."""
+"""Fields of `SamplingParams` that set the number of samples, or the returned values."""
 
 
 class LoggedSamples:
-    """Makes the lines of rollouts, as dicts, with what made them. One thread at a time may call it."""
+    """Makes the lines of rollouts, as dicts, with the settings that made them. One thread at a time may call it."""
 
     def __init__(self, policy: BlockingVerbs, lora: LoRALike | None = None) -> None:
         """`lora`: the adapter that samples."""
@@ -82,7 +82,7 @@ class LoggedSamples:
                 digest = live_digest(self._policy)
             except LifecycleError:  # asleep or in an update: there are no weights to read now
                 return
-            if self._policy.policy_version == version:  # else an update came between: the next group asks
+            if self._policy.policy_version == version:  # else there was an update meanwhile: the next group asks
                 self._digests[version] = digest
 
     def _describe_lora(self) -> dict[str, Any] | None:
@@ -131,7 +131,7 @@ class RolloutLog:
 
 
 def describe_engine(policy: BlockingVerbs) -> dict[str, Any]:
-    """Settings and versions that decide an engine's bits, besides its weights."""
+    """Return the settings and versions that determine an engine's bits in addition to its weights."""
     info = policy.frontend.client.info
     config = info.config
     return {
@@ -147,7 +147,7 @@ def describe_engine(policy: BlockingVerbs) -> dict[str, Any]:
 
 
 def live_digest(policy: BlockingVerbs) -> str:
-    """Digest of the live weights, of a fleet those of its first replica. `LifecycleError` where there are none."""
+    """Digest of the live weights, of a fleet those of its first replica. `LifecycleError` if there are none."""
     results: Any = policy.collective_rpc("get_weight_digest")
     ranks = next(iter(results.values())) if isinstance(results, dict) else results
     return str(ranks[0])

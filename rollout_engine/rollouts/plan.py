@@ -88,7 +88,7 @@ class RolloutArguments(msgspec.Struct, frozen=True):
 
 
 def prompt_tasks(arguments: RolloutArguments) -> list[GroupTask]:
-    """What to sample of each prompt. Raises `RequestError` if the arguments do not fit together."""
+    """Make one task for each prompt. Raises `RequestError` if the arguments do not fit together."""
     prompts = _as_list(arguments.prompts)
     arguments, params, columns = arguments.checked(), arguments.sampling_params, arguments.columns or {}
     if not isinstance(params, list | tuple):
@@ -106,7 +106,7 @@ def prompt_tasks(arguments: RolloutArguments) -> list[GroupTask]:
 
 
 def row_tasks(arguments: RolloutArguments) -> Iterator[GroupTask]:
-    """Iterate over what to sample of each row of a dataset, with the seeds that a rollout of all rows would have.
+    """Iterate over the tasks of a dataset's rows, with the seeds that a rollout of all rows would have.
 
     A row is a prompt, or a dictionary with a prompt (`prompt`, `prompt_token_ids` or `messages`); its other keys are
     columns. Raises `RequestError` if the arguments do not fit together, and at a row that does not fit the first.
@@ -157,7 +157,7 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def for_rollout(params: Any, num_samples: int | None, seed: int | None, index: int) -> SamplingParams:
-    """Check the params of prompt `index` and add what rollouts need. Raises `RequestError`."""
+    """Check the params of prompt `index` and add the fields that rollouts need. Raises `RequestError`."""
     try:
         params = as_sampling_params(params)
     except RequestError as error:

@@ -62,7 +62,7 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
             loss.backward(), optimizer.step(), optimizer.zero_grad()
             policy.update_weights(trainer)
 
-    Several rollouts may run at once, from several threads or tasks, beside what others ask of the engine.
+    Several rollouts may run at once, from several threads or tasks, concurrently with other requests of the engine.
     """
 
     def __init__(self, engine: LLMEngine | LLM | AsyncLLM | RolloutService) -> None:
@@ -90,7 +90,7 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
     ) -> Self:
         """A policy over a new engine for a checkpoint directory or hub id; options as in `EngineConfig`.
 
-        `num_replicas`: with 2 or more, so many engines in processes of their own; `placement` and `ray_address` as for
+        `num_replicas`: with 2 or more, as many engines in own processes; `placement` and `ray_address` as for
         `AsyncLLM`.
         """
         if (num_replicas, placement, ray_address) != _ALONE:
@@ -133,7 +133,7 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
             num_samples: samples per prompt; overrides `n`.
             columns: name -> one value per prompt. They reach the result and, repeated per sample, the reward function.
             reward_fn: `reward_fn(prompts, completions, completion_ids, **columns)` gives one number per completion, or
-                None where it does not apply; called per group as it finishes, with the prompt as it was given. It gets
+                None if it does not apply; called per group as it finishes, with the prompt as it was given. It gets
                 those arguments that it names, as in TRL (`rollout_engine.batches.reward_functions`). May be async.
                 Completions are texts; if the prompt was a plain list of messages, they are lists of one message. A list
                 of functions gives the sum, and ("rewards", NAME) for each. reward_weights: one per function, or 1.0.
@@ -144,7 +144,7 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
                 learns to be brief. `collect` is not biased. None: off.
             session_id, lora_request: as in `LLM.generate`; prompts of one session go to the replica that has their KV.
             on_group: called with the TensorDict of each group as soon as it is complete.
-            log_to: a file to append each group to, with what made it (`rollout_engine.rollouts.log`) for `replay`.
+            log_to: a file to append each group to, with its settings (`rollout_engine.rollouts.log`) for `replay`.
             layout, use_tqdm: "padded" or "packed"; show a progress bar, or print nothing.
             options: for conversations, as in `ChatOptions`, such as chat_template_kwargs={"enable_thinking": False};
                 and for environments in place of prompts, `rollout(None, params, env=...)`, as in `EpisodeOptions`.
@@ -152,7 +152,7 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         Works inside a running event loop too (it blocks that loop). Whatever is raised, its requests are aborted first
         and the engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as soon as one
         sequence fails, `RewardError` naming the prompt. `LifecycleError` while paused or asleep; paused by another
-        thread once it has begun, it waits for the resume, or raises `RetryableError` where that pause (sleep, update)
+        thread once it has begun, it waits for the resume, or raises `RetryableError` if that pause (sleep, update)
         aborts a group: none is returned cut short.
         """
         given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
@@ -183,10 +183,10 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         log_to: str | os.PathLike[str] | None = None,
         **options: Unpack[RolloutOptions],
     ) -> AsyncIterator[TensorDict]:
-        """Yield what `rollout` returns, one TensorDict per group, in completion order; "group_id" names its prompt.
+        """Yield the result of `rollout`, one TensorDict per group, in completion order; "group_id" names its prompt.
 
         The engine steps in a worker thread, so the loop stays free; async rewards run on the caller's loop. Leaving the
-        iteration early aborts what is left. Nothing is queued before the first group is asked for. While paused or
+        iteration early aborts unfinished groups. Nothing is queued before the first group is asked for. While paused or
         asleep it waits for another task to resume, or is turned away, by `EngineConfig.admission`. A group that an
         abort cuts short is not yielded: `RetryableError` is raised.
         """
@@ -242,10 +242,10 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
                 for batch in collector:
                     train(batch), policy.update_weights(trainer)
 
-        A batch is ready when enough groups are complete. The others are carried over: they go on while the trainer
-        works (where the engine has a process of its own) and over its weight update (`mode="keep"`), and come with a
+        A batch is ready when enough groups are complete. The others are carried over: they continue while the trainer
+        works (if the engine has a process of its own) and over its weight update (`mode="keep"`), and are part of a
         later batch, their versions recorded per token. Nothing is dropped for its length, so nothing is biased towards
-        short answers. Without an update in between, a group is what `rollout` with the same `seed` returns for it.
+        short answers. Without an update in between, a group equals that of `rollout` with the same `seed`.
 
         Args:
             dataset: prompts as for `rollout`, or rows: dictionaries with a prompt (`prompt`, `prompt_token_ids` or
@@ -255,14 +255,14 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
             max_staleness: no sampled token of a batch is more versions behind the live weights than this, when the
                 batch is returned. Push the weights before asking for the next batch, once per batch; then a prompt
                 starts only if its batch is sure to be in time, and a batch waits for a group that no later one could
-                take. A group that is too old all the same, after several updates at once, is aborted and started again
+                take. A group that is too old nevertheless, after several updates at once, is aborted and started again
                 with the same seeds (`stats.num_regenerated`). 0: every token is of the live weights, and nothing runs
                 while the trainer works. None: no bound.
             max_in_flight: groups that run at once; None: all that `max_staleness` lets start, or without a bound twice
                 `groups_per_batch`.
             on_group, log_to: as in `rollout`. Groups are complete, and rewards computed, while `next` waits.
-        The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; what `next`
-        raises is what `rollout` does, except that groups cut short by an abort are started again.
+        The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; `next` raises
+        the errors of `rollout`, except that groups cut short by an abort are started again.
         """
         check_for_prompts(self.collect, layout, chat)
         self.frontend.ensure_loras(lora_request)
@@ -289,25 +289,25 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         seed: int = 0,
         use_tqdm: bool = True,
     ) -> EvalReport:
-        """Sample every task under every setting by every checkpoint, and reckon what that says (docs/evaluation.md).
+        """Sample every task under every setting by every checkpoint, and compute the statistics (docs/evaluation.md).
 
         Args:
-            tasks: one or a list of `EvalTask`s, or what stands for one: a dict of its fields, or the name of an
+            tasks: one or a list of `EvalTask`s, or its equivalent: a dict of its fields, or the name of an
                 environment; or a dict from names to these.
             sweep: a `Sweep` or a dict of its fields: sampling settings, and checkpoints to load one after another.
-                None: the default settings, and the live weights. Those may change meanwhile: each sample says which
-                versions sampled it, and the report which ones it saw.
+                None: the default settings, and the live weights. Those may change meanwhile: each sample has the
+                versions that sampled it, and the report those of all samples.
             num_samples: of each prompt under each setting by each checkpoint.
             k: of pass@k and maj@k; at most `num_samples`.
-            out: a directory that keeps each sample as soon as its group has ended. What it has already is not sampled
-                again, and is part of the report: samples of an evaluation that was killed, and other checkpoints, such
+            out: a directory that keeps each sample as soon as its group has ended. Samples in it are not drawn
+                again, and are part of the report: samples of an evaluation that was killed, and other checkpoints, such
                 as earlier versions of the live weights. None: in memory.
-            resume: False: begin anew in `out`; what it had is gone.
+            resume: False: start over in `out`; its samples are deleted.
             seed: with task, setting, prompt and index it determines every draw; checkpoints share theirs.
-            use_tqdm: show progress, by rich where that is installed; or print nothing.
+            use_tqdm: show progress, by rich if that is installed; or print nothing.
 
-        The policy keeps the weights of the last checkpoint that was loaded. Raises what `rollout` does, beginning with
-        task and setting; `RequestError` also where `out` holds another evaluation.
+        The policy keeps the weights of the last checkpoint that was loaded. Raises as `rollout` does, naming
+        task and setting first; `RequestError` also if `out` holds another evaluation.
         """
         self.frontend.require_running("evaluate")
         num_samples = as_int("num_samples", num_samples, 1, MAX_N) or 1
@@ -342,7 +342,7 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
 
         float32, 0 outside the mask. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
-        as the weights are the same and the engine is deterministic. `provenance.rollout_note(result)` is their mark:
+        as the weights are the same and the engine is deterministic. `provenance.rollout_note(result)` describes them:
         with `quantization`, they are those of rounded weights. `lora`: the adapter that scores; None: the base
         model alone. `replay_routing`: send tokens to the experts of batch["routed_experts"], which
         `return_routed_experts` gives. After `timeout` seconds it raises `CallTimeoutError`; for anything but a rollout,

@@ -1,10 +1,10 @@
-"""Makes logged rollouts again, token by token and bit by bit, or says where they differ and what may be why.
+"""Makes logged rollouts again, token by token and bit by bit, or reports the differences and their possible causes.
 
     for report in replay(policy, read_jsonl("rollouts.jsonl")):
         assert report.is_equal, report
 
 A draw depends on its seed and position alone and kernels do not see the batch. So every piece of a sample, the tokens
-of one turn that one version of the weights sampled, is made again by itself: its prompt is all that stands before it.
+of one turn that one version of the weights sampled, is made again separately: its prompt is all that precedes it.
 """
 
 import itertools
@@ -33,9 +33,9 @@ class Difference(msgspec.Struct, frozen=True):
     place: int
     """Index in the response."""
     logged: tuple[int, float] | None
-    """Token id and log-prob, as they were; None where the sample had ended."""
+    """Token id and log-prob, as they were; None if the sample had ended."""
     made: tuple[int, float] | None
-    """Token id and log-prob, as they are now; None where it ends now."""
+    """Token id and log-prob, as they are now; None if it ends now."""
 
     def __str__(self) -> str:
         return f"token {self.place} of the response was {_told(self.logged)} and is {_told(self.made)}"
@@ -77,7 +77,7 @@ class _Piece(NamedTuple):
     start: int
     end: int
     digest: str | None
-    """Digest of the weights that sampled it; None where the log has none."""
+    """Digest of the weights that sampled it; None if the log has none."""
     params: SamplingParams
 
     @property
@@ -88,12 +88,12 @@ class _Piece(NamedTuple):
 def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[Any] = ()) -> list[ReplayReport]:
     """Make samples again, and compare them. One report per sample, in order.
 
-    `weights`: what `policy.update_weights` takes, such as directories of checkpoints. The pieces of a sample are made
+    `weights`: sources for `policy.update_weights`, such as directories of checkpoints. The pieces of a sample are made
     under those whose digest is that of the weights that sampled them: the live ones, or else one of these. The policy
-    keeps the last of them. Pieces of weights that are not among them are made under the live ones, and `causes` says
-    so.
+    keeps the last of them. Pieces of weights that are not among them are made under the live ones, and `causes` lists
+    that.
 
-    Raises `RequestError` for a sample that does not say how it was sampled, as `rollout(log_to=...)` does, and for one
+    Raises `RequestError` for a sample without its sampling settings, which `rollout(log_to=...)` writes, and for one
     of an adapter that the policy does not have.
     """
     if isinstance(samples, str | os.PathLike):
@@ -123,7 +123,7 @@ def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[A
 
 
 def require_log(sample: Sample) -> None:
-    """Raise `RequestError` for a sample that is no line of a log, which says how it was sampled."""
+    """Raise `RequestError` for a sample that is no line of a log and so lacks the settings that sampled it."""
     bound = "a line of rollout(log_to=...)"
     if reason := sample_problem(sample):
         raise RequestError.for_field("samples", sample, bound, f"{reason}.")
@@ -144,7 +144,7 @@ def require_log(sample: Sample) -> None:
 
 
 def _pieces(sample: Sample, report: ReplayReport) -> Iterator[_Piece]:
-    """Divide a sample into what can be made again, and count what cannot."""
+    """Divide a sample into pieces that can be made again, and count the tokens that cannot."""
     params = _params_of(sample["sampling"])
     versions, oldest = sample["policy_version"], sample["kv_min_version"]
     turns = sample.get("turns") or [0] * len(versions)
@@ -196,7 +196,7 @@ def _require_loras(policy: RolloutPolicy, pieces: list[_Piece]) -> None:
 
 
 def _make_again(policy: RolloutPolicy, pieces: list[_Piece]) -> None:
-    """Sample pieces under the live weights, and put into their reports what came of it."""
+    """Sample pieces under the live weights, and record the results in their reports."""
     engine = describe_engine(policy)
     for name, with_lora in _by_lora(pieces).items():
         batch = policy.rollout(

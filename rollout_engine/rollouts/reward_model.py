@@ -25,9 +25,9 @@ class RewardModel:
     def __init__(
         self, model: str | os.PathLike[str], *, truncate_prompt_tokens: int | None = None, **engine_kwargs: Any
     ) -> None:
-        """Load the model. Raises `ConfigError` where it cannot be served, or has no head with one label.
+        """Load the model. Raises `ConfigError` if it cannot be served, or has no head with one label.
 
-        `truncate_prompt_tokens`: keep only the last so many tokens of prompt and completion; -1: as many as fit
+        `truncate_prompt_tokens`: keep only that many last tokens of prompt and completion; -1: as many as fit
         `max_model_len`; None: longer ones raise `RequestError`.
         """
         self._params = PoolingParams(kind="reward", truncate_prompt_tokens=truncate_prompt_tokens)
@@ -52,7 +52,7 @@ class RewardModel:
 
         A text is continued by its completion. A conversation ends with it: its messages, or a text of the assistant's;
         the model's own chat template renders both. Prompts that are token ids need `completion_ids`, of the same
-        tokenizer as this model's. Raises `RequestError` for prompts of another form, and `RewardError` where the engine
+        tokenizer as this model's. Raises `RequestError` for prompts of another form, and `RewardError` if the engine
         fails.
         """
         counts = {len(each) for each in (prompts, completions, completion_ids) if each is not None}

@@ -1,4 +1,4 @@
-"""Runs groups, the samples of a prompt and their rewards: starts their requests and collects what ends."""
+"""Runs groups, the samples of a prompt and their rewards: starts their requests and collects the finished ones."""
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
@@ -21,7 +21,7 @@ from rollout_engine.text.prompts import adapter_name
 
 
 class Group(msgspec.Struct, frozen=True):
-    """A prompt whose samples have all ended, and their rewards where there is a reward function."""
+    """A prompt whose samples have all ended, and their rewards if there is a reward function."""
 
     task: GroupTask
     output: RequestOutput
@@ -86,14 +86,14 @@ class RolloutRun:
         self._running: dict[str, GroupTask] = {}
         """Task of each unfinished request."""
         self._rewarding: list[tuple[GroupTask, RequestOutput, Future[Rewards]]] = []
-        """Finished prompts whose rewards are still to come."""
+        """Finished prompts whose rewards are pending."""
         self.aborted: list[GroupTask] = []
         """Groups that an abort cut short, with the seed that they had; the caller takes them out."""
         self._keeps_aborted, self._cancelled = keeps_aborted, False
 
     @property
     def unfinished(self) -> bool:
-        """Whether groups are still to come."""
+        """Whether groups have not been returned yet."""
         return bool(self._waiting or self._running or self._rewarding)
 
     @property
@@ -103,12 +103,12 @@ class RolloutRun:
 
     @property
     def has_news(self) -> bool:
-        """Whether `advance` has something to do at once: it begins, or an output or a reward has come."""
+        """Whether `advance` has something to do at once: it begins, or an output or a reward has arrived."""
         return bool(self._waiting) or self._reader.has_news or any(future.done() for *_, future in self._rewarding)
 
     @property
     def is_sampling(self) -> bool:
-        """Whether the engine samples for it, so that `advance` computes a step where there are no news."""
+        """Whether the engine samples for it, so that `advance` computes a step if there are no news."""
         return bool(self._running)
 
     @property
@@ -175,7 +175,7 @@ class RolloutRun:
             rewards.cancel()
 
     def close(self) -> None:
-        """Abort unfinished requests; no-op where the engine is gone or belongs to another process."""
+        """Abort unfinished requests; no-op if the engine is gone or belongs to another process."""
         self.stop_waiting()
         if self._caller is not None:
             self._caller.close()

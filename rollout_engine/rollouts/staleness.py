@@ -8,7 +8,7 @@ one version of each batch:
     batch          0         1         2         3          batches 0, 1 and 2, which hold 3 * groups_per_batch groups
 
 So at version v at most (max_staleness + 1) * groups_per_batch groups are open, a batch's worth less for every batch
-taken whose version is still to come: started <= (max_staleness + version + 1) * groups_per_batch (Fu et al., 2025,
+taken whose version is not live yet: started <= (max_staleness + version + 1) * groups_per_batch (Fu et al., 2025,
 AReaL). That alone is not enough, because groups do not end in the order of their starts. So the oldest go first, and a
 batch waits for a group that could not be in time for a later one.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 
 class StalenessControl:
-    """The open groups of one collector, by their index. Plain Python: it is told of versions and events."""
+    """The open groups of one collector, by their index. Plain Python: callers report versions and events."""
 
     def __init__(self, groups_per_batch: int, max_staleness: int | None, max_in_flight: int | None = None) -> None:
         """`max_staleness`: None for no bound. `max_in_flight`: groups that run at once; None: as many as may be open.
@@ -33,7 +33,7 @@ class StalenessControl:
         """Version of the oldest token of each complete group."""
         self._version = 0
         self._num_pending = 0
-        """Batches taken whose versions are still to come: after an update, the last one at most."""
+        """Batches taken whose versions are not live yet: after an update, the last one at most."""
 
     def observe(self, version: int) -> list[int]:
         """Note the live version. Returns the groups that are too old for any batch; the caller starts them again."""
@@ -76,7 +76,7 @@ class StalenessControl:
     def take(self, *, is_last: bool) -> list[int]:
         """Take the groups of the next batch, oldest first; none while it is not ready.
 
-        `is_last`: nothing else will start, so that what is left makes a smaller batch.
+        `is_last`: nothing else will start, so that the remaining groups make a smaller batch.
         """
         size = self._groups_per_batch
         if is_last and not self.running:
@@ -90,7 +90,7 @@ class StalenessControl:
         return batch
 
     def _should_wait(self, batch: list[int]) -> bool:
-        """Whether a running group would go before one of `batch`, and what is left could else be too late."""
+        """Whether a running group is older than one of `batch`, and without waiting the rest could be too late."""
         if self._max_staleness is None:
             return False
         newest = self.complete[batch[-1]]

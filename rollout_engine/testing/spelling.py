@@ -19,7 +19,7 @@ def spelling_state_dict(model: PreTrainedModel, version: int) -> dict[str, torch
 
     * Layers add large random shares to the code; only the sum of all correct shares spells the version.
     * Queries and keys have one random direction, rotated by RoPE, so a token attends to itself. The MLP adds noise
-      where the fetched parity differs from the token's own. So q and k matter only in a context of even and odd ids.
+      if the fetched parity differs from the token's own. So q and k matter only in a context of even and odd ids.
     * Final norm and head have random signs, without which the code reads as another token.
     """
     architecture, vocab_size = model.config.model_type, model.config.vocab_size

@@ -19,7 +19,7 @@ class CallResults:
 
     Args:
         parsed: the calls, and the parts that were meant as calls.
-        makers: name of a tool -> who makes its calls.
+        makers: name of a tool -> the maker of its calls.
     """
 
     def __init__(self, parsed: ToolCalls, makers: Mapping[str, Maker]) -> None:

@@ -1,8 +1,8 @@
-"""One seat of an episode: what it has read and answered, as messages and as rows of token ids.
+"""One seat of an episode: its observations and answers, as messages and as rows of token ids.
 
     row = prompt | sampled | glue | sampled | glue | sampled
 
-What was sampled is never tokenized again. Where the chat template rewrites earlier turns, a new row begins with the
+Sampled text is never tokenized again. If the chat template rewrites earlier turns, a new row begins with the
 conversation as the template now writes it (`branches`), or the episode is refused.
 """
 
@@ -40,7 +40,7 @@ class Row(msgspec.Struct):
     turns: list[int] = []
     """Per token of the response the turn that sampled it, -1 for glue."""
     samples: list[tuple[int, CompletionOutput]] = []
-    """The answers, and where in the response each begins."""
+    """The answers, and the index in the response at which each begins."""
 
     def add_glue(self, token_ids: list[int]) -> None:
         """Append text that the policy did not sample."""
@@ -54,13 +54,13 @@ class Row(msgspec.Struct):
         self.turns += [turn] * len(sample.token_ids)
 
     def drop_last_glue(self) -> None:
-        """Forget what was appended for an answer that did not come."""
+        """Remove the tokens that were appended for an answer that was not sampled."""
         end = self.samples[-1][0] + len(self.samples[-1][1].token_ids) if self.samples else 0
         del self.response[end:], self.turns[end:]
 
 
 class Conversation:
-    """What one seat reads and answers. A policy plays it where `turns` is given, else a function of the user's."""
+    """The messages and answers of one seat. A policy plays it if `turns` is given, else a function of the user's."""
 
     def __init__(self, turns: Turns | None, *, branches: bool = False) -> None:
         self.messages: list[Message] = []
@@ -72,19 +72,19 @@ class Conversation:
         self._shown = ""
         """The text of the last prompt."""
         self._early_reward = 0.0
-        """Given before the first turn."""
+        """The reward given before the first turn."""
 
     @property
     def num_turns(self) -> int:
         return len(self.rewards)
 
     def read(self, messages: list[Message]) -> None:
-        """Add what stands before the next answer."""
+        """Add the messages before the next answer."""
         self._unread += messages
         self.messages += messages
 
     def prompt(self) -> list[int]:
-        """Token ids of the next turn's prompt. Raises `RequestError` where the conversation cannot be continued."""
+        """Token ids of the next turn's prompt. Raises `RequestError` if the conversation cannot be continued."""
         assert self._turns is not None, "a policy plays this seat"
         unread, self._unread = self._unread, []
         if not unread and (self._turns.needs_messages or not self.rows):
@@ -111,7 +111,7 @@ class Conversation:
         self.say(sample.text)
 
     def say(self, text: str) -> None:
-        """Add the words of an answer, and the reward that came before any."""
+        """Add the text of an answer, and the reward given before any."""
         self.messages.append(self._turns.message(text) if self._turns else {"role": "assistant", "content": text})
         self.rewards.append(self._early_reward)
         self._early_reward = 0.0
@@ -129,7 +129,7 @@ class Conversation:
         return sum(self.rewards) + self._early_reward
 
     def end(self) -> None:
-        """Forget the glue, or the branch, of an answer that will not come."""
+        """Remove the glue, or the branch, of an answer that will not be sampled."""
         if len(self.rows) > 1 and not self.rows[-1].samples:
             del self.rows[-1]
         for row in self.rows:

@@ -23,7 +23,7 @@ class Host(Protocol):
 
 
 class Place(Protocol):
-    """Where calls run."""
+    """The threads or event loop on which calls run."""
 
     def submit(self, call: "Call") -> None: ...
     def write_off(self, call: "Call", message: str) -> None: ...
@@ -41,12 +41,12 @@ class Episode:
         self.running: Call | None = None
         """The call that has begun and not returned, its deadline passed or not."""
         self.stuck = ""
-        """What has not returned by its deadline; "" once it has."""
+        """Name of the call that has not returned by its deadline; "" once it has."""
         self.is_closed = False
 
 
 class Call:
-    """A call of one method of an episode, or of a function beside it."""
+    """A call of one method of an episode, or of a function of the rollout for it."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Call:
         self.is_on_thread = self.is_written_off = False
         """Whether a thread that was made for calls is in it; whether that thread has been given up."""
         self.stop: Callable[[], object] | None = None
-        """Cancels its task, where it runs on an event loop."""
+        """Cancels its task, if it runs on an event loop."""
         self.seconds, self.deadline = 0.0, 0.0
-        """What it may take, and until when by the monotonic clock."""
+        """Seconds that it may take, and its deadline by the monotonic clock."""
         self.phase = ""
-        """What it is in before its work; "" in the work itself."""
+        """The phase that it is in before its work; "" in the work itself."""
 
     @property
     def is_async(self) -> bool:
@@ -81,7 +81,7 @@ class Call:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether nobody wants it any more, so that it need not begin."""
+        """Whether its result is no longer needed, so that it need not begin."""
         return self.episode.is_closed and not self.is_close
 
 

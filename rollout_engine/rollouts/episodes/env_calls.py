@@ -1,4 +1,4 @@
-"""Runs the environments of many episodes beside the engine: calls return at once, results are fetched by `take`."""
+"""Runs environments of many episodes concurrently with the engine: calls return at once, `take` fetches results."""
 
 import logging
 import threading
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 64
 _MAX_END_SECONDS = 5.0
-"""For `close` methods, when all ends."""
+"""Most seconds to wait for `close` methods at the end."""
 
 
 class EnvCalls:
-    """Environments of episodes, each known by its key. Every call has exactly one result, unless it is closed first.
+    """Environments of episodes, identified by keys. Every call has exactly one result, unless it is closed first.
 
     A call may take `spec.step_timeout` seconds; calls of one episode run one after the other.
     """
@@ -34,9 +34,9 @@ class EnvCalls:
     def __init__(self, spec: EnvSpec, on_done: Callable[[], object], kept: KeptWorkers | None = None) -> None:
         """`on_done` is called on any thread when `take` has something; it must be quick.
 
-        `kept`: where worker processes come from and go to; None: they are new ones, and end with this object.
+        `kept`: takes and gives back worker processes; None: they are new ones, and end with this object.
 
-        Raises `RetryableError` where the system starts no thread, and `ConfigError` for an environment that processes
+        Raises `RetryableError` if the system starts no thread, and `ConfigError` for an environment that processes
         cannot have.
         """
         self._spec, self._on_done, self._name = spec, on_done, name_of_env(spec)
@@ -71,7 +71,7 @@ class EnvCalls:
         self._submit(episode, self._place(episode.host), "step", partial(episode.host.step, action))
 
     def run(self, key: int, function: Callable[[], Any]) -> None:
-        """Call a function of our own beside an environment; the result is what it returns or awaits."""
+        """Call a function of the rollout for an environment; the result is its return value, awaited if need be."""
         with self._lock:
             self._check_open()
             episode = self._episodes.setdefault(key, Episode(key))
@@ -79,9 +79,9 @@ class EnvCalls:
         self._submit(episode, self._threads, name, function, is_own=True)
 
     def close(self, key: int) -> None:
-        """End an episode: `close` of its environment is called, and a result still to come is dropped.
+        """End an episode: `close` of its environment is called, and a pending result is dropped.
 
-        Never raises, also where there is no such episode.
+        Never raises, also if there is no such episode.
         """
         with self._lock:
             episode = self._episodes.pop(key, None)
@@ -97,13 +97,13 @@ class EnvCalls:
             running.place.cancel(running)
 
     def take(self) -> list[tuple[int, Any]]:
-        """The results that have come since, as (key, Began, Observation, what a function returned, or EnvFailure)."""
+        """The results since the last call, as (key, Began, Observation, a function's return value, or EnvFailure)."""
         with self._lock:
             done, self._done = self._done, []
         return [(episode.key, result) for episode, result in done if not episode.is_closed]
 
     def end(self) -> None:
-        """Close all episodes, and end all threads; what does not return within some seconds is left, and named."""
+        """Close all episodes, and end all threads; calls still running after some seconds are left, and logged."""
         with self._lock:
             if self._is_ended:
                 return
@@ -192,7 +192,7 @@ class EnvCalls:
         place.submit(call)
 
     def _place(self, host: Host) -> Place:
-        """Where the calls of an environment run."""
+        """Return the worker or the threads on which the calls of an environment run."""
         return host.worker if isinstance(host, RemoteHost) else self._threads
 
     def _closed(self, result: Any) -> None:

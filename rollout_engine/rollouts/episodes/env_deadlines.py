@@ -20,20 +20,20 @@ class Deadlines:
         self._thread = start_thread(self._watch, name="environment deadlines")
 
     def begin(self, call: Call, seconds: float = 0.0) -> None:
-        """Start the clock of a call. `seconds`: it may take so many, if that is more."""
+        """Start the clock of a call. `seconds`: it may take that long, if that is more."""
         call.seconds = max(seconds, self.seconds)
         call.deadline = time.monotonic() + call.seconds
         self._running[call] = call.deadline
 
     def extend(self, call: Call, seconds: float = 0.0) -> bool:
-        """Start the clock of a call again. Returns False where its deadline had passed already."""
+        """Start the clock of a call again. Returns False if its deadline had passed already."""
         is_in_time = self.end(call)
         if is_in_time:
             self.begin(call, seconds)
         return is_in_time
 
     def end(self, call: Call) -> bool:
-        """Stop the clock of a call. Returns False where the deadline had passed, or the call was never begun."""
+        """Stop the clock of a call. Returns False if the deadline had passed, or the call was never begun."""
         return self._running.pop(call, None) is not None
 
     def close(self) -> None:

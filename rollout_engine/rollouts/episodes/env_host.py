@@ -1,4 +1,4 @@
-"""Hosts one environment: makes it, calls its methods, answers calls of its tools, and checks what it returns."""
+"""Hosts one environment: makes it, calls its methods, answers calls of its tools, and checks its results."""
 
 import inspect
 from collections.abc import Awaitable, Callable
@@ -16,7 +16,7 @@ Observed: TypeAlias = Observation | Awaitable[Observation]
 
 _MAX_REASON_CHARACTERS = 500
 _ARGUMENTS = {"reset": "the seed", "step": "the action"}
-"""Methods of every environment -> what they are called with."""
+"""Methods of every environment -> their argument, in words."""
 
 
 class Began(msgspec.Struct):
@@ -32,16 +32,16 @@ class Began(msgspec.Struct):
 
 
 class EnvFailure(msgspec.Struct):
-    """A call that failed; it stands where the call's result would."""
+    """A call that failed; it takes the place of the call's result."""
 
     reason: str
     """One line: which method of which environment, and the exception or the deadline that passed."""
     exception: BaseException | None = None
-    """None where no exception of this process tells it."""
+    """None if no exception of this process describes it."""
 
 
 class EnvHost:
-    """The environment of one episode. Methods return a result, or an awaitable of it where the environment is async."""
+    """The environment of one episode. Methods return a result, or an awaitable of it if the environment is async."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self._spec = spec
@@ -81,11 +81,11 @@ class EnvHost:
         """Whether there is an environment with a `close`, as far as it can be seen without an exception."""
         try:
             return callable(getattr(self._env, "close", None))
-        except (Exception, SystemExit):  # a property, or `__getattr__`; the call then raises it where it is reported
+        except (Exception, SystemExit):  # a property, or `__getattr__`; the call raises it again and reports it
             return True
 
     def close(self) -> Any:
-        """Call the environment's own `close` where it has one."""
+        """Call the environment's own `close` if it has one."""
         return self._env.close() if self.has_close else None
 
     def _begin(self, value: Any) -> Began:
@@ -115,7 +115,7 @@ class EnvHost:
 def _check_takes_one(method: Callable[..., Any], name: str, argument: str) -> None:
     try:
         signature = inspect.signature(method)
-    except ValueError:  # of a builtin: it will say so itself
+    except ValueError:  # a builtin without a signature: its call reports the error
         return
     try:
         signature.bind(None)

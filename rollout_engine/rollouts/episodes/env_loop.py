@@ -16,10 +16,10 @@ from rollout_engine.rollouts.episodes.env_host import failure_of
 
 
 class EventLoopThread:
-    """Runs coroutines of calls at once. `returned(call, result)` gets each that has ended, on this thread."""
+    """Runs coroutines of calls at once. `returned(call, result)` gets each finished call, on this thread."""
 
     def __init__(self, returned: Callable[[Call, Any], object]) -> None:
-        """Raises `RetryableError` where no thread starts."""
+        """Raises `RetryableError` if no thread starts."""
         self._returned = returned
         self._tasks: set[asyncio.Task[None]] = set()
         started = Event()
@@ -27,9 +27,9 @@ class EventLoopThread:
         started.wait()
 
     def submit(self, call: Call, awaitable: Awaitable[Any] | None = None) -> None:
-        """Await `awaitable`, or what `call.work()` returns, which is called on the loop.
+        """Await `awaitable`, or the result of `call.work()`, which is called on the loop.
 
-        Raises `RuntimeError` where the loop has ended.
+        Raises `RuntimeError` if the loop has ended.
         """
         self._loop.call_soon_threadsafe(self._start, call, awaitable)
 

@@ -1,7 +1,7 @@
 """Runs environments in worker processes. A process that hangs or dies is replaced.
 
 The episode whose call was running fails. Every other one of that process is played again in the new one at its next
-call, from its seed and its actions, and goes on if it is as it was; only its random state and time could tell.
+call, from its seed and its actions, and continues if it is as it was; only its random state and time could differ.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers, start_of
 from rollout_engine.rollouts.episodes.worker_process import WorkerLostError, WorkerProcess
 
 _START_SECONDS = 60.0
-"""For the start of a process and the import of the factory, where `step_timeout` is less."""
+"""Seconds for the start of a process and the import of the factory, if `step_timeout` is less."""
 _END_SECONDS = 5.0
 _TRIES = 3
-"""Of an order: processes may die before they read it."""
+"""Attempts to send an order: processes may die before they read it."""
 
 
 class WorkerCalls(ThreadCalls):
@@ -49,21 +49,21 @@ class WorkerCalls(ThreadCalls):
         self.name = reference.name or reference.factory
         self.num_episodes = 0
         self.generation = 0
-        """How many processes it has had."""
+        """Number of processes it has had."""
         self._reference, self._deadlines, self._kept = reference, deadlines, kept
         self._process: WorkerProcess | None = None
         self._start = b""
-        """What the process began with, as `start_of` gives it."""
+        """The digest of the process's start, from `start_of`."""
         self._call: Call | None = None
         self._is_ended = False
         self._problem = ""
         """Why the factory cannot be imported."""
 
     def process(self) -> WorkerProcess:
-        """The process, a kept or new one where there is none; on the worker's thread.
+        """The process, a kept or new one if there is none; on the worker's thread.
 
         Raises `WorkerLostError` for one that dies at once or cannot import the factory, and once the worker has ended;
-        `RetryableError` where there can be no process.
+        `RetryableError` if there can be no process.
         """
         if self._problem:
             raise WorkerLostError(f"cannot make it: {self._problem}")
@@ -80,7 +80,7 @@ class WorkerCalls(ThreadCalls):
     def extend(self, phase: str, seconds: float = 0.0) -> None:
         """Start the clock of the running call again, for a phase of it.
 
-        Raises `WorkerLostError` where it is overdue.
+        Raises `WorkerLostError` if it is overdue.
         """
         assert self._call is not None
         self._call.phase = phase
@@ -135,7 +135,7 @@ class WorkerCalls(ThreadCalls):
         return process
 
     def _adopt(self, process: WorkerProcess) -> WorkerProcess:
-        """Make it the worker's own. Raises `WorkerLostError`, and ends it, where the worker has ended meanwhile."""
+        """Make it the worker's own. Raises `WorkerLostError`, and ends it, if the worker has ended meanwhile."""
         with self._lock:
             if not self._is_ended:
                 self._process = process
@@ -159,19 +159,19 @@ class RemoteHost:
     def __init__(self, worker: WorkerCalls, number: int) -> None:
         self.worker, self._number = worker, number
         self._played: list[tuple[Order, bytes]] = []
-        """Orders so far, with digests of what they brought."""
+        """Orders so far, with digests of their replies."""
         self._generation = 0
         """The process that it is in."""
         self._lost = ""
-        """Why the episode cannot go on."""
+        """Why the episode cannot continue."""
 
     def reset(self, seed: int) -> Began | EnvFailure:
-        """As `EnvHost.reset`; what fails is an `EnvFailure`."""
+        """Do `EnvHost.reset`; a failure is returned as an `EnvFailure`."""
         reply = self._play(Reset(self._number, seed), "reset")
         return reply.began or EnvFailure(reply.failure)
 
     def step(self, action: Action) -> Observation | EnvFailure:
-        """As `EnvHost.step`; what fails is an `EnvFailure`."""
+        """Do `EnvHost.step`; a failure is returned as an `EnvFailure`."""
         reply = self._play(Step(self._number, action), "step")
         return reply.observation or EnvFailure(reply.failure)
 
@@ -208,7 +208,7 @@ class RemoteHost:
         return process
 
     def _play_again(self, process: WorkerProcess) -> None:
-        """Play the episode again in a new process. Raises `WorkerLostError` where it is not the same one."""
+        """Play the episode again in a new process. Raises `WorkerLostError` if it differs."""
         for number, (order, digest) in enumerate(self._played):
             self.worker.extend("playing the episode again in a new process")
             reply = process.carry_out(order)
@@ -253,7 +253,7 @@ class WorkerPool:
 
 
 def _digest(reply: Reply) -> bytes:
-    """Of all that an order has brought but `info`, which may hold times."""
+    """Digest of a reply except its `info`, which may hold times."""
     observation = reply.observation if reply.began is None else reply.began.observation
     seen: list[Any] = [reply.failure]
     if observation is not None:

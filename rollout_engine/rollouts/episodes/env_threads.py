@@ -1,4 +1,4 @@
-"""Runs calls on threads of this process, made as they are needed, and on an event loop where they await.
+"""Runs calls on threads of this process, made as they are needed, and on an event loop if they await.
 
 A call whose deadline passes loses its thread: another takes the place, and it ends when the call returns after all.
 """
@@ -32,15 +32,15 @@ class ThreadCalls:
         self._queue: SimpleQueue[Call | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
-        """Those that take calls; neither ended nor written off."""
+        """The threads that take calls; neither ended nor written off."""
         self._load = 0
         """Calls that wait for a thread or are on one of these."""
         self._loops: list[EventLoopThread] = []
-        """The last one takes calls; earlier ones are blocked by a call, or were."""
+        """Event loops: the last one takes calls; earlier ones are or were blocked by a call."""
         self._is_closed = False
 
     def submit(self, call: Call) -> None:
-        """Run a call on a thread, or at once on the event loop where its environment is async; returns at once."""
+        """Run a call on a thread, or at once on the event loop if its environment is async; returns at once."""
         if call.is_async:
             self._submit_async(call)
             return
@@ -94,7 +94,7 @@ class ThreadCalls:
         return [thread.name for thread in threads if thread.is_alive()]
 
     def _start_one(self) -> RetryableError | None:
-        """Start a thread where more calls wait than threads are free. Returns the error where there is none at all."""
+        """Start a thread if more calls wait than threads are free. Returns the error if there is no thread at all."""
         if self._load <= len(self._threads) or len(self._threads) >= self._num_threads:
             return None
         try:

@@ -1,7 +1,7 @@
 """Messages between this process and a worker that plays environments.
 
-A reply has the number of the order that it answers, and the process that wrote it: what an environment forks may hold
-the same end of the channel.
+A reply has the number of the order that it answers, and the id of the process that wrote it: a fork of an environment
+may hold the same end of the channel.
 """
 
 import os
@@ -43,7 +43,7 @@ class Close(msgspec.Struct, tag=True):
 
 
 class Reuse(msgspec.Struct, tag=True):
-    """Go on with another rollout; fails where a new process would be another one than this."""
+    """Continue with another rollout; fails if a new process would differ from this one."""
 
 
 class End(msgspec.Struct, tag=True):

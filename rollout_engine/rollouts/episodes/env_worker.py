@@ -46,10 +46,10 @@ class Worker:
 
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner = runner
-        """Awaits what async environments return."""
+        """Awaits the results of async environments."""
         self._spec: EnvSpec | None = None
         self._load_time = 0.0
-        """By the clock of files."""
+        """Time at which the factory was loaded, by the clock of the file system."""
         self._hosts: dict[int, tuple[EnvHost, RandomState]] = {}
 
     @property
@@ -103,7 +103,7 @@ class Worker:
         return Reply()
 
     def _unfit_reason(self) -> str:
-        """Why another rollout cannot go on here; "" where it can."""
+        """Why another rollout cannot run here; "" if it can."""
         if self._hosts:
             return f"{len(self._hosts)} of its episodes are not closed"
         changed = changed_source(self._load_time)
@@ -116,12 +116,12 @@ class Worker:
 
 
 def main() -> None:
-    """Carry out orders until the last one, or until none has come for long."""
+    """Carry out orders until the last one, or until none has arrived for long."""
     channel, idle_seconds = Channel(socket.socket(fileno=int(sys.argv[1]))), float(sys.argv[2])
     faulthandler.enable()
     with asyncio.Runner() as runner:
         worker = Worker(runner)
-        with suppress(EOFError, OSError):  # no more orders come
+        with suppress(EOFError, OSError):  # no more orders will arrive
             while not isinstance((asked := _next_order(channel, worker, idle_seconds)).order, End):
                 channel.send_body(worker.answer(asked))
     channel.close()
@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def _next_order(channel: Channel, worker: Worker, idle_seconds: float) -> NumberedOrder:
-    """Wait for the next order. Raises `EOFError` if none comes any more, or none has come for long."""
+    """Wait for the next order. Raises `EOFError` if the channel is closed, or no order has arrived for long."""
     while True:
         try:
             order: NumberedOrder = channel.receive(NumberedOrder, idle_seconds)
@@ -140,7 +140,7 @@ def _next_order(channel: Channel, worker: Worker, idle_seconds: float) -> Number
 
 
 def _exit_soon() -> None:
-    """Exit even if a thread of an environment goes on for ever."""
+    """Exit even if a thread of an environment never ends."""
     timer = threading.Timer(_EXIT_SECONDS, os._exit, [0])
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""One episode: what happens after each of its events. No thread, clock or engine here."""
+"""The state machine of one episode: each event returns its next task. No thread, clock or engine here."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
@@ -16,11 +16,11 @@ from rollout_engine.rollouts.episodes.tool_calls import PROMPT_END, ToolCalls
 from rollout_engine.rollouts.episodes.tool_functions import tool_name
 
 EndedBy: TypeAlias = Literal["terminated", "truncated", "max_turns", "max_episode_tokens", "episode_timeout", "error"]
-"""What ended an episode: its environment, by itself ("terminated") or by its own limit ("truncated"), or a limit of the
-rollout, or a fault."""
+"""The cause of an episode's end: its environment, by a final state ("terminated") or its own limit ("truncated"), or
+a limit of the rollout, or a fault."""
 
 _SEATS, _TURNS = 1 << 33, 1 << 32
-"""Apart from the indexes of samples, so that no two draws of an episode share a seed."""
+"""Offsets beyond the indexes of samples, so that no two draws of an episode share a seed."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class UseTools(msgspec.Struct, frozen=True):
 
 
 Next: TypeAlias = Ask | Consult | Act | UseTools | None
-"""What an episode needs next; None: it has ended."""
+"""The next task of an episode; None: it has ended."""
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 class Episode:
-    """One episode. Each method takes an event and returns what is needed next.
+    """One episode. Each method takes an event and returns the next task.
 
     Args:
         key: its number in the rollout.
@@ -86,22 +86,22 @@ class Episode:
         self.seats: dict[int, Conversation] = {}
         self.ended_by: EndedBy | None = None
         self.is_truncated = False
-        """Whether its environment, a limit or a fault cut it off. An environment may say so of one that terminated."""
+        """Whether its environment, a limit or a fault cut it off. Environments may also set it on a terminated one."""
         self.error: str | None = None
         self.info: Mapping[str, Any] = {}
-        """Of the last observation."""
+        """The `info` of the last observation."""
         self.first_prompt: list[int] | None = None
         """Token ids of the first prompt of all; None before it."""
         self._rules, self._tools = rules, list[dict[str, Any]]()
         """Schemas of the environment's tools."""
         self._makers: dict[str, Maker] = dict.fromkeys(rules.own_tools, "rollout")
-        """Name of a tool -> who makes its calls."""
+        """Name of a tool -> the maker of its calls."""
         self._action, self._results = Action(""), CallResults(ToolCalls(), {})
         """The last answer, without its calls; and their results, until its seat has read them."""
         self._prompt_end: list[int] = []
         """The last token ids of the last prompt."""
         self.seat = 0
-        """Who acts now, or acted last."""
+        """The seat that acts now, or acted last."""
 
     @property
     def num_tokens(self) -> int:

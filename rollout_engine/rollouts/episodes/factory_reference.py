@@ -22,7 +22,7 @@ _MAIN_KEYS = ("init_main_from_name", "init_main_from_path")
 
 
 class FactoryReference(msgspec.Struct, frozen=True):
-    """What another process needs to make the environments of an `EnvSpec`: plain data."""
+    """The data that another process needs to make the environments of an `EnvSpec`."""
 
     factory: str
     """"module:attribute"."""
@@ -31,7 +31,7 @@ class FactoryReference(msgspec.Struct, frozen=True):
     sys_path: list[str]
     sys_argv: list[str]
     program: dict[str, str]
-    """How to import the program, where it defines the factory: keys of `multiprocessing.spawn.prepare`."""
+    """How to import the program, if it defines the factory: keys of `multiprocessing.spawn.prepare`."""
 
 
 def refer_to(spec: EnvSpec) -> FactoryReference:
@@ -47,7 +47,7 @@ def refer_to(spec: EnvSpec) -> FactoryReference:
 
 
 def find(reference: FactoryReference) -> EnvSpec:
-    """The spec in this process; imports the factory's module. Raises what that raises."""
+    """The spec in this process; imports the factory's module. Raises the errors of that import."""
     spawn.prepare({"sys_path": reference.sys_path, "sys_argv": reference.sys_argv, **reference.program})
     importlib.invalidate_caches()
     return EnvSpec(load(reference.factory), reference.arguments, reference.name)

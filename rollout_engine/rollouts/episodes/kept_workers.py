@@ -17,7 +17,7 @@ _MAX_KEPT = 32
 
 class _Kept(NamedTuple):
     start: bytes
-    """What `start_of` gave when it started."""
+    """The digest from `start_of` when it started."""
     process: WorkerProcess
 
 
@@ -32,7 +32,7 @@ class KeptWorkers:
         self._max_kept = max_kept
         self._lock = threading.Lock()
         self._idle: list[_Kept] = []
-        """The one that has waited longest first."""
+        """Idle processes, the one that has waited longest first."""
         self._end_idle = weakref.finalize(self, _end_idle, self._idle)
 
     def take(self, start: bytes) -> WorkerProcess | None:
@@ -44,7 +44,7 @@ class KeptWorkers:
         return kept and kept.process
 
     def give(self, start: bytes, process: WorkerProcess) -> None:
-        """Keep a process whose episodes are all closed, or end it where it cannot go on."""
+        """Keep a process whose episodes are all closed, or end it if it cannot be reused."""
         with self._lock:
             found = [*self._idle, _Kept(start, process)]
             sound = [kept for kept in found if kept.process.is_sound]

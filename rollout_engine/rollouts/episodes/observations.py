@@ -1,4 +1,4 @@
-"""Checks and normalises what an environment returns, where it returns it."""
+"""Checks and normalises the results of an environment, in the process that runs it."""
 
 import math
 import numbers
@@ -21,11 +21,11 @@ _ACCEPTED = "an Observation or the tuple (messages, reward, terminated, truncate
 
 
 class ObservationError(ValueError):
-    """An environment returned something that is no observation; the message says what and why."""
+    """An environment returned something that is no observation; the message names it and the reason."""
 
 
 def as_observation(value: Any, num_seats: int = 1, seat: int | None = None) -> Observation:
-    """Check and normalise what a step of `seat`, or a reset (`seat=None`), returned.
+    """Check and normalise the result of a step of `seat`, or of a reset (`seat=None`).
 
     Accepts an `Observation`, an object with its attributes, and gymnasium's tuple of five; of a reset also messages
     alone (a text, one message, a list of them) and gymnasium's (messages, info). In the result `messages` is a text or

@@ -23,7 +23,7 @@ Opponent = Frontend | Callable[[list[Message]], str]
 
 _MAX_COUNT = 1_000_000
 _ENV_SEEDS = 1 << 34
-"""Apart from the indexes of samples."""
+"""Offset beyond the indexes of samples."""
 _MAX_FIRST_SEED = (1 << 31) - _MAX_COUNT
 
 
@@ -31,8 +31,8 @@ class EpisodeOptions(TypedDict, total=False):
     """Options of rollouts over environments."""
 
     env: Any
-    """A class or function that makes an environment (`envs_adapters.Env`), the name of one ("family:name"), or what
-    `envs_adapters.make_env` returns. Each episode has an environment of its own."""
+    """A class or function that makes an environment (`envs_adapters.Env`), the name of one ("family:name"), or the
+    result of `envs_adapters.make_env`. Each episode has an environment of its own."""
     num_episodes: int
     """Starts: each is played `num_samples` times from the same state, which makes a group. 1 unless given."""
     max_turns: int
@@ -58,7 +58,7 @@ EPISODE_KEYS = tuple(EpisodeOptions.__annotations__)
 
 
 class RolloutOptions(ChatOptions, EpisodeOptions, total=False):
-    """Options of `RolloutPolicy.rollout` beside its own arguments."""
+    """Options of `RolloutPolicy.rollout` in addition to its own arguments."""
 
 
 class EpisodePlan(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
 
     spec: EnvSpec
     params: SamplingParams
-    """Of every answer; the seed is set for each."""
+    """Parameters of every answer; the seed is set for each."""
     seed: int
     """Root of all seeds."""
     num_episodes: int
@@ -78,11 +78,11 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     tool_format: ToolFormat | None
     max_in_flight: int
     opponents: dict[int, Opponent]
-    """Who plays the seats that this policy does not play."""
+    """Players of the seats that this policy does not play."""
     tools: dict[str, ToolFunction]
     """Functions that the rollout calls, for every environment."""
     chat: ChatOptions
-    """Without tools."""
+    """Options of chat templates, without tools."""
     lora: str | None = None
     """Name of the adapter that this policy plays under."""
     first_env_seed: int | None = None
@@ -129,7 +129,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     def env_seed(self, group: int) -> int:
         """Seed of the environments of one start, in [0, 2**31): starts have successive ones.
 
-        So n starts visit each of n rows once, where an environment plays row `seed % n`.
+        So n starts visit each of n rows once, if an environment plays row `seed % n`.
         """
         first = self.first_env_seed
         return (mix(self.seed, _ENV_SEEDS) % _MAX_FIRST_SEED if first is None else first) + group

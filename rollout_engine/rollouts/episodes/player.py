@@ -50,7 +50,7 @@ class Player:
         self._open: dict[str, tuple[int, Ask]] = {}
         """Request id -> the episode that it is a turn of."""
         self._requests: dict[int, str] = {}
-        """The inverse."""
+        """The inverse of `_open`: episode -> request id."""
         self._refuses = plan.max_turns > 1 and not plan.spec.is_single_turn and plan.on_rewrite == "refuse"
         if self._refuses:
             self._require_unchanged_turns(self._turns_with([]), may_call=True)
@@ -93,7 +93,7 @@ class Player:
         self._requests.update((key, request_id) for request_id, (key, _) in zip(request_ids, asked, strict=True))
 
     def read(self) -> list[tuple[int, CompletionOutput]]:
-        """Take the answers that have come, by episode; computes a step or waits a moment where none has.
+        """Take the answers that have arrived, by episode; computes a step or waits a moment if there are none.
 
         Turns that a pause, sleep or update with mode="abort" has cut short are asked for again, with the same seeds.
         """

@@ -42,7 +42,7 @@ _GENERATORS: dict[str, _Generator] = {"random": _Python(), "numpy": _Numpy(), "t
 
 
 class RandomState:
-    """A block in which `random`, `numpy.random` and, once it is imported, `torch` go on as this episode left them.
+    """A block in which `random`, `numpy.random` and `torch`, if imported, continue from this episode's last states.
 
     They begin seeded with `seed`. After the block they are in no particular state.
     """

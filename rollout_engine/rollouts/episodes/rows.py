@@ -17,7 +17,7 @@ response is all that follows the first prompt; B rows, T longest full, in the pa
     ("next", "done")        [B, 1]              bool; either: true of every row
     "truncated"             [B, 1]              bool; the row's last answer was cut off, however the episode ended
     "finish_reason"         [B]                 of the row's last answer, "stop" or "length"; "error" if it failed
-    "ended_by"              [B]                 what ended it: `rollout_engine.rollouts.episodes.episode.EndedBy`
+    "ended_by"              [B]                 the cause of its end: `rollout_engine.rollouts.episodes.episode.EndedBy`
     "error"                 [B]                 why it failed, else None
     "messages"              [B]                 the seat's conversation
     "info"                  [B]                 of the environment's last observation
@@ -141,7 +141,7 @@ def _column(values: list[bool]) -> torch.Tensor:
 
 
 def _placed(samples: list[tuple[int, CompletionOutput]], length: int, name: str) -> np.ndarray | None:
-    """float32 [length], 0 between the answers; None where no answer has such values."""
+    """float32 [length], 0 between the answers; None if no answer has such values."""
     parts = [(start, getattr(sample, name)) for start, sample in samples]
     if name != "logprobs" and all(values is None for _, values in parts):
         return None
@@ -153,7 +153,7 @@ def _placed(samples: list[tuple[int, CompletionOutput]], length: int, name: str)
 
 
 def _routed_experts(samples: list[tuple[int, CompletionOutput]], num_tokens: int) -> np.ndarray | None:
-    """Those of each token from the first turn that computed it, [n, L, k]; None where no answer has any."""
+    """The experts of each token from the first turn that computed it, [n, L, k]; None if no answer has any."""
     parts = [sample.routed_experts for _, sample in samples if sample.routed_experts is not None]
     if not parts:
         return None

@@ -27,7 +27,7 @@ from rollout_engine.rollouts.episodes.tool_functions import tool_messages
 logger = logging.getLogger("rollout_engine")
 
 _LOOK_SECONDS = 0.05
-"""How long it waits for environments alone, so that an interrupt is heard soon."""
+"""Seconds that it waits for environments alone, so that an interrupt is handled soon."""
 
 
 class EpisodeGroup(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ class EpisodeRun:
         """Group -> the first prompt of its episodes."""
         self._deadlines: list[tuple[float, int]] = []
         self._causes: dict[int, BaseException | None] = {}
-        """Of episodes that fail now."""
+        """Exceptions of episodes that fail now, by key."""
         self._failures: list[tuple[str, BaseException | None]] = []
         self._complete: list[EpisodeGroup] = []
         self._has_news = threading.Event()
@@ -97,7 +97,7 @@ class EpisodeRun:
 
     @property
     def unfinished(self) -> bool:
-        """Whether groups are still to come."""
+        """Whether groups have not been returned yet."""
         return bool(self._running) or self._num_started < self._num_episodes
 
     @property
@@ -107,13 +107,13 @@ class EpisodeRun:
 
     @property
     def has_news(self) -> bool:
-        """Whether `advance` has something to do at once: an episode to start, or an answer that has come."""
+        """Whether `advance` has something to do at once: an episode to start, or an answer that has arrived."""
         starts = self._num_started < self._num_episodes and len(self._running) < self._plan.max_in_flight
         return starts or self._has_news.is_set() or any(player.reader.has_news for player in self._players)
 
     @property
     def is_sampling(self) -> bool:
-        """Whether the engine samples for it, so that `advance` computes a step where there are no news."""
+        """Whether the engine samples for it, so that `advance` computes a step if there are no news."""
         return any(map(len, self._players))
 
     @property
@@ -177,7 +177,7 @@ class EpisodeRun:
             heapq.heappush(self._deadlines, (time.monotonic() + self._plan.episode_timeout, key))
 
     def _after(self, episode: Episode, result: Any) -> Next:
-        """Give an episode what its environment, its tools or a function returned."""
+        """Give an episode the result of its environment, its tools or a function."""
         if isinstance(result, EnvFailure):
             self._causes[episode.key] = result.exception
             return episode.fail(result.reason)
@@ -192,7 +192,7 @@ class EpisodeRun:
         return episode.fail(f"The function of seat {episode.seat} returned {type(result).__name__}, not a text.")
 
     def _go_on(self, episode: Episode, needed: Next) -> None:
-        """See to what an episode needs next."""
+        """Carry out the next task of an episode."""
         if isinstance(needed, Ask):
             if self._starts_like_its_group(episode):
                 self._player(needed.seat).ask(episode.key, needed)

@@ -48,7 +48,7 @@ def _reads_back(codec: TextCodec, chat_template: str | None, form: ToolFormat, a
 
 
 def _inserted(before: str, after: str) -> str:
-    """The text between what two texts begin with and what they end with, in the second one."""
+    """The part of the second text between the common beginning and the common end of both."""
     start = len(commonprefix([before, after]))
     end = len(commonprefix([before[start:][::-1], after[start:][::-1]]))
     return after[start : len(after) - end]

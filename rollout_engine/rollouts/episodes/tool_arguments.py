@@ -88,7 +88,7 @@ def _typed(text: str, schema: Any, root: _Root) -> Any:
 
 
 def _readings(text: str) -> Iterator[Any]:
-    """The values that a text may stand for, the text itself behind those that are spelled like it."""
+    """The values that a text may spell, the text itself after those that are spelled like it."""
     spelled = text.strip()
     if spelled.lower() in _SPELLED:
         yield _SPELLED[spelled.lower()]

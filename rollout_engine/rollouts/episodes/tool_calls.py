@@ -6,7 +6,7 @@
 "seed"     <seed:tool_call><function=add>...</function></seed:tool_call>                  Seed-OSS
 "glm"      <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>         GLM 4.5 and later
 
-A call ends where its own grammar ends, so that its arguments may contain the tags. Calls that are only drafted between
+A call ends at the end of its grammar, so that its arguments may contain the tags. Calls that are only drafted between
 <think> and </think> are no calls. A tag that is neither closed nor followed by the beginning of a call is prose.
 """
 
@@ -23,7 +23,7 @@ from rollout_engine.rollouts.episodes.tool_arguments import parse_json, raw_json
 ToolFormat = Literal["hermes", "llama3", "xml", "seed", "glm"]
 
 PROMPT_END = 32
-"""Tokens at the end of a prompt of which `opens_thinking` wants the text."""
+"""Tokens at the end of a prompt whose text `opens_thinking` reads."""
 _MAX_CALLS = 64
 """Calls looked at in one answer."""
 _MAX_CALL_CHARACTERS = 1 << 16
@@ -72,9 +72,9 @@ class _Piece(NamedTuple):
 
     start: int
     end: int
-    """All of it, tags included."""
+    """End of the part; both ends include the tags."""
     found: ToolCall | str
-    """The call, or why it is none."""
+    """The call, or the reason why there is none."""
     inner: str
     """The text between the tags."""
 
@@ -84,7 +84,7 @@ class _Unreadable(Exception):
 
 
 _Reader: TypeAlias = Callable[[str, int], tuple[ToolCall, int]]
-"""(text, where a call begins) -> (the call, where it ends). Raises `_Unreadable`, `ValueError` or `RecursionError`."""
+"""(text, start of a call) -> (the call, its end). Raises `_Unreadable`, `ValueError` or `RecursionError`."""
 
 
 class _Frame(NamedTuple):
@@ -101,7 +101,7 @@ def parse_tool_calls(text: str, form: ToolFormat, *, is_thinking: bool | None = 
     """Find the calls in an answer's text, special tokens included if the form has some. Never raises.
 
     `is_thinking`: whether the answer begins with thinking, because the prompt has opened <think>; None: if a </think>
-    without its <think> says so.
+    without its <think> implies it.
     """
     text = _without_end_tokens(text)
     pieces = _bare(text, is_thinking) if form == "llama3" else _framed(text, _FRAMES[form], is_thinking)
@@ -150,7 +150,7 @@ def check_format(form: str) -> None:
 
 
 def opens_thinking(prompt_end: str) -> bool | None:
-    """`is_thinking` of the answer to a prompt that ends with this text: True, or None if the prompt does not say."""
+    """`is_thinking` of the answer to a prompt that ends with this text: True, or None if the prompt leaves it open."""
     marks = list(_THINKING.finditer(prompt_end))
     return True if marks and not marks[-1][1] and not prompt_end[marks[-1].end() :].strip() else None
 
@@ -217,7 +217,7 @@ def _bare(text: str, is_thinking: bool | None) -> list[_Piece]:
 
 
 def _bare_from(text: str, at: int) -> tuple[list[_Piece], int]:
-    """The calls that follow one another from `at` on, and where the text is something else."""
+    """The calls that follow one another from `at` on, and the index at which other text begins."""
     pieces: list[_Piece] = []
     at = _after_space(text, at)
     is_tagged = text.startswith(_PYTHON_TAG, at)

@@ -1,6 +1,6 @@
 """Functions that a policy may call as tools: their JSON schemas, and the calls.
 
-Nothing that a policy writes makes a call fail: what goes wrong is the text that it reads, "Error: ...".
+Nothing that a policy writes makes a call fail: an error becomes the text that it reads, "Error: ...".
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from rollout_engine.base.errors import ConfigError, StepDeadlineError, error_tex
 from rollout_engine.base.structs import arguments_struct
 
 _MAX_CHARACTERS = 1 << 18
-"""Of the text that a call returns: several of them fit into one observation."""
+"""Most characters of the text that a call returns: several of them fit into one observation."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -26,14 +26,14 @@ class ToolFunction(msgspec.Struct, frozen=True):
     function: Callable[..., Any]
     schema: dict[str, Any]
     arguments: type[msgspec.Struct] | None
-    """What the arguments of a call are checked against; None where the signature does not say."""
+    """The type that the arguments of a call are checked against; None if the signature gives none."""
 
 
 def tool_functions(tools: Iterable[Any]) -> dict[str, ToolFunction]:
     """The functions among an environment's or rollout's tools, by name.
 
     Raises `ConfigError` for a function without type hints or without a docstring that describes it and its arguments,
-    for two of one name, and for what is neither a function nor a JSON schema.
+    for two of one name, and for an object that is neither a function nor a JSON schema.
     """
     found: dict[str, ToolFunction] = {}
     names: set[str] = set()
@@ -70,7 +70,7 @@ def tool_name(tool: Any) -> str:
 def tool_messages(
     functions: Mapping[str, ToolFunction], calls: Sequence[ToolCall]
 ) -> list[Message] | Awaitable[list[Message]]:
-    """Make the calls of one answer, and return one message of the role "tool" for each; awaitable where one of them is.
+    """Make the calls of one answer, and return one message of the role "tool" for each; awaitable if one of them is.
 
     Plain functions are called in their order, then async ones at once.
     """
@@ -81,7 +81,7 @@ def tool_messages(
 
 
 def call_tool(functions: Mapping[str, ToolFunction], call: ToolCall) -> str | Awaitable[str]:
-    """Make one call and return its result as text, JSON unless it is a text; awaitable where the function is async.
+    """Make one call and return its result as text, JSON unless it is a text; awaitable if the function is async.
 
     An unknown name, arguments that the signature does not take, and an exception become "Error: ...".
     """

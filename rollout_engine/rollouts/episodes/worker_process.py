@@ -14,15 +14,15 @@ from rollout_engine.rollouts.episodes.env_wire import End, Load, Order, Reply, R
 from rollout_engine.rollouts.episodes.factory_reference import WORKER_MODULE, FactoryReference
 
 _IDLE_SECONDS = 60.0
-"""After so long without an order and without an episode, it ends itself."""
+"""Seconds without an order and without an episode after which a worker ends itself."""
 _HASH_SEED = "0"
 """Sets of texts have the same order in every worker, so that episodes of one seed are alike."""
 _GRACE_SECONDS = 1.0
-"""From the end of its channel to its own."""
+"""Seconds that a worker has to end after its channel is closed."""
 
 
 class WorkerLostError(Exception):
-    """The process ended before it replied; the message says how. `has_begun`: it had read the order."""
+    """The process ended before it replied; the message describes how. `has_begun`: it had read the order."""
 
     def __init__(self, message: str, *, has_begun: bool = True) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class WorkerProcess(Child):
         return self.carry_out(Load(reference)).failure
 
     def reuse(self) -> str:
-        """Ask it to go on with another rollout. Returns "", or the reason why not. Raises `WorkerLostError`."""
+        """Ask it to continue with another rollout. Returns "", or the reason why not. Raises `WorkerLostError`."""
         return self.carry_out(Reuse()).failure
 
     def carry_out(self, order: Order) -> Reply:

@@ -1,1 +1,1 @@
-"""Evaluation sweeps: tasks x sampling settings x checkpoints, every sample on disk, and what they say."""
+"""Evaluation sweeps: tasks x sampling settings x checkpoints, every sample on disk, and their statistics."""

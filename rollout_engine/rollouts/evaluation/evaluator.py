@@ -1,4 +1,4 @@
-"""Samples what an evaluation lacks: all requests of one checkpoint in flight together, each group noted as it ends."""
+"""Draws the missing samples of an evaluation: all requests of a checkpoint in flight together, noted group by group."""
 
 import itertools
 import os
@@ -123,7 +123,7 @@ class Evaluator:
 
     @contextmanager
     def _loaded(self, ledger: Ledger, checkpoint: Checkpoint) -> Iterator[str | None]:
-        """Load a checkpoint and note what it is. Yields the name of its adapter, which is removed behind the block."""
+        """Load a checkpoint and record its digest. Yields the name of its adapter, which is removed afterwards."""
         request, stamp = checkpoint.lora, checkpoint.stamp()  # of the files as they are before they are read
         if request is None:
             if checkpoint.source is not None:
@@ -193,14 +193,14 @@ class Evaluator:
 
 
 def _is_as_noted(checkpoint: Checkpoint, noted: Mapping[str, Any]) -> bool:
-    """Whether its files are those that were loaded, or are gone from where they were, so that none need be loaded."""
+    """Whether its files are those that were loaded, or are no longer at their paths, so that none need be loaded."""
     if checkpoint.path is None or checkpoint.path != noted["path"]:
         return False
     return (stamp := checkpoint.stamp()) is None or stamp == noted.get("stamp")
 
 
 def _turns(runs: Sequence[tuple[_Missing, AnyRun]]) -> Iterator[tuple[_Missing, AnyRun]]:
-    """The runs whose turn it is: those that have news, else one that samples, so that the engine always steps."""
+    """The runs whose turn it is: those that can advance at once, else one that samples, so the engine always steps."""
     turn = 0
     while unfinished := [each for each in runs if each[1].unfinished]:
         ready = [each for each in unfinished if each[1].has_news]
@@ -235,7 +235,7 @@ def _answer(task: PreparedTask, text: str, info: Mapping[str, Any]) -> str | Non
 
 @contextmanager
 def _named(missing: _Missing) -> Iterator[None]:
-    """Begin the message of any error of ours with the task and the setting."""
+    """Begin the message of any error of this package with the task and the setting."""
     try:
         yield
     except RolloutEngineError as problem:

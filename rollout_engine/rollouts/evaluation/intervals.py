@@ -65,7 +65,7 @@ def paired_difference(a: np.ndarray, b: np.ndarray) -> Difference:
     """Compare two results on the same prompts, float [prompts] each, in the same order.
 
     The p-value is two-sided, of the permutation test that flips the signs of differences (Fisher, 1935): over all
-    assignments of signs where few prompts differ, else over 10,000 random ones, (1 + as large) / (1 + 10,000).
+    assignments of signs if few prompts differ, else over 10,000 random ones, (1 + as large) / (1 + 10,000).
     """
     differences = np.asarray(b, np.float64) - np.asarray(a, np.float64)
     estimate = mean_interval(differences)

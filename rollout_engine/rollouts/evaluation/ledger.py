@@ -1,16 +1,16 @@
-"""The ledger of an evaluation: what was asked, and every sample once, on disk as soon as its group has ended.
+"""The ledger of an evaluation: its plan, and every sample once, on disk as soon as its group has ended.
 
 A directory with
 
-    sweep.json       what is evaluated: digests of tasks, settings, checkpoints and the engine
+    sweep.json       the plan: digests of tasks, settings, checkpoints and the engine
     samples.jsonl    one sample a line, a file of rollouts like any other (`rollout_engine.rollouts.log`): `read_jsonl`,
-                     `view` and `replay` take it. "evaluation" says whose sample it is: checkpoint, task and setting,
+                     `view` and `replay` take it. "evaluation" has the sample's checkpoint, task and setting,
                      whether it is "correct", the "answer" that it votes for, and its "num_tokens". "group_id" is the
                      prompt's number.
 
 Of an episode of several rows the line is that of the last one. A line that a killed process left half written is cut
 off, and its sample is made again; so is an episode that failed, whose new line then counts. Seeds depend on task,
-setting, prompt and index alone, so a resumed evaluation has the samples of one that nothing disturbed.
+setting, prompt and index alone, so a resumed evaluation has the samples of an uninterrupted one.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ SAMPLES = "samples.jsonl"
 """Name of the file of samples in the directory of an evaluation."""
 _PLAN = "sweep.json"
 _ENGINE_BITS = ("dtype", "fp32_head", "quantization", "deterministic", "logits_processors")
-"""Settings of an engine that decide what is drawn."""
+"""Settings of an engine that determine the samples."""
 _FAILED = {"error": "not made yet"}
 
 
@@ -70,9 +70,9 @@ class Ledger:
     """The samples of an evaluation. Without a directory they are in memory alone."""
 
     def __init__(self, out: str | os.PathLike[str] | None, plan: dict[str, Any], *, resume: bool) -> None:
-        """Begin, or go on with what the directory has. `plan`: what is evaluated, as sweep.json holds it.
+        """Begin, or continue from the samples in the directory. `plan`: the content of sweep.json.
 
-        Raises `RequestError` where the directory holds another evaluation, or another process writes to it.
+        Raises `RequestError` if the directory holds another evaluation, or another process writes to it.
         """
         self.plan = {"schema": SCHEMA, **plan}
         self._samples: dict[tuple[Cell, int, int], dict[str, Any]] = {}
@@ -119,7 +119,7 @@ class Ledger:
         return len(new)
 
     def note_checkpoint(self, name: str, facts: dict[str, Any]) -> None:
-        """Note a checkpoint's digest and version. Raises `RequestError` where it has other weights than before."""
+        """Note a checkpoint's digest and version. Raises `RequestError` if it has other weights than before."""
         before = self.plan["checkpoints"].get(name, {})
         if before.get("digest", facts["digest"]) != facts["digest"]:
             hint = "Its weights were others when its first samples were made: give it another name, or another out=."
@@ -137,7 +137,7 @@ class Ledger:
             made.replace(self._directory / _PLAN)
 
     def close(self) -> None:
-        """Let go of the file, so that another process may go on."""
+        """Release the file, so that another process may continue."""
         if self._file is not None:
             self._file.close()
 
@@ -170,7 +170,7 @@ class Ledger:
 def read_ledger(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(sweep.json, samples) of a directory; a half-written last line is left out, with a warning.
 
-    Raises `RequestError` where it holds no evaluation, or a newer version wrote it.
+    Raises `RequestError` if it holds no evaluation, or a newer version wrote it.
     """
     path = Path(directory) / _PLAN
     try:
@@ -211,7 +211,7 @@ def _cut_last_line(file: BinaryIO, path: Path) -> None:
 
 
 def _check_same(before: dict[str, Any], plan: dict[str, Any], out: str) -> None:
-    """Raise `RequestError` where what both have is not the same."""
+    """Raise `RequestError` if an entry that both have differs."""
     hint = "Give another out=, or resume=False (--no-resume) to begin anew there."
     if before["seed"] != plan["seed"]:
         raise RequestError.for_field("seed", plan["seed"], f"{before['seed']}, as in {out}", hint)

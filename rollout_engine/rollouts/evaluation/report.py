@@ -43,12 +43,12 @@ class EvalReport:
         sampled. Metrics: "mean" (of rewards), "pass@k", "maj@k", "length" (tokens), "truncated" (share), and of
         environments "failed" (share of episodes that failed, which the other metrics leave out)."""
         self.differences: list[Row] = list(self._differences())
-        """A dict for each task, setting and metric, and each checkpoint beside the first and the one before it: "value"
+        """A dict for each task, setting and metric, and each checkpoint against the first and the previous one: "value"
         ("checkpoint" minus "baseline", over the prompts of both), "low", "high", "p_value", "num_prompts"."""
 
     @classmethod
     def read(cls, out: str | os.PathLike[str], tokenizer: Any = None) -> Self:
-        """The report of a directory that `evaluate(out=...)` wrote. Raises `RequestError` where it is none.
+        """The report of a directory that `evaluate(out=...)` wrote. Raises `RequestError` if it is none.
 
         `tokenizer`: a Hugging Face one, for the texts of tokens in `to_html`; without it they are numbers.
         """
@@ -67,7 +67,7 @@ class EvalReport:
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write all samples, one a row; "table" and "differences" of the metadata hold those as JSON.
 
-        Raises `ConfigError` where the package `pyarrow` is not installed.
+        Raises `ConfigError` if the package `pyarrow` is not installed.
         """
         _written(
             path, lambda: write_parquet(path, self.samples, {"table": self.table, "differences": self.differences})

@@ -38,7 +38,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def path(self) -> str | None:
-        """Where they are, if they are on disk."""
+        """Path of the weights, if they are on disk."""
         source = self.source.path if isinstance(self.source, LoRARequest) else self.source
         return os.fspath(source) if isinstance(source, str | os.PathLike) else None
 

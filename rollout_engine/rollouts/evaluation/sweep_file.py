@@ -72,7 +72,7 @@ class SweepFile(NamedTuple):
             raise ConfigError(f"{place}: {label}: {text}{self._hint(key, content)}") from problem
 
     def _hint(self, key: str | None, task: Mapping[str, Any]) -> str:
-        """Where a file or a function is looked for, if that may be the mistake."""
+        """Name the place in which a file or a function is looked up, if that may be the mistake."""
         beside = Path(self.source.path).parent
         if key in ("reward_fn", "answer"):
             return f" Modules are looked for beside the sweep file, in {beside.resolve()}, before all others."
@@ -87,7 +87,7 @@ def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
     """The content of a file, with overrides such as `num_samples=4` and `engine.dtype=float32`.
 
     Raises `ConfigError` for a file that cannot be read, and for an unknown key, with its line and the closest name.
-    Values are checked by `SweepFile.check`, or where they are used.
+    Values are checked by `SweepFile.check`, or when they are used.
     """
     file = TomlFile.read(path, _EXAMPLE)
     content, overridden = file.content, []
@@ -143,6 +143,6 @@ class _Keys:
                 raise ConfigError(f"{self.place((*table, key))}: {unknown_name(kind, key, known)}")
 
     def place(self, key: Key) -> str:
-        """Where a key is set: the file and its line, or the override."""
+        """The place that sets a key: the file and its line, or the override."""
         given = self._given.get(".".join(map(str, key)))
         return self._file.place(key) if given is None else f"'{given}'"

@@ -22,7 +22,7 @@ from rollout_engine.rollouts.plan import split_row
 _NUM_STARTS = 100
 """Prompts of an environment, unless given."""
 _OF_EVALUATION = ("env", "num_episodes")
-"""Options of episodes that a task says in another way."""
+"""Options of episodes that a task sets by other fields."""
 
 
 class EvalTask(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass]
@@ -32,7 +32,7 @@ class EvalTask(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass
     readings = {"rows": lambda rows: str(rows) if isinstance(rows, os.PathLike) else rows}
 
     name: str = ""
-    """Name in the results. "" where the environment or the file gives it one."""
+    """Name in the results. "" if the environment or the file gives it one."""
     rows: Any = None
     """Prompts, or dicts with a prompt and columns for the reward function; a dict of columns; a `datasets.Dataset`; or
     the path of a JSONL file."""
@@ -45,20 +45,20 @@ class EvalTask(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass
     """In place of rows: as in `rollout(env=...)`, such as "reasoning_gym:spell_backward". Prompt i is the start that
     `reset(seed=first_seed + i)` gives."""
     env_options: dict[str, Any] = {}
-    """Options of `make_env` where `env` is a name."""
+    """Options of `make_env` if `env` is a name."""
     episodes: dict[str, Any] = {}
     """Options of episodes, such as {"max_turns": 4}."""
     chat: dict[str, Any] = {}
     """Options of chat templates, as in `rollout`."""
     num_prompts: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
-    """The first so many; None: all rows, or 100 starts of an environment."""
+    """Number of prompts, from the first on; None: all rows, or 100 starts of an environment."""
     first_seed: Annotated[int, msgspec.Meta(ge=0, le=2**30)] = 0
     correct_from: float = 1.0
     """A sample is correct, for pass@k and maj@k, if its reward is at least this."""
     answer: Any = None
     """Finds the answer that a sample votes for in maj@k: a function of its text, or "module:function", that returns a
-    text, or None where there is none. Without it the whole text votes, without space around it; of environments what
-    their `info` calls "answer"."""
+    text, or None if there is none. Without it the whole text votes, without space around it; of environments, the
+    "answer" of their `info` votes."""
 
     def check(self) -> None:
         if (self.rows is None) == (self.env is None):
@@ -96,7 +96,7 @@ def prepare_tasks(tasks: Any) -> list[PreparedTask]:
     """Read the tasks of `RolloutPolicy.evaluate`. Raises `RequestError` or `ConfigError`, naming the task.
 
     `tasks`: one or a list of `EvalTask`s, dicts of their fields, names of environments ("family:name", or a dataset of
-    reasoning_gym alone), or what makes environments; or a dict from names to these. Those of a list that are prepared
+    reasoning_gym alone), or factories of environments; or a dict from names to these. Those of a list that are prepared
     already are not read again.
     """
     if isinstance(tasks, Mapping) and not {"rows", "env"} & tasks.keys():

@@ -17,7 +17,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def majority_at_k(answers: Sequence[Hashable], correct: Sequence[bool], k: int) -> float:
     """Probability that the most frequent answer among k of the samples, drawn without replacement, is correct.
 
-    Among answers that are equally frequent one is drawn, each as likely. `answers`: None where a sample has none; it
+    Among answers that are equally frequent one is drawn, each as likely. `answers`: None if a sample has none; it
     takes no part in the vote, and a draw without any answer is not correct. Samples of one answer that are not all
     correct count by their share.
     """
