@@ -20,7 +20,7 @@ _REPORT_SECONDS = 3.0
 """Free resources are reported by the nodes, some time after they were freed."""
 _POLL_SECONDS = 0.1
 _WAIT_SECONDS = 0.5
-"""How often a replica that waits for room looks whether it still wants it."""
+"""How often a replica that waits for room checks whether it is still wanted."""
 _MAX_NODES_SHOWN = 8
 
 
