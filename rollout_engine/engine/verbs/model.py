@@ -83,7 +83,7 @@ def score(
     They equal those that sampling the tokens at `temperature` returns ("tempered"). Steps of requests run between
     two batches of sequences; weights are those of the beginning to the end. `lora`: an adapter that the engine has, or
     its name; None: the base model alone. With `EngineConfig(quantization=...)` they are those of the rounded weights,
-    and not a trainer's. `routed_experts`: for each pair, as `CompletionOutput.routed_experts`, the experts that its tokens
+    and not a trainer's. `routed_experts`: for each pair, as `CompletionOutput.routed_experts`, those that its tokens
     go to in a mixture of experts; the routers choose those that are missing or -1. Raises `RequestError`, and
     after `timeout` seconds `CallTimeoutError` (a `TimeoutError`).
     """

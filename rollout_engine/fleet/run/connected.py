@@ -1,4 +1,4 @@
-"""Replicas that somebody else has started: cores on this machine or on others, which a fleet joins and leaves."""
+"""Replicas that were started elsewhere: cores on this machine or on others, which a fleet joins and leaves."""
 
 import threading
 import time
