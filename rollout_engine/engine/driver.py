@@ -5,7 +5,7 @@
     boundary()        anything else that must not meet a step: the commit of a weight update
 
 The thread that holds the lock drives: in process one that calls the engine, in a core's own process its busy loop. A
-thread that waits to change something goes before the next step.
+thread that waits to change something runs before the next step.
 """
 
 import math

@@ -15,7 +15,7 @@ class EngineLock:
     """A re-entrant lock that every change of an engine takes. `threading.Condition` accepts it.
 
     Taking it in a forked child raises `LifecycleError` at once: the engine's threads are not in that process, and one
-    of them may have held the lock. `on_torn` is called when leaving a block that a signal has interrupted, which only
+    of them may have held the lock. `on_torn` is called before leaving a block that a signal has interrupted, which only
     a repeated one does.
     """
 

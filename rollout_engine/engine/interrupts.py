@@ -3,7 +3,7 @@
     with held():            # a signal that arrives here is handled at the end of the outermost such block,
         ...
         deliver()           # at this point of it,
-        with allowed():     # or at once in here, where user code runs
+        with allowed():     # or at once in here, around user code
             ...
 
 It holds the signals that Python runs handlers for: in the main thread, those of `HELD` with a handler in Python.

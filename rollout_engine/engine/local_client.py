@@ -31,9 +31,9 @@ from sync.base import WeightSource
 logger = logging.getLogger("rollout_engine")
 
 _LOOK_SECONDS = 0.05
-"""How often a turn looks for news while paused, which a change ends at once, or while other threads compute."""
+"""How often a turn checks for news while paused, which a change ends at once, or while other threads compute."""
 _OWN_THREAD_SECONDS = 0.005
-"""How often an update looks whether requests have finished that the client's own thread computes."""
+"""How often an update checks whether requests have finished that the client's own thread computes."""
 
 
 class LocalClient:
@@ -83,7 +83,7 @@ class LocalClient:
                 raise
         executor.watch(client._die)
         gc.collect()
-        gc.freeze()  # objects made at start-up stay; the collector need not walk it between steps
+        gc.freeze()  # objects made at start-up stay; the collector need not walk them between steps
         logger.info("%s", client.info.choices)
         return client
 
@@ -152,7 +152,7 @@ class LocalClient:
         """Compute a step on this thread, unless `has_news()` before it is this thread's turn.
 
         While paused or asleep it computes nothing and waits a moment. False: the client's own thread computes. Raises
-        `DirtyWeightsError` for requests that cannot go on before a complete weight update.
+        `DirtyWeightsError` for requests that cannot continue before a complete weight update.
         """
         driver, lifecycle = self.driver, self.driver.core.lifecycle
         driver.lock.require_usable()

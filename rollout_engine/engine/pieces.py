@@ -35,7 +35,7 @@ class PiecewiseCalls:
 
 
 def advance(call: Call, check: Callable[[], None]) -> bool:
-    """Run the next piece of a call, after `check`. True: it was the last, and `call.result` is set.
+    """Run the next piece of a call, after `check`. True: that was the last, and `call.result` is the verb's.
 
     A cancelled call runs no more. Raises any error of the piece or of `check`, and the verb's error if the
     deadline is over.

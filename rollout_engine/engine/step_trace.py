@@ -81,7 +81,7 @@ class TracedStep(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):
     samples: list[tuple[int, int]] = []
     """(sequence, row from which its token was drawn); left out with `rows`: one of each row."""
     drawn: list[int] = []
-    """Tokens that each sample drew, behind drafts that were right; empty: one each."""
+    """Tokens that each sample drew, after drafts that were right; empty: one each."""
     problem: str = ""
     """The error that it raised; it drew nothing then."""
 

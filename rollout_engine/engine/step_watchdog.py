@@ -34,7 +34,7 @@ class StepWatchdog:
     """A thread that checks that steps and verbs of a driver end. It ends with the driver.
 
     Args:
-        driver: the driver whose work is watched.
+        driver: the driver to watch.
         seconds: how long one step or verb may take.
         give_up: called with the reason if work does not end and cannot be interrupted.
     """

@@ -1,4 +1,4 @@
-"""Verbs on LoRA adapters: add, remove, list, pin. An adapter: `rollout_engine.base.lora_request`."""
+"""Verbs on LoRA adapters: add, remove, list, pin. Adapters: `rollout_engine.base.lora_request`."""
 
 from rollout_engine.base.lora_request import LoRAInfo, LoRALike, LoRARequest, as_lora_request
 from rollout_engine.base.messages import KvMode

@@ -212,9 +212,9 @@ def save_sharded_state(driver: EngineDriver, path: str, *, timeout: float | None
     Each rank writes its part to a file of its own, with digests, so a model that is cut over ranks is nowhere
     whole. The model's configuration and tokenizer are copied next to them: the directory is a `model` for an engine of
     the same `tensor_parallel_size`, dtype and, on devices, `deterministic`, whose weights are these to the bit. It is
-    on the machine where the model runs; of a fleet one replica writes it. Adapters and a draft model are not saved.
+    on the machine that runs the model; of a fleet one replica writes it. Adapters and a draft model are not saved.
 
-    The directory is complete when this returns, and does not exist after an error. Raises `RequestError`
+    The directory is complete when this returns, and nothing is left there after an error. Raises `RequestError`
     if it cannot be written or is not empty; `LifecycleError` and `DirtyWeightsError` if there are no weights to
     read.
     """

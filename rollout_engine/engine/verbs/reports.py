@@ -75,7 +75,7 @@ def start_profile(
 
     Args:
         directory: for the trace; made if it is missing. None: `EngineConfig.profiler_dir`.
-        num_steps: end without a call after this number of steps, from 1. None: `stop_profile` ends it.
+        num_steps: end automatically after this number of steps, from 1. None: `stop_profile` ends it.
         with_stack: record the Python frames around each operation; slower.
         record_shapes: record the shapes of the operations' inputs.
         profile_memory: record allocations.

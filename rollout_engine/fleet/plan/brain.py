@@ -22,7 +22,7 @@ from rollout_engine.fleet.plan.replica_state import Replica, ReplicaState, backo
 logger = logging.getLogger("rollout_engine")
 
 MAX_FAILURES = 6
-"""Failed starts and early deaths in a row after which a replica is given up; failed catch-ups, and it starts anew."""
+"""Failed starts and early deaths in a row after which a replica is given up; failed catch-ups, and it restarts."""
 _PROVEN_SECONDS = 60.0
 """Seconds of service after which a replica's earlier failures count no more."""
 
@@ -137,7 +137,7 @@ class Brain:
     def strayed(self, replicas: Iterable[int], now: float, *, can_catch_up: bool) -> list[Action]:
         """Note that these replicas have unknown weights: an update failed there, and no other one took it.
 
-        `can_catch_up`: whether there was an update before; else they start anew, with the weights of the checkpoint.
+        `can_catch_up`: whether there was an update before; else they restart, with the weights of the checkpoint.
         """
         actions: list[Action] = []
         for replica in (self.replicas[index] for index in replicas):
@@ -172,7 +172,7 @@ class Brain:
     def computed(self, replica: int, policy_version: int, now: float) -> list[Action]:
         """Note that a replica has computed with weights of this version, and no update is under way.
 
-        If that is not the fleet's version, something else than an update has changed them: it is started anew.
+        If that is not the fleet's version, something else than an update has changed them: it is restarted.
         """
         found = self.replicas[replica]
         if policy_version in found.versions or found.state is not ReplicaState.SYNCED:

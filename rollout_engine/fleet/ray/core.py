@@ -99,7 +99,7 @@ class RemoteCore:
                 self._end(kill)
 
     def _ask_start(self, order: bytes, deadline: float) -> CorePlace | Failure:
-        """Have the actor start its core; ask again if the answer is lost, and with it whether it has."""
+        """Have the actor start its core; ask again if the answer is lost, since it may not have started."""
         while True:
             answer = self._actor.start.remote(order)
             left = max(deadline - time.monotonic(), 0.0)

@@ -40,7 +40,7 @@ class RayReplica:
         return self._provider.near(self._node_id, store, seconds)
 
     def end(self, *, kill: bool = False) -> None:
-        """Leave the core, end it and its actor, and free what they reserved. `kill`: without waiting for the core.
+        """Leave the core, end it and its actor, and free their reservations. `kill`: without waiting for the core.
 
         Calling it again is a no-op.
         """
@@ -69,8 +69,8 @@ class RayProvider:
     ) -> None:
         """Connect to the cluster at `address` ("HOST:PORT"), or to the one this process is connected to.
 
-        `address=None`: as `ray.init()` does, a cluster that runs on this machine, or else a new one. `namespace`: in
-        which Ray lists the actors. `hang_seconds`: a core that gives no sign of life for this long counts as dead.
+        `address=None`: as `ray.init()` does, a cluster that runs on this machine, or else a new one. `namespace`: that
+        of the actors in Ray. `hang_seconds`: a core that gives no sign of life for this long counts as dead.
         `start_seconds`: how long a replica may take to find room, a minute of it at most, and to load its model.
         Raises `ConfigError`: Ray is not installed, or no cluster answers there.
         """
@@ -98,7 +98,7 @@ class RayProvider:
         return config if config.device == "cuda" else with_threads(config, self._cluster.num_cpus_each(num_replicas))
 
     def check(self, num_more: int, config: EngineConfig | None = None, num_present: int = 0) -> None:
-        """Raise `ConfigError` unless the cluster has room for `num_more` replicas; the error lists each node's.
+        """Raise `ConfigError` unless the cluster has room for `num_more` replicas; it lists the room asked and free.
 
         Without their configuration it looks for one CPU each.
         """
@@ -143,7 +143,7 @@ class RayProvider:
         return store if node_id == self._cluster.node_id else self._stores.near(node_id, store, seconds)
 
     def end_core(self, core: RemoteCore, *, kill: bool) -> None:
-        """End a core and its actor, and free what they reserved."""
+        """End a core and its actor, and free their reservations."""
         self._watch.remove(core)
         core.end(kill=kill)
         self._cores.pop(core, None)

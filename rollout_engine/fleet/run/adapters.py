@@ -287,5 +287,5 @@ class FleetAdapters:
 
 
 def _may_have_changed(error: Exception) -> bool:
-    """Whether a replica's adapters may be others than before; one that is lost starts anew anyway."""
+    """Whether a replica's adapters may be others than before; one that is lost restarts anyway."""
     return not isinstance(error, LifecycleError | RequestError | EngineDeadError)

@@ -184,9 +184,9 @@ class FleetClient:
                 self._dispatcher.do(self._brain.scaled(num_replicas, time.monotonic()))
 
     def restart(self) -> None:
-        """Start the engine of every replica anew, one after the other; the others serve meanwhile. Blocks.
+        """Restart the engine of every replica, one after the other; the others serve meanwhile. Blocks.
 
-        Raises `RetryableError` if one does not return; those after it have not been restarted then.
+        Raises `RetryableError` if one does not restart; those after it have not been restarted then.
         """
         for index in list(self._brain.wanted):
             self.require_usable()
@@ -287,7 +287,7 @@ class FleetClient:
     def _update_ended(
         self, members: Mapping[int, Member], reports: Mapping[int, UpdateReport], in_doubt: Iterable[int]
     ) -> None:
-        """Note how an update has ended at members, of which some may have been started anew meanwhile."""
+        """Note how an update has ended at members, of which some may have been restarted meanwhile."""
         with self._lock:
             now, same = time.monotonic(), {index for index in members if self._members.get(index) is members[index]}
             if reports:

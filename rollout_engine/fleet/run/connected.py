@@ -102,7 +102,7 @@ class ConnectedProvider:
                 self._free.append(address)
 
     def close(self) -> None:
-        """Look for no core any more."""
+        """Stop looking for cores."""
         self._closing.set()
 
     def shutdown(self) -> None:

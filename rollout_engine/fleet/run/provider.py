@@ -47,7 +47,7 @@ class Provider(Protocol):
     def check(self, num_more: int, config: EngineConfig, num_present: int = 0) -> None:
         """Raise `ConfigError` if there is no room for `num_more` replicas in addition to `num_present`.
 
-        The error names how many were asked for, how many fit, and where. The rule is the same at the start and later.
+        The error names the number asked for, the number that fits, and the nodes. The rule is the same when scaled.
         """
 
     def start(self, index: int, config: EngineConfig) -> Replica:

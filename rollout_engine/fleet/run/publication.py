@@ -55,7 +55,7 @@ class Publication:
     def publish(
         self, member: Member, source: WeightSource, version: int | None, live_version: int
     ) -> tuple[str, int | None]:
-        """Publish weights; returns their path and version. `member`: a replica, which has the names and dtypes."""
+        """Publish tensors, or take a user's path; returns path and version. `member`: it has the names and dtypes."""
         if isinstance(source, str | os.PathLike):
             path = os.path.abspath(os.path.expanduser(source))
             if version is None and not is_store(Path(path)):  # a store has a version of its own

@@ -144,7 +144,7 @@ class FleetUpdates:
             try:
                 self.draft.give(member, newest)
             except EngineDeadError:
-                return  # it is started anew, and is given them then
+                return  # it is restarted, and is given them then
             except Exception as problem:
                 what = "replica %d has missed version %d of the draft model, and drafts by older weights until the next"
                 logger.warning(f"{what}: %s", member.index, newest.version, problem)
