@@ -20,7 +20,7 @@ _REPORT_SECONDS = 3.0
 """Free resources are reported by the nodes, some time after they were freed."""
 _POLL_SECONDS = 0.1
 _WAIT_SECONDS = 0.5
-"""How often a replica that waits for room looks whether it still wants it."""
+"""How often a replica that waits for room checks whether it is still wanted."""
 _MAX_NODES_SHOWN = 8
 
 
@@ -66,7 +66,7 @@ class RayCluster:
     def __init__(self, address: str | None, namespace: str, *, asked: str = 'placement="ray"') -> None:
         """Connect, unless the process is connected. Raises `ConfigError`: Ray is missing, or no cluster answers.
 
-        `asked`: the setting of the user's that needs Ray.
+        `asked`: the user's setting that needs Ray.
         """
         self.ray = import_ray(asked)
         with self._lock:
@@ -131,7 +131,7 @@ class RayCluster:
         """Reserve `count` bundles, on as few nodes as hold them. Returns Ray's placement group.
 
         Raises `ConfigError` if the nodes are too small, and `RetryableError` if too few bundles are free within
-        `seconds`; `asked`: the setting of the user's.
+        `seconds`; `asked`: the user's setting.
         """
         wanted = (
             f"{asked} does not fit into the Ray cluster. Asked: {bundle} for each rank but the first, {count} times"
@@ -194,7 +194,7 @@ def variables_of_children() -> dict[str, str]:
 
 
 def import_ray(asked: str = 'placement="ray"') -> Any:
-    """Import Ray. Raises `ConfigError` if it is not installed; `asked`: the setting of the user's that needs it."""
+    """Import Ray. Raises `ConfigError` if it is not installed; `asked`: the user's setting that needs it."""
     try:
         import ray
         import ray.util.scheduling_strategies

@@ -1,4 +1,4 @@
-"""Adapters of one engine: loaded beside steps, put in place and taken away between two."""
+"""Adapters of one engine: loaded concurrently with steps, put in place and removed between two of them."""
 
 import time
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def next_version(version: int | None, live: int) -> int:
 
 
 def remove_adapter(driver: EngineDriver, name: str) -> bool:
-    """Remove an adapter between two steps; False where there is none. Raises `LifecycleError` while requests use it."""
+    """Remove an adapter between two steps; False if there is none. Raises `LifecycleError` while requests use it."""
     with driver.boundary():
         removed = driver.core.adapters.remove(name, driver.core.num_using)
         if removed is not None:
@@ -90,7 +90,7 @@ def _swap(
     version: int,
     kv: KvMode = "keep",
 ) -> LoRAInfo:
-    """Have an adapter in a slot as a new policy version."""
+    """Install an adapter as a new policy version."""
     with new_version(driver, version, kv, verb):
         return _install(driver, pool, request, prepared, version)
 

@@ -12,18 +12,18 @@ from rollout_engine.engine.verb import Arguments, Verb
 
 
 class CallFuture(Future[Any]):
-    """The future of a call. Whoever does not want the result any more cancels it, at any time and on any thread.
+    """The future of a call. A caller that no longer wants the result cancels it, at any time and on any thread.
 
     A cancelled call that has not begun never does; one that runs in pieces computes no more of them; the result of any
     other is dropped.
     """
 
     begun = False
-    """Whether the call has begun, as far as this end knows."""
+    """Whether the call is known here to have begun."""
 
     def wait(self, verb: Verb, arguments: Arguments) -> Any:
-        """Result of this call of a verb, within the verb's timeout; after it the call is taken back, and its error says
-        that it is late."""
+        """Return the result of this call of a verb. After the verb's timeout, cancel the call and raise its error for a
+        late call."""
         try:
             with allowed():
                 return self.result(verb.patience(arguments))
@@ -33,11 +33,11 @@ class CallFuture(Future[Any]):
             self.cancel()
             raise verb.too_late(arguments, begun=self.begun) from None
         finally:
-            self.cancel()  # interrupted, or too late: nobody waits for it any more
+            self.cancel()  # interrupted, or too late: no caller waits for it any more
 
     def begin(self) -> bool:
-        """Note that the call begins. False: it is cancelled, and must not."""
-        self.begun = True  # before the check: nobody who cancels meanwhile is told that it will never begin
+        """Note that the call begins. Returns False if it is cancelled and must not begin."""
+        self.begun = True  # before the check: a concurrent cancel must not report that it will never begin
         return not self.cancelled()
 
     def succeed(self, result: Any) -> None:

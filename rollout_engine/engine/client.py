@@ -20,16 +20,16 @@ _MAX_SESSION_ID_BYTES = 1_024
 
 
 class Route(NamedTuple):
-    """Where a fleet is to send a request. A client of one engine has no choice, and does not look at it."""
+    """The replica of a fleet that gets a request. A client of one engine has no choice, and ignores it."""
 
     session_id: str | None = None
     """Requests of one id go to the same replica as long as it serves, then to another one."""
     replica_index: int | None = None
-    """Index of the replica that is to begin with the request."""
+    """Index of the replica that computes the request first."""
 
     @classmethod
     def checked(cls, session_id: object, replica_index: int | None = None) -> "Route":
-        """Raise `RequestError` for a session id that is no text, or has no effect beside a replica's index."""
+        """Raise `RequestError` for a session id that is no text, or has no effect since a replica's index is given."""
         if session_id is None:
             return cls(None, replica_index)
         if not isinstance(session_id, str) or not session_id:
@@ -71,7 +71,7 @@ class EngineClient(Protocol):
 
     @property
     def index(self) -> int:
-        """Which client of its core this is, from 0. Its sequences have ids from `index << 40`."""
+        """Index of this client at its core, from 0. Its sequences have ids from `index << 40`."""
         ...
 
     @property
@@ -81,12 +81,12 @@ class EngineClient(Protocol):
 
     @property
     def needs_turns(self) -> bool:
-        """Whether steps are computed by whoever calls `turn`, and by nobody else."""
+        """Whether steps are computed only by the threads that call `turn`."""
         ...
 
     @property
     def policy_version(self) -> int:
-        """Version of the live weights, as last heard."""
+        """Version of the live weights, as last reported."""
         ...
 
     @property
@@ -101,31 +101,31 @@ class EngineClient(Protocol):
         """Queue a request. If the core refuses it, the error is raised here, or the listener gets it later."""
 
     def abort(self, sequence_ids: list[int]) -> None:
-        """End sequences; their outputs say so. Unknown ids are a no-op."""
+        """End sequences; their outputs report it. Unknown ids are a no-op."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
-        """Call a verb of `rollout_engine.engine.verbs`; its result or error comes as a future.
+        """Call a verb of `rollout_engine.engine.verbs`; the future has its result or error.
 
-        Cancelling it takes the call back: at the engine nothing of it is left, unless its verb is at work just now.
+        Cancelling it cancels the call: nothing of it is left in the engine, unless its verb is running just now.
 
         Raises `RequestError` for arguments that cannot cross to another process. For arguments of other types than the
-        verb's it is raised here, or comes as the future's error.
+        verb's it is raised here, or is the future's error.
         """
         ...
 
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
-        """Carry one whole weight update out. Blocks."""
+        """Run one whole weight update. Blocks."""
         ...
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Compute a step on this thread, unless `has_news()` by the time it is this thread's turn.
 
-        False: somebody else computes, and this thread can only wait for news.
+        Returns False if others compute the steps, and this thread can only wait for news.
         """
         ...
 
     def require_usable(self) -> None:
-        """Raise `LifecycleError` or `EngineDeadError` where nothing can be computed any more."""
+        """Raise `LifecycleError` or `EngineDeadError` if nothing can be computed any more."""
 
     def shutdown(self) -> None:
         """Leave the core, or end it if it is this client's. Calling it again is a no-op."""

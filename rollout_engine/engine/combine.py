@@ -14,11 +14,11 @@ from rollout_engine.engine.health import Health
 
 
 def nothing(results: Sequence[None]) -> None:
-    """None, once every engine has done it."""
+    """Return None, once every engine has completed the call."""
 
 
 def end_to_end(results: Sequence[list[Any]]) -> list[Any]:
-    """The lists of all engines, one behind the other."""
+    """The lists of all engines, concatenated."""
     return list(chain.from_iterable(results))
 
 

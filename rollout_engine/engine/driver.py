@@ -1,11 +1,11 @@
-"""The driver of one core: the only place where steps and verbs run, one at a time, in the order they come.
+"""The driver of one core: it runs every step and verb, one at a time, in the order of arrival.
 
     turn()            step, deliver its outputs, end the calls that waited for it
     run(call)         a verb, between two steps
     boundary()        anything else that must not meet a step: the commit of a weight update
 
-Whoever holds the lock drives: in process the threads that call the engine, in a core's own process its busy loop. A
-thread that waits to change something goes before the next step.
+The thread that holds the lock drives: in process one that calls the engine, in a core's own process its busy loop. A
+thread that waits to change something runs before the next step.
 """
 
 import math
@@ -35,24 +35,24 @@ _CALLER: ContextVar[int] = ContextVar("caller", default=0)
 
 
 class Work(NamedTuple):
-    """A step or verb that a thread computes: what it is, when it began (`time.monotonic`), and the thread's id."""
+    """A step or verb that a thread computes: its name, when it began (`time.monotonic`), and the thread's id."""
 
     what: str
     start: float
     thread: int
     allowance: float = 0.0
-    """Seconds that it may honestly take beyond `EngineConfig.step_deadline`."""
+    """Seconds that it may legitimately take in addition to `EngineConfig.step_deadline`."""
 
 
 class EngineDriver:
-    """One core, one executor, and the lock that all who use them take.
+    """One core, one executor, and the lock that all of their users take.
 
     Args:
         core: the scheduler and its state machine.
         executor: runs the model.
         deliver: takes the outputs of steps and verbs, always inside the lock.
-        lock: held by whatever changes the engine.
-        wake: tells a busy loop that waits without the lock that something has changed.
+        lock: held by every change of the engine.
+        wake: notifies a busy loop that waits without the lock of a change.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class EngineDriver:
         self.work: Work | None = None
         """The step, verb or commit of weights in progress."""
         self.stuck = ""
-        """Why that cannot end, if a `StepWatchdog` says so."""
+        """Why that cannot end, if a `StepWatchdog` has found so; else ""."""
         self.is_ending = False
         """New requests are refused, and the process ends with those in flight."""
         self._waiting, self._pieces = WaitingCalls(), PiecewiseCalls()
@@ -91,20 +91,20 @@ class EngineDriver:
         return self.core.can_progress() or bool(self._pieces)
 
     def turn(self) -> None:
-        """Compute one step, deliver what it brought, run a piece of a call, and end the calls that waited for it.
+        """Compute one step, deliver its outputs, run a piece of a call, and end the calls that waited for it.
 
-        Raises `DirtyWeightsError` for requests that cannot go on before a complete weight update.
+        Raises `DirtyWeightsError` for requests that cannot continue before a complete weight update.
         """
         self.give_way()
         with self.lock:
             self.step()
 
     def give_way(self) -> None:
-        """Let a thread that waits to change something go before the next step: a lock does not know who came first."""
+        """Let a thread that waits to change something run before the next step: a lock keeps no order of arrival."""
         self._entered.wait(_GIVE_WAY_SECONDS)
 
     def step(self) -> None:
-        """Do what `turn` does, for a thread that has the lock."""
+        """Do as `turn` does, for a thread that has the lock."""
         start = time.monotonic()
         self.work = Work("a step", start, threading.get_ident())
         try:
@@ -119,12 +119,12 @@ class EngineDriver:
             self._end_calls()
 
     def require_step(self) -> None:
-        """Raise `DirtyWeightsError` where requests cannot go on before a complete weight update."""
+        """Raise `DirtyWeightsError` if requests cannot continue before a complete weight update."""
         if self.core.lifecycle.state is State.DIRTY and self.core.num_unfinished_requests:
             self.core.lifecycle.require_clean("step")
 
     def wait_for_change(self, is_over: Callable[[], bool], timeout: float | None = None) -> None:
-        """Return once `is_over()`, which is looked at after every change, or after `timeout` seconds."""
+        """Return once `is_over()`, which is checked after every change, or after `timeout` seconds."""
         if not is_over():
             with self._changed:
                 self._changed.wait_for(is_over, timeout)
@@ -155,20 +155,20 @@ class EngineDriver:
         except BaseException as error:
             if not call.future.done():
                 call.future.fail(error)
-            elif not isinstance(error, Exception):  # an interrupt that came after the result
+            elif not isinstance(error, Exception):  # an interrupt that arrived after the result
                 raise
         finally:
             _CALLER.reset(token)
 
     def runs_beside_steps(self, call: Call) -> bool:
-        """Whether a call is long work for a thread of its own, while steps go on."""
+        """Whether a call is long work for a thread of its own, concurrently with steps."""
         return call.verb.beside_steps is not None and call.verb.beside_steps(self, call.arguments)
 
     @contextmanager
     def between_steps(self, deadline: float = math.inf) -> Iterator[None]:
-        """Hold the lock for a change; afterwards whoever waits for one looks again.
+        """Hold the lock for a change; afterwards the threads that wait for one check again.
 
-        Raises `TimeoutError`, naming what runs, where something else still does at `deadline` (`time.monotonic`).
+        Raises `TimeoutError`, naming the work in progress, if it still holds the lock at `deadline` (`time.monotonic`).
         """
         self._entered.clear()
         seconds = deadline - time.monotonic()
@@ -190,9 +190,9 @@ class EngineDriver:
 
     @contextmanager
     def boundary(self, deadline: float = math.inf) -> Iterator[None]:
-        """Hold the lock with no step in flight and no call half done: what has begun ends under the present weights.
+        """Hold the lock with no step in flight and no call half done: begun work ends under the present weights.
 
-        Raises `TimeoutError` where that is not so at `deadline` (`time.monotonic`); `LifecycleError` after shutdown.
+        Raises `TimeoutError` if that is not so at `deadline` (`time.monotonic`); `LifecycleError` after shutdown.
         """
         with self.between_steps(deadline):
             while self._pieces:
@@ -206,7 +206,7 @@ class EngineDriver:
 
     @contextmanager
     def _working(self, what: str, allowance: float = 0.0) -> Iterator[None]:
-        """Note what this thread does, for a watchdog."""
+        """Record this thread's work, for a watchdog."""
         around, self.work = self.work, Work(what, time.monotonic(), threading.get_ident(), allowance)
         try:
             yield

@@ -12,11 +12,11 @@ from sync.owner_process import OwnerProcess
 
 
 class EngineLock:
-    """A re-entrant lock around whatever changes an engine. `threading.Condition` takes it.
+    """A re-entrant lock that every change of an engine takes. `threading.Condition` accepts it.
 
     Taking it in a forked child raises `LifecycleError` at once: the engine's threads are not in that process, and one
-    of them may have held the lock. `on_torn` is called before a block is left that a signal has broken off, which only
-    one that came twice does.
+    of them may have held the lock. `on_torn` is called before leaving a block that a signal has interrupted, which only
+    a repeated one does.
     """
 
     def __init__(self, on_torn: Callable[[], None] = lambda: None, *, holds_signals: bool = True) -> None:
@@ -46,7 +46,7 @@ class EngineLock:
         self.release()
 
     def acquire(self, timeout: float = -1) -> bool:
-        """Wait for it, `timeout` seconds at most (-1: for ever), and return whether it is taken.
+        """Wait for it, `timeout` seconds at most (-1: indefinitely), and return whether it is taken.
 
         Raises `LifecycleError` in a forked child.
         """
@@ -56,14 +56,14 @@ class EngineLock:
         try:
             is_taken = bool(self._lock.acquire(timeout=timeout))
         finally:
-            if not is_taken:  # too late, or a signal came twice
+            if not is_taken:  # too late, or a repeated signal
                 hold.__exit__(None, None, None)
         if is_taken:
             self._holds.append(hold)
         return is_taken
 
     def release(self) -> None:
-        """Give it back. Raises what the handler of a held signal raises."""
+        """Release it. Raises any error of the handler of a held signal."""
         hold = self._holds.pop()
         if hold.is_torn:
             self._on_torn()

@@ -4,12 +4,12 @@ import msgspec
 
 
 class IoStats(msgspec.Struct):
-    """Counts of the core's end of its socket since start; all 0 where there is none."""
+    """Counts of the core's end of its socket since start; all 0 if there is none."""
 
     num_clients: int = 0
     """Clients that are connected now."""
     num_rejected: int = 0
-    """Messages that could not be decoded, or came from strangers."""
+    """Messages that could not be decoded, or were sent by unknown peers."""
     num_clients_cut_off: int = 0
     """Clients that stopped reading."""
 
@@ -33,4 +33,4 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     io: IoStats
     stuck: str = ""
     """Name of the step, call or plug-in that has not ended within `EngineConfig.step_deadline` and cannot be
-    interrupted. Said by an engine in this process alone: a core in another one ends."""
+    interrupted. Reported by an engine in this process alone: a core in another one ends."""

@@ -18,7 +18,7 @@ _NUM_ENTRIES = 1024
 
 
 class Added(NamedTuple):
-    """A request came."""
+    """A request was added."""
 
     at: float
     """`time.monotonic`, as everywhere here."""
@@ -70,18 +70,18 @@ Entry = Added | Called | Stepped
 
 
 class Generation:
-    """Some consecutive entries, and what was unfinished before them."""
+    """Some consecutive entries, and the requests that were unfinished before them."""
 
     def __init__(self, live: list[Live], policy_version: int, *, is_first: bool) -> None:
         self.live, self.policy_version = live, policy_version
         self.is_first = is_first
-        """Nothing came before it."""
+        """Whether the history begins with it."""
         self.entries: list[Any] = []
         """Each an `Entry`, or the plain tuple of a `Stepped`, which is made at every step."""
 
 
 class History(Recorder):
-    """A recorder that remembers what a core did, some hundred steps back."""
+    """A recorder that keeps the steps and calls of a core, some hundred steps back."""
 
     def __init__(self, core: EngineCore) -> None:
         """Record `core` from now on."""

@@ -1,14 +1,14 @@
 """Holds signals back while an engine changes its state, so that Ctrl-C never leaves it half changed.
 
-    with held():            # a signal that comes here is handled at the end of the outermost such block,
+    with held():            # a signal that arrives here is handled at the end of the outermost such block,
         ...
         deliver()           # at this point of it,
-        with allowed():     # or at once in here, where user code runs
+        with allowed():     # or at once in here, around user code
             ...
 
-What is held is what Python runs handlers for: in the main thread, signals of `HELD` with a handler written in Python.
-Everywhere else these blocks do nothing. Whoever interrupts again after `PATIENCE_SECONDS` is heard at once: the engine
-may hang. What was being changed may then be half done, which `held.is_torn` tells.
+It holds the signals that Python runs handlers for: in the main thread, those of `HELD` with a handler in Python.
+Everywhere else these blocks do nothing. A signal repeated after `PATIENCE_SECONDS` is handled at once: the engine
+may hang. The change in progress may then be half done, which `held.is_torn` reports.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 HELD = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGALRM", "SIGINT") if hasattr(signal, name))
-"""Signals that commonly have a handler that raises. SIGINT is given back last: it is the likeliest to come."""
+"""Signals that commonly have a handler that raises. SIGINT is restored last: it is the likeliest to arrive."""
 PATIENCE_SECONDS = 2.0
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -34,7 +34,7 @@ _get, _set = _raw.getsignal, _raw.signal
 class _Signals:
     """Signals held now. Only the main thread changes it.
 
-    A signal may come between any two lines. `_install` and `_restore` are ordered so that it is then either held, or
+    A signal may arrive between any two lines. `_install` and `_restore` are ordered so that it is then either held, or
     handled at once with nothing left behind that is wrong for the next block.
     """
 
@@ -42,7 +42,7 @@ class _Signals:
         self.depth = 0
         """Blocks of `held` that we are in."""
         self.num_forced = 0
-        """Signals that were handled inside a block, because they came again."""
+        """Signals that were handled inside a block, because they were repeated."""
         self._installed = False
         self._handlers: dict[int, Handler] = {}
         """Handlers that ours replaces while signals are held."""
@@ -64,7 +64,7 @@ class _Signals:
             self.deliver()
 
     def suspend(self) -> int:
-        """Hold nothing for a while; returns what `resume` takes."""
+        """Hold no signals until `resume`; returns the depth that it takes."""
         depth = self.depth
         if depth and self._installed:
             self._restore()
@@ -77,18 +77,18 @@ class _Signals:
             self.depth = depth
 
     def deliver(self) -> None:
-        """Handle what waits. Whatever a handler raises comes from here."""
+        """Handle the signals that wait. Raises any error of their handlers."""
         while self._waiting:
             number = self._waiting.pop(0)
             self._handlers[number](number, None)
 
     def forget(self) -> None:
-        """In a forked child: the thread that was inside a block is not in this process."""
+        """Hold nothing any more in a forked child: the thread that was inside a block is not in this process."""
         self._waiting.clear()
         self._restore()
 
     def _install(self) -> None:
-        if self._waiting:  # an interrupt came while those before it were being handled: it stands for all of them
+        if self._waiting:  # an interrupt arrived while earlier ones were being handled: it stands for all of them
             self._waiting = [number for number in self._waiting if number != signal.SIGINT]
         try:
             self.depth = 1
@@ -150,7 +150,7 @@ class held:
 
     @property
     def is_torn(self) -> bool:
-        """Whether a signal that came twice was handled inside the block: its work may be half done."""
+        """Whether a repeated signal was handled inside the block: its work may be half done."""
         return self._here and self._num_forced != _signals.num_forced
 
 
@@ -169,7 +169,7 @@ class allowed:
 
 
 def deliver() -> None:
-    """Handle the signals that wait: called where an exception does no harm."""
+    """Handle the signals that wait. Call it at points that an exception does not harm."""
     if _signals.depth and in_main_thread():
         _signals.deliver()
 

@@ -1,4 +1,4 @@
-"""The client of a driver in this process: the caller's threads turn it, or a thread of its own does."""
+"""The client of a driver in this process: steps run on the caller's threads, or on a thread of its own."""
 
 import gc
 import logging
@@ -31,15 +31,15 @@ from sync.base import WeightSource
 logger = logging.getLogger("rollout_engine")
 
 _LOOK_SECONDS = 0.05
-"""How often a turn looks for news while paused, which a change ends at once, or while other threads compute."""
+"""How often a turn checks for news while paused, which a change ends at once, or while other threads compute."""
 _OWN_THREAD_SECONDS = 0.005
-"""How often an update looks whether requests have finished that the client's own thread computes."""
+"""How often an update checks whether requests have finished that the client's own thread computes."""
 
 
 class LocalClient:
     """An `EngineClient` over a core and an executor of this process.
 
-    `own_thread=True` computes steps on a thread of the client's; otherwise whoever waits for results computes them.
+    `own_thread=True` computes steps on a thread of the client's; otherwise the threads that wait for results do.
     """
 
     index = 0
@@ -83,7 +83,7 @@ class LocalClient:
                 raise
         executor.watch(client._die)
         gc.collect()
-        gc.freeze()  # what start-up made stays; the collector need not walk it between steps
+        gc.freeze()  # objects made at start-up stay; the collector need not walk them between steps
         logger.info("%s", client.info.choices)
         return client
 
@@ -96,7 +96,7 @@ class LocalClient:
 
     @property
     def needs_turns(self) -> bool:
-        """Whether steps are computed by whoever calls `turn`, and by nobody else."""
+        """Whether steps are computed only by the threads that call `turn`."""
         return self._thread is None
 
     @property
@@ -119,18 +119,18 @@ class LocalClient:
             self.driver.abort(sequence_ids)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
-        """Call a verb, on this thread; on another one where the caller must be able to leave before it is complete."""
+        """Call a verb, on this thread, or on another one if the caller must be able to leave before it is complete."""
         self.driver.lock.require_usable()
         verb = VERBS[name]
         seconds = verb.seconds(arguments)
         deadline = None if seconds is None else time.monotonic() + seconds
         turned = verb.takes_steps and self._thread is None
         call = Call(verb, arguments, _TurnedFuture(self.turn) if turned else None, deadline=deadline)
-        if seconds is None or turned or verb.when != "between steps":  # the last does not wait for anybody
+        if seconds is None or turned or verb.when != "between steps":  # the last waits for no other thread
             try:
-                with held():  # no interrupt comes between a verb and its result
+                with held():  # no interrupt arrives between a verb and its result
                     self.driver.run(call)
-            except BaseException:  # an interrupt: nobody learns of the call
+            except BaseException:  # an interrupt: no caller gets the future
                 call.future.cancel()
                 raise
         else:
@@ -138,7 +138,7 @@ class LocalClient:
         return call.future
 
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
-        """Carry one whole weight update out, on this thread."""
+        """Run one whole weight update, on this thread."""
         self.require_usable()
         if options.transport not in (None, "inproc"):
             what = f"transport='{options.transport}' leads to another process"
@@ -152,7 +152,7 @@ class LocalClient:
         """Compute a step on this thread, unless `has_news()` before it is this thread's turn.
 
         While paused or asleep it computes nothing and waits a moment. False: the client's own thread computes. Raises
-        `DirtyWeightsError` for requests that cannot go on before a complete weight update.
+        `DirtyWeightsError` for requests that cannot continue before a complete weight update.
         """
         driver, lifecycle = self.driver, self.driver.core.lifecycle
         driver.lock.require_usable()
@@ -173,7 +173,7 @@ class LocalClient:
         return True
 
     def require_usable(self) -> None:
-        """Raise `LifecycleError` where nothing can be computed any more."""
+        """Raise `LifecycleError` if nothing can be computed any more."""
         self.driver.lock.require_usable()
         if self._is_torn:
             what = "The engine was interrupted twice in the middle of a step, which may be half done"
@@ -198,7 +198,7 @@ class LocalClient:
             self._fail_all(self.dead_error)
         with self.driver.lock:
             self.driver.executor.shutdown()
-        gc.unfreeze()  # so that what start-up made can be collected
+        gc.unfreeze()  # so that objects made at start-up can be collected
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
         if self._listener is not None:
@@ -231,7 +231,7 @@ class LocalClient:
         self._fail_all(self.dead_error)
 
     def _give_up_own_thread(self, reason: str) -> None:
-        """Give up where a thread of the client's is stuck. Of a caller's thread the log and `check_health` tell."""
+        """Give up if the client's own thread is stuck. The log and `check_health` report a stuck thread of a caller."""
         if self._thread is not None:
             self._give_up(reason)
 
@@ -245,7 +245,7 @@ class LocalClient:
 
 
 class _TurnedFuture(CallFuture):
-    """A future that comes with later steps, which whoever waits for it computes."""
+    """A future that later steps set, which the thread that waits for it computes."""
 
     def __init__(self, turn: Callable[[Callable[[], bool]], object]) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class _TurnedFuture(CallFuture):
     def result(self, timeout: float | None = None) -> Any:
         """Compute steps until the result is there.
 
-        Raises `TimeoutError` where it is not after `timeout` seconds, unless this thread computes a step by then.
+        Raises `TimeoutError` if it is not after `timeout` seconds, unless this thread computes a step by then.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self._is_over(deadline):

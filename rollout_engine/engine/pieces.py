@@ -10,7 +10,7 @@ from rollout_engine.engine.calls import Call
 class PiecewiseCalls:
     """Calls that have begun and have pieces left. One piece of one call runs between two steps, the clients in turn.
 
-    Only the driver uses it, inside its lock. What a piece raises is its call's error.
+    Only the driver uses it, inside its lock. An error of a piece is its call's error.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class PiecewiseCalls:
         return sum(map(len, self._by_client.values()))
 
     def pop(self) -> Call:
-        """Remove and return the call whose turn it is. Its client's next turn comes after all others'."""
+        """Remove and return the call whose turn it is. Its client's next turn follows all others'."""
         client, calls = next(iter(self._by_client.items()))
         del self._by_client[client]
         call = calls.popleft()
@@ -35,9 +35,9 @@ class PiecewiseCalls:
 
 
 def advance(call: Call, check: Callable[[], None]) -> bool:
-    """Run the next piece of a call, after `check`. True: it was the last, and `call.result` is the verb's result.
+    """Run the next piece of a call, after `check`. True: that was the last, and `call.result` is the verb's.
 
-    Nothing runs of a call that is cancelled. Raises what the piece or `check` raises, and the verb's error where the
+    A cancelled call runs no more. Raises any error of the piece or of `check`, and the verb's error if the
     deadline is over.
     """
     pieces: Generator[None, None, Any] = call.result

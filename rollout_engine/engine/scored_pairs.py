@@ -87,7 +87,7 @@ def _checked(sizes: Any, index: int, prompt: Any, completion: Any) -> tuple[list
 def _checked_routing(
     scorer: Scorer, pairs: Sequence[tuple[list[int], list[int]]], given: Sequence[np.ndarray] | None
 ) -> list[np.ndarray] | None:
-    """The experts to replay for each pair, int16 [tokens - 1, L, k]; None where none were given."""
+    """The experts to replay for each pair, int16 [tokens - 1, L, k]; None if none were given."""
     if given is None:
         return None
     info: RoutingInfo | None = scorer.info.routing

@@ -1,4 +1,4 @@
-"""The adapters of one replica of a fleet: staged beside steps, then all of them put in place between two."""
+"""The adapters of one replica of a fleet: staged while steps run, then all of them put in place between two."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from rollout_engine.model.adapters.pool import PreparedAdapter
 
 
 class StagedAdapters:
-    """Adapters that a client has had read and checked, until it says which ones there are to be."""
+    """Adapters that were read and checked for a client, until it commits the set that the engine is to have."""
 
     def __init__(self, driver: EngineDriver) -> None:
         self._driver = driver
@@ -31,10 +31,10 @@ class StagedAdapters:
         return LoRAInfo(request.name, request.revision, *sizes, version)
 
     def commit(self, loras: Sequence[LoRAInfo], version: int, kv: KvMode, verb: str) -> tuple[float, int]:
-        """Have these adapters and no others, as policy version `version`, from a step boundary on.
+        """Replace all adapters by these, as policy version `version`, at a step boundary.
 
         Their values are those that have been staged, or are in place. Returns the seconds without steps and the number
-        of requests in flight. Raises `LifecycleError`, nothing changed, where requests use an adapter that is to go, or
+        of requests in flight. Raises `LifecycleError`, nothing changed, if requests use an adapter that is to go, or
         the state does not allow another version; the error names `verb`.
         """
         staged, driver = self._staged.pop(self._driver.caller, {}), self._driver
@@ -56,11 +56,11 @@ class StagedAdapters:
             return time.perf_counter() - stalled, core.num_unfinished_requests
 
     def leave(self, client_index: int) -> None:
-        """Forget what a client has staged that does not go on."""
+        """Drop the adapters that a client has staged and will not commit."""
         self._staged.pop(client_index, None)
 
     def _check_staged(self, loras: Sequence[LoRAInfo], staged: Mapping[str, PreparedAdapter], verb: str) -> None:
-        """Raise `LifecycleError` where the values of an adapter are not here."""
+        """Raise `LifecycleError` if the values of an adapter are not here."""
         for info in loras:
             known = self._driver.core.adapters.find(info.name)
             if (known is None or known.info.digest != info.digest) and info.digest not in staged:

@@ -1,9 +1,9 @@
-"""A trace of an engine's steps on disk, of bounded size: what each computed, and for which sequences it drew tokens.
+"""A trace of an engine's steps on disk, of bounded size: the tokens each computed, and the sequences it sampled.
 
     header   format, process, and the sequences that the runner had when the file began
-    step     a step: what was new, released, computed and drawn, under which version, when and for how long
+    step     a step: new and released sequences, rows, draws, the version, when and for how long
 
-Tokens are not in it. A sequence is known by its seed, its prompt's length and a checksum of that. A trace is two files
+Tokens are not in it. A sequence is named by its seed, its prompt's length and a checksum of that. A trace is two files
 at most, NAME.jsonl and before it NAME.1.jsonl, of half the bound each: when one is full it takes the other's place.
 Both ends are in this file.
 """
@@ -81,7 +81,7 @@ class TracedStep(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):
     samples: list[tuple[int, int]] = []
     """(sequence, row from which its token was drawn); left out with `rows`: one of each row."""
     drawn: list[int] = []
-    """Tokens that each sample drew, behind drafts that were right; empty: one each."""
+    """Tokens that each sample drew, after drafts that were right; empty: one each."""
     problem: str = ""
     """The error that it raised; it drew nothing then."""
 
@@ -91,7 +91,7 @@ _DECODER = msgspec.json.Decoder(Line)
 
 
 def prompt_checksum(token_ids: Sequence[int]) -> int:
-    """A checksum of 32 bits, by which prompts of the same seed are told apart."""
+    """A checksum of 32 bits, which distinguishes prompts of the same seed."""
     return zlib.crc32(array("q", token_ids).tobytes())
 
 
@@ -99,7 +99,7 @@ class StepTrace(Recorder):
     """Writes the steps of a core into the files of one engine. If they cannot be written it stops, with a warning."""
 
     def __init__(self, directory: str, max_bytes: int, model: str) -> None:
-        """The directory is made where it is missing. Raises `ConfigError` where that cannot be."""
+        """Create the directory if it is missing. Raises `ConfigError` if it cannot be written to."""
         name = f"trace-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_NUMBERS)}"
         self.path = Path(directory) / f"{name}.jsonl"
         self._before = self.path.with_name(f"{name}.1.jsonl")

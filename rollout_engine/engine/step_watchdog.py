@@ -1,9 +1,9 @@
 """A watchdog of progress: it names the step, verb or commit of weights that does not end, and the user's code in it.
 
-`EngineConfig.step_deadline` is how long one may take; a commit, which is not the user's code, may take longer by what
-copying its bytes slowly takes (`Work.allowance`). Then the user's code is interrupted: a logits processor fails its
-own request, a method of a worker extension its call. What cannot be interrupted is given up: a core in a process of its
-own ends, and says why; in process there is nobody who could end it, and the log and `check_health` say where it is.
+`EngineConfig.step_deadline` is how long one may take; a commit, which is not the user's code, may in addition take as
+long as a slow copy of its bytes (`Work.allowance`). Then the user's code is interrupted: a logits processor fails its
+own request, a method of a worker extension its call. Code that cannot be interrupted is given up: a core in its own
+process ends, and reports why; in process nothing can end it, and the log and `check_health` report its position.
 """
 
 import logging
@@ -21,7 +21,7 @@ from rollout_engine.engine.driver import EngineDriver, Work
 logger = logging.getLogger("rollout_engine")
 
 _LOOK_SECONDS = 0.2
-"""Between two looks at what is about to be late."""
+"""Between two looks at work that is about to be late."""
 _RARE_SECONDS = 2.0
 _GRACE_SECONDS = 0.7
 """How long code that was interrupted may take to end."""
@@ -31,12 +31,12 @@ _NUM_FRAMES = 12
 
 
 class StepWatchdog:
-    """A thread that looks whether steps and verbs of a driver end. It goes with the driver.
+    """A thread that checks that steps and verbs of a driver end. It ends with the driver.
 
     Args:
-        driver: whose work is watched.
+        driver: the driver to watch.
         seconds: how long one step or verb may take.
-        give_up: called with the reason where something does not end and cannot be interrupted.
+        give_up: called with the reason if work does not end and cannot be interrupted.
     """
 
     def __init__(self, driver: EngineDriver, seconds: float, give_up: Callable[[str], object]) -> None:
@@ -45,14 +45,14 @@ class StepWatchdog:
         self._work: Work | None = None
         self._code: UserCode | None = None
         self._since = self._code_since = 0.0
-        """When the work began, or went on after an interrupt; when its code was first seen."""
+        """When the work began, or continued after an interrupt; when its code was first seen."""
         self._interrupted_at: float | None = None
         self._has_interrupted = self._has_given_up = False
         self._over = threading.Event()
         self._thread = start_thread(self._run, name="step-watchdog")
 
     def end(self) -> None:
-        """Look no more."""
+        """End the thread."""
         self._over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -91,7 +91,7 @@ class StepWatchdog:
             self._interrupted_at, driver.stuck = None, ""
         if code is not self._code:
             self._code, self._code_since = code, now
-            if self._interrupted_at is not None:  # it has ended, and the work goes on
+            if self._interrupted_at is not None:  # it has ended, and the work continues
                 self._interrupted_at, self._since = None, now
         if work is None or self._has_given_up:
             return

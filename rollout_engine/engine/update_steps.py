@@ -17,9 +17,9 @@ class UpdateSteps:
     """Holds steps off and drains requests for one update.
 
     Args:
-        options: say whether requests in flight keep their KV at the commit, and whose weights are updated.
-        turn: called again and again while requests are to finish: it computes a step, or waits a moment for one.
-        check: called meanwhile; what it raises ends the update.
+        options: whether requests in flight keep their KV at the commit, and which model's weights are updated.
+        turn: called repeatedly while requests are to finish: it computes a step, or waits a moment for one.
+        check: called meanwhile; any error it raises ends the update.
     """
 
     def __init__(
@@ -31,19 +31,19 @@ class UpdateSteps:
     ) -> None:
         self._driver, self._options, self._turn, self._check = driver, options, turn, check
         self._is_late = False
-        """Whether the engine was busy with something else when the update was to go on."""
+        """Whether the engine was busy with other work when the update was to continue."""
 
     def begin(self, deadline: float = math.inf) -> None:
-        """Enter UPDATING. Raises `LifecycleError` where an update is not possible now.
+        """Enter UPDATING. Raises `LifecycleError` if an update is not possible now.
 
-        Raises `TransferTimeoutError` where something else runs still at `deadline` (`time.monotonic`).
+        Raises `TransferTimeoutError` if other work still runs at `deadline` (`time.monotonic`).
         """
         with _in_time("begin"), self._driver.between_steps(deadline):
             self._driver.core.begin_update()
             self._updater = self._driver.executor.updater  # a shutdown may drop it meanwhile
 
     def end(self) -> None:
-        """Leave UPDATING; once the engine is free, where the update has waited for that for too long."""
+        """Leave UPDATING; on another thread, once the engine is free, if the update has waited too long for that."""
         if self._is_late:
             with suppress(RetryableError):  # no thread: better late than never
                 start_thread(self._end, name="update-end")
@@ -63,7 +63,7 @@ class UpdateSteps:
             self.end()
 
     def carry_out(self, update: Callable[[], UpdateReport], deadline: float) -> UpdateReport:
-        """Do all three on this thread. No interrupt comes between a step and the one that has to follow it."""
+        """Do all three on this thread, with no interrupt between a step and the one that has to follow it."""
         with held():
             self.begin(deadline)
             return self.run(update)
@@ -72,7 +72,7 @@ class UpdateSteps:
     def boundary(self, deadline: float) -> Iterator[None]:
         """Keep steps out while inside, with none in flight.
 
-        Raises `TransferTimeoutError`, nothing done, where that is not so at `deadline` (`time.monotonic`).
+        Raises `TransferTimeoutError`, nothing done, if that is not so at `deadline` (`time.monotonic`).
         """
         with ExitStack() as stack:
             try:

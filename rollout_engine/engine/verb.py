@@ -1,4 +1,4 @@
-"""A verb: something an engine does beside generating, such as pausing. All verbs are in `rollout_engine.engine.verbs`.
+"""A verb: an operation of an engine other than generating, such as a pause. All are in `rollout_engine.engine.verbs`.
 
 face         blocking(verb) | awaitable(verb)   binds the arguments
 client       call(name, arguments)              checks their types; they may cross to another process
@@ -22,7 +22,7 @@ from sync.described_types import describe_types
 
 When = Literal["between steps", "any time", "at once"]
 """When a verb may run. "any time": it only reads a value or two, and in process does not wait for the step in progress.
-"at once": nor does it in another process, or for what its client has sent before."""
+"at once": nor does it in another process, or for earlier messages of its client."""
 Arguments = dict[str, Any]
 _GRACE_SECONDS = 1.0
 P = ParamSpec("P")
@@ -44,16 +44,16 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
     in_pieces: bool = False
     """The function is a generator function, and steps run between two `next` of it; it yields nothing."""
     beside_steps: Callable[[Any, Arguments], bool] | None = None
-    """Whether this call is long work that runs on a thread of its own while steps go on."""
+    """Whether this call is long work that runs on a thread of its own while steps continue."""
     until: Callable[[Any], bool] | None = None
     """The call ends after the first step that finds this true of the driver; None: at once."""
     timeout: str = ""
-    """Name of the argument that says how many seconds a caller waits for the result; by default "timeout", if there is
+    """Name of the argument for the seconds that a caller waits for the result; by default "timeout", if there is
     one.
 
     Every verb that users call has one, and its default is None, which is no limit of the caller's own: before a verb
-    begins, it waits for what others have begun, such as the commit of a large model or a method of an extension, and no
-    number of seconds is too long for all of these. What does not end is ended elsewhere: each step and each call by
+    begins, it waits for earlier work of others, such as the commit of a large model or a method of an extension, and no
+    number of seconds is too long for all of these. Endless work is ended elsewhere: each step and each call by
     `EngineConfig.step_deadline`, and a core that dies or hangs ends every wait (`EngineDeadError`). "": the caller
     waits by a deadline of another kind, such as that of the weight update that the call belongs to.
     """
@@ -62,7 +62,7 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
     prepare: Callable[..., Arguments] | None = None
     """Converts the caller's arguments to those that are sent, in the caller's process; raises for wrong ones."""
     after_shutdown: bool = False
-    """Whether it still answers after shutdown, where the core is in this process: it only reads numbers."""
+    """Whether it still answers after shutdown, if the core is in this process: it only reads numbers."""
     public: bool = True
     """Whether faces have a method of this name."""
     public_name: str = ""
@@ -72,7 +72,7 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
     combine: Callable[[Sequence[Any]], Any] | None = None
     """Makes a fleet's result of those of its engines, in order; None: any one engine answers for all."""
     needs_all: bool = False
-    """Whether a fleet's call fails where an engine is lost before it has answered."""
+    """Whether a fleet's call fails if an engine is lost before it has answered."""
     span: str = ""
     """Name of the tracing span around a call, if there is one."""
     span_arguments: Sequence[str] = ()
@@ -81,7 +81,7 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
     """Takes the seconds of a completed call into the core's metrics."""
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        """Name the arguments of a call. Raises `TypeError` as Python does, and what `prepare` raises."""
+        """Bind the arguments of a call to names. Raises `TypeError` as Python does, and any error of `prepare`."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as problem:
@@ -100,11 +100,11 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
         return {name: getattr(checked, name) for name in self.arguments.__struct_fields__}
 
     def title(self, arguments: Mapping[str, Any]) -> str:
-        """Name of what is called, as errors say it: for `collective_rpc` that of the method."""
+        """Name of the verb for errors; for `collective_rpc` that of the method."""
         return function_name(arguments.get("method", self.name))
 
     def seconds(self, arguments: Mapping[str, Any]) -> float | None:
-        """How long the caller waits; None: for ever. Raises `RequestError` for what is no number of seconds."""
+        """How long the caller waits; None: indefinitely. Raises `RequestError` for a value that is no number."""
         if not self.timeout:
             return None
         seconds = arguments.get(self.timeout, self.signature.parameters[self.timeout].default)
@@ -154,7 +154,7 @@ def verb_of(function: Callable[..., Any], **options: Any) -> Verb:
 
 
 def _on_the_wire(hint: Any) -> Any:
-    """A choice of names travels as text: the core says best which names it takes."""
+    """The type an argument is sent as: a choice of names is text, since the core's own error lists the names best."""
     return str if get_origin(hint) is Literal else hint
 
 

@@ -1,4 +1,4 @@
-"""Where the replicas of a fleet run: by name, `placement="processes"` or `placement="ray"`, or by address."""
+"""The placement of a fleet's replicas: by name, `placement="processes"` or `placement="ray"`, or by address."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import ProcessClient
 
 StartClient: TypeAlias = Callable[[EngineConfig, Callable[[], object]], EngineClient]
-"""`start(config, meanwhile)` starts what a config asks for, and calls `meanwhile` as it loads."""
+"""`start(config, meanwhile)` starts the engines of a config, and calls `meanwhile` as they load."""
 StartFleet: TypeAlias = Callable[[EngineConfig, Callable[[], object]], FleetClient]
 PLACEMENTS = ("processes", "ray")
 """Processes of this machine, or actors of a Ray cluster."""
@@ -26,7 +26,7 @@ PLACEMENTS = ("processes", "ray")
 def make_provider(placement: str, ray_address: str | None = None) -> Provider:
     """Make the provider of that name. `ray_address`: as `RayProvider`'s `address`.
 
-    Raises `ConfigError` for a name that is unknown, an address that is not for it, and where no Ray cluster answers.
+    Raises `ConfigError` for a name that is unknown, an address that is not for it, and if no Ray cluster answers.
     """
     if placement not in PLACEMENTS:
         raise ConfigError(unknown_name("placement", str(placement)[:80], PLACEMENTS))
@@ -47,7 +47,7 @@ def fleet_starter(
 ) -> StartFleet:
     """A function that starts a fleet, of one replica too, and waits until all are loaded, as `FleetClient.start` does.
 
-    What is not allowed raises `ConfigError` here, before anything of the model is read; also as `make_provider`.
+    Options that are not allowed raise `ConfigError` here, before any of the model is read. Also as `make_provider`.
     """
     check_count(num_replicas)
     provider = make_provider(placement, ray_address)
@@ -57,7 +57,7 @@ def fleet_starter(
 def connect_client(address: str | Sequence[str], *, keys: Keys | None, hang_seconds: float) -> EngineClient:
     """Connect to a core that others have started, or to several as a fleet.
 
-    Raises `EngineDeadError`, and `ConfigError` for what is no address and for cores that differ.
+    Raises `EngineDeadError`, and `ConfigError` for a value that is no address and for cores that differ.
     """
     if isinstance(address, str):
         return ProcessClient.connect(address, keys=keys, hang_seconds=hang_seconds)

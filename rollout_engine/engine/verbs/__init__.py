@@ -1,12 +1,12 @@
-"""Every verb of an engine, written once: what it is called, takes, gives, does, and when it may run.
+"""Every verb of an engine, written once: its name, arguments, result and effect, and when it may run.
 
 Clients call them by name, the driver runs them, and every face has a method for each public one
 (`rollout_engine.faces.verb_methods`). Arguments are checked against the annotations. Each function runs inside the
-driver's lock, between two steps, unless its row of the table says otherwise; every verb raises `LifecycleError`, naming
-state and verb, where it is out of order, and after shutdown.
+driver's lock, between two steps, unless its row of the table sets otherwise; every verb raises `LifecycleError`, naming
+state and verb, if it is out of order, and after shutdown.
 
-`timeout`, or `drain_timeout` where the wait is for requests, is in seconds; None: as long as the engine is busy with
-what came before (`Verb.timeout` says why that is the default, and what ends it). After it a verb raises
+`timeout`, or `drain_timeout` if the wait is for requests, is in seconds; None: as long as the engine is busy with
+earlier work (`Verb.timeout` explains this default and its bounds). After it a verb raises
 `CallTimeoutError`, a `TimeoutError`: a call that has not begun by then never does.
 
 Pausing, resuming, sleeping and waking are idempotent. While the engine does not run, calls that block until their

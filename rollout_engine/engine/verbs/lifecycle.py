@@ -1,4 +1,4 @@
-"""Verbs that stop an engine and let it go on: pauses, draining, sleep, and its prefix cache."""
+"""Verbs that stop an engine and let it continue: pauses, draining, sleep, and its prefix cache."""
 
 from collections.abc import Callable, Iterable
 
@@ -15,7 +15,7 @@ from rollout_engine.engine.verb_table import VERBS
 
 
 def _late_drain(verb: str, effect: str = "") -> Callable[[Arguments, bool], RolloutEngineError]:
-    """Make the error of a call that waits for requests in flight for too long. `effect`: what the call does to them."""
+    """Make the error of a call that waits for requests in flight for too long. `effect`: that of the call on them."""
 
     def late(arguments: Arguments, begun: bool) -> RolloutEngineError:
         what = f"requests are still in flight after {arguments['drain_timeout']:g} seconds"
@@ -42,11 +42,11 @@ def pause_generation(
     wait_for_inflight_requests: bool | None = None,
     drain_timeout: float | None = None,
 ) -> None:
-    """Stop computing at a step boundary; returns when that is so. Its seconds are in `stats.last_pause_seconds`.
+    """Stop computing at a step boundary; returns once it has stopped. Its seconds are in `stats.last_pause_seconds`.
 
     Args:
         mode: "abort" ends requests in flight with the tokens they have; "wait" finishes them first (in process this
-            call steps the engine, as others may); "keep" freezes them with their KV, and they go on at
+            call steps the engine, as others may); "keep" freezes them with their KV, and they continue at
             `resume_generation`.
         clear_cache: forget every known prefix too; frozen requests compute their KV again.
         wait_for_inflight_requests: True is the older spelling of mode="wait".
@@ -61,7 +61,7 @@ def pause_generation(
 
 @VERBS.add(combine=combine.nothing)
 def resume_generation(driver: EngineDriver, *, timeout: float | None = None) -> None:
-    """Go on after a pause."""
+    """Continue after a pause."""
     driver.core.resume()
 
 
@@ -94,11 +94,11 @@ def wait_for_requests_to_drain(driver: EngineDriver, drain_timeout: float = 300)
 def sleep(
     driver: EngineDriver, level: int = 1, mode: PauseMode = "abort", *, drain_timeout: float | None = None
 ) -> None:
-    """Give memory back to the system.
+    """Release memory to the system.
 
     Args:
-        level: 1 releases the KV pool and what is derived from the weights; 2 forgets the weights too, and after
-            `wake_up` a complete `update_weights` has to come first.
+        level: 1 releases the KV pool and all that is derived from the weights; 2 drops the weights too, and after
+            `wake_up` a complete `update_weights` is needed first.
         mode: of requests in flight, as for `pause_generation`. Those kept compute their KV again after `wake_up`.
         drain_timeout: as for `pause_generation`; the engine falls asleep once the requests have ended.
     """
@@ -111,7 +111,7 @@ def _prepare_wake_up(tags: Iterable[str] | None, timeout: float | None) -> Argum
 
 @VERBS.add(prepare=_prepare_wake_up, combine=combine.nothing)
 def wake_up(driver: EngineDriver, tags: str | list[str] | None = None, *, timeout: float | None = None) -> None:
-    """Take memory back: "weights", "kv_cache", or None for all. A pause from before the sleep still holds."""
+    """Allocate memory again: "weights", "kv_cache", or None for all. A pause from before the sleep still holds."""
     driver.core.wake_up(tags)
 
 

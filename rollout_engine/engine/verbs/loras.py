@@ -1,4 +1,4 @@
-"""Verbs on LoRA adapters: add, remove, list, pin. What an adapter is: `rollout_engine.base.lora_request`."""
+"""Verbs on LoRA adapters: add, remove, list, pin. Adapters: `rollout_engine.base.lora_request`."""
 
 from rollout_engine.base.lora_request import LoRAInfo, LoRALike, LoRARequest, as_lora_request
 from rollout_engine.base.messages import KvMode
@@ -23,16 +23,16 @@ def _always(driver: EngineDriver, arguments: Arguments) -> bool:
 
 @VERBS.add(prepare=_prepare_add, beside_steps=_always)
 def add_lora(driver: EngineDriver, lora_request: LoRARequest, *, timeout: float | None = None) -> LoRAInfo:
-    """Load a LoRA adapter from a directory or from tensors, beside steps, and put it in place between two of them.
+    """Load a LoRA adapter from a directory or from tensors, while steps run, and put it in place between two of them.
 
-    `EngineConfig.max_loras` are held at a time: where all slots are taken, the adapter that no request has named for
+    `EngineConfig.max_loras` are held at a time: if all slots are taken, the adapter that no request has named for
     longest gives way, unless it is pinned or unfinished requests use it. The same values again change nothing. Other
-    values under a known name need a higher `revision`; then requests in flight go on under them, over the KV that they
-    have, and the engine's policy version grows by one: `version_spans` tell the tokens apart. It grows too where a name
-    that was removed comes back with other values.
+    values under a known name need a higher `revision`; then requests in flight continue under them, over the KV they
+    have, and the engine's policy version grows by one: `version_spans` distinguish the tokens. It grows too if a name
+    that was removed returns with other values.
 
     Raises `RequestError`, naming the field, for an adapter that cannot be read, is of another base model, or has a
-    rank, a target or an option that is not served; `LifecycleError` where no slot is free, and where the engine
+    rank, a target or an option that is not served; `LifecycleError` if no slot is free, and if the engine
     computes no adapters: on a device, with deterministic=False.
     """
     return load_adapter(driver, lora_request, "add_lora")
@@ -40,13 +40,13 @@ def add_lora(driver: EngineDriver, lora_request: LoRARequest, *, timeout: float 
 
 @VERBS.add(prepare=_prepare_name, beside_steps=_always)
 def remove_lora(driver: EngineDriver, lora_request: str, *, timeout: float | None = None) -> bool:
-    """Remove an adapter by its name; False where there is none. Raises `LifecycleError` while requests use it."""
+    """Remove an adapter by its name; False if there is none. Raises `LifecycleError` while requests use it."""
     return remove_adapter(driver, lora_request)
 
 
 @VERBS.add(when="any time")
 def list_loras(driver: EngineDriver, *, timeout: float | None = None) -> list[LoRAInfo]:
-    """The adapters that the engine holds, in the order in which they came."""
+    """The adapters that the engine holds, in the order in which they were added."""
     return driver.core.adapters.list()
 
 
@@ -58,7 +58,7 @@ def pin_lora(driver: EngineDriver, lora_request: str, *, timeout: float | None =
 
 @VERBS.add(prepare=_prepare_add, beside_steps=_always, public=False)
 def ensure_lora(driver: EngineDriver, lora_request: LoRARequest, *, timeout: float | None = None) -> LoRAInfo:
-    """Load the adapter that a request brings along, unless it is there in this revision or a later one."""
+    """Load the adapter that a request carries, unless it is there in this revision or a later one."""
     return ensure_adapter(driver, lora_request)
 
 

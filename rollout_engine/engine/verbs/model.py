@@ -80,11 +80,11 @@ def score(
 ) -> Generator[None, None, list[np.ndarray]]:
     """Log-probs of given completions under the live weights: per sequence float32 [len(completion)].
 
-    They are what sampling those tokens at `temperature` would have returned ("tempered"). Steps of requests run between
+    They equal those that sampling the tokens at `temperature` returns ("tempered"). Steps of requests run between
     two batches of sequences; weights are those of the beginning to the end. `lora`: an adapter that the engine has, or
     its name; None: the base model alone. With `EngineConfig(quantization=...)` they are those of the rounded weights,
-    and not a trainer's. `routed_experts`: of each pair, as `CompletionOutput.routed_experts`, those
-    that its tokens go to in a mixture of experts; what is missing or -1 its routers choose. Raises `RequestError`, and
+    and not a trainer's. `routed_experts`: for each pair, as `CompletionOutput.routed_experts`, those that its tokens
+    go to in a mixture of experts; the routers choose those that are missing or -1. Raises `RequestError`, and
     after `timeout` seconds `CallTimeoutError` (a `TimeoutError`).
     """
     check_generation(driver.executor.info.generates)
@@ -153,13 +153,13 @@ def collective_rpc(
     `method(worker, *args, **kwargs)` with the worker that extensions have (`worker_ext.base.WorkerLike`). Functions do
     not cross processes (`LifecycleError`).
 
-    Returns one result per rank, in order. `timeout` in seconds: `RPCTimeoutError` after it; a call that had begun goes
-    on to its end, and steps wait for it. Raises `RPCError`, nothing run, for a method that does not exist or arguments
+    Returns one result per rank, in order. `timeout` in seconds: `RPCTimeoutError` after it; a begun call continues
+    to its end, and steps wait for it. Raises `RPCError`, nothing run, for a method that does not exist or arguments
     that are not of its types; our own errors as the method raised them; any other as `RPCError` with rank and
     traceback.
 
     To an engine in another process arguments and results are numbers, text, lists, dicts, arrays and tensors: these
-    travel without a copy, structs arrive as dicts and tuples as lists. `RPCError` names what cannot travel.
+    travel without a copy, structs arrive as dicts and tuples as lists. `RPCError` names a value that cannot travel.
     """
     with allowed():  # a method may take its time
         return driver.executor.collective_rpc(method, args, kwargs or {}, caller=driver.caller)
@@ -181,10 +181,10 @@ def call_function(
 
 @VERBS.add(crosses=False)
 def apply_model(driver: EngineDriver, fn: Callable[[nn.Module], Any], *, timeout: float | None = None) -> list[Any]:
-    """Results of `fn(module)` for the module of every rank, between two steps. It may read weights, not write them.
+    """Call `fn(module)` on every rank's module, between two steps; returns the results. It may only read weights.
 
-    In process only. Raises what `fn` raises; `LifecycleError` and `DirtyWeightsError` where there are no weights to
-    read. `DirtyWeightsError` too where `fn` wrote to some: then the engine is DIRTY until a complete update. (A write
+    In process only. Raises any error of `fn`; `LifecycleError` and `DirtyWeightsError` if there are no weights to
+    read. `DirtyWeightsError` too if `fn` wrote to some: then the engine is DIRTY until a complete update. (A write
     through `.data` goes unnoticed.)
     """
     _require_whole_weights(driver, "apply_model")
@@ -209,13 +209,13 @@ def _prepare_save(path: str | os.PathLike[str], timeout: float | None) -> Argume
 def save_sharded_state(driver: EngineDriver, path: str, *, timeout: float | None = None) -> None:
     """Write the live weights to a new directory, for engines with `load_format="sharded"`; steps wait meanwhile.
 
-    Each rank writes what it holds to a file of its own, with digests, so a model that is cut over ranks is nowhere
-    whole. The model's configuration and tokenizer are copied beside them: the directory is a `model` for an engine of
+    Each rank writes its part to a file of its own, with digests, so a model that is cut over ranks is nowhere
+    whole. The model's configuration and tokenizer are copied next to them: the directory is a `model` for an engine of
     the same `tensor_parallel_size`, dtype and, on devices, `deterministic`, whose weights are these to the bit. It is
-    on the machine where the model runs; of a fleet one replica writes it. Adapters and a draft model are not saved.
+    on the machine that runs the model; of a fleet one replica writes it. Adapters and a draft model are not saved.
 
-    The directory is there with all of it when this returns, and nothing is there after an error. Raises `RequestError`
-    where it cannot be written or is not empty; `LifecycleError` and `DirtyWeightsError` where there are no weights to
+    The directory is complete when this returns, and nothing is left there after an error. Raises `RequestError`
+    if it cannot be written or is not empty; `LifecycleError` and `DirtyWeightsError` if there are no weights to
     read.
     """
     _require_whole_weights(driver, "save_sharded_state")
@@ -247,7 +247,7 @@ def get_unused_names(driver: EngineDriver, names: list[str], *, timeout: float |
 
 
 def _require_whole_weights(driver: EngineDriver, verb: str) -> None:
-    """Raise, naming `verb`, where there are no weights to read, or an update is under way."""
+    """Raise, naming `verb`, if there are no weights to read, or an update is under way."""
     driver.core.lifecycle.require_weights(verb)
     if driver.core.lifecycle.updating:
         raise LifecycleError(f"{verb}: not possible while the engine is UPDATING: wait until it has ended.")

@@ -1,4 +1,4 @@
-"""Verbs that say how an engine is: load, health, integrity, metrics, and profiles of what it does."""
+"""Verbs that report on an engine: load, health, integrity, metrics, and profiles of its work."""
 
 import os
 import time
@@ -30,7 +30,7 @@ def get_num_unfinished_requests(driver: EngineDriver, *, timeout: float | None =
 
 @VERBS.add(when="at once", combine=combine.health)
 def check_health(driver: EngineDriver, *, timeout: float | None = None) -> Health:
-    """Ask the engine for a sign of life, which comes during a step too. Raises `EngineDeadError` when it is gone."""
+    """Ask the engine for a sign of life, which it gives during a step too. Raises `EngineDeadError` when it is gone."""
     lifecycle, work = driver.core.lifecycle, driver.work
     return Health(
         state="ENDING" if driver.is_ending else str(lifecycle.state),
@@ -47,7 +47,7 @@ def check_health(driver: EngineDriver, *, timeout: float | None = None) -> Healt
 
 @VERBS.add(after_shutdown=True, combine=combine.nothing)
 def check_integrity(driver: EngineDriver, *, timeout: float | None = None) -> None:
-    """Recount requests, blocks and references from scratch; AssertionError says what is off."""
+    """Recount requests, blocks and references from scratch; an AssertionError names any mismatch."""
     driver.core.check_integrity()
 
 
@@ -68,14 +68,14 @@ def start_profile(
     profile_memory: bool = False,
     timeout: float | None = None,
 ) -> None:
-    """Begin to record what the process that runs the model does, by torch's profiler; `stop_profile` ends it.
+    """Begin to profile the process that runs the model, by torch's profiler; `stop_profile` ends it.
 
-    Steps are slower meanwhile, and what is recorded stays in memory: profile seconds, not hours. The trace of an engine
+    Steps are slower meanwhile, and the records stay in memory: profile seconds, not hours. The trace of an engine
     in this process has all that this process does.
 
     Args:
-        directory: where the trace goes; made when it is missing. None: `EngineConfig.profiler_dir`.
-        num_steps: end by itself after so many steps, from 1. None: `stop_profile` ends it.
+        directory: for the trace; made if it is missing. None: `EngineConfig.profiler_dir`.
+        num_steps: end automatically after this number of steps, from 1. None: `stop_profile` ends it.
         with_stack: record the Python frames around each operation; slower.
         record_shapes: record the shapes of the operations' inputs.
         profile_memory: record allocations.
@@ -93,16 +93,16 @@ def start_profile(
 def stop_profile(driver: EngineDriver, *, timeout: float | None = None) -> list[str]:
     """End the profile that `start_profile` began, and return the paths of its traces: one per replica.
 
-    They are on the disk of the machine where the model runs, for Perfetto (ui.perfetto.dev) or chrome://tracing. Raises
-    `LifecycleError` where no profile was begun; of a fleet, where one of the replicas has none, since it was started
-    again meanwhile: the others have written theirs, and log where.
+    They are on the disk of the machine that runs the model, for Perfetto (ui.perfetto.dev) or chrome://tracing. Raises
+    `LifecycleError` if no profile was begun; of a fleet, if one of the replicas has none, since it was started
+    again meanwhile: the others have written theirs, and log the paths.
     """
     return driver.executor.stop_profile()
 
 
 @VERBS.add(when="any time", after_shutdown=True, public=False, combine=combine.metrics)
 def get_core_metrics(driver: EngineDriver, *, timeout: float | None = None) -> CoreMetrics:
-    """Counters and gauges of the core, of now."""
+    """Present counters and gauges of the core."""
     return driver.core.metrics()
 
 

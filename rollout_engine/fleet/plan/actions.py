@@ -40,13 +40,13 @@ class Stop(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """Tell the user that sequences have ended: no replica will."""
+    """Report ends of sequences to the user: no replica will report them."""
 
     ended: list[SequenceEnd]
 
 
 class Fail(NamedTuple):
-    """Tell the user that no replica is left: every request fails."""
+    """Report to the user that no replica is left: every request fails."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""Which replica of a fleet gets a request: decided from local counts alone, without a scan over the replicas.
+"""Chooses the replica of a fleet for each request: from local counts alone, without a scan over the replicas.
 
 The n samples of a prompt are one request, so they stay together. The same calls lead to the same decisions in every
 process.
@@ -20,30 +20,30 @@ STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 
 
 class BalancerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Decisions since start, and what is in flight now."""
+    """Decisions since start, and the requests in flight now."""
 
     decisions: dict[str, int]
-    """By what decided them: a strategy's name, or "session"."""
+    """Counts by decider: a strategy's name, or "session"."""
     num_fallbacks: int
     """Decisions that the first strategy passed on."""
     num_requests: dict[int, int]
     """Replica -> requests in flight, for each one that serves or still has some."""
     num_kv_tokens: dict[int, int]
-    """Replica -> KV tokens of those requests, as told to `began`."""
+    """Replica -> KV tokens of those requests, as passed to `began`."""
 
 
 class Balancer:
     """Chooses among the replicas that serve, by strategies in fallback order.
 
-    * `"prefix-aware"`: the replica where the first prompt with the same `prefix_length` first tokens went. A new prefix
+    * `"prefix-aware"`: the replica of the first prompt with the same `prefix_length` first tokens. A new prefix
       is placed by consistent hashing, on a replica with no more requests than the mean. It passes when that replica is
-      overloaded. Choose `prefix_length` longer than what all prompts share, such as a system prompt.
+      overloaded. Choose `prefix_length` longer than the prefix that all prompts share, such as a system prompt.
     * `"requests"`: the replica with the fewest requests in flight.
     * `"kv-cache"`: the replica with the fewest KV tokens in flight.
     * `"round-robin"`: each in turn. It passes when the next one is overloaded.
 
     A replica is overloaded if it has more than `overload_threshold` x (mean + 8) requests. `"requests"` and
-    `"kv-cache"` take the least loaded one and never pass; where all strategies pass, `"requests"` decides.
+    `"kv-cache"` take the least loaded one and never pass; if all strategies pass, `"requests"` decides.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Balancer:
         self._decisions: Counter[str] = Counter()
 
     def add(self, replica: int) -> None:
-        """Let `replica`, a number of at least 0, serve. What it had in flight when it was removed still counts."""
+        """Let `replica`, a number of at least 0, serve. Its requests in flight from before its removal still count."""
         self._requests.serve(replica)
         self._kv_tokens.serve(replica)
         for strategy in self._strategies.values():
@@ -87,8 +87,8 @@ class Balancer:
     ) -> int:
         """Choose the replica of one request; call `began` when it is sent. Raises `LookupError` if none is left.
 
-        A session stays where its first turn went, however loaded that is, until that replica is removed. `excluding`:
-        replicas not to be taken by this request, such as those where it failed; session and prefix stay where they are.
+        A session stays at the replica of its first turn, however loaded, until that replica is removed. `excluding`:
+        replicas not to be taken by this request, such as those that it failed at; session and prefix keep theirs.
         """
         first = prompt_token_ids[: self._prefix_length]
         prefix = struct.pack(f"<{len(first)}q", *first)
@@ -101,7 +101,7 @@ class Balancer:
         return replica
 
     def set_load(self, replica: int, num_requests: int, num_kv_tokens: int) -> None:
-        """Take a replica's load as another one counts it; then call neither `began` nor `ended`."""
+        """Set a replica's load to a count made elsewhere; then call neither `began` nor `ended`."""
         for loads, load in ((self._requests, num_requests), (self._kv_tokens, num_kv_tokens)):
             if load != loads[replica]:  # else it stays the one of equals that changed longest ago
                 loads.change(replica, load - loads[replica])
@@ -128,7 +128,7 @@ class Balancer:
         )
 
     def check_integrity(self) -> None:
-        """Recount everything that is kept beside the loads."""
+        """Recount the loads and everything kept in addition to them."""
         self._requests.check_integrity()
         self._kv_tokens.check_integrity()
         serving = self._requests.serving()

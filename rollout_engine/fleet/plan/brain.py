@@ -1,4 +1,4 @@
-"""The brain of a fleet: what happens to its replicas comes in, what is to be done goes out. It does nothing itself.
+"""The brain of a fleet: it receives the events of replicas, and returns actions for others to carry out.
 
                     started            caught up
     (lost) STARTING ───────> STALE ────────────────> SYNCED <── only these get requests
@@ -6,7 +6,7 @@
       │        │ failed      │  └─────────────────────  │
       └────────┴──── lost ───┴───────── lost ───────────┘           DRAINING ──> DEAD: scaled away, or given up
 
-A replica whose weights are not the fleet's newest serves nothing. Time comes in as an argument, in seconds.
+A replica whose weights are not the fleet's newest serves nothing. Time is passed as an argument, in seconds.
 """
 
 import logging
@@ -22,13 +22,13 @@ from rollout_engine.fleet.plan.replica_state import Replica, ReplicaState, backo
 logger = logging.getLogger("rollout_engine")
 
 MAX_FAILURES = 6
-"""Failed starts and early deaths in a row after which a replica is given up; failed catch-ups, and it starts anew."""
+"""Failed starts and early deaths in a row after which a replica is given up; failed catch-ups, and it restarts."""
 _PROVEN_SECONDS = 60.0
 """Seconds of service after which a replica's earlier failures count no more."""
 
 
 class Brain:
-    """Decides which replica gets a request, and what becomes of requests and replicas when one fails."""
+    """Decides which replica gets a request, and how requests and replicas recover when one fails."""
 
     def __init__(self, balancer: Balancer, num_replicas: int, *, policy_version: int = 0) -> None:
         self.balancer, self.ledger = balancer, Ledger()
@@ -50,19 +50,19 @@ class Brain:
 
     @property
     def wanted(self) -> list[int]:
-        """Replicas that are there or are to be, without those that go."""
+        """Replicas that exist or are to start, without those that are being removed."""
         gone = (ReplicaState.DEAD, ReplicaState.DRAINING)
         return [index for index, replica in self.replicas.items() if replica.state not in gone]
 
     @property
     def is_dead(self) -> bool:
-        """Whether no replica is left, and none will come."""
+        """Whether no replica is left, and none will start."""
         return all(replica.state is ReplicaState.DEAD for replica in self.replicas.values())
 
     def added(
         self, request: EngineCoreRequest, session_id: str | None = None, replica: int | None = None
     ) -> list[Action]:
-        """Take a request. It waits where no replica serves. `replica`: one that serves, and is to have it."""
+        """Take a request. It waits if no replica serves. `replica`: one that serves, and is to get it."""
         return self._placed(self.ledger.add(request, session_id), replica)
 
     def aborted(self, sequence_ids: Iterable[int]) -> list[Action]:
@@ -77,7 +77,7 @@ class Brain:
         return actions
 
     def received(self, replica: int, outputs: EngineCoreOutputs) -> list[Action]:
-        """Note the outputs of a replica's step; they lose what is no longer its to say."""
+        """Note the outputs of a replica's step, after removing those that it must no longer report."""
         self._forget(self.ledger.received(replica, outputs))
         return self._drained(replica)
 
@@ -87,7 +87,7 @@ class Brain:
         """Note that a replica, by default the one that has it, did not take the request that begins with a sequence.
 
         `others_may`: another one may take it, so each that serves is tried. Returns the user's first sequence id of it;
-        None where it goes on elsewhere, or has ended.
+        None if it continues elsewhere, or has ended.
         """
         entry = self.ledger.get(sequence_id)
         was_taken = replica is not None and self.ledger.refused(replica, sequence_id)
@@ -103,7 +103,7 @@ class Brain:
         return entry.request.first_sequence_id, rest
 
     def started(self, replica: int, policy_version: int, now: float) -> list[Action]:
-        """A replica's engine is there, with weights of this version."""
+        """Note that a replica's engine has started, with weights of this version."""
         found = self.replicas[replica]
         if found.state is not ReplicaState.STARTING:  # scaled away meanwhile
             return [Stop(replica)]
@@ -111,7 +111,7 @@ class Brain:
         return self.has_weights(replica, policy_version, now)
 
     def has_weights(self, replica: int, policy_version: int, now: float) -> list[Action]:
-        """A replica has weights of this version now: it serves, or has to catch up."""
+        """Note that a replica has weights of this version now: it serves, or has to catch up."""
         found = self.replicas[replica]
         if found.state is not ReplicaState.STALE:  # an update has overtaken it
             return []
@@ -121,7 +121,7 @@ class Brain:
         return [*self._stale(found, now), CatchUp(replica, now)]
 
     def committed(self, replicas: Iterable[int], policy_version: int, now: float) -> list[Action]:
-        """These replicas have committed the weights of an update; the others that live have missed it."""
+        """Note that these replicas have committed the weights of an update; the others that live have missed it."""
         self.policy_version = policy_version
         actions: list[Action] = []
         took = set(replicas)
@@ -135,9 +135,9 @@ class Brain:
         return [*actions, *self._serve([each for each in ready if each.state is ReplicaState.STALE], now)]
 
     def strayed(self, replicas: Iterable[int], now: float, *, can_catch_up: bool) -> list[Action]:
-        """Nobody knows which weights these replicas have: an update failed there, and no other one took it.
+        """Note that these replicas have unknown weights: an update failed there, and no other one took it.
 
-        `can_catch_up`: whether there was an update before; else they start anew, with the weights of the checkpoint.
+        `can_catch_up`: whether there was an update before; else they restart, with the weights of the checkpoint.
         """
         actions: list[Action] = []
         for replica in (self.replicas[index] for index in replicas):
@@ -148,7 +148,7 @@ class Brain:
         return actions
 
     def missed(self, replica: int, problem: str, now: float) -> list[Action]:
-        """A replica could not catch up. It tries again, later each time, and is given up in the end."""
+        """Note that a replica could not catch up. It tries again, later each time, and is given up in the end."""
         found = self.replicas[replica]
         if found.state is not ReplicaState.STALE:
             return []
@@ -160,7 +160,7 @@ class Brain:
         return [Stop(replica), *self._restart(found, now)]
 
     def lost(self, replica: int, problem: str, now: float) -> list[Action]:
-        """A replica's engine is gone, or could not start. Its requests go on elsewhere, and it is started again."""
+        """Note a replica whose engine is gone or could not start: its requests continue elsewhere, and it restarts."""
         found = self.replicas[replica]
         if found.state is ReplicaState.DEAD:
             return []
@@ -170,9 +170,9 @@ class Brain:
         return [*again, *self._moved(found)]
 
     def computed(self, replica: int, policy_version: int, now: float) -> list[Action]:
-        """A replica has computed with weights of this version, and no update is under way.
+        """Note that a replica has computed with weights of this version, and no update is under way.
 
-        Something else than an update has changed them where that is not the fleet's: it is started anew.
+        If that is not the fleet's version, something else than an update has changed them: it is restarted.
         """
         found = self.replicas[replica]
         if policy_version in found.versions or found.state is not ReplicaState.SYNCED:
@@ -183,7 +183,7 @@ class Brain:
         return self.restarted(replica, now)
 
     def restarted(self, replica: int, now: float) -> list[Action]:
-        """Start the engine of a replica that lives anew; its requests go on elsewhere. That is no failure of it."""
+        """Restart the engine of a living replica; its requests continue elsewhere. It does not count as a failure."""
         found = self.replicas[replica]
         if found.state not in (ReplicaState.STALE, ReplicaState.SYNCED):
             return []
@@ -193,7 +193,7 @@ class Brain:
         return [*moved, Stop(replica), Start(replica, now)]
 
     def scaled(self, num_replicas: int, now: float) -> list[Action]:
-        """Have so many replicas: new ones start; of those with the highest indexes the requests end first."""
+        """Scale to `num_replicas`: new ones start; those with the highest indexes end after their requests."""
         keep = self.wanted
         actions: list[Action] = []
         for index in keep[num_replicas:]:
@@ -208,11 +208,11 @@ class Brain:
         return actions
 
     def check_integrity(self) -> None:
-        """AssertionError where a request is nowhere, or at a replica that must not have it."""
+        """Raise AssertionError if a request is nowhere, or at a replica that must not have it."""
         _check_fleet(self.ledger, list(self._waiting), list(self.replicas.values()), self.policy_version)
 
     def _placed(self, entry: Entry, replica: int | None = None) -> list[Action]:
-        """Send what is left of a request to this replica, or the one that the balancer names, or let it wait."""
+        """Send the rest of a request to this replica, or the one that the balancer names, or let it wait."""
         requests, ends = self.ledger.rest(entry)
         actions: list[Action] = [Tell(ends)] if ends else []
         self.ledger.end(end.sequence_id for end in ends)
@@ -253,7 +253,7 @@ class Brain:
         return [action for entry in waiting for action in self._placed(entry)]
 
     def _stale(self, replica: Replica, now: float) -> list[Action]:
-        """Take a replica out of service; what it computes goes on at others."""
+        """Take a replica out of service; its requests continue at others."""
         self._leave(replica, now)
         if replica.state is ReplicaState.SYNCED:
             replica.state = ReplicaState.STALE
@@ -285,7 +285,7 @@ class Brain:
         return [Stop(replica), *self._end(found)]
 
     def _end(self, replica: Replica) -> list[Action]:
-        """A replica is gone for good. Requests that wait fail with the last one."""
+        """End a replica for good. Requests that wait fail with the last one."""
         replica.state = ReplicaState.DEAD
         self.ledger.lost(replica.index)
         return [Fail(problems_of(self.replicas.values()))] if self.is_dead else []
@@ -300,7 +300,7 @@ class Brain:
 
 
 def _check_fleet(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Replica], policy_version: int) -> None:
-    """AssertionError where requests or replicas are not as they must be, in a fleet that has not failed."""
+    """Raise AssertionError if requests or replicas are inconsistent, in a fleet that has not failed."""
     ledger.check_integrity()
     if any(replica.state is not ReplicaState.DEAD for replica in replicas):
         _check_requests(ledger, waiting, replicas)
@@ -308,7 +308,7 @@ def _check_fleet(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Re
 
 
 def _check_requests(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Replica]) -> None:
-    """AssertionError where a request is nowhere, or at a replica that must not have it."""
+    """Raise AssertionError if a request is nowhere, or at a replica that must not have it."""
     assert len(set(waiting)) == len(waiting), "a request waits twice"
     for entry in ledger.entries():
         assert (entry in waiting) == (entry.replica is None), f"request {entry.request.first_sequence_id} is lost"
@@ -320,7 +320,7 @@ def _check_requests(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence
 
 
 def _check_replicas(ledger: Ledger, replicas: Iterable[Replica], policy_version: int) -> None:
-    """AssertionError where a replica serves other weights than the fleet's, or waits for the end of no request."""
+    """Raise AssertionError if a replica serves other weights than the fleet's, or drains without a request."""
     for replica in replicas:
         if replica.state is ReplicaState.SYNCED:
             assert replica.policy_version == policy_version, f"replica {replica.index} serves stale weights"

@@ -1,4 +1,4 @@
-"""Consistent hashing: the replicas of a key, in an order that hardly changes when a replica comes or goes."""
+"""Consistent hashing: the replicas of a key, in an order that hardly changes when a replica is added or removed."""
 
 import hashlib
 from bisect import bisect_left, insort
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rollout_engine.base.seeds import mix
 
 _POINTS = 16
-"""Points of each replica: a replica that leaves hands its keys to about so many others."""
+"""Points of each replica: a replica that leaves hands its keys to about this number of others."""
 _REPLICA_BITS = 32
 _REPLICA_MASK = (1 << _REPLICA_BITS) - 1
 
@@ -34,7 +34,7 @@ class HashRing:
             del self._points[bisect_left(self._points, point)]
 
     def walk(self, key: bytes) -> Iterator[int]:
-        """Yield the replicas from the key's own on, once round the ring; each comes once for every point it has."""
+        """Yield the replicas from the key's own on, once round the ring; each as often as it has points."""
         points = self._points
         position = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
         start = bisect_left(points, position << _REPLICA_BITS)

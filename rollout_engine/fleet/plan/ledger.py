@@ -1,6 +1,6 @@
 """The ledger of a fleet: every request that has not ended, which replica has it, and the tokens it has so far.
 
-A request whose replica is lost goes on at another one behind the tokens it has. Draws depend on the sequence seed and
+A request whose replica is lost continues at another one after the tokens it has. Draws depend on the sequence seed and
 the position alone, so under the same weights it gets the tokens that it would have had.
 """
 
@@ -12,7 +12,7 @@ from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, S
 from rollout_engine.base.seeds import child_seed
 
 _MOST_PENDING = 1 << 16
-"""Tokens kept as they came, step by step, before they are sorted by sequence."""
+"""Most tokens kept as received, step by step, before they are sorted by sequence."""
 
 
 class Entry:
@@ -26,19 +26,19 @@ class Entry:
         self.live = dict.fromkeys(range(first, first + request.params.n))
         """Ids of the sequences that have not ended, in order."""
         self.aborted: set[int] = set()
-        """Those of them that are to end, as soon as their replica says so."""
+        """Those of them that are to end, as soon as their replica reports it."""
         self.replica: int | None = None
-        """None while it waits for one."""
+        """The replica that has it; None while it waits for one."""
         self.attempt = 0
         """How many replicas had it before."""
         self.refused_by: set[int] = set()
         """Replicas that could not take it just now, since it was last at one that did."""
         self.is_whole = True
-        """Whether its replica has the request as it came, and not the rest of it, a sample at a time."""
+        """Whether its replica has the request as it was added, and not the rest of it, a sample at a time."""
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens of KV that the request may come to hold."""
+        """Most tokens of KV that the request may hold."""
         return len(self.request.prompt_token_ids) + self.request.params.n * self.request.max_tokens
 
 
@@ -54,8 +54,8 @@ class Ledger:
         self._tokens: dict[int, list[int]] = {}
         """Sequence id -> tokens that have been sorted."""
         self._foreign: dict[int, dict[int, int]] = {}
-        """Replica -> sequences that were taken from it, until it says that they have ended there; and by which id each
-        came to it: that of the first sequence of its request."""
+        """Replica -> sequences that were taken from it, until it reports their ends; and the id under
+        which it got each of them: that of the first sequence of its request."""
 
     def __len__(self) -> int:
         return len(self.entries())
@@ -79,10 +79,10 @@ class Ledger:
         return self._entries.get(sequence_id)
 
     def received(self, replica: int, outputs: EngineCoreOutputs) -> list[Entry]:
-        """Note what a replica has said of sequences that it has; returns the entries that have ended with it.
+        """Note a replica's outputs for sequences that it has; returns the entries that have ended with them.
 
-        `outputs` loses what is not the replica's to say: rows and ends of sequences that were taken from it, and the
-        ends of those that it gives up because it ends itself: others go on with them.
+        Removed from `outputs` are rows and ends of sequences that were taken from the replica, and the
+        ends of those that it gives up because it ends itself: others continue them.
         """
         if self._foreign.get(replica):
             self._drop_foreign(replica, outputs)
@@ -98,7 +98,7 @@ class Ledger:
         return self._ended(end.sequence_id for end in outputs.ended)
 
     def moves(self, entry: Entry, *, replica_lives: bool, has_refused: bool = False) -> None:
-        """Take a request from its replica. What that one still says of it counts no more, until its ends there.
+        """Take a request from its replica. That replica's later outputs for it are dropped, until its ends there.
 
         `has_refused`: the replica could not take it just now.
         """
@@ -113,7 +113,7 @@ class Ledger:
         entry.replica, entry.attempt = None, entry.attempt + 1
 
     def lost(self, replica: int) -> None:
-        """A replica says nothing any more."""
+        """Note that a replica sends nothing any more."""
         self._foreign.pop(replica, None)
 
     def refused(self, replica: int, first_sequence_id: int) -> bool:
@@ -125,7 +125,7 @@ class Ledger:
         return bool(refused)
 
     def aborted(self, sequence_ids: Iterable[int]) -> dict[int | None, list[int]]:
-        """Note that live sequences are to end. Returns them by replica; those of None never come to one."""
+        """Note that live sequences are to end. Returns them by replica; those under None are at none."""
         found: dict[int | None, list[int]] = {}
         for sequence_id in dict.fromkeys(sequence_ids):
             if (entry := self._entries.get(sequence_id)) is not None:
@@ -138,9 +138,9 @@ class Ledger:
         return self._ended(sequence_ids)
 
     def rest(self, entry: Entry) -> tuple[list[EngineCoreRequest], list[SequenceEnd]]:
-        """Requests for what another replica has to compute, and the ends of samples of which nothing is left.
+        """Requests for the rest that another replica has to compute, and the ends of samples without a rest.
 
-        The request as it came, if no sample has a token yet; else one request for each live sample.
+        The request as it was added, if no sample has a token yet; else one request for each live sample.
         """
         self._sort()
         if not entry.aborted and len(entry.live) == entry.request.params.n:
@@ -157,7 +157,7 @@ class Ledger:
         return requests, ends
 
     def check_integrity(self) -> None:
-        """AssertionError where sequences and entries do not belong together, or tokens to no live sequence."""
+        """Raise AssertionError if sequences and entries do not match, or tokens belong to no live sequence."""
         for sequence_id, entry in self._entries.items():
             assert sequence_id in entry.live, f"sequence {sequence_id} has ended and is listed"
             assert entry.aborted <= entry.live.keys(), f"sequences {entry.aborted - entry.live.keys()} have ended twice"
@@ -188,7 +188,7 @@ class Ledger:
             foreign.pop(end.sequence_id, None)
 
     def _drop_repeated(self, outputs: EngineCoreOutputs) -> None:
-        """Drop what the rest of a request says of its prompt: its user has heard it already."""
+        """Drop outputs for the prompt from the rest of a request: its user has got them already."""
         for name in ("num_cached_tokens", "prompt_logprobs"):
             column = getattr(outputs, name)
             setattr(outputs, name, {id: value for id, value in column.items() if self._is_whole(id)})
@@ -207,7 +207,7 @@ class Ledger:
 
 
 def _end_of(entry: Entry, sequence_id: int, tokens: list[int]) -> SequenceEnd | None:
-    """Its end, if it is to be aborted, or its last token has come without it."""
+    """The end of a sample that is to be aborted, or whose last token was received without it; else None."""
     request = entry.request
     if sequence_id in entry.aborted:
         return SequenceEnd(sequence_id, "abort")
@@ -220,7 +220,7 @@ def _end_of(entry: Entry, sequence_id: int, tokens: list[int]) -> SequenceEnd | 
 
 
 def _continued(entry: Entry, sequence_id: int, tokens: list[int]) -> EngineCoreRequest:
-    """The request of what is left of one sample."""
+    """The request for the rest of one sample."""
     source = entry.request
     return msgspec.structs.replace(
         source,

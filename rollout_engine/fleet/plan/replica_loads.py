@@ -12,7 +12,7 @@ _SPARE_ENTRIES = 64
 class ReplicaLoads:
     """Load in flight of each replica, in requests or in KV tokens; `in` and `len` are about those that serve.
 
-    A replica's load outlives its serving: a draining replica ends what it has, and a dead one's requests are moved.
+    A replica's load outlives its serving: a draining replica ends its requests, and a dead one's requests are moved.
 
     heap    (load, tick, replica)...   least load first; of equal loads the one that changed longest ago
             live: the newest entry of each serving replica; the others are outdated and dropped when met
@@ -107,7 +107,7 @@ class ReplicaLoads:
             heapify(self._heap)
 
     def check_integrity(self) -> None:
-        """Recount the total and assert that the heap knows the present load of every serving replica."""
+        """Recount the total and assert that the heap has the present load of every serving replica."""
         assert all(load >= 0 for load in self._loads.values()), f"negative loads: {self._loads}"
         assert all(load or replica in self._live for replica, load in self._loads.items()), "idle replicas are kept"
         assert self.total == sum(self._loads[replica] for replica in self._live), "the total differs from its sum"

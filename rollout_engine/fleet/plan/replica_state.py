@@ -1,4 +1,4 @@
-"""One replica of a fleet, as the fleet's brain knows it."""
+"""One replica of a fleet, as the fleet's brain sees it."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -22,21 +22,21 @@ class ReplicaState(StrEnum):
 
 
 class Replica:
-    """One replica, as the brain knows it."""
+    """One replica, as the brain sees it."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.state = ReplicaState.STARTING
         self.policy_version = -1
-        """Version of its weights; -1 before it has told."""
+        """Version of its weights; -1 before it is reported."""
         self.versions = (-1, -1)
-        """That version, and the one before: the last step under it may be told after the commit."""
+        """That version, and the one before: the last step under it may be reported after the commit."""
         self.synced_at = 0.0
         """When it began to serve."""
         self.num_failures = 0
         """Failed starts, and deaths before it had served for a minute, in a row."""
         self.num_missed = 0
-        """Catch-ups in a row that came to nothing."""
+        """Failed catch-ups in a row."""
         self.problem = ""
         """Why it failed last."""
 
@@ -53,7 +53,7 @@ class Replica:
 
 
 def backoff(num_failures: int) -> float:
-    """Seconds before the next try after so many failures in a row: none after the first, then twice as long each."""
+    """Seconds before the next try after `num_failures` in a row: none after the first, then twice as long each."""
     return 0.0 if num_failures <= 1 else min(_FIRST_WAIT * 2.0 ** (num_failures - 2), _LONGEST_WAIT)
 
 

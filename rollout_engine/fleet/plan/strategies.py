@@ -15,7 +15,7 @@ _MAX_HOMES = 1 << 16
 
 
 class Strategy:
-    """One way to pick a replica. It hears of every replica that comes or goes, and of every decision."""
+    """One way to pick a replica. It is notified of every replica that is added or removed, and of every decision."""
 
     def add(self, replica: int) -> None:
         """Let `replica` serve."""
@@ -28,10 +28,10 @@ class Strategy:
         raise AssertionError("every strategy defines `pick`")
 
     def settle(self, prefix: bytes, replica: int) -> None:
-        """Note where a request with this prefix goes, whoever decided it."""
+        """Note the replica of a request with this prefix, whether this strategy chose it or not."""
 
     def check_integrity(self, serving: set[int]) -> None:
-        """Assert that the strategy knows exactly the replicas that serve."""
+        """Assert that the strategy has exactly the replicas that serve."""
 
 
 class LeastLoaded(Strategy):
@@ -77,7 +77,7 @@ class RoundRobin(Strategy):
 
 
 class PrefixAware(Strategy):
-    """The home of the prefix: where its first request went. It passes when that replica is overloaded.
+    """The home of the prefix: the replica of its first request. It passes if that replica is overloaded.
 
     A new prefix is placed by consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018): the
     first replica on the ring that has no more requests than the mean. So homes are even before anything is overloaded,
@@ -89,7 +89,7 @@ class PrefixAware(Strategy):
         self._ring, self._homes = HashRing(), Homes(requests)
 
     def add(self, replica: int) -> None:
-        """Place new prefixes on `replica` too; known ones stay where they are."""
+        """Place new prefixes on `replica` too; known ones keep their replicas."""
         self._ring.add(replica)
 
     def remove(self, replica: int) -> None:
@@ -127,7 +127,7 @@ class PrefixAware(Strategy):
 
 
 class Homes:
-    """The replica where the first request of each key went, as long as it serves. Forgets the keys used longest ago."""
+    """The replica of the first request of each key, as long as it serves. Forgets the keys used longest ago."""
 
     def __init__(self, serving: Container[int]) -> None:
         self._serving = serving

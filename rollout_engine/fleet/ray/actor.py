@@ -6,7 +6,7 @@
              RemoteCore.end        ── kill ────────────────>         in the concurrency group "control"
 
 All of it is bytes of msgpack: Ray pickles no object of ours. The core ends with its actor, which holds its lifeline.
-This module loads no model code: the actor has a process beside its core's.
+This module loads no model code: the actor's process is not its core's.
 """
 
 import logging
@@ -46,22 +46,22 @@ class CoreOrder(Order, frozen=True, kw_only=True, tag="core", forbid_unknown_fie
 
     config: EngineConfig
     import_path: list[str]
-    """`sys.path` of the driver, where the user's modules are found."""
+    """`sys.path` of the driver, on which the user's modules are found."""
     log_level: int
     heartbeat_seconds: float
     max_backlog_bytes: int
     start_seconds: float
     driver_node_id: str
-    """Ray's id of the driver's node. A core on another one listens on TCP, for who has the keys."""
+    """Ray's id of the driver's node. A core on another one listens on TCP, for clients that have the keys."""
     keys: Keys
 
 
 class CorePlace(msgspec.Struct, frozen=True, kw_only=True, tag="place", forbid_unknown_fields=True):
-    """Where a core that is ready runs."""
+    """The place of a core that is ready: its directory, address, process and node."""
 
     directory: str
     address: str
-    """Where it listens on TCP; "": nowhere, the driver is on its node."""
+    """Its address on TCP; "": it has none, since the driver is on its node."""
     pid: int
     node_id: str
     """Ray's id of its node."""
@@ -84,7 +84,7 @@ class ReplicaActor:
         self._is_ready = self._is_ended = False
 
     def start(self, order: bytes) -> bytes:
-        """Start the core; return once it is ready. An error comes back as a `Failure`.
+        """Start the core; return once it is ready. An error is returned as a `Failure`.
 
         A driver that has lost the answer may call it again: an actor starts one core.
         """
@@ -94,7 +94,7 @@ class ReplicaActor:
             return msgspec.msgpack.encode(failure_of(error, "".join(traceback.format_exception(error))))
 
     def heartbeat(self) -> bytes:
-        """Tell that this actor lives, and whether its core does."""
+        """Report that this actor lives, and whether its core does."""
         process = self._process
         return msgspec.msgpack.encode(Beat(None if process is None else process.wait(0)))
 

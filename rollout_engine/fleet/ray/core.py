@@ -1,6 +1,6 @@
 """The driver's handle of a core that a Ray actor starts on its node (`rollout_engine.fleet.ray.actor`).
 
-Ray restarts neither actors nor calls: a restarted actor would hold the base weights without anybody knowing.
+Ray restarts neither actors nor calls: a restarted actor would hold the base weights unnoticed.
 """
 
 import logging
@@ -51,7 +51,7 @@ class RemoteCore:
     def start(self, config: EngineConfig, keys: Keys, seconds: float) -> CorePlace:
         """Reserve a node's resources, create the actor there, have it start its core, and wait until that is ready.
 
-        Raises what prevented it within `seconds`: `ConfigError`, `RetryableError`, `EngineDeadError`.
+        Raises the error that prevented it within `seconds`: `ConfigError`, `RetryableError`, `EngineDeadError`.
         """
         deadline = time.monotonic() + seconds
         group = self._cluster.place(self._bundle, self.name, min(_PLACE_SECONDS, seconds), lambda: self._is_ended)
@@ -83,7 +83,7 @@ class RemoteCore:
         return self._actor.heartbeat.options(concurrency_group=_HEARTBEAT).remote()
 
     def read_heartbeat(self, reference: Any) -> Beat | None:
-        """Read an answer to `ask_heartbeat`; None: it has not come.
+        """Read an answer to `ask_heartbeat`; None: it has not arrived.
 
         Raises `EngineDeadError` if the actor is gone, `RetryableError` if it cannot be reached just now.
         """
@@ -99,7 +99,7 @@ class RemoteCore:
                 self._end(kill)
 
     def _ask_start(self, order: bytes, deadline: float) -> CorePlace | Failure:
-        """Have the actor start its core; ask again where the answer is lost, and nobody knows whether it has."""
+        """Have the actor start its core; ask again if the answer is lost, since it may not have started."""
         while True:
             answer = self._actor.start.remote(order)
             left = max(deadline - time.monotonic(), 0.0)

@@ -35,12 +35,12 @@ class RayReplica:
     def near(self, store: str, seconds: float) -> str:
         """Path of the store itself, or of a copy of its current version on the replica's node, made at most once there.
 
-        Raises `WeightUpdateError`, `EngineDeadError` or `RetryableError` where it cannot be copied within `seconds`.
+        Raises `WeightUpdateError`, `EngineDeadError` or `RetryableError` if it cannot be copied within `seconds`.
         """
         return self._provider.near(self._node_id, store, seconds)
 
     def end(self, *, kill: bool = False) -> None:
-        """Leave the core, end it and its actor, and free what they reserved. `kill`: without waiting for the core.
+        """Leave the core, end it and its actor, and free their reservations. `kill`: without waiting for the core.
 
         Calling it again is a no-op.
         """
@@ -69,8 +69,8 @@ class RayProvider:
     ) -> None:
         """Connect to the cluster at `address` ("HOST:PORT"), or to the one this process is connected to.
 
-        `address=None`: as `ray.init()` does, a cluster that runs on this machine, or else a new one. `namespace` is
-        where Ray lists the actors. `hang_seconds`: a core that gives no sign of life for this long counts as dead.
+        `address=None`: as `ray.init()` does, a cluster that runs on this machine, or else a new one. `namespace`: that
+        of the actors in Ray. `hang_seconds`: a core that gives no sign of life for this long counts as dead.
         `start_seconds`: how long a replica may take to find room, a minute of it at most, and to load its model.
         Raises `ConfigError`: Ray is not installed, or no cluster answers there.
         """
@@ -81,7 +81,7 @@ class RayProvider:
         self._service = secrets.token_hex(4)
         self._numbers = itertools.count()
         self._cores: dict[RemoteCore, int] = {}
-        """Those that are not gone, and the indexes of their replicas."""
+        """Cores that are not gone, and the indexes of their replicas."""
         self._starting: set[RemoteCore] = set()
         self._lock = threading.Lock()
         self._is_closed = self._is_left = False
@@ -90,7 +90,7 @@ class RayProvider:
         atexit.register(self.shutdown)  # before Ray's own, which it registered when it was imported
 
     def share(self, config: EngineConfig, num_replicas: int) -> EngineConfig:
-        """The configuration of each of so many replicas: its share of the cluster's CPUs, unless it says.
+        """The configuration of each of `num_replicas`: its share of the cluster's CPUs, unless `num_threads` is set.
 
         A core on a device keeps its own default.
         """
@@ -98,7 +98,7 @@ class RayProvider:
         return config if config.device == "cuda" else with_threads(config, self._cluster.num_cpus_each(num_replicas))
 
     def check(self, num_more: int, config: EngineConfig | None = None, num_present: int = 0) -> None:
-        """Raise `ConfigError` unless the cluster has room for `num_more` replicas: asked, free, where.
+        """Raise `ConfigError` unless the cluster has room for `num_more` replicas; it lists the room asked and free.
 
         Without their configuration it looks for one CPU each.
         """
@@ -138,18 +138,18 @@ class RayProvider:
         return replica
 
     def near(self, node_id: str, store: str, seconds: float) -> str:
-        """`RayReplica.near`, for the node of that id."""
+        """Do as `RayReplica.near`, for the node of that id."""
         self._require_open()
         return store if node_id == self._cluster.node_id else self._stores.near(node_id, store, seconds)
 
     def end_core(self, core: RemoteCore, *, kill: bool) -> None:
-        """End a core and its actor, and free what they reserved."""
+        """End a core and its actor, and free their reservations."""
         self._watch.remove(core)
         core.end(kill=kill)
         self._cores.pop(core, None)
 
     def close(self) -> None:
-        """Start nothing more, and end what is starting: its `start` raises."""
+        """Start nothing more, and end the replicas that are starting: their `start` raises."""
         with self._lock:
             self._is_closed = True
             starting = list(self._starting)

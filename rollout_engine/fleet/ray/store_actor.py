@@ -5,7 +5,7 @@
                                  the arrays: through Ray's object store, one publication cut into pieces
 
 The copy is a published store (`sync.store`) in the node's shared memory. Its manifest has to be the original's, and the
-digests in it are made of what was written: so a damaged copy is an error.
+digests in it are computed from the bytes written: so a damaged copy is an error.
 """
 
 import traceback
@@ -38,7 +38,7 @@ class StoreOrder(Order, frozen=True, kw_only=True, tag="store", forbid_unknown_f
 
 
 class StorePlace(msgspec.Struct, frozen=True, tag="stored", forbid_unknown_fields=True):
-    """Where a copy can be read."""
+    """The place of a copy that can be read."""
 
     directory: str
 
@@ -51,7 +51,7 @@ class StoreActor:
         self._sender: WeightSender | None = None
 
     def copy(self, order: bytes, pieces: Sequence[Any]) -> bytes:
-        """Publish a copy in place of the last one. An error comes back as a `Failure`."""
+        """Publish a copy in place of the last one. An error is returned as a `Failure`."""
         try:
             read = read_order(order, StoreOrder)
             with as_weight_errors():

@@ -42,12 +42,12 @@ class NodeStores:
         self._copies: dict[tuple[str, str], _Copy] = {}
         """By Ray's id of the node, and the directory here."""
         self._shared: dict[_Publication, _Shared] = {}
-        """Publications that are copied at the moment."""
+        """Publications that are being copied."""
 
     def near(self, node_id: str, directory: str, seconds: float) -> str:
-        """Where a node can read what is current in the store at `directory` here: copied there, if it has no copy yet.
+        """Path on a node of the current version of the store at `directory` here: copied there, if it has no copy yet.
 
-        Raises `WeightUpdateError`, `EngineDeadError` or `RetryableError` where it cannot be copied within `seconds`.
+        Raises `WeightUpdateError`, `EngineDeadError` or `RetryableError` if it cannot be copied within `seconds`.
         """
         with as_weight_errors():
             lease = lease_current(Path(directory))
@@ -107,9 +107,9 @@ class _Copy:
         self._actor: Any = None
         self.lock = threading.Lock()
         self.publication: _Publication | None = None
-        """What is copied."""
+        """The publication that is copied."""
         self.directory = ""
-        """Where, on that node."""
+        """Directory of the copy, on that node."""
 
     def make(self, publication: _Publication, manifest: WeightManifest, pieces: list[Any], seconds: float) -> None:
         """Copy a publication. After a failure the next attempt begins with a new actor."""

@@ -1,7 +1,7 @@
 """Asks the actors of all replicas for signs of life, on one thread.
 
-A core's own clients see it end or hang by themselves. This watch learns what they cannot: with what status it ended,
-and that its actor is gone, and with it whoever would end the core.
+A core's own clients detect that it ends or hangs. This watch detects the rest: the status that it ended with, and that
+its actor is gone, and with it the process that would end the core.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """LoRA adapters of a fleet: every replica that serves has the same ones, with the same values.
 
 add_lora ── every replica: read, check ── the fleet decides: ── every replica: have exactly these adapters, between
-            steps go on                   who gives way         two steps; who fails has missed it, and catches up
+            steps continue                which gives way       two steps; one that fails has missed it, and catches up
 
 The fleet keeps the values, for replicas that start later or have missed a change.
 """
@@ -31,9 +31,9 @@ from rollout_engine.model.adapters.peft_format import copied
 
 ADAPTER_VERBS = ("add_lora", "ensure_lora", "list_loras", "pin_lora", "remove_lora", "update_lora")
 _LOOK_SECONDS = 0.05
-"""How often a change that waits for its turn looks whether somebody still awaits it."""
+"""How often a change that waits for its turn checks whether its caller still waits."""
 _CATCH_UP_SECONDS = 30.0
-"""How long a change waits for a replica that is catching up; then that one has missed it."""
+"""How long a change waits for a replica that is catching up; then that replica has missed it."""
 
 
 class AdapterState(NamedTuple):
@@ -64,7 +64,7 @@ class FleetAdapters:
         self._is_over, self._ended = is_over, ended
         self._table = AdapterTable(max_loras)
         self._values: dict[str, LoRARequest] = {}
-        """By the digest of an adapter; nobody else changes them."""
+        """By the digest of an adapter; copies that no caller changes."""
         self._num_changes = 0
         """Changes that a replica has committed."""
         self._changing = threading.Lock()
@@ -81,7 +81,7 @@ class FleetAdapters:
 
     @contextmanager
     def unchanged(self, seconds: float) -> Iterator[None]:
-        """Hold off changes. Raises `TransferTimeoutError` where one is still under way after `seconds`."""
+        """Hold off changes. Raises `TransferTimeoutError` if one is still under way after `seconds`."""
         if not self._changing.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
             what = f"update_weights: adapters were still being changed after {seconds:g} s"
             raise TransferTimeoutError(f"{what}; nothing is changed: update again.")
@@ -91,7 +91,7 @@ class FleetAdapters:
             self._changing.release()
 
     def use(self, name: str) -> None:
-        """Note that a new request names an adapter. Raises `RequestError` for one that the fleet has not."""
+        """Note that a new request names an adapter. Raises `RequestError` for one that the fleet does not have."""
         self._table.use(name)
 
     def lags(self, member: Member) -> bool:
@@ -108,9 +108,9 @@ class FleetAdapters:
         member.num_adapter_changes = state.num_changes
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
-        """Call one of `ADAPTER_VERBS` on the fleet. A change goes on to its end once it has begun."""
+        """Call one of `ADAPTER_VERBS` on the fleet. A change continues to its end once it has begun."""
         checked, future = VERBS[name].check(arguments), CallFuture()
-        checked.pop("timeout")  # the caller takes the call back then
+        checked.pop("timeout")  # the caller cancels the call then
         if name == "list_loras":
             with self._lock:
                 future.succeed(self._table.list())
@@ -221,7 +221,7 @@ class FleetAdapters:
     def _staged(self, values: LoRARequest, verb: str) -> Iterator[tuple[Round[Any, Any], LoRAInfo]]:
         """Have all replicas read and check an adapter; `staged` has those that have read the same.
 
-        Raises the error of one if none has. Drops what the block does not commit if it raises.
+        Raises the error of one if none has. If the block raises, drops the adapters that it has not committed.
         """
         arguments = {"lora_request": values, "verb": verb}
         with begin_round(verb, self._present(), _CATCH_UP_SECONDS) as change:
@@ -287,5 +287,5 @@ class FleetAdapters:
 
 
 def _may_have_changed(error: Exception) -> bool:
-    """Whether a replica's adapters may be others than before; one that is lost starts anew anyway."""
+    """Whether a replica's adapters may be others than before; one that is lost restarts anyway."""
     return not isinstance(error, LifecycleError | RequestError | EngineDeadError)

@@ -1,4 +1,4 @@
-"""Calls of verbs over a fleet: on every replica as one call, on each by itself, or on one of them."""
+"""Calls of verbs over a fleet: on every replica as one call, on each separately, or on one of them."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +22,11 @@ _WEIGHT_METHODS = ("begin_weight_update", "init_weight_update_group", "load_weig
 
 
 class Load(NamedTuple):
-    """What a replica has in flight."""
+    """The requests and KV tokens that a replica has in flight."""
 
     num_requests: int
     num_kv_tokens: int
-    """KV tokens that these requests may come to hold."""
+    """Most KV tokens that these requests may hold."""
 
 
 class FleetCalls:
@@ -44,7 +44,7 @@ class FleetCalls:
         self._lock, self._is_over = lock, is_over
 
     def on_all(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
-        """Call a verb on every replica, or on one where any can answer for all: `Verb.combine`.
+        """Call a verb on every replica, or on one if any can answer for all: `Verb.combine`.
 
         A call on one that is lost meanwhile goes to another one.
         """
@@ -72,7 +72,7 @@ class FleetCalls:
     def on_each(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
         """Call a verb on every replica; the future has a dictionary of their results, by replica.
 
-        It raises `RetryableError` where one is lost before it has answered.
+        It raises `RetryableError` if one is lost before it has answered.
         """
         with self._lock:
             members = dict(sorted(self._members.items()))
@@ -88,7 +88,7 @@ class FleetCalls:
     def on_one(self, replica: int, name: str, arguments: Mapping[str, Any]) -> CallFuture:
         """Call a verb on one replica. Raises `RequestError` for one that is not there.
 
-        `RetryableError` where it has no engine at the moment, or is lost before it has answered.
+        `RetryableError` if it has no engine at the moment, or is lost before it has answered.
         """
         with self._lock:
             self._require_there(replica)
@@ -109,18 +109,18 @@ class FleetCalls:
                 raise RetryableError(self._not_now(replica, "takes no requests", argument))
 
     def balancer_stats(self) -> BalancerStats:
-        """How requests were routed so far, and what is in flight."""
+        """How requests were routed so far, and the requests in flight."""
         with self._lock:
             return self._brain.balancer.stats
 
     def loads(self) -> dict[int, Load]:
-        """What each replica that serves has in flight, as the fleet has counted it."""
+        """The load that each serving replica has in flight, as counted by the fleet."""
         with self._lock:
             stats, serving = self.balancer_stats(), self._brain.serving
         return {index: Load(stats.num_requests[index], stats.num_kv_tokens[index]) for index in serving}
 
     def health(self) -> list[ReplicaHealth]:
-        """How each replica is, in the order of their indexes."""
+        """The health of each replica, in the order of their indexes."""
         with self._lock:
             asked = [ask_health(each, self._members.get(index)) for index, each in self._brain.replicas.items()]
         return [answer() for answer in asked]

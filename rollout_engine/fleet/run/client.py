@@ -1,10 +1,10 @@
-"""The client of a fleet: an `EngineClient` over many, driven by `fleet.brain`.
+"""The client of a fleet: an `EngineClient` over many, driven by `fleet.plan.brain`.
 
     face ── add_request, call ──> FleetClient ── Brain: who gets it? ──> ProcessClient of replica 0
          <── outputs ────────────             <── outputs ─────────────   ...          of replica n
 
-One lock guards the brain. Outputs are delivered inside it: what a lost replica has said reaches the user before what
-another one says after it.
+One lock guards the brain. Outputs are delivered inside it: those of a lost replica reach the user before those that
+another one sends after it.
 """
 
 import logging
@@ -41,11 +41,11 @@ from sync.owner_process import OwnerProcess
 logger = logging.getLogger("rollout_engine")
 
 _LOOK_SECONDS = 0.05
-"""How often a restart looks whether a replica serves."""
+"""How often a restart checks whether a replica serves."""
 
 
 class FleetClient:
-    """One user of a fleet. A replica that is lost is started again, and its requests go on at others."""
+    """One user of a fleet. A replica that is lost is started again, and its requests continue at others."""
 
     index = 0
     needs_turns = False
@@ -81,7 +81,7 @@ class FleetClient:
     ) -> Self:
         """Start a fleet, by default of processes of this machine, and wait until all replicas are loaded.
 
-        `meanwhile` is called while they load. Raises `ConfigError` where there is no room for them, or the model cannot
+        `meanwhile` is called while they load. Raises `ConfigError` if there is no room for them, or the model cannot
         be served, and `EngineDeadError`; then nothing of it is left.
         """
         check_count(num_replicas)
@@ -105,7 +105,7 @@ class FleetClient:
 
     @property
     def calls(self) -> FleetCalls:
-        """Calls on one replica, or on each by itself. Raises as `require_usable`."""
+        """Calls on one replica, or on each separately. Raises as `require_usable`."""
         self.require_usable()
         return self._calls
 
@@ -132,9 +132,9 @@ class FleetClient:
             self._dispatcher.do(self._brain.aborted(sequence_ids))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
-        """Call a verb on every replica, or on one where any can answer for all: `Verb.combine`.
+        """Call a verb on every replica, or on one if any can answer for all: `Verb.combine`.
 
-        Those of adapters change all replicas, or none.
+        Verbs on adapters change all replicas, or none.
         """
         if name in ADAPTER_VERBS:
             self.require_usable()
@@ -144,8 +144,8 @@ class FleetClient:
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """Give all replicas new weights: published once, staged by each, committed by each between two of its steps.
 
-        A replica that fails where another one commits serves nothing before it has caught up; with weights of the draft
-        model, which change no result, it serves on. Raises where all fail. Blocks.
+        A replica that fails while another one commits serves nothing before it has caught up; with weights of the draft
+        model, which change no result, it continues to serve. Raises if all fail. Blocks.
         """
         self.require_usable()
         with self._updates.one_at_a_time(), self._adapters.unchanged(options.timeout):
@@ -162,7 +162,7 @@ class FleetClient:
         return False
 
     def replicas(self) -> list[ReplicaHealth]:
-        """How each replica is, in the order of their indexes."""
+        """The health of each replica, in the order of their indexes."""
         self.require_usable()
         return self._calls.health()
 
@@ -172,7 +172,7 @@ class FleetClient:
         return self._metrics.read(seconds)
 
     def scale(self, num_replicas: int) -> None:
-        """Have so many replicas. New ones serve once they are loaded; requests of those that go end first."""
+        """Scale to `num_replicas`. New ones serve once they are loaded; requests of removed ones end first."""
         self.require_usable()
         check_count(num_replicas)
         with self._updates.one_at_a_time():
@@ -184,9 +184,9 @@ class FleetClient:
                 self._dispatcher.do(self._brain.scaled(num_replicas, time.monotonic()))
 
     def restart(self) -> None:
-        """Start the engine of every replica anew, one after the other; the others serve meanwhile. Blocks.
+        """Restart the engine of every replica, one after the other; the others serve meanwhile. Blocks.
 
-        Raises `RetryableError` where one does not come back; those behind it have not been restarted then.
+        Raises `RetryableError` if one does not restart; those after it have not been restarted then.
         """
         for index in list(self._brain.wanted):
             self.require_usable()
@@ -195,7 +195,7 @@ class FleetClient:
             _wait_until_settled(self._brain.replicas[index], self.require_usable)
 
     def check_integrity(self) -> None:
-        """Recount requests, tokens and replicas; AssertionError says what is off."""
+        """Recount requests, tokens and replicas; an AssertionError names any mismatch."""
         with self._lock:
             self._brain.check_integrity()
 
@@ -220,7 +220,7 @@ class FleetClient:
         self._dispatcher.fail_all(self.dead_error or EngineDeadError("The engine is shut down; make a new one."))
 
     def started(self, member: Member, is_current: Callable[[], bool]) -> bool:
-        """Take a replica in that has an engine, if what it was told to be like `is_current`."""
+        """Add a replica that has an engine, if the state that it was put into `is_current`."""
         with self._lock:
             if not is_current() or self._supervisor.is_closed:
                 return False
@@ -228,7 +228,7 @@ class FleetClient:
             self._members[member.index] = member
             member.join(self)
             self._dispatcher.do(self._brain.started(member.index, version, time.monotonic()))
-            if (problem := member.client.ending) is not None:  # since before it was joined: it has not said so here
+            if (problem := member.client.ending) is not None:  # since before it was joined: not reported here
                 self.lost(member, problem)
             self._bring_drafts()
             return True
@@ -270,13 +270,13 @@ class FleetClient:
                     self._dispatcher.do(self._brain.computed(member.index, outputs.policy_version, time.monotonic()))
 
     def refused(self, member: Member, sequence_id: int, error: RolloutEngineError) -> None:
-        """Note that a replica did not take a request: others are tried, or the user is told."""
+        """Note that a replica did not take a request: others are tried, or the user gets the error."""
         with self._lock:
             if self._members.get(member.index) is member:
                 self._dispatcher.refuse(member.index, sequence_id, error)
 
     def lost(self, member: Member, error: EngineDeadError) -> None:
-        """Go on without a replica."""
+        """Continue without a replica."""
         with self._lock:
             if self._members.get(member.index) is member:
                 logger.error("replica %d is lost: %s", member.index, error)
@@ -287,7 +287,7 @@ class FleetClient:
     def _update_ended(
         self, members: Mapping[int, Member], reports: Mapping[int, UpdateReport], in_doubt: Iterable[int]
     ) -> None:
-        """Note how an update has ended at members, of which some may have been started anew meanwhile."""
+        """Note how an update has ended at members, of which some may have been restarted meanwhile."""
         with self._lock:
             now, same = time.monotonic(), {index for index in members if self._members.get(index) is members[index]}
             if reports:
@@ -301,7 +301,7 @@ class FleetClient:
     def _draft_ended(
         self, members: Mapping[int, Member], reports: Mapping[int, UpdateReport], in_doubt: Iterable[int]
     ) -> None:
-        """Note who has the draft model's new weights."""
+        """Note which replicas have the draft model's new weights."""
         with self._lock:
             if (newest := self._updates.draft.newest) is not None:
                 for index in reports:
@@ -323,9 +323,9 @@ class FleetClient:
 
 
 def _wait_until_settled(replica: Replica, check: Callable[[], object]) -> None:
-    """Wait until a replica that starts serves, or goes. `check` is called meanwhile; what it raises ends the wait.
+    """Wait until a replica that starts serves, or is removed. `check` is called meanwhile; its error ends the wait.
 
-    Raises `RetryableError` where it is given up.
+    Raises `RetryableError` if it is given up.
     """
     while replica.state in (ReplicaState.STARTING, ReplicaState.STALE):
         check()

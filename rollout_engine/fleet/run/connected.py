@@ -1,4 +1,4 @@
-"""Replicas that somebody else has started: cores on this machine or on others, which a fleet joins and leaves."""
+"""Replicas that were started elsewhere: cores on this machine or on others, which a fleet joins and leaves."""
 
 import threading
 import time
@@ -102,7 +102,7 @@ class ConnectedProvider:
                 self._free.append(address)
 
     def close(self) -> None:
-        """Look for no core any more."""
+        """Stop looking for cores."""
         self._closing.set()
 
     def shutdown(self) -> None:

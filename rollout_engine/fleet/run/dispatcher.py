@@ -1,4 +1,4 @@
-"""Carries out what the brain of a fleet decides. The fleet's client calls it, inside its lock."""
+"""Carries out the decisions of a fleet's brain. The fleet's client calls it, inside its lock."""
 
 from collections.abc import Iterable, MutableMapping
 
@@ -12,15 +12,15 @@ from rollout_engine.fleet.run.supervisor import Fleet, Supervisor
 
 
 class Dispatcher:
-    """Sends requests to replicas, has them started, updated and ended, and tells the user. No-op after shutdown."""
+    """Sends requests to replicas, has them started, updated and ended, and notifies the user. No-op after shutdown."""
 
     def __init__(
         self, fleet: Fleet, brain: Brain, members: MutableMapping[int, Member], supervisor: Supervisor
     ) -> None:
-        """`members`: the replicas that have an engine; those that are stopped are taken from it."""
+        """`members`: the replicas that have an engine; those that are stopped are removed from it."""
         self._fleet, self._brain, self._members, self._supervisor = fleet, brain, members, supervisor
         self.listener: Listener | None = None
-        """The user's."""
+        """The user's listener."""
         self.dead_error: EngineDeadError | None = None
         """Why nothing can be computed any more; None while something can."""
 
@@ -53,12 +53,12 @@ class Dispatcher:
             self.refuse(index, sequence_id, error, raises=raises)
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
-        """Tell the user outputs."""
+        """Deliver outputs to the user."""
         if self.listener is not None:
             self.listener.deliver(outputs)
 
     def refuse(self, replica: int, sequence_id: int, error: RolloutEngineError, *, raises: bool = False) -> None:
-        """Try others with a request that a replica could not take just now; tell the user of one that none takes."""
+        """Try others with a request that a replica could not take just now; report one that none takes to the user."""
         others_may = isinstance(error, RetryableError)
         first, actions = self._brain.refused(sequence_id, replica, others_may=others_may)
         self.do(actions, raises=raises)
@@ -68,7 +68,7 @@ class Dispatcher:
             self.listener.refuse(first, error)
 
     def fail_all(self, error: EngineDeadError) -> None:
-        """Tell the user that every request has failed."""
+        """Report to the user that every request has failed."""
         self.dead_error = error
         if self.listener is not None:
             self.listener.fail_all(error)

@@ -1,7 +1,7 @@
-"""A replica with an engine, as the fleet's client talks to it: its client, and whose outputs come from it.
+"""A replica with an engine, as the fleet's client uses it: its own client, and the owner that gets its outputs.
 
-The sequences of a fleet have ids of their own. A client's ids begin at `index << 40` at its core: that is added to what
-goes there, and taken from what comes.
+The sequences of a fleet have ids of their own. A client's ids begin at `index << 40` at its core: that is added to ids
+sent there, and subtracted from ids received.
 """
 
 import threading
@@ -17,7 +17,7 @@ from rollout_engine.process.client_routing import first_sequence_of
 
 
 class Owner(Protocol):
-    """Who hears what a member says, in the fleet's own ids. Each is called on the member's thread."""
+    """Callbacks for a replica's outputs, refusals and death, in the fleet's own ids, on the member's thread."""
 
     def received(self, member: "Member", outputs: EngineCoreOutputs) -> None:
         """Take the outputs of a step."""
@@ -33,15 +33,15 @@ class Member:
     """A `Listener` of one replica's client."""
 
     def __init__(self, index: int, replica: Replica, first_digest: str) -> None:
-        """`first_digest`: of the weights that the replica started with."""
+        """`first_digest`: that of the weights that the replica started with."""
         self.index, self.replica, self.client = index, replica, replica.client
         self.first_digest = first_digest
         self.updating = threading.Lock()
-        """Held by whoever changes its weights: an update, or its catching up."""
+        """Held while its weights change: by an update, or by its catching up."""
         self.num_adapter_changes = 0
-        """How many of the fleet's changes of adapters it has, of which it may have missed none."""
+        """Number of the fleet's changes of adapters that it has, without a gap."""
         self.draft_digest = ""
-        """Of the draft model's weights that an update of the fleet gave it last."""
+        """Digest of the draft model's weights that an update of the fleet gave it last."""
         self._first = first_sequence_of(self.client.index)
         self._owner: Owner | None = None
 
@@ -56,13 +56,13 @@ class Member:
             raise
 
     def join(self, owner: Owner) -> None:
-        """Tell `owner` from now on. A core that drains is lost to it: its requests had better go on elsewhere."""
+        """Notify `owner` from now on. A core that drains is lost to it: its requests had better continue elsewhere."""
         self._owner = owner
         self.client.on_draining = self.fail_all
         self.client.listen(self)
 
     def send(self, request: EngineCoreRequest) -> RolloutEngineError | None:
-        """Send a request. Returns why it cannot be sent: not for a core that is gone, whose requests all move then."""
+        """Send a request. Returns the error if it cannot be sent; None if the core is gone, whose requests all move."""
         if self._first:
             request = msgspec.structs.replace(request, first_sequence_id=request.first_sequence_id + self._first)
         try:

@@ -1,6 +1,6 @@
-"""Metrics of a fleet: those of each replica as it told them last, and their sums.
+"""Metrics of a fleet: those that each replica has reported last, and their sums.
 
-A replica whose engine is lost starts again at zero. What its engines have counted before is added to what it counts
+A replica whose engine is lost starts again at zero. The counts of its earlier engines are added to its counts
 now, so that no counter of a replica, or of the fleet, goes back.
 """
 
@@ -34,7 +34,7 @@ class FleetMetrics:
         """The sum of all replicas, and each one by its index.
 
         Waits `seconds` and `ANSWER_SECONDS` at most. A replica that has no engine at the moment, is lost meanwhile or
-        does not answer in time is shown with what it has told last, and raises nothing.
+        does not answer in time is shown with its last reported metrics, and raises nothing.
         """
         deadline = time.monotonic() + min(ANSWER_SECONDS if seconds is None else seconds, ANSWER_SECONDS)
         asked: dict[int, tuple[Member, Future[Any]]] = {}
@@ -46,7 +46,7 @@ class FleetMetrics:
         for index, (member, answer) in asked.items():
             with suppress(RolloutEngineError, TimeoutError):
                 answers[index] = member, answer.result(max(deadline - time.monotonic(), 0.0))
-            answer.cancel()  # where it is late, nobody waits for it any more
+            answer.cancel()  # if it is late, no caller waits for it any more
         with self._lock:
             for index, told in answers.items():
                 self._counts.setdefault(index, _Counts()).note(*told)

@@ -38,7 +38,7 @@ class ProcessProvider:
         self._hang_seconds, self._start_seconds = hang_seconds, start_seconds
 
     def share(self, config: EngineConfig, num_replicas: int) -> EngineConfig:
-        """The configuration of each of so many replicas: its share of this machine's processors, unless it says."""
+        """The configuration of each of `num_replicas`: its share of the processors, unless `config` sets its own."""
         return with_threads(config, len(os.sched_getaffinity(0)) // num_replicas)
 
     def check(self, num_more: int, config: EngineConfig, num_present: int = 0) -> None:
@@ -59,14 +59,14 @@ class ProcessProvider:
         return ProcessReplica(client)
 
     def close(self) -> None:
-        """Do nothing: what is starting is ended once it has started."""
+        """Do nothing: a replica that is starting is ended once it has started."""
 
     def shutdown(self) -> None:
         """Do nothing: all that there is belongs to replicas."""
 
 
 def with_threads(config: EngineConfig, num_threads: int) -> EngineConfig:
-    """The configuration of a replica that computes on so many threads, on one at least, unless it says."""
+    """The configuration of a replica that computes on `num_threads`, at least one, unless it sets its own."""
     if config.num_threads is not None:
         return config
     return msgspec.structs.replace(config, num_threads=max(num_threads, 1))

@@ -8,7 +8,7 @@ from rollout_engine.process.process_client import ProcessClient
 
 
 def check_count(num_replicas: object) -> None:
-    """Raise `ConfigError` for what is no number of replicas."""
+    """Raise `ConfigError` for a value that is no number of replicas."""
     if type(num_replicas) is not int or num_replicas < 1:
         raise ConfigError(refused("num_replicas", num_replicas, "an int, at least 1"))
 
@@ -18,7 +18,7 @@ class Replica(Protocol):
 
     @property
     def client(self) -> ProcessClient:
-        """The fleet's client of it."""
+        """The fleet's client for this replica."""
         ...
 
     @property
@@ -27,9 +27,9 @@ class Replica(Protocol):
         ...
 
     def near(self, store: str, seconds: float) -> str:
-        """Path at which the replica can read what is current in a published store of this machine.
+        """Path at which the replica can read the current version in a published store of this machine.
 
-        Raises `WeightUpdateError`, `EngineDeadError` or `RetryableError` where it is not there within `seconds`.
+        Raises `WeightUpdateError`, `EngineDeadError` or `RetryableError` if it is not there within `seconds`.
         """
         ...
 
@@ -38,16 +38,16 @@ class Replica(Protocol):
 
 
 class Provider(Protocol):
-    """Where replicas come from."""
+    """A source of replicas: it checks that there is room for them, and starts them."""
 
     def share(self, config: EngineConfig, num_replicas: int) -> EngineConfig:
-        """The configuration of each of so many replicas: its share of the processors, unless `config` says."""
+        """The configuration of each of `num_replicas`: its share of the processors, unless `config` sets its own."""
         ...
 
     def check(self, num_more: int, config: EngineConfig, num_present: int = 0) -> None:
         """Raise `ConfigError` if there is no room for `num_more` replicas in addition to `num_present`.
 
-        It says how many were asked for, how many fit, and where. The rule is the same at the start and when scaled.
+        The error names the number asked for, the number that fits, and the nodes. The rule is the same when scaled.
         """
 
     def start(self, index: int, config: EngineConfig) -> Replica:
@@ -58,7 +58,7 @@ class Provider(Protocol):
         ...
 
     def close(self) -> None:
-        """Start nothing more, and end what is starting: its `start` raises."""
+        """Start nothing more, and end the replicas that are starting: their `start` raises."""
 
     def shutdown(self) -> None:
-        """Release what is not a replica's own."""
+        """Release all that is not a replica's own."""

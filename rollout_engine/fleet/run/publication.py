@@ -1,4 +1,4 @@
-"""The newest weights of one model, where every replica of a fleet can read them: the policy's, or the draft model's."""
+"""The newest weights of one model, readable by every replica of a fleet: the policy's, or the draft model's."""
 
 import os
 from collections.abc import Iterator
@@ -21,21 +21,21 @@ from sync.store import StoreSender
 
 
 class Published(NamedTuple):
-    """Where the newest weights can be read."""
+    """The place of the newest weights: their path, version and digest."""
 
     path: str
     version: int
     digest: str
-    """`UpdateReport.digest`: what is read there later has to be the same."""
+    """`UpdateReport.digest`: weights that are read there later must have the same."""
 
 
 class Publication:
-    """Publishes tensors in shared memory, leaves a user's path where it is, and has replicas read either."""
+    """Publishes tensors in shared memory, leaves a user's path as it is, and has replicas read either."""
 
     def __init__(self, *, draft: bool = False) -> None:
         """`draft`: these are the draft model's weights."""
         self.newest: Published | None = None
-        """What a replica has committed last."""
+        """The weights that a replica has committed last."""
         self._draft = draft
         self._cast_notice = CastNotice()
         self._directory: StoreDirectory | None = None
@@ -43,7 +43,7 @@ class Publication:
 
     @property
     def directory(self) -> Path | None:
-        """Where tensors are published; None before the first."""
+        """Directory of published tensors; None before the first."""
         return None if self._directory is None else self._directory.path
 
     def live_version(self, member: Member) -> int:
@@ -55,7 +55,7 @@ class Publication:
     def publish(
         self, member: Member, source: WeightSource, version: int | None, live_version: int
     ) -> tuple[str, int | None]:
-        """Where the weights can be read, and their version. `member`: a replica, which has the names and dtypes."""
+        """Publish tensors, or take a user's path; returns path and version. `member`: it has the names and dtypes."""
         if isinstance(source, str | os.PathLike):
             path = os.path.abspath(os.path.expanduser(source))
             if version is None and not is_store(Path(path)):  # a store has a version of its own
@@ -74,14 +74,14 @@ class Publication:
         return str(self._directory.path), version
 
     def take_back(self, path: str) -> None:
-        """Unpublish what no replica has committed."""
+        """Unpublish weights that no replica has committed."""
         if self._sender is not None and self._is_own(path):
             self._sender.take_back()
 
     def completed(self, member: Member, part: WeightSource) -> WeightSource:
         """All of the newest weights, those of `part` in their place: a replica that starts later needs all of them.
 
-        `member`: a replica, which has the names. Raises `WeightUpdateError` where what others hold cannot be read here.
+        `member`: a replica, which has the names. Raises `WeightUpdateError` if the other weights cannot be read here.
         """
         newest = self.newest
         if isinstance(part, str | os.PathLike) or newest is None or not self._is_own(newest.path):
@@ -93,7 +93,7 @@ class Publication:
             return overlaid(newest.path, names.used(read_source(part), metadata))
 
     def stage(self, member: Member, path: str, version: int | None, options: UpdateOptions) -> tuple[int, str]:
-        """Have a replica stage what can be read at a path; returns its version and its digest."""
+        """Have a replica stage the weights at a path; returns their version and digest."""
         with self._near(member, path, options.timeout) as path:
             return member.client.stage_weights(path, version, options)
 
@@ -112,7 +112,7 @@ class Publication:
             raise
 
     def close(self) -> None:
-        """Remove what is published."""
+        """Remove the published weights."""
         if self._sender is not None and self._directory is not None:
             self._sender.close()
             self._directory.remove()
@@ -129,9 +129,9 @@ class Publication:
 
     @contextmanager
     def _near(self, member: Member, path: str, seconds: float) -> Iterator[str]:
-        """Where a replica reads the weights: our publication near it, a user's path on its own node.
+        """Path at which a replica reads the weights: our publication near it, a user's path on its own node.
 
-        Errors of a user's path say on which node it was read.
+        Errors of a user's path name the node that read it.
         """
         if self._is_own(path):
             yield member.replica.near(path, seconds)

@@ -1,4 +1,4 @@
-"""How a replica of a fleet is."""
+"""The health of one replica of a fleet."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,7 +12,7 @@ from rollout_engine.fleet.plan.replica_state import Replica
 from rollout_engine.fleet.run.member import Member
 
 _SECONDS = 5.0
-"""How long a replica may take to say how many requests it has."""
+"""How long a replica may take to report how many requests it has."""
 
 
 class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +22,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """STARTING, STALE (its weights are not the newest: it serves nothing), SYNCED, DRAINING or DEAD."""
     policy_version: int
-    """Version of its weights; -1 before it has told."""
+    """Version of its weights; -1 before it is reported."""
     pid: int | None = None
     """Process id of its core; None if it has none."""
     node: str = ""
@@ -35,7 +35,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ask_health(replica: Replica, member: Member | None) -> Callable[[], ReplicaHealth]:
-    """Ask a replica how it is; the function that is returned waits for the answer, some seconds at most."""
+    """Ask a replica for its health; the function that is returned waits for the answer, some seconds at most."""
     known = ReplicaHealth(
         index=replica.index,
         state=str(replica.state),

@@ -1,4 +1,4 @@
-"""A directory for published weights, in shared memory where there is some."""
+"""A directory for published weights, in shared memory if there is some."""
 
 import os
 import shutil

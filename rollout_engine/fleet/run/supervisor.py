@@ -24,24 +24,24 @@ _ORDERS: dict[str, tuple[str, dict[str, Any] | None]] = {
 
 
 class Fleet(Protocol):
-    """Who hears how it went."""
+    """Callbacks for the results of starts and catch-ups."""
 
     def started(self, member: Member, is_current: Callable[[], bool]) -> bool:
-        """A replica has an engine. False, nothing noted: the state of the others has changed (not `is_current`)."""
+        """Add a replica that has an engine. False, nothing done: the others' state has changed (not `is_current`)."""
         ...
 
     def not_started(self, index: int, problem: Exception) -> None:
-        """A replica did not start."""
+        """Note that a replica did not start."""
 
     def lags(self, member: Member) -> bool:
         """Whether a replica still has to catch up: an update may have overtaken it."""
         ...
 
     def caught_up(self, member: Member, version: int) -> None:
-        """A replica has got weights of this version."""
+        """Note that a replica has got weights of this version."""
 
     def not_caught_up(self, member: Member, problem: Exception) -> None:
-        """A replica did not get the newest weights."""
+        """Note that a replica did not get the newest weights."""
 
 
 class Supervisor:
@@ -50,12 +50,12 @@ class Supervisor:
     def __init__(self, provider: Provider, config: EngineConfig, updates: FleetUpdates) -> None:
         self._provider, self._config, self._updates = provider, config, updates
         self._orders: dict[str, dict[str, Any]] = {}
-        """Calls that a replica which starts later is told first. Replaced, never changed."""
+        """Calls that a replica which starts later gets first. Replaced, never changed."""
         self._closing = threading.Event()
         self._threads: dict[threading.Thread, None] = {}
-        """Those that have not ended, oldest first."""
+        """Threads that have not ended, oldest first."""
         self._without_thread: queue.SimpleQueue[Member | None] = queue.SimpleQueue()
-        """Replicas to end for which no thread could be started; None: no more will come."""
+        """Replicas to end for which no thread could be started; None: no more will follow."""
         self._last_resort = start_thread(self._end_without_thread, name="end-replicas")
 
     @property
@@ -68,7 +68,7 @@ class Supervisor:
         self._provider.check(num_more, self._config, num_present)
 
     def note_order(self, verb: str, arguments: Mapping[str, Any]) -> Callable[[], None]:
-        """Remember the state that a call puts the replicas into; the function returned takes that back."""
+        """Remember the state that a call puts the replicas into; the function returned undoes that."""
         if verb not in _ORDERS:
             return lambda: None
         name, order = _ORDERS[verb]
@@ -84,21 +84,21 @@ class Supervisor:
         return take_back
 
     def start(self, index: int, at: float, fleet: Fleet) -> None:
-        """Start a replica at a time."""
+        """Start a replica at the time `at`."""
         try:
             self._run(f"start-replica-{index}", at, lambda: self._start(index, fleet))
         except RetryableError as problem:
             fleet.not_started(index, problem)
 
     def catch_up(self, member: Member, at: float, fleet: Fleet) -> None:
-        """Give a replica the newest weights at a time."""
+        """Give a replica the newest weights at the time `at`."""
         try:
             self._run(f"update-replica-{member.index}", at, lambda: self._catch_up(member, fleet))
         except RetryableError as problem:
             fleet.not_caught_up(member, problem)
 
     def bring_draft(self, member: Member) -> None:
-        """Give a replica the draft model's newest weights, beside what it serves; at the next update if not now."""
+        """Give a replica the draft model's newest weights, while it serves; at the next update if not now."""
         with suppress(RetryableError):  # no thread
             self._run(f"draft-replica-{member.index}", 0.0, lambda: self._updates.give_draft(member))
 
@@ -107,7 +107,7 @@ class Supervisor:
         self._end(member)
 
     def close(self) -> None:
-        """Begin nothing any more."""
+        """Begin no more work."""
         self._closing.set()
 
     def end(self, members: Iterable[Member]) -> None:
@@ -146,7 +146,7 @@ class Supervisor:
         member.replica.end()
 
     def _catch_up(self, member: Member, fleet: Fleet) -> None:
-        with member.updating:  # until it is told: what the next update does to it is told later
+        with member.updating:  # until the result is noted: that of the next update is noted later
             if not fleet.lags(member):
                 return
             try:
@@ -193,9 +193,9 @@ class Supervisor:
 def started(
     provider: Provider, config: EngineConfig, count: int, meanwhile: Callable[[], object]
 ) -> Iterator[tuple[EngineConfig, list[Member]]]:
-    """So many replicas, started at once, and the configuration of each.
+    """Start `count` replicas at once; yields the configuration of each, and the replicas.
 
-    Where there is no room, one fails, or the block does, nothing of any is left, nor of the provider.
+    If there is no room, one fails, or the block does, nothing is left of any, nor of the provider.
     """
     members: dict[int, Member] = {}
     problems: list[Exception] = []

@@ -18,8 +18,8 @@ def call_all(
     """Call a verb on every replica; the future has `verb.combine` of their results, in their order.
 
     It ends when all have answered. The first error of a replica is its error. One that is lost meanwhile is left out
-    where others have answered; `RetryableError` if the verb needs them all (`Verb.needs_all`), or waits for requests:
-    those of the lost one go on elsewhere. `is_over`: whether the fleet itself is gone.
+    if others have answered; `RetryableError` if the verb needs them all (`Verb.needs_all`), or waits for requests:
+    those of the lost one continue elsewhere. `is_over`: whether the fleet itself is gone.
     """
     assert verb.combine is not None, "a verb of all replicas says how their results combine"
     gathered = _Gathered(verb, arguments, len(clients), is_over)
@@ -38,9 +38,9 @@ def call_all(
 def call_one(
     verb: Verb, arguments: Mapping[str, Any], clients: Sequence[EngineClient], is_over: Callable[[], bool]
 ) -> CallFuture:
-    """Call a verb on the first of these replicas; on the next one where it is lost before it has answered.
+    """Call a verb on the first of these replicas; on the next one if it is lost before it has answered.
 
-    `RetryableError` where all are lost and the fleet is not over.
+    `RetryableError` if all are lost and the fleet is not over.
     """
     result = _future()
     _ask_next(verb, arguments, list(clients), is_over, result)
@@ -48,7 +48,7 @@ def call_one(
 
 
 def is_refused(call: Future[Any]) -> bool:
-    """Whether a call has changed nothing. A pause whose time is over goes on."""
+    """Whether a call has changed nothing. A pause whose time is over continues."""
     error = None if call.cancelled() else call.exception()
     return isinstance(error, LifecycleError | RequestError) and not isinstance(error, DrainTimeoutError)
 
@@ -86,14 +86,14 @@ def _lost(verb: Verb, is_over: Callable[[], bool]) -> EngineDeadError | Retryabl
 
 
 def _future() -> CallFuture:
-    """The future of a call on several replicas; it has begun, for all that this end knows."""
+    """The future of a call on several replicas; it counts as begun, since that is unknown here."""
     future = CallFuture()
     future.begin()
     return future
 
 
 class _Gathered:
-    """The answers of replicas to one call, as they come."""
+    """The answers of replicas to one call, as they arrive."""
 
     def __init__(self, verb: Verb, arguments: Mapping[str, Any], count: int, is_over: Callable[[], bool]) -> None:
         self._verb, self._arguments, self._left, self._is_over = verb, dict(arguments), count, is_over
@@ -127,7 +127,7 @@ class _Gathered:
             self.future.succeed(self._verb.combine(results))
 
     def _in_all(self, error: BaseException, count: int, errors: Sequence[BaseException]) -> BaseException:
-        """The error of all: a call is told as one that never begins only if it never does anywhere."""
+        """The error of all: a call is reported as never beginning only if it begins nowhere."""
         if self._verb.late is None or self._verb.seconds(self._arguments) is None:
             return error
         never = str(self._verb.too_late(self._arguments, begun=False))

@@ -44,7 +44,7 @@ class Round(Generic[S, C]):
         self.staged: dict[int, S] = {}
         self.committed: dict[int, C] = {}
         self.errors: dict[int, Exception] = {}
-        """Of replicas that have missed the change, also of those that take no part."""
+        """Errors of replicas that have missed the change, also of those that take no part."""
 
     def stage(self, work: Callable[[Member], S]) -> None:
         """Have all members stage the change at once; fills `staged` and `errors`, even if interrupted."""
@@ -55,7 +55,7 @@ class Round(Generic[S, C]):
         self._at_all(indexes, work, self.committed)
 
     def failure(self, kind: str, is_over: Callable[[], bool] = lambda: False) -> Exception:
-        """The error of a change that no replica has made. `kind`: "weights" or "adapters"; `is_over`: the fleet is."""
+        """The error of a change that no replica has made. `kind`: "weights" or "adapters"; `is_over` is the fleet's."""
         error = next(iter(self.errors.values()))
         if not isinstance(error, EngineDeadError) or is_over():
             return error
@@ -107,7 +107,7 @@ def drop(
     reports: dict[int, UpdateReport],
     errors: dict[int, Exception],
 ) -> list[int]:
-    """Have members drop what they have staged. One that turns out to have committed it gets a report.
+    """Have members drop the weights that they have staged. One that turns out to have committed them gets a report.
 
     Returns those whose weights may be the old ones, the new ones, or a mixture.
     """
@@ -126,7 +126,7 @@ def drop(
 
 
 def check_same(path: str, staged: Mapping[int, tuple[int, str]]) -> None:
-    """Raise `WeightUpdateError` where replicas have staged different weights."""
+    """Raise `WeightUpdateError` if replicas have staged different weights."""
     if len(set(staged.values())) > 1:
         read = [f"replica {index}: version {version}, {digest}" for index, (version, digest) in staged.items()]
         what = f"update_weights: the replicas have read different weights at {path} ({', '.join(read)})"
@@ -134,7 +134,7 @@ def check_same(path: str, staged: Mapping[int, tuple[int, str]]) -> None:
 
 
 def overlaid(store: str, part: WeightSource) -> list[SourcePair]:
-    """All tensors of a store, in files; those of `part` replace theirs, and what is tied to them.
+    """All tensors of a store, in files; those of `part` replace theirs, and the tensors tied to them.
 
     Raises `ManifestMismatch` for a part that is empty, or no tensors.
     """

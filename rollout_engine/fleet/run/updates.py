@@ -1,7 +1,7 @@
 """Weight updates of a fleet: published once, read by every replica, kept for those that start later.
 
 publish ── every replica: stage, verify ── the same version and digest? ── every replica: commit between two steps
-           steps go on                     no: all drop what is staged      who fails: missed, and has to catch up
+           steps continue                  no: all drop the staged ones     one that fails has to catch up
 """
 
 import logging
@@ -33,16 +33,16 @@ class FleetUpdates:
     """One update at a time. The newest weights stay in shared memory."""
 
     def __init__(self, first_digest: str, adapters: FleetAdapters, lock: "threading.RLock") -> None:
-        """`first_digest`: of the weights that the replicas start with; `lock`: the fleet's."""
+        """`first_digest`: that of the weights that the replicas start with; `lock`: the fleet's."""
         self._first_digest, self._adapters, self._lock = first_digest, adapters, lock
         self._updating = threading.Lock()
         self.policy, self.draft = Publication(), Publication(draft=True)
         """The newest weights of both models."""
 
     def version_of(self, member: Member) -> int:
-        """Version of what a replica has started with; -1, which is no fleet's, after an update of weights or adapters.
+        """Version of the weights a replica has started with; -1, no fleet's, after an update of weights or of adapters.
 
-        Raises `ConfigError` where other replicas started with other weights, and no update has replaced them.
+        Raises `ConfigError` if other replicas started with other weights, and no update has replaced them.
         """
         if self.has_any:
             return -1
@@ -64,7 +64,7 @@ class FleetUpdates:
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
-        """Hold off other updates. Raises `LifecycleError` where one is under way."""
+        """Hold off other updates. Raises `LifecycleError` if one is under way."""
         if not self._updating.acquire(blocking=False):
             raise LifecycleError("update_weights: another update is under way, or the fleet scales; wait for its end.")
         try:
@@ -84,9 +84,9 @@ class FleetUpdates:
         """Have all members stage the weights, then commit them.
 
         `ended` is called with the reports, and with the members whose weights are in doubt: an error left them a
-        mixture, or they do not say whether they have committed. It is called whatever is raised. Raises
-        `LifecycleError` and `WeightUpdateError`, nothing changed, for what no replica can take, or where replicas have
-        read different weights; where none commits, the error of one of them.
+        mixture, or they do not report whether they have committed. It is called whatever is raised. Raises
+        `LifecycleError` and `WeightUpdateError`, nothing changed, for weights that no replica takes, or if replicas
+        have read different weights; if none commits, the error of one of them.
         """
         _check_options(options)
         publication = self.draft if options.draft else self.policy
@@ -102,12 +102,12 @@ class FleetUpdates:
                 change.stage(lambda member: publication.stage(member, path, version, options))
                 check_same(path, change.staged)
                 change.commit(change.staged, lambda member: member.client.commit_weights(options.timeout))
-            finally:  # whatever came between: what is committed is committed
+            finally:  # whatever happened before: committed weights stay so
                 missing = {index: member for index, member in change.members.items() if index not in reports}
                 in_doubt = drop(missing, change.staged, reports, change.errors)
                 if not reports:
                     publication.take_back(path)
-                with self._lock:  # whoever catches up meanwhile reads both, or neither
+                with self._lock:  # a replica that catches up meanwhile reads both, or neither
                     if reports:
                         publication.newest = Published(path, *next(iter(change.staged.values())))
                     ended(reports, in_doubt)
@@ -119,7 +119,7 @@ class FleetUpdates:
     def catch_up(self, member: Member) -> int:
         """Give a replica, whose `updating` is held, the newest weights and adapters; returns the version that it has.
 
-        Raises as `EngineClient.update_weights`, and what an adapter's commit raises.
+        Raises as `EngineClient.update_weights`, and any error of an adapter's commit.
         """
         with self._lock:
             newest, adapters = self.policy.newest, self._adapters.state
@@ -144,7 +144,7 @@ class FleetUpdates:
             try:
                 self.draft.give(member, newest)
             except EngineDeadError:
-                return  # it is started anew, and is given them then
+                return  # it is restarted, and is given them then
             except Exception as problem:
                 what = "replica %d has missed version %d of the draft model, and drafts by older weights until the next"
                 logger.warning(f"{what}: %s", member.index, newest.version, problem)
@@ -152,13 +152,13 @@ class FleetUpdates:
                 member.draft_digest = newest.digest
 
     def close(self) -> None:
-        """Remove what is published."""
+        """Remove the published weights."""
         self.policy.close()
         self.draft.close()
 
 
 def _check_options(options: UpdateOptions) -> None:
-    """Raise `LifecycleError` for what leads to one engine alone."""
+    """Raise `LifecycleError` for options that lead to one engine alone."""
     if options.transport not in (None, "store"):
         what = f"update_weights: transport={options.transport!r} leads to one engine"
         raise LifecycleError(f"{what}; the replicas of a fleet read one store: leave transport=None.")
@@ -166,7 +166,7 @@ def _check_options(options: UpdateOptions) -> None:
 
 @contextmanager
 def drained(client: EngineClient, options: UpdateOptions) -> Iterator[UpdateOptions]:
-    """Let requests end first where that is asked for: at all replicas before one of them commits.
+    """Let requests end first if that is asked for: at all replicas before one of them commits.
 
     Raises `DrainTimeoutError`, nothing changed.
     """
