@@ -42,7 +42,7 @@ class CoreLink:
     def new_socket(self, introduce: Callable[[zmq.Socket[bytes]], object]) -> zmq.Socket[bytes]:
         """Make one more socket for the same core, to be connected and closed by the caller."""
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        # A core that is gone does not return; but "never" (-1) would drop frames that it sent before and that are unread.
+        # A core that is gone does not return; but "never" (-1) would drop its unread frames.
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         introduce(socket)
         return socket

@@ -2,7 +2,7 @@
 
 Each client has a directory for it, mode 0700: in shared memory if the weights fit, else inside the core's directory.
 Its name begins with the core's and the client's, so that the core can remove a killed client's directory, and ends at
-random: where everybody may make files, nobody can take it first.
+random: in a directory open to all users, no other one can take it first.
 """
 
 import os
