@@ -62,7 +62,7 @@ class _Queue:
 
 
 class Inbox:
-    """A queue that takes from its clients in turn. Any thread may put, and so may a signal handler, urgent items."""
+    """A queue that takes from its clients in turn. Any thread may put items, and a signal handler urgent ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
