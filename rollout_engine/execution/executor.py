@@ -162,7 +162,7 @@ class InlineExecutor:
         return [self.profiler.stop()]
 
     def prepare(self, params: SamplingParams) -> Callable[[float], bool] | None:
-        """Begin to compile a request's grammar, concurrently with steps. Returns a function that waits for it, or None."""
+        """Begin to compile a request's grammar, concurrently with steps. Returns a wait for it, or None if unneeded."""
         if params.structured_outputs is None:
             return None
         grammar = self.worker.grammars.grammar(params.structured_outputs)

@@ -48,7 +48,7 @@ class ProcessExecutor(InlineExecutor):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "ProcessExecutor":
-        """Load the model, each rank its part. Raises `ConfigError` if it cannot be served, or not by as many ranks."""
+        """Load the model, each rank its part. Raises `ConfigError` if it cannot be served, or not on these ranks."""
         device = device_of(config)
         launcher = _launcher_of(config, device)
         try:

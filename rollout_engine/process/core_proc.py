@@ -106,7 +106,7 @@ class EngineCoreProc:
                 self._stop_reason = reason
 
     def _wake(self) -> None:
-        """Notify the busy loop of a change, and every client of a new version."""
+        """Wake the busy loop, and notify every client if the live version has changed."""
         with self._telling:
             version = self._core.policy_version
             if version != self._told_version:

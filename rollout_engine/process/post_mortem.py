@@ -5,8 +5,8 @@
     add      a request arrived        call   a method of the core, or a verb of the engine
     step     a step was scheduled     end    a step was over: the sequences that ended, or its error
 
-Prompts are not in it: each KV block of tokens is one number, equal for equal beginnings, as the prefix cache
-sees them. Next to it may be the stacks that `faulthandler` wrote (`.stacks`).
+Prompts are not in it: each KV block of tokens is one number, equal for equal beginnings: all that the prefix
+cache sees of them. Next to it may be the stacks that `faulthandler` wrote (`.stacks`).
 """
 
 import faulthandler

@@ -1,6 +1,6 @@
 """Connections to a core's socket that no client has shown to be its own: bounded, since each takes a descriptor.
 
-zmq accepts every connection, drops one without proof only after half a minute, and ends the process when it
+zmq accepts every connection, drops unproven ones only after half a minute, and ends the process when it
 finds no descriptor. So its events are read here, and of too many strangers the oldest are closed. While its events are
 not read, zmq accepts some thousand connections more, and then waits.
 """

@@ -39,7 +39,7 @@ from sync.owner_process import OwnerProcess
 from sync.source import read_source
 
 _GRACE_SECONDS = 10.0
-"""Seconds added to an update's timeout while waiting for its answer: the core's deadline is earlier, and clearer."""
+"""Seconds added to an update's timeout while waiting for its answer: the core's own error is earlier and clearer."""
 _LOOK_SECONDS = 0.05
 """Seconds between an update's checks that a caller still awaits it."""
 

@@ -161,7 +161,7 @@ class PendingUpdate:
         await self._keep(pairs)
 
     async def commit(self, version: Any = None, *, partial: bool = False) -> UpdateReport:
-        """Have the engine take the tensors that have arrived, as `update_weights`, and forget it here.
+        """Have the engine take the tensors that have arrived, as `update_weights`, and forget them here.
 
         Raises the weight errors; the old weights serve on.
         """

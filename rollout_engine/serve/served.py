@@ -108,7 +108,7 @@ class Served:
         return name
 
     def check_open(self) -> None:
-        """Raise `HttpProblem` 503 once no new request is accepted. While the engine is paused they may, and wait."""
+        """Raise `HttpProblem` 503 once the server is stopping. While it is paused, requests are accepted and wait."""
         if self.is_ending:
             raise HttpProblem(503, "The server is stopping: send the request elsewhere.")
 
