@@ -135,7 +135,7 @@ def note_sent(model: Any, state: tuple[int, int, int] | None, version: int | Non
 
 
 def sent_weights(model: Any) -> Sent | None:
-    """The weights' changes since `note_sent`; None if it is not known."""
+    """The version of the weights at `note_sent`, and whether they have changed since; None if not known."""
     now = weights_state(model)
     found = None if now is None else getattr(next(iter(model.parameters())), _SENT, None)
     if now is None or found is None or found[1][0] != now[0]:
