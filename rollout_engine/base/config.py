@@ -343,7 +343,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     def load(cls, path: str | os.PathLike[str], **kwargs: Any) -> "EngineConfig":
         """Make a config from a TOML file, such as `rollout-engine tune` writes; `kwargs` replace its values.
 
-        A key is an option; those of `SpeculationConfig` stand in a table [speculation]. A value is what the option
+        A key is an option; those of `SpeculationConfig` are in a table [speculation]. A value is one that the option
         takes, and an option that is None is left out. Raises `ConfigError`, which names the line.
         """
         file = TomlFile.read(path, EXAMPLE_FILE)

@@ -1,4 +1,4 @@
-"""All errors of the library. A message says what was expected, what came, where, and what to do.
+"""All errors of the library. A message names the expected and the given value, the place, and what to do.
 
 RolloutEngineError
 ├── ConfigError (ValueError)       an engine option
@@ -41,7 +41,7 @@ class ConfigError(RolloutEngineError, ValueError):
 
 
 class RequestError(RolloutEngineError, ValueError):
-    """A request was refused before it was queued. `field`, `value` and `bound` say why."""
+    """A request was refused before it was queued. `field`, `value` and `bound` give the reason."""
 
     def __init__(self, message: str, *, field: str = "", value: object = None, bound: str = "") -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class LifecycleError(RolloutEngineError):
 
 
 class DrainTimeoutError(LifecycleError, TimeoutError):
-    """Requests in flight did not finish in the time given; they go on."""
+    """Requests in flight did not finish in the time given; they continue."""
 
 
 class CallTimeoutError(RolloutEngineError, TimeoutError):
@@ -73,7 +73,7 @@ class GenerateTimeoutError(CallTimeoutError):
     ) -> None:
         super().__init__(message)
         self.outputs = list(outputs)
-        """Per prompt its `RequestOutput`; None where it was aborted."""
+        """Per prompt its `RequestOutput`; None if it was aborted."""
         self.num_tokens = dict(num_tokens or {})
         """Index of each prompt that was aborted -> the tokens that its samples had."""
 
@@ -99,7 +99,7 @@ class ChecksumError(WeightUpdateError, sync_errors.ChecksumMismatch):
 
 
 class TransferTimeoutError(WeightUpdateError, sync_errors.TransferTimeout):
-    """A peer of the weight transport did not come, or stopped answering, before the deadline."""
+    """A peer of the weight transport did not connect, or stopped answering, before the deadline."""
 
 
 class DirtyWeightsError(WeightUpdateError):
@@ -114,7 +114,7 @@ class DirtyWeightsError(WeightUpdateError):
 
 
 class EngineGenerateError(RolloutEngineError):
-    """One request failed; the engine and every other request go on."""
+    """One request failed; the engine and every other request continue."""
 
 
 class StepMemoryError(RolloutEngineError, MemoryError):
@@ -126,11 +126,11 @@ class StepDeadlineError(RolloutEngineError):
 
 
 class EngineDeadError(RolloutEngineError):
-    """The engine's process has ended, or cannot be reached: no request of this client goes on. Make a new engine."""
+    """The engine's process has ended, or cannot be reached: no request of this client continues. Make a new engine."""
 
 
 class RPCError(RolloutEngineError):
-    """A call by name was refused, or failed where it ran; the engine lives on.
+    """A call by name was refused, or raised an error; the engine continues.
 
     `method` failed on worker `rank`, with `traceback` there. `rank` is None if it was refused or failed elsewhere.
     """
@@ -141,7 +141,7 @@ class RPCError(RolloutEngineError):
 
 
 class RPCTimeoutError(RPCError, TimeoutError):
-    """A call had not ended at its deadline. If it had begun it goes on to its end, otherwise it never runs."""
+    """A call had not ended at its deadline. If it had begun it continues to its end, otherwise it never runs."""
 
 
 class RewardError(RolloutEngineError):
@@ -149,7 +149,7 @@ class RewardError(RolloutEngineError):
 
 
 class EpisodeError(RolloutEngineError):
-    """Every episode of a rollout failed; the first fault is its cause. Where some did not, the others are rows."""
+    """Every episode of a rollout failed; the first fault is its cause. If only some fail, the others are rows."""
 
 
 _FROM_SYNC: dict[type[sync_errors.SyncError], type[WeightUpdateError]] = {

@@ -30,7 +30,7 @@ _LOG_IN = "log in (hf auth login, or HF_TOKEN)"
 def find_directory(name: str, *, weights: bool, field: str = "model") -> Path:
     """The local directory of `name`: a path, or a hub id, whose files are downloaded (`weights`: also its weights).
 
-    The hub is asked once; where it cannot be reached, its cache is used. Raises `ConfigError` naming `field` when there
+    The hub is asked once; if it cannot be reached, its cache is used. Raises `ConfigError` naming `field` when there
     is no such directory and neither the hub nor its cache has one.
     """
     path = Path(located(field, name))
@@ -90,7 +90,7 @@ def describe_missing(path: Path) -> str:
 
 
 def _explain(name: str, problem: Exception) -> tuple[str, str]:
-    """Why the hub gave nothing, and what to do."""
+    """Explain why the hub gave nothing, and what to do."""
     cause = problem.__cause__ or problem
     cache = f"its cache {constants.HF_HUB_CACHE}"
     if isinstance(problem, IncompleteSnapshotError):

@@ -1,4 +1,4 @@
-"""A LoRA adapter as users name it, and what the engine says of one that it holds."""
+"""A LoRA adapter as users name it, and what the engine reports about one that it holds."""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _MAX_REVISION = 2**62
 
 
 class _NamedFields(type(msgspec.Struct)):  # type: ignore[misc]
-    """Metaclass: an unknown option raises `RequestError` with the closest name; what is made is checked."""
+    """Metaclass: an unknown option raises `RequestError` with the closest name; the new instance is checked."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
@@ -29,7 +29,7 @@ class _NamedFields(type(msgspec.Struct)):  # type: ignore[misc]
 
 
 class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metaclass=_NamedFields):
-    """A LoRA adapter (Hu et al. 2021) in the format of the package peft: its name, and where its values come from.
+    """A LoRA adapter (Hu et al. 2021) in the format of the package peft: its name, and the source of its values.
 
     >>> LoRARequest("math", path="runs/7/adapter")
     >>> LoRARequest("math", tensors=get_peft_model_state_dict(model), config=model.peft_config["default"], revision=3)
@@ -43,13 +43,13 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metac
     tensors: dict[str, Any] | None = None
     """Tensors by the names that peft gives them; then `config` is needed too."""
     revision: int = 0
-    """Grows whenever an adapter of the same name gets other values. Left out where no values are given."""
+    """Grows whenever an adapter of the same name gets other values. Left out if no values are given."""
     config: Any = None
     """The contents of adapter_config.json, as a dict or a `LoraConfig` of peft, for `tensors`."""
 
     @property
     def has_values(self) -> bool:
-        """Whether it says where its values come from."""
+        """Whether it names a source of its values."""
         return self.path is not None or self.tensors is not None
 
     def sendable(self) -> "LoRARequest":

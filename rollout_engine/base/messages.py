@@ -6,7 +6,7 @@
               <─────────────── (scheduler) <───────────────
               EngineCoreOutputs            ModelRunnerOutput
 
-Core and runner know sequences by ids that the front end counts up: sample i of a request is sequence
+Core and runner identify sequences by ids that the front end counts up: sample i of a request is sequence
 `first_sequence_id + i`. Request ids stay in the front end.
 """
 
@@ -47,8 +47,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: list[list[int]] = []
     """`params.bad_words` as token ids, every spelling of each."""
     output_token_ids: list[int] = []
-    """Tokens that the only sample has already, from an engine that is gone: it goes on behind them as if it had sampled
-    them here. They are not returned again. Only with `params.n` == 1 and without `prompt_logprobs`."""
+    """Tokens that the only sample has already, from an engine that is gone: it continues after them as if it had
+    sampled them here. They are not returned again. Only with `params.n` == 1 and without `prompt_logprobs`."""
     pooling: PoolingParams | None = None
     """The request pools its prompt instead of sampling: `params.n` is 1 and `max_tokens` 0."""
     lora: str = ""
@@ -64,7 +64,7 @@ class SequenceEnd(msgspec.Struct):
     """The stop id; None for the checkpoint's end token."""
     error: str | None = None
     is_given_up: bool = False
-    """Whether the engine itself ends, and aborts it for that alone: another engine may go on with it."""
+    """Whether the engine itself ends, and aborts it for that alone: another engine may continue it."""
 
 
 class PromptLogprobs(msgspec.Struct):
@@ -73,7 +73,7 @@ class PromptLogprobs(msgspec.Struct):
     logprobs: np.ndarray
     """float32 [P]."""
     top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
-    """(int32 [P, k], float32 [P, k]), the first row -1 and NaN; None where k is 0."""
+    """(int32 [P, k], float32 [P, k]), the first row -1 and NaN; None if k is 0."""
     ranks: np.ndarray | None = None
     """int32 [P], of the prompt's own tokens: 1 for the most likely one, ties to the lowest id, 0 for the first. Model
     runners always give them."""
@@ -163,7 +163,7 @@ class EngineCoreOutputs(msgspec.Struct):
     id_logprobs: IdLogprobs | None = None
     """Values of the sequences that asked; None when none did."""
     pooled: dict[int, Pooled] = {}
-    """Sequence id -> result of a pooling request; its end comes with it, or with later outputs."""
+    """Sequence id -> result of a pooling request; its end is in the same message, or with later outputs."""
     routed_experts: np.ndarray | None = None
     """uint8 or int16 [N, L, k]: experts of the token before each; None when no request of the step asked."""
     prompt_routed_experts: dict[int, np.ndarray] = {}
@@ -193,7 +193,7 @@ class NewSequence(msgspec.Struct):
 
     sequence_id: int
     token_ids: list[int]
-    """Prompt and tokens sampled so far. The list is the runner's own: it appends what it samples."""
+    """Prompt and tokens sampled so far. The list is the runner's own: it appends the tokens that it samples."""
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
@@ -204,7 +204,7 @@ class NewSequence(msgspec.Struct):
     pooling: PoolingParams | None = None
     """Its prompt is pooled, and nothing sampled."""
     adapter_slot: int = -1
-    """Where the runner has its adapter; -1: it runs under the base model."""
+    """The runner's slot of its adapter; -1: it runs under the base model."""
 
 
 class ScheduledSequence(msgspec.Struct, gc=False):
@@ -259,13 +259,13 @@ class ModelRunnerOutput(msgspec.Struct):
     kept_logprob_mass: list[float] | None = None
     """Log of the kept mass; 0.0 for requests without truncation. None when no request of the step truncates."""
     top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
-    """(int32 [N, K], float32 [N, K]) with K the largest k asked; None when nobody asked."""
+    """(int32 [N, K], float32 [N, K]) with K the largest k asked; None if no request of the step asked."""
     errors: dict[int, str] = {}
-    """Sample index -> why that sequence cannot go on (for example NaN logits); its token id is -1."""
+    """Sample index -> why that sequence cannot continue (for example NaN logits); its token id is -1."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """Index into `SchedulerOutput.scheduled` -> log-probs of that prompt, in the step that completes it."""
     sampled_ranks: np.ndarray | None = None
-    """int32 [N], 1 for the most likely token, 0 for requests that did not ask; None when nobody asked."""
+    """int32 [N], 1 for the most likely token, 0 for requests that did not ask; None if none asked."""
     id_logprobs: dict[int, np.ndarray] = {}
     """Sample index -> float32 log-probs of the ids that its request asked for, all of the vocabulary's included."""
     num_drawn: list[int] | None = None
@@ -273,13 +273,13 @@ class ModelRunnerOutput(msgspec.Struct):
     pooled: dict[int, np.ndarray] = {}
     """Index into `SchedulerOutput.scheduled` -> float32 result of a pooling request, in the step that completes it."""
     routed_experts: np.ndarray | None = None
-    """uint8 or int16 [N, L, k]: experts of the token behind which each was drawn; None when nobody asked."""
+    """uint8 or int16 [N, L, k]: experts of the token behind which each was drawn; None if no request asked."""
     prompt_routed_experts: dict[int, np.ndarray] = {}
     """Index into `SchedulerOutput.scheduled` -> those of the tokens before, in the step that completes a prompt."""
 
 
 UpdateMode = Literal["keep", "wait", "abort"]
-"""Treatment of requests in flight at a weight update: go on under the new weights, finish first, or end now."""
+"""Treatment of requests in flight at a weight update: continue under the new weights, finish first, or end now."""
 KvMode = Literal["keep", "recompute"]
 """Treatment of their KV: keep it, or compute it again."""
 Staging = Literal["auto", "shadow", "inplace"]
@@ -312,7 +312,7 @@ class KeptSamples(msgspec.Struct):
 
     @classmethod
     def of(cls, prompts: Iterable[tuple[bytes, Sequence[Any]]]) -> "KeptSamples":
-        """Pack (key, samples) of each prompt; each sample an array of uint32, or what becomes one."""
+        """Pack (key, samples) of each prompt; each sample an array of uint32, or convertible to one."""
         prompts = list(prompts)
         samples = [np.asarray(sample, np.uint32) for _, each in prompts for sample in each]
         return cls(

@@ -27,7 +27,7 @@ class Misfit(NamedTuple):
     text: str
     """msgspec's own text."""
     path: str
-    """Where the value is, such as "sizes[2]" or "inner.x"; "" for the whole."""
+    """Path of the value, such as "sizes[2]" or "inner.x"; "" for the whole."""
     in_key: bool
     """Whether a key of the dict at `path` does not fit."""
     missing: str

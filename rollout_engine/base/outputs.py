@@ -40,13 +40,13 @@ class Logprob(msgspec.Struct, frozen=True):
 
     logprob: float
     rank: int | None
-    """1 for the most likely token; None where ranks were not asked for (`logprobs=0`)."""
+    """1 for the most likely token; None if ranks were not asked for (`logprobs=0`)."""
     decoded_token: str | None
     """Its text inside a text; None without a tokenizer."""
 
 
 class CompletionOutput(msgspec.Struct):
-    """One sample of a prompt; with `output_kind="delta"` only what is new since the last output."""
+    """One sample of a prompt; with `output_kind="delta"` only the part that is new since the last output."""
 
     index: int
     """Which of the n samples."""
@@ -76,7 +76,7 @@ class CompletionOutput(msgspec.Struct):
     """uint8 (int16 beyond 256 experts) [P + T - 1, layers with a router, k]: the experts of each token of prompt and
     completion but the last, which was not computed. Those of the token before a sampled one are the ones that it was
     sampled with, by the version of its span. "delta": the first output begins with the prompt's. None unless
-    `return_routed_experts`, and where nothing was sampled."""
+    `return_routed_experts`, and if nothing was sampled."""
     quantization: Quantization | None = None
     """"int8": the weights of layers were rounded, so log-probs are close to the trainer's and not equal to them."""
 
@@ -96,13 +96,13 @@ class PoolingOutput(msgspec.Struct, frozen=True):
     """Result of a pooling request."""
 
     data: np.ndarray | None = None
-    """float32, in a shape of `PoolingParams`; None where the request was aborted or failed."""
+    """float32, in a shape of `PoolingParams`; None if the request was aborted or failed."""
     policy_version: int = -1
-    """Version of the weights when it was complete; -1 where it is not."""
+    """Version of the weights when it was complete; -1 if it is not."""
     kv_min_version: int = -1
-    """The oldest version among the KV that it attended: exact where the two are equal."""
+    """The oldest version among the KV that it attended: exact if the two are equal."""
     finish_reason: FinishReason | None = None
-    """"stop" where there is a result."""
+    """"stop" if there is a result."""
     error: str | None = None
 
 
@@ -141,16 +141,16 @@ class RequestOutput(msgspec.Struct):
 
 
 class PoolingRequestOutput(msgspec.Struct):
-    """A prompt and what it was pooled to: the result of `encode` and `reward`."""
+    """A prompt and its pooled output: the result of `encode` and `reward`."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    """Tokens that were pooled: without the pad tokens at the end where a head for sequences is read before them."""
+    """Tokens that were pooled: without the pad tokens at the end if a head for sequences is read before them."""
     outputs: PoolingOutput
     finished: bool
     num_cached_tokens: int
-    """Prompt tokens served from the prefix cache: only where the last token alone is pooled."""
+    """Prompt tokens served from the prefix cache: only if the last token alone is pooled."""
     metrics: RequestMetrics | None = None
 
     @classmethod
@@ -183,9 +183,9 @@ class UpdateReport(msgspec.Struct, frozen=True):
     num_in_flight: int
     """Requests alive across the commit."""
     staging: Literal["shadow", "inplace"] = "shadow"
-    """"shadow": new weights were staged beside the live ones, which served until the commit. "inplace": over them."""
+    """"shadow": new weights were staged next to the live ones, which served until the commit. "inplace": over them."""
     num_shadow_bytes: int = 0
-    """Bytes held beside the live weights, from this update to the next."""
+    """Bytes held in addition to the live weights, from this update to the next."""
     pack_seconds: float = 0.0
     """The part of `seconds` in which the received weights were packed for the kernels."""
     replicas: "dict[int, UpdateReport]" = {}
@@ -198,7 +198,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     changed_share: float | None = None
     """Share of the model's elements that differ from those before, in the engine's dtype: an estimate from up to 1,024
     elements of each of 128 tensors (`weights/changed_share.py`). None: not known, as on devices and over ranks, and
-    where the weights before had arrived under other names or were forgotten."""
+    if the weights before had arrived under other names or were forgotten."""
 
 
 def _dicts(
@@ -222,7 +222,7 @@ def _dicts(
 
 
 class TokenTexts(dict[int, str | None]):
-    """Token id -> its text: what a second one adds to a first, since some tokenizers strip the space of one alone."""
+    """Token id -> its text as a second token adds it to a first, since some tokenizers strip the space of one alone."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Options of other libraries, and what to use for them here.
+"""Options of other libraries, and their replacements here.
 
 Only names that do not exist here are looked up; remove a name from these tables when it becomes an option.
 """
@@ -102,7 +102,7 @@ ENGINE_PEERS: Peers = {
         "tp_size": "give tensor_parallel_size",
     },
 }
-"""Library -> option of its engine -> what to do here instead."""
+"""Library -> option of its engine -> advice for this engine."""
 
 SPECULATION_PEERS: Peers = {
     "vLLM's": {
@@ -121,7 +121,7 @@ SPECULATION_PEERS: Peers = {
         "speculative_num_draft_tokens": "give max_draft_tokens",
     },
 }
-"""Library -> option of its speculative decoding -> what to do here instead."""
+"""Library -> option of its speculative decoding -> advice for this engine."""
 
 SAMPLING_PEERS: Peers = {
     "vLLM's": {
@@ -182,7 +182,7 @@ SAMPLING_PEERS: Peers = {
         "top_logprobs_num": "give logprobs, the number of most likely tokens",
     },
 }
-"""Library -> setting of one request -> what to do here instead."""
+"""Library -> setting of one request -> advice for this engine."""
 
 LORA_PEERS: Peers = {
     "vLLM's": {
@@ -196,7 +196,7 @@ LORA_PEERS: Peers = {
         "peft_config": "give config",
     },
 }
-"""Library -> option of its adapters -> what to do here instead."""
+"""Library -> option of its adapters -> advice for this engine."""
 
 POOLING_PEERS: Peers = {
     "vLLM's": {
@@ -216,7 +216,7 @@ POOLING_PEERS: Peers = {
         "pooling_mode": "give kind",
     },
 }
-"""Library -> setting of one pooling request -> what to do here instead."""
+"""Library -> setting of one pooling request -> advice for this engine."""
 
 CALL_PEERS: Peers = {
     "vLLM's": {
@@ -246,11 +246,11 @@ CALL_PEERS: Peers = {
         "reward_funcs": "give reward_fn",
     },
 }
-"""Library -> argument of a call that generates -> what to do here instead."""
+"""Library -> argument of a call that generates -> advice for this engine."""
 
 
 def peer_option(peers: Peers, name: str) -> str | None:
-    """Message for an option of another library; None where no table has `name`."""
+    """Message for an option of another library; None if no table has `name`."""
     for whose, options in peers.items():
         if name in options:
             return f"'{name}' is an option of {whose} that does not exist here: {options[name]}."

@@ -1,4 +1,4 @@
-"""Settings of a pooling request, what a loaded model offers to pool, and whether the two fit each other."""
+"""Settings of a pooling request, the kinds of pooling that a model offers, and whether the two fit each other."""
 
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
@@ -20,7 +20,7 @@ _PEER_KINDS = {
     "token_classify": "kind='classify' of a head for tokens gives the logits of every token.",
     "token_embed": "kind='token' gives every token.",
 }
-"""Names of pooling tasks and types in vLLM -> what to write here."""
+"""Names of pooling tasks and types in vLLM -> advice for this engine."""
 MAX_STEP_TOKEN_IDS = 1_024
 MAX_POOLED_VALUES = 1 << 25
 """Most float32 values of one result: 128 MiB."""
@@ -128,7 +128,7 @@ def pooling_only(params: Any) -> Any:
 
 
 def refuse_pooling(params: Any) -> None:
-    """Raise `RequestError` where a request that generates has `PoolingParams`."""
+    """Raise `RequestError` if a request that generates has `PoolingParams`."""
     for each in params if isinstance(params, list | tuple) else [params]:
         if isinstance(each, PoolingParams):
             raise RequestError.for_field("sampling_params", each, "SamplingParams", "PoolingParams go to encode.")
@@ -143,7 +143,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     labels: list[str] = []
     """Names of the head's outputs, in order."""
     is_multi_label: bool = False
-    """Whether each label applies by itself (sigmoid), instead of one of them (softmax)."""
+    """Whether each label applies independently (sigmoid), instead of one of them (softmax)."""
     pad_token_id: int | None = None
     """transformers reads a head for sequences at the last token that is not this one."""
 
@@ -156,7 +156,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return "all" if params.uses_head and self.head == "token" else "last"
 
     def shape(self, params: PoolingParams, num_tokens: int) -> tuple[int, ...]:
-        """The largest shape of a result for a prompt of so many tokens."""
+        """The largest shape of a result for a prompt of `num_tokens` tokens."""
         width = len(self.labels) if params.uses_head else self.hidden_size
         if params.kind != "mean" and self.positions(params) == "all":
             return (num_tokens,) if params.kind == "reward" else (num_tokens, width)
@@ -170,7 +170,7 @@ def supported_tasks(generates: bool, info: PoolingInfo | None) -> list[str]:
 
 
 def check_pooling(params: PoolingParams, info: PoolingInfo | None, num_tokens: int) -> None:
-    """Raise `RequestError` unless a model computes `params` for a prompt of so many tokens."""
+    """Raise `RequestError` unless a model computes `params` for a prompt of `num_tokens` tokens."""
     if info is None:
         hint = "Pool on an engine with device='cpu'."
         raise RequestError.for_field("pooling_params", params.kind, "absent: this engine's device does not pool", hint)
@@ -188,7 +188,7 @@ def check_pooling(params: PoolingParams, info: PoolingInfo | None, num_tokens: i
 
 
 def check_generation(generates: bool) -> None:
-    """Raise `RequestError` for a request to generate where the model has no output head."""
+    """Raise `RequestError` for a request to generate if the model has no output head."""
     if not generates:
         raise RequestError(
             "This model cannot generate: its checkpoint has no output head (lm_head), only one that classifies. Use "
@@ -199,7 +199,7 @@ def check_generation(generates: bool) -> None:
 
 
 def _missing(kind: PoolingKind, info: PoolingInfo) -> str | None:
-    """Say what a model lacks for a kind of pooling, as a sentence; None where it lacks nothing."""
+    """Describe the part that a model lacks for a kind of pooling, as a sentence; None if it lacks nothing."""
     if kind not in _OF_HEAD:
         return None
     if info.head is None:

@@ -1,8 +1,9 @@
 """Notes on tensor objects: how the tokens of a rollout, or the log-probs of a trainer, were computed.
 
-A note belongs to one tensor object; what torch computes from it (slices, copies, moved tensors) has none. Parts,
-clones, moved copies and concatenations of a `RolloutBatch` get those of the whole. Notes serve to report mistakes
-early, and do not decide what is computed, but for `EpisodesNote`: it gives arguments of `advantages` their defaults.
+A note belongs to one tensor object; tensors that torch computes from it (slices, copies, moved tensors) have none.
+Parts, clones, moved copies and concatenations of a `RolloutBatch` get those of the whole. Notes serve to report
+mistakes early, and do not change any computation, but for `EpisodesNote`: it gives arguments of `advantages`
+their defaults.
 """
 
 import zlib
@@ -82,7 +83,7 @@ def rollout_note(tensor: object) -> RolloutNote | None:
 
 
 def joined(notes: Iterable[RolloutNote | None]) -> RolloutNote | None:
-    """The note on tokens that come from several tensors with these notes; None where one has none.
+    """The note on tokens that come from several tensors with these notes; None if one has none.
 
     Of engines that differ, the note is that of one which rounded weights, if any did.
     """
@@ -112,7 +113,7 @@ def episodes_note(tensor: object) -> EpisodesNote | None:
 
 
 def weights_state(model: Any) -> tuple[int, int, int] | None:
-    """A state that differs once an optimizer has stepped; None for what is no module of parameters.
+    """A state that differs once an optimizer has stepped; None for anything but a module with parameters.
 
     Number of parameters, torch's counts of writes, and a checksum of the first values of those on the CPU, since fused
     optimizers are not counted.
@@ -134,7 +135,7 @@ def note_sent(model: Any, state: tuple[int, int, int] | None, version: int | Non
 
 
 def sent_weights(model: Any) -> Sent | None:
-    """What became of the weights since `note_sent`; None if it is not known."""
+    """The version of the weights at `note_sent`, and whether they have changed since; None if not known."""
     now = weights_state(model)
     found = None if now is None else getattr(next(iter(model.parameters())), _SENT, None)
     if now is None or found is None or found[1][0] != now[0]:

@@ -39,7 +39,7 @@ class RoutingInfo(msgspec.Struct, frozen=True):
 
 
 def check_routing_asked(is_asked: bool, info: RoutingInfo | None) -> None:
-    """Raise `RequestError` for `return_routed_experts` where the engine has no routers to tell of."""
+    """Raise `RequestError` for `return_routed_experts` if the engine has no routers to report."""
     if is_asked and info is None:
         hint = "This engine's model has no routers that are all alike."
         raise RequestError.for_field("return_routed_experts", True, "False", hint)

@@ -47,7 +47,7 @@ TRUNCATION_RULES = ("top_k", "top_p", "min_p")
 """Parameters that cut tokens from the distribution, in the order in which they apply. Their defaults cut nothing.
 Samplers take each as a column, `kernels.row_stats.Truncation`."""
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-"""Parameters that change the logits of tokens that came before, in the order in which they apply. Their defaults change
+"""Parameters that change the logits of earlier tokens, in the order in which they apply. Their defaults change
 nothing."""
 truncation_of: Callable[["SamplingParams"], tuple[float, ...]] = attrgetter(*TRUNCATION_RULES)
 penalties_of: Callable[["SamplingParams"], tuple[float, ...]] = attrgetter(*PENALTIES)
@@ -200,7 +200,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def num_top_logprobs(self) -> int:
-        """Most likely tokens to report at each position; 0 where `logprobs=-1`, which asks for all by their ids."""
+        """Most likely tokens to report at each position; 0 if `logprobs=-1`, which asks for all by their ids."""
         return max(self.logprobs or 0, 0)
 
     @property
@@ -248,7 +248,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def penalises(self) -> bool:
-        """Whether logits depend on which tokens came before."""
+        """Whether logits depend on the earlier tokens."""
         return penalties_of(self) != _NO_PENALTIES
 
 

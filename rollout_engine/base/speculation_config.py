@@ -65,4 +65,4 @@ class DraftInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Most tokens of a sequence that it drafts for."""
     step_seconds: tuple[tuple[int, float], ...]
-    """(rows, seconds) of its steps of so many rows, ascending, two at least."""
+    """(rows, seconds) of its steps by their number of rows, ascending, two at least."""

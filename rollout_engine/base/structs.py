@@ -152,7 +152,7 @@ def _bound(value: Any, misfit: Misfit) -> str:
 
 
 def allowed_words(annotation: Any, depth: int) -> str:
-    """Describe what a field of literals beside other types allows, or its elements `depth` lists down; else ""."""
+    """Describe the values of a field of literals and other types, or of its elements `depth` lists down; else ""."""
     for _ in range(depth):
         annotation = next(iter(get_args(annotation)), None)
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -165,7 +165,7 @@ def allowed_words(annotation: Any, depth: int) -> str:
 
 
 def _choices(annotation: Any) -> list[Any]:
-    """List the allowed values of a field of literals (with bool and None beside them); [] for any other field."""
+    """List the allowed values of a field of literals (and bool and None); [] for any other field."""
     kinds = get_args(annotation) if get_origin(annotation) is not Literal else (annotation,)
     known = {bool: (True, False), type(None): (None,)}
     values = [get_args(kind) if get_origin(kind) is Literal else known.get(kind) for kind in kinds]

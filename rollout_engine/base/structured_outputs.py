@@ -19,11 +19,11 @@ MAX_CHOICES = 1_024
 MAX_TAGS = 128
 _FIELD = "structured_outputs"
 _TAG_OPTIONS = ("at_least_one", "stop_after_first")
-"""Options of structural tags, off where they are absent."""
+"""Options of structural tags, off if they are absent."""
 
 
 def check_structured_outputs(given: Mapping[str, Any] | None) -> None:
-    """Raise `RequestError` for what is no structured output, or larger than one may be. Nothing is compiled."""
+    """Raise `RequestError` for anything but a structured output within the size limits. Nothing is compiled."""
     if given is None:
         return
     if len(given) != 1 or next(iter(given)) not in KINDS:
@@ -47,7 +47,7 @@ def check_structured_outputs(given: Mapping[str, Any] | None) -> None:
 
 
 def text_of(given: Mapping[str, Any]) -> str:
-    """The structured output as JSON, properties in the order in which they came: the same text, the same grammar."""
+    """The structured output as JSON, properties in the given order: equal text means equal grammar."""
     return json.dumps(given, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""Starting of threads. Where the system starts no more of them, the call that needs one fails, and nothing else."""
+"""Starting of threads. If the system starts no more of them, only the call that needs one fails."""
 
 import asyncio
 import contextvars
@@ -29,7 +29,7 @@ def give_way_early() -> None:
 
 
 def start(thread: threading.Thread) -> threading.Thread:
-    """Start a thread. Raises `RetryableError` where the system starts no more of them."""
+    """Start a thread. Raises `RetryableError` if the system starts no more of them."""
     try:
         thread.start()
     except (RuntimeError, MemoryError) as problem:
@@ -38,15 +38,15 @@ def start(thread: threading.Thread) -> threading.Thread:
 
 
 def start_thread(target: Callable[..., object], *args: object, name: str) -> threading.Thread:
-    """Run `target(*args)` on a new daemon thread. Raises `RetryableError` where the system starts no more of them."""
+    """Run `target(*args)` on a new daemon thread. Raises `RetryableError` if the system starts no more of them."""
     return start(threading.Thread(target=target, args=args, name=name, daemon=True))
 
 
 async def run_in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Await a function that runs on a thread of its own, in this context. Raises `RetryableError`, nothing begun.
 
-    A pool would keep what it found no thread for, and run it later. Once the awaiting task is cancelled, the next
-    `raise_if_cancelled` of the function raises.
+    A pool would keep a call for which it found no thread, and run it later. Once the awaiting task is cancelled, the
+    next `raise_if_cancelled` of the function raises.
     """
     outcome, is_cancelled, context = Future[R](), threading.Event(), contextvars.copy_context()
     outcome.set_running_or_notify_cancel()
@@ -62,7 +62,7 @@ async def run_in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwa
 def run_together(functions: Sequence[Callable[[], R]], *, name: str) -> list[Future[R]]:
     """Run functions at once, each on a thread of its own, and return their outcomes when all have ended.
 
-    Where this thread is interrupted or cancelled, or there is no thread for one of them (`RetryableError`), the next
+    If this thread is interrupted or cancelled, or there is no thread for one of them (`RetryableError`), the next
     `raise_if_cancelled` of each function raises; that is raised here once all have ended.
     """
     is_cancelled, outcomes = threading.Event(), [Future[R]() for _ in functions]
@@ -83,7 +83,7 @@ def run_together(functions: Sequence[Callable[[], R]], *, name: str) -> list[Fut
 
 
 def raise_if_cancelled() -> None:
-    """Raise `asyncio.CancelledError` where nobody awaits any more what this thread does for another one."""
+    """Raise `asyncio.CancelledError` if no caller awaits this thread's work any more."""
     is_cancelled = _IS_CANCELLED.get()
     if is_cancelled is not None and is_cancelled.is_set():
         raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""Files of settings (TOML): reading, `table.key=value` beside them, and the line of what is wrong with one."""
+"""Files of settings (TOML): reading, `table.key=value` in addition to them, and the line of an error in one."""
 
 import os
 import re
@@ -39,7 +39,7 @@ class TomlFile(NamedTuple):
             raise ConfigError(f"{name} is not TOML: {problem}. Expected keys and values, as {example}.") from None
 
     def place(self, key: Key) -> str:
-        """The file, and the line where the statement begins that sets `key`, as "a.toml:7", if a line has its name."""
+        """The file, and the first line of the statement that sets `key`, as "a.toml:7", if a line has its name."""
         lines = self.text.splitlines(keepends=True)
         named = [number for number, line in enumerate(lines) if str(key[-1]) in line]
         for i, number in enumerate(named):
@@ -56,7 +56,7 @@ class TomlFile(NamedTuple):
     def located(self, problem: ConfigError, elsewhere: Mapping[str, Any]) -> ConfigError:
         """The same error with the file, and the line of the key that it names.
 
-        `elsewhere`: options that did not come from the file; their errors stay as they are.
+        `elsewhere`: options that were not read from the file; their errors stay as they are.
         """
         text = str(problem)
         found = sorted(
@@ -79,7 +79,7 @@ def value_of(text: str) -> Any:
 
 
 def set_key(content: dict[str, Any], key: str, value: Any) -> None:
-    """Set "table.key", with the tables that it needs. Raises `ConfigError` where one of them is something else."""
+    """Set "table.key", with the tables that it needs. Raises `ConfigError` if one of them is something else."""
     *tables, name = key.split(".")
     for table in tables:
         content = content.setdefault(table, {})

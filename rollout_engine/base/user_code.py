@@ -1,4 +1,4 @@
-"""Code of the user's that the engine runs, by thread, so that a watchdog can name and interrupt what does not return.
+"""Code of the user's that the engine runs, by thread, so that a watchdog can name and interrupt blocks that hang.
 
     with UserCode(lambda: "logits processor m:P (apply)"):
         result = processor.apply(...)
@@ -48,7 +48,7 @@ class UserCode:
             _end_forked_child(self.describe(), error)
         try:
             self._end()
-        except StepDeadlineError:  # it comes only now
+        except StepDeadlineError:  # it is raised only now
             self._end()
             raise StepDeadlineError(self.message) from None
         if isinstance(error, StepDeadlineError) and self.message:
@@ -72,14 +72,14 @@ class UserCode:
 
 
 def running_on(threads: Iterable[int]) -> UserCode | None:
-    """The block that one of these threads is in; None where none is."""
+    """The block that one of these threads is in; None if none is."""
     return next((_running[thread] for thread in threads if thread in _running), None)
 
 
 def _end_forked_child(what: str, error: BaseException | None) -> NoReturn:
     """End this process, a child that code of the user's has forked and that has left this code.
 
-    Without cleaning up, which would close what belongs to the parent. `sys.exit` there is an orderly end.
+    Without cleaning up, which would close the parent's resources. `sys.exit` there is an orderly end.
     """
     if isinstance(error, SystemExit):
         os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
@@ -90,15 +90,15 @@ def _end_forked_child(what: str, error: BaseException | None) -> NoReturn:
 
 
 def _raise_in(thread: int, kind: type[BaseException]) -> None:
-    """Let a thread raise `kind` at its next instruction of Python, in place of what it was to raise there."""
+    """Let a thread raise `kind` at its next instruction of Python, in place of a pending exception."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
 def _take_back(thread: int) -> None:
-    """Raise here, on this thread, what it was to raise.
+    """Raise this thread's pending exception here.
 
-    CPython has a call for it, after which its evaluation loop looks for the exception for ever: in 3.11 a function that
-    is traced (`sys.settrace`: debuggers, coverage) then never begins.
+    CPython has a call for it, after which its evaluation loop looks for the exception indefinitely: in 3.11 a function
+    that is traced (`sys.settrace`: debuggers, coverage) then never begins.
     """
     try:
         _raise_in(thread, StepDeadlineError)

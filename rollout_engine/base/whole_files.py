@@ -12,7 +12,7 @@ from typing import BinaryIO
 def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of `path` at the end of the block; if that raises, nothing has changed.
 
-    A device, a pipe and a file in a directory where none can be made are written in place. Raises `OSError`.
+    A device, a pipe and a file in a directory in which none can be made are written in place. Raises `OSError`.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
@@ -37,5 +37,5 @@ def _new_file(path: Path, target: Path) -> BinaryIO:
     try:
         return open(path, "xb")
     except OSError as problem:
-        problem.filename = str(target)  # the name that the caller knows
+        problem.filename = str(target)  # the name that the caller gave
         raise

@@ -36,8 +36,8 @@ class OneProcess:
 
     Args:
         module: the one that it runs, of this package. It calls `answer_orders`.
-        work: what it does, for errors: "compiles grammars".
-        field: what users gave it to work on, for the error of a call that `close` has interrupted.
+        work: its task, for errors: "compiles grammars".
+        field: the users' input to it, for the error of a call that `close` has interrupted.
     """
 
     def __init__(self, module: str, work: str, field: str) -> None:

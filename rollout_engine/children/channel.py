@@ -51,7 +51,7 @@ class Channel:
         """Wait for the next message, of type `kind`.
 
         Raises `EOFError` or `OSError` if the other end is gone, `TimeoutError` if it sends nothing for `timeout`
-        seconds (a later call goes on with the same message), and `msgspec.DecodeError` for bytes that are no message.
+        seconds (a later call continues with the same message), and `msgspec.DecodeError` for bytes that are no message.
         """
         self._set_timeout(socket.SO_RCVTIMEO, timeout)
         if self._num_received < _LENGTH_BYTES:

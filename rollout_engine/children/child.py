@@ -5,7 +5,7 @@
     end            closes the channels, waits, and kills the group if that takes long
 
 A child ends when its channel is closed. When this process ends without having ended it, the system kills the child
-(`rollout_engine.children.process`), and the guard what the child has started (`rollout_engine.children.guard`).
+(`rollout_engine.children.process`), and the guard kills the child's children (`rollout_engine.children.guard`).
 """
 
 import os
@@ -34,7 +34,7 @@ class Child:
         max_bytes: bytes of the longest message that is received.
         end_seconds: time that it has to end before it is killed.
 
-    Raises what `start` raises.
+    Raises the errors of `start`.
     """
 
     def __init__(
@@ -146,6 +146,6 @@ class Child:
         return self.wait(None)
 
     def _kill_group(self) -> None:
-        """Kill it, and what it has started, unless that has left its process group."""
+        """Kill it, and those of its children that have not left its process group."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

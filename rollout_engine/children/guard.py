@@ -1,7 +1,7 @@
 """Kills process groups and removes directories when this process ends, however it does: a shell waits for its end.
 
 A process that is killed ends nothing, and the signal of the system (`rollout_engine.children.process`) reaches its
-children alone: not what these have started, nor their files, which a child that is killed cannot remove.
+children alone: not the processes that these have started, nor their files, which a child that is killed cannot remove.
 """
 
 import os

@@ -40,7 +40,7 @@ def start_module(
     Args:
         module: its name; it is the child's main module.
         arguments: those of its command line, after the numbers of the descriptors.
-        descriptors: what the child inherits.
+        descriptors: those that the child inherits.
         environment: all its variables; default: `environment_with_package()`.
         options: more arguments of `subprocess.Popen`.
 
@@ -51,7 +51,7 @@ def start_module(
         stdin=subprocess.DEVNULL,
         pass_fds=list(descriptors),
         env=environment_with_package() if environment is None else environment,
-        start_new_session=True,  # Ctrl-C is the parent's to handle; what the child starts is in a group of its own
+        start_new_session=True,  # Ctrl-C is the parent's to handle; the child's own processes are in its group
         **options,
     )
 
@@ -102,7 +102,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def _processors() -> set[int]:
-    """The processors that this thread may use, where the system says."""
+    """The processors that this thread may use, if the system reports them."""
     return os.sched_getaffinity(0) if sys.platform == "linux" else set()
 
 

@@ -4,8 +4,8 @@
     unpack(msgpack, arrays, kind) ──> value         checked against a type; large arrays are views of the frames
 
 Of a long value, lists of numbers or texts, bytes, texts and lists of structs (column by column) become arrays, too: a
-message is short beside its arrays, however long its lists are. Each has an extension type; no other type is decoded.
-Unless `kind` says otherwise, structs arrive as dicts and tuples as lists.
+message is short compared with its arrays, however long its lists are. Each has an extension type; no other type is
+decoded. Unless `kind` requires other types, structs arrive as dicts and tuples as lists.
 """
 
 import math
@@ -66,7 +66,7 @@ class _Columns:
 
 
 def pack(value: Any) -> Packed:
-    """Encode a value. Raises `TypeError`, `ValueError` or `OverflowError` for what cannot be sent."""
+    """Encode a value. Raises `TypeError`, `ValueError` or `OverflowError` for a value that cannot be sent."""
     small: list[np.ndarray] = []
     large: list[np.ndarray] = []
     num_small_bytes = 0
@@ -99,7 +99,7 @@ def pack(value: Any) -> Packed:
 
 
 def unpack(body: Frame | msgspec.Raw, arrays: Sequence[np.ndarray], kind: Any = Any) -> Any:
-    """Decode what `pack` made, as type `kind`. Raises `WireError`."""
+    """Decode the result of `pack`, as type `kind`. Raises `WireError`."""
     try:
         return msgspec.msgpack.decode(body, type=kind, ext_hook=_Reader(arrays).read)
     except (
@@ -202,7 +202,7 @@ class _Reader:
         self._num_objects_left = _MAX_OBJECTS
 
     def read(self, code: int, data: memoryview) -> Any:
-        """Return the value of an extension type. Raises `ValueError` and what msgspec raises."""
+        """Return the value of an extension type. Raises `ValueError` and msgspec's errors."""
         if code == _RECORDS:
             return self._records(msgspec.msgpack.decode(data, type=dict[str, Any], ext_hook=self.read))
         forms = msgspec.msgpack.decode(data, type=list[_Form])

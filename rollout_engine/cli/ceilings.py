@@ -60,7 +60,7 @@ class Experts(NamedTuple):
 
 
 class Dimensions(NamedTuple):
-    """Shapes of what a decoder computes and reads per step. A product is (out, in) features."""
+    """Shapes of a decoder's products and sizes of its reads per step. A product is (out, in) features."""
 
     num_layers: int
     products: tuple[tuple[int, int], ...]
@@ -153,7 +153,7 @@ def products_seconds(shapes: list[tuple[int, int]], rows: int, dtype: torch.dtyp
 
 
 def _experts_seconds(dims: Dimensions, rows: int) -> float:
-    """Seconds for the products of all layers' experts, of which a part is measured where they are large."""
+    """Seconds for the products of all layers' experts, of which a part is measured if they are large."""
     experts = dims.experts
     if experts is None:
         return 0.0
@@ -176,7 +176,7 @@ class _Engine:
 
 
 class _OneDNN:
-    """A product by oneDNN, row-invariant or not; torch's plain product where oneDNN is missing."""
+    """A product by oneDNN, row-invariant or not; torch's plain product if oneDNN is missing."""
 
     def __init__(self, weight: Tensor) -> None:
         self._packed = torch.backends.mkldnn.is_available()
@@ -195,7 +195,7 @@ _Shapes = dict[tuple[int, int], Tensor]
 def _pass_seconds(
     product: type[_Engine] | type[_OneDNN], shapes: list[tuple[int, int]], weights: _Shapes, inputs: _Shapes
 ) -> float:
-    """Seconds for one pass over all shapes; infinite where `product` does not support this dtype here."""
+    """Seconds for one pass over all shapes; infinite if `product` does not support this dtype here."""
     try:
         calls = [(product(weights[shape]), inputs[shape]) for shape in shapes]
 

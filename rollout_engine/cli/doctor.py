@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print all findings; below them a table of what is fast, what is not, and what to do."""
+    """Print all findings; below them a table of the paths that are fast or not, and what to do."""
     overrides = parse_overrides(arguments.overrides)
     if arguments.model is None and overrides.engine:
         raise ConfigError("doctor: options are those of a model: name it first, as doctor MODEL dtype=float32.")

@@ -1,4 +1,4 @@
-"""Describes the machine: for `doctor`, and for the record beside every measured figure."""
+"""Describes the machine: for `doctor`, and for the record next to every measured figure."""
 
 import importlib.metadata
 import os

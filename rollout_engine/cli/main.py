@@ -39,8 +39,8 @@ def load_command(name: str) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, or print the help without any.
 
-    Returns the exit status: 0 or what the command returns, 2 for an error that the user can correct, 130 when
-    interrupted, 141 when nobody reads the rest of what it prints (`... | head`).
+    Returns the exit status: 0 or the command's own status, 2 for an error that the user can correct, 130 when
+    interrupted, 141 if the rest of its output is not read (`... | head`).
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     chosen, rest = _choose(given or ["--help"])
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_read(output: TextIO) -> bool:
-    """Whether the other end of a pipe is still there. Where not, what is left to print goes nowhere."""
+    """Whether the other end of a pipe is still there. If not, discard all further output."""
     poll = select.poll()
     poll.register(output.fileno(), 0)  # errors alone
     if not poll.poll(0):

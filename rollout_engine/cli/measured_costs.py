@@ -1,4 +1,4 @@
-"""Measures what steps of a real engine cost, and writes them as the table [costs] of a fleet file."""
+"""Measures the costs of steps of a real engine, and writes them as the table [costs] of a fleet file."""
 
 import random
 import time
@@ -15,7 +15,7 @@ from rollout_engine.faces.llm_engine import LLMEngine
 _NUM_ROUNDS = 2
 _NUM_DECODED = 24
 _MAX_PREFILLED = 8192
-"""Prompt tokens of one work: where its rows would have more, some are samples of the same prompt."""
+"""Prompt tokens of one work: if its rows would have more, some are samples of the same prompt."""
 _ENGINE: dict[str, Any] = {"skip_tokenizer_init": True, "log_stats": False, "enable_prefix_caching": False}
 
 
@@ -24,7 +24,7 @@ class Measured(NamedTuple):
 
     fit: Fit
     steps: list[tuple[StepShape, float]]
-    """What was measured: each step, and its seconds."""
+    """The measurements: each step, and its seconds."""
     engine: dict[str, Any]
     """The table [engine] of the engine that was measured."""
     model: str
@@ -104,7 +104,7 @@ def as_toml(measured: Measured) -> str:
 def _steps(
     engine: LLMEngine, work: MeasuredWork, source: random.Random, vocab_size: int
 ) -> Iterator[tuple[StepShape, float]]:
-    """Each step of one work: what it computes, and its seconds."""
+    """Each step of one work: its shape, and its seconds."""
     prompts = [[source.randrange(vocab_size) for _ in range(work.num_prompt_tokens)] for _ in range(work.num_prompts)]
     params = SamplingParams(
         n=work.num_samples,
@@ -126,14 +126,14 @@ def _steps(
 
 
 class _Progress:
-    """Where each prompt of a work is. The engine's counters tell the prompt tokens of a step, first come first."""
+    """Progress of each prompt of a work. Counters of the engine give a step's prompt tokens, in order of prompts."""
 
     def __init__(self, work: MeasuredWork) -> None:
         self._work = work
         self._num_computed, self._num_sampled = [0] * work.num_prompts, [0] * work.num_prompts
 
     def step(self, num_prefill: int) -> StepShape | None:
-        """What the step computed; None: nothing."""
+        """The shape of the step's work; None: there was none."""
         num_prompt, num_samples = self._work.num_prompt_tokens, self._work.num_samples
         decoding = [i for i, count in enumerate(self._num_sampled) if 0 < count < _NUM_DECODED]
         context = sum(num_samples * (num_prompt + self._num_sampled[i]) for i in decoding)

@@ -7,7 +7,7 @@ from rollout_engine.base.errors import ConfigError, RequestError
 
 
 def check_out(out: Path, name: str) -> None:
-    """Raise `RequestError` where `out` cannot be written, before there is anything to lose. Advises the file `name`."""
+    """Raise `RequestError` if `out` cannot be written, before there is anything to lose. Advises the file `name`."""
     if not out.parent.is_dir():
         raise RequestError(f"--out {out} cannot be written: make the folder {out.parent} first.")
     if out.is_dir():

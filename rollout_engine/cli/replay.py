@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what came of the samples. Returns 1 where one differs."""
+    """Print the outcomes of the samples. Returns 1 if one differs."""
     overrides, samples = parse_overrides(arguments.overrides), read_jsonl(_one_file(arguments.file))
     if not samples:
         raise RequestError(f"{arguments.file} has no rollouts.")

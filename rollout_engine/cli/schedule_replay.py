@@ -32,7 +32,7 @@ class Replayed(msgspec.Struct):
 
 
 def replay(lines: list[post_mortem.Line]) -> Replayed:
-    """Replay a file until its end or the first failure. Schedules are compared where the file begins with the core."""
+    """Replay a file until its end or the first failure. Schedules are compared if the file begins with the core."""
     header, *rest = lines
     assert isinstance(header, post_mortem.Header), "checked when it was read"
     config = msgspec.convert(header.config, CoreConfig)
@@ -122,7 +122,7 @@ def _failed_steps(lines: list[post_mortem.Line]) -> set[int]:
 
 
 def _source(request: post_mortem.Request, vocab_size: int, block_size: int) -> EngineCoreRequest:
-    """A request with as many tokens as the recorded one, equal where its beginning was equal to another's."""
+    """A request with as many tokens as the recorded one; beginnings that were equal there are equal here."""
     blocks, num_tokens = request.blocks, request.num_tokens
     num_known = min(num_tokens, block_size * len(blocks))
     known = [mix(blocks[i // block_size], i) % vocab_size for i in range(num_known)]

@@ -29,7 +29,7 @@ _LIMITS: dict[str, type[int] | type[float]] = {
     "max_connections": int,
     "drain_seconds": float,
 }
-"""Options that bound what clients may take."""
+"""Options that bound the resources of clients."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def _option(name: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Start the engine, print the address, and serve until told to stop."""
+    """Start the engine, print the address, and serve until a signal to stop."""
     overrides = parse_overrides(arguments.overrides)
     if overrides.sampling:
         names = ", ".join(overrides.sampling)

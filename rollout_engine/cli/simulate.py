@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure costs, or simulate every case and print what became of it."""
+    """Measure costs, or simulate every case and print its outcome."""
     if arguments.measure is not None:
         _measure(arguments)
         return

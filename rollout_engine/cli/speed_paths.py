@@ -25,7 +25,7 @@ _SIGNS: dict[str, "State"] = {
     "deterministic='auto' is off": "not exact",
     "layers multiply by rounded weights": "not exact",
 }
-"""Parts of the lines that loading a model logs -> what they say of it."""
+"""Parts of the lines that loading a model logs -> the state that they report."""
 
 State = Literal["fast", "falls back", "missing", "not exact"]
 
@@ -37,11 +37,11 @@ class SpeedPath(NamedTuple):
     state: State
     how: str
     fix: str = ""
-    """A sentence on what to do; empty where there is nothing to do."""
+    """A sentence on what to do; empty if there is nothing to do."""
 
 
 def speed_paths(kernels: Mapping[str, Any], cuda: str) -> list[SpeedPath]:
-    """Examine this machine. `kernels` and `cuda` are what `doctor` has found of them."""
+    """Examine this machine. `kernels` and `cuda` are the findings of `doctor`."""
     return [
         _compiled(kernels),
         *(_products(dtype) for dtype in _DTYPES),
@@ -54,7 +54,7 @@ def speed_paths(kernels: Mapping[str, Any], cuda: str) -> list[SpeedPath]:
 
 
 def of_model(model: str, options: Mapping[str, Any]) -> list[SpeedPath]:
-    """Load a model, and tell how its layers run. `options`: fields of `EngineConfig`. Raises `ConfigError`."""
+    """Load a model, and report how its layers run. `options`: fields of `EngineConfig`. Raises `ConfigError`."""
     told = _Told()
     logger = logging.getLogger("rollout_engine")
     level = logger.level
@@ -77,7 +77,7 @@ def of_model(model: str, options: Mapping[str, Any]) -> list[SpeedPath]:
 
 
 def table(paths: list[SpeedPath]) -> str:
-    """One line per path, and below it what to do."""
+    """Write one line per path, and below it what to do."""
     lines = []
     for path in paths:
         lines.append(f"{path.state:11} {path.what:22} {path.how}")

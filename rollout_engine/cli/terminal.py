@@ -1,4 +1,4 @@
-"""Tells the user what a command waits for, and refuses to draw without a terminal, for whose keys it would wait."""
+"""Names the work that a command waits for, and refuses to draw without a terminal, for whose keys it would wait."""
 
 import sys
 import threading
@@ -17,7 +17,7 @@ QUIET_SECONDS = 2.0
 def announced(work: str) -> Iterator[None]:
     """Write a line to standard error if the block takes longer than `QUIET_SECONDS`, and another when it has ended.
 
-    `work` is what it does, as "loading MODEL".
+    `work` is the block's task, as "loading MODEL".
     """
     start, ended = time.monotonic(), threading.Event()
 
@@ -36,7 +36,7 @@ def announced(work: str) -> Iterator[None]:
 
 
 def require_terminal(advice: str) -> None:
-    """Raise `ConfigError`, with what to do instead, unless standard input and output are a terminal."""
+    """Raise `ConfigError`, which names an alternative, unless standard input and output are a terminal."""
     for name in ("stdin", "stdout"):
         stream = getattr(sys, name)
         if stream is None or not stream.isatty():

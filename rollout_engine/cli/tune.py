@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def as_toml(model: str, work: str, given: Options, found: Proposal) -> str:
-    """The proposal as a file that `EngineConfig.load` reads: the model, what was given, and what was found faster."""
+    """The proposal as a file that `EngineConfig.load` reads: the model, the given options, and those found faster."""
     lines = [f"# Measured by rollout-engine tune on {machine.cpu_name()}, {machine.usable_cpus()} usable CPUs: {work}."]
     if found.together is not None:
         outcome = _described(found.together) if found.options else "no faster in rounds of their own, left out"
@@ -110,7 +110,7 @@ def as_toml(model: str, work: str, given: Options, found: Proposal) -> str:
 
 
 def table(found: Proposal) -> str:
-    """One line per value: tokens per second beside the default's, their ratio, and what that means."""
+    """One line per value: tokens per second next to the default's, their ratio, and the verdict."""
     lines = [f"{'option':24} {'value':>8} {'tokens/s':>10} {'default':>10}  compared with the default"]
     for trial, compared in found.trials:
         lines += [_row(each) for each in compared]

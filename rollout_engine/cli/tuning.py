@@ -1,8 +1,8 @@
-"""Compares values of engine options with the default by measuring both in turns, and proposes what is surely faster.
+"""Compares values of engine options with the default by measuring both in turns, and proposes the surely faster ones.
 
-Each value runs beside the default: one round of each, in changing order, several times. A pair of rounds gives one
-ratio, so that whatever slows the machine down for longer than a round slows both. A value is proposed where the median
-ratio is above 1.02 and no pair says otherwise; all proposals together then have to win once more, in new rounds.
+Each value runs next to the default: one round of each, in changing order, several times. A pair of rounds gives one
+ratio, so that whatever slows the machine down for longer than a round slows both. A value is proposed if the median
+ratio is above 1.02 and no pair contradicts it; all proposals together then have to win once more, in new rounds.
 """
 
 import statistics
@@ -33,7 +33,7 @@ class Trial(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Rounds of some options beside as many of the default."""
+    """Rounds of some options, and as many of the default."""
 
     options: dict[str, Any]
     rates: list[float]
@@ -67,9 +67,9 @@ class Proposal(NamedTuple):
 
     trials: list[tuple[Trial, list[Comparison]]]
     together: Comparison | None
-    """All winners together beside the default, in rounds of their own; None where no value won."""
+    """All winners together and the default, in rounds of their own; None if no value won."""
     options: dict[str, Any]
-    """Options to set; empty where the defaults are as good as anything measured."""
+    """Options to set; empty if the defaults are as good as anything measured."""
 
 
 def propose(
@@ -77,7 +77,7 @@ def propose(
 ) -> Proposal:
     """Compare every value of every trial with the default, and the winners together.
 
-    Two engines are up at a time. `is_over` ends it early: what has not been compared by then keeps its default.
+    Two engines are up at a time. `is_over` ends it early: options not compared by then keep their defaults.
     """
     measured: list[tuple[Trial, list[Comparison]]] = []
     winners: dict[str, Any] = {}

@@ -79,7 +79,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _token_texts(given: str | None, samples: list[dict[str, Any]]) -> TokenText:
-    """Texts of tokens by the tokenizer that was given, or by that of the logged model where it is still there."""
+    """Texts of tokens by the tokenizer that was given, or by that of the logged model if it still exists."""
     name = given or samples[0].get("engine", {}).get("model")
     if name is None:
         return lambda token_id: None

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def lines_of(watch: RunWatch, columns: int) -> list[str]:
-    """A run as lines of text. What rollouts say in it is on one line each, with pictures of control characters."""
+    """A run as lines of text. Texts of rollouts in it are on one line each, with pictures of control characters."""
     series = watch.series()
     head = f"{watch.num_samples} samples, {watch.num_tokens} sampled tokens"
     if watch.tokens_per_second is not None:
@@ -90,7 +90,7 @@ def lines_of(watch: RunWatch, columns: int) -> list[str]:
 
 
 def sparkline(values: Values, width: int) -> str:
-    """The last `width` values as bars between the least and the greatest of them; a dot where there is none."""
+    """The last `width` values as bars between the least and the greatest of them; a dot for a missing one."""
     shown = values[-width:]
     known = [value for value in shown if value is not None]
     if not known:

@@ -1,4 +1,4 @@
-"""The draft model at work: its weights, its KV pool, its steps, and what these cost."""
+"""The draft model at work: its weights, its KV pool, its steps, and their costs."""
 
 from collections.abc import Callable
 
@@ -22,9 +22,9 @@ _LEAST_BLOCKS = 2
 
 
 class DraftWorker:
-    """The model that `SpeculationConfig.draft_model` names, where the policy is, by the policy's own kernels.
+    """The model that `SpeculationConfig.draft_model` names, on the policy's device, by the policy's own kernels.
 
-    Its rows need not be independent, since nothing of it is seen but drafts; on a CPU they are where its linears allow
+    Its rows need not be independent, since only its drafts are seen; on a CPU they are if its linears allow
     it, on a device they are not.
     """
 
@@ -94,7 +94,7 @@ class DraftWorker:
 
 
 def load_draft(config: EngineConfig, device: Device) -> LoadedModel | None:
-    """The weights of the draft model that `config` names, on the policy's device; None where it names none.
+    """The weights of the draft model that `config` names, on the policy's device; None if it names none.
 
     On a device they are loaded before the policy's KV pool takes what is left. Raises `ConfigError`.
     """

@@ -44,7 +44,7 @@ class InlineExecutor:
         )
 
     def watch(self, on_death: Callable[[str], object]) -> None:
-        """Call `on_death` when a process ends that the model needs beside this one: there is none."""
+        """Call `on_death` when another process that the model needs ends: there is none."""
 
     @property
     def worker(self) -> Worker:
@@ -61,7 +61,7 @@ class InlineExecutor:
         return self.worker.updater
 
     def updater_for(self, *, draft: bool) -> WeightUpdater:
-        """The transaction on the policy's weights, or the draft model's. Raises `LifecycleError` where none drafts."""
+        """The transaction on the policy's weights, or the draft model's. Raises `LifecycleError` if none drafts."""
         if not draft:
             return self.updater
         if self.worker.draft is None:
@@ -131,11 +131,11 @@ class InlineExecutor:
         return self.worker.extensions.runs_beside_steps(method)
 
     def attach_core(self, core: Core, boundary: Callable[[], AbstractContextManager[object]]) -> None:
-        """Report updates that come as calls to `core`, inside `boundary()`, which keeps steps out."""
+        """Report updates that arrive as calls to `core`, inside `boundary()`, which keeps steps out."""
         self.worker.update.attach_core(core, boundary)
 
     def require_adapters(self, verb: str) -> Adapters:
-        """The model's adapters. Raises `LifecycleError`, naming `verb`, where it computes none."""
+        """The model's adapters. Raises `LifecycleError`, naming `verb`, if it computes none."""
         if (adapters := self.worker.backend.adapters) is None:
             what = f"{verb}: this engine computes no adapters: deterministic is off on a CPU, or layers run as modules"
             raise LifecycleError(f"{what} on a device (its log says why). Merge the adapter (merge_and_unload).")
@@ -162,7 +162,7 @@ class InlineExecutor:
         return [self.profiler.stop()]
 
     def prepare(self, params: SamplingParams) -> Callable[[float], bool] | None:
-        """Begin to compile the grammar of a request, beside the steps: waits for it; None where nothing is to do."""
+        """Begin to compile a request's grammar, concurrently with steps. Returns a wait for it, or None if unneeded."""
         if params.structured_outputs is None:
             return None
         grammar = self.worker.grammars.grammar(params.structured_outputs)

@@ -57,11 +57,11 @@ class Method(NamedTuple):
     arguments: type[msgspec.Struct]
     result: Any
     beside_steps: bool
-    """Whether it runs while steps go on."""
+    """Whether it runs while steps continue."""
 
 
 class ExtensionTable:
-    """The methods of some extension classes. Raises `ConfigError` where one cannot be called, or two clash."""
+    """The methods of some extension classes. Raises `ConfigError` if one cannot be called, or two clash."""
 
     def __init__(self, classes: Iterable[type[WorkerExtension]]) -> None:
         self.classes = list(dict.fromkeys(classes))
@@ -93,7 +93,7 @@ class ExtensionTable:
 
 
 class Extensions:
-    """An instance of each class of a table, for one worker. Only methods that run beside steps may run concurrently."""
+    """An instance of each class of a table, for one worker. Only methods with `beside_steps` may run concurrently."""
 
     def __init__(self, table: ExtensionTable, worker: WorkerLike) -> None:
         self._methods, self._rank, self._worker = table.methods, worker.rank, worker
@@ -133,7 +133,7 @@ class Extensions:
             raise RPCError(what, method=name, rank=self._rank, traceback=trace) from error
 
     def runs_beside_steps(self, name: str) -> bool:
-        """Whether calls of this method run on a thread of their own while steps go on; False for an unknown name."""
+        """Whether calls of this method run on a thread of their own while steps continue; False for an unknown name."""
         return name in self._methods and self._methods[name].beside_steps
 
     def owner_of(self, name: str) -> type[WorkerExtension] | None:
@@ -141,7 +141,7 @@ class Extensions:
         return self._methods[name].owner if name in self._methods else None
 
     def close(self) -> None:
-        """Close every extension, the last one first. What one raises is logged; one that hangs is left behind."""
+        """Close every extension, the last one first. Errors are logged; one that hangs is left behind."""
         while self._instances:
             kind, instance = self._instances.popitem()
             if kind in STOCK:
@@ -192,7 +192,7 @@ def _close(extension: WorkerExtension, name: str) -> None:
 
 
 def _signature_of(method: Any) -> tuple[type[msgspec.Struct], Any]:
-    """Struct of the arguments and annotation of the result. Raises `TypeError` where they cannot be checked."""
+    """Struct of the arguments and annotation of the result. Raises `TypeError` if they cannot be checked."""
     if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
         raise TypeError("it is a coroutine or a generator, and the engine would have to wait for it")
     parameters = list(inspect.signature(method).parameters.values())[1:]  # without self
@@ -206,12 +206,12 @@ def _signature_of(method: Any) -> tuple[type[msgspec.Struct], Any]:
         raise TypeError("its result is not annotated (None for none)")
     arguments = arguments_struct(method.__name__, parameters, hints)
     for kind in (arguments, hints["return"]):
-        msgspec.msgpack.Decoder(kind)  # raises where no value can be of that kind
+        msgspec.msgpack.Decoder(kind)  # raises if no value can be of that kind
     return arguments, hints["return"]
 
 
 def _unchanged(kind: Any, value: Any) -> Any:
-    """Pass arrays, tensors and other types that msgspec does not know as they are, if they are of the class."""
+    """Pass arrays, tensors and other types that msgspec does not support as they are, if they are of the class."""
     kind = get_origin(kind) or kind
     if not isinstance(value, kind):
         raise ValueError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")

@@ -1,4 +1,4 @@
-"""The worker of rank 0, where a model is cut over ranks: it schedules nothing, but draws, and leads the others."""
+"""The worker of rank 0, if a model is cut over ranks: it schedules nothing, but draws, and leads the others."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -13,7 +13,7 @@ _COMPUTING = ("avx", "amx", "fma", "f16c", "bf16", "i8mm", "neon", "sve", "sme")
 
 
 def made_with(device: torch.device) -> dict[str, str]:
-    """Versions of libraries, the machine's kind, and what computes there, as logs of rollouts keep them."""
+    """Versions of libraries, the machine's kind, and the device that computes, as logs of rollouts keep them."""
     versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     is_cpu = device.type == "cpu"
     runs_on = torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device)
@@ -21,7 +21,7 @@ def made_with(device: torch.device) -> dict[str, str]:
 
 
 def arithmetic_of(device: torch.device) -> dict[str, str]:
-    """Facts that must be the same on every rank: each computes a part of what one machine would."""
+    """Facts that must be the same on every rank: each computes a part of one machine's work."""
     facts = {"rollout_engine": VERSION} | made_with(device)
     if device.type == "cpu":
         sets = ((name, has) for name, has in torch.cpu.get_capabilities().items() if name.startswith(_COMPUTING))
@@ -35,7 +35,7 @@ def device_id(device: torch.device) -> str:
 
 
 def difference(facts: Mapping[str, str], others: Mapping[str, str]) -> str | None:
-    """The first fact that `others` do not share, as "torch 2.13.0 here, torch 2.12.0 there"; None where all agree."""
+    """The first fact that `others` do not share, as "torch 2.13.0 here, torch 2.12.0 there"; None if all agree."""
     for name in {**facts, **others}:
         if facts.get(name) != others.get(name):
             return f"{name} {facts.get(name)} here, {name} {others.get(name)} there"

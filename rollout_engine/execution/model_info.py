@@ -1,4 +1,4 @@
-"""Sizes of a loaded model. It is read where no model is: in front ends, and where cores are started from."""
+"""Sizes of a loaded model. It is read by processes without the model: front ends, and starters of cores."""
 
 import msgspec
 
@@ -29,8 +29,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     routing: RoutingInfo | None = None
     """Its routers, whose choices requests may ask for; None: it has none that are all alike, or runs on a device."""
     step_seconds: tuple[tuple[int, float], ...] = ()
-    """(rows, seconds) of steps of so many rows, measured at load where tokens are drafted; see `CoreConfig`."""
+    """(rows, seconds) of steps by their number of rows, measured at load if tokens are drafted; see `CoreConfig`."""
     drafted_step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps in which some rows are drafted tokens, measured on devices; empty: as `step_seconds`."""
     draft: DraftInfo | None = None
-    """Sizes of the draft model, where there is one."""
+    """Sizes of the draft model, if there is one."""

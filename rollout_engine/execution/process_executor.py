@@ -32,7 +32,7 @@ _OF_ALL = (ScoreExtension, WeightSyncExtension)
 
 
 def make_executor(config: EngineConfig) -> InlineExecutor:
-    """Load the model that `config` names, in this process, or over ranks. Raises `ConfigError` where it cannot be."""
+    """Load the model that `config` names, in this process, or over ranks. Raises `ConfigError` if it cannot be."""
     if config.tensor_parallel_size == 1:
         return InlineExecutor.from_config(config)
     return ProcessExecutor.from_config(config)
@@ -48,7 +48,7 @@ class ProcessExecutor(InlineExecutor):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "ProcessExecutor":
-        """Load the model, each rank its part. Raises `ConfigError` when it cannot be served, or not by so many."""
+        """Load the model, each rank its part. Raises `ConfigError` if it cannot be served, or not on these ranks."""
         device = device_of(config)
         launcher = _launcher_of(config, device)
         try:
@@ -83,7 +83,7 @@ class ProcessExecutor(InlineExecutor):
         def result() -> ModelRunnerOutput:
             with _named(self._team):
                 out = wait()
-            self._team.require_alive()  # a device that lost the others computes on, with what never arrived
+            self._team.require_alive()  # a device that lost the others computes on, with data that never arrived
             return out
 
         return result
@@ -97,7 +97,7 @@ class ProcessExecutor(InlineExecutor):
     ) -> list[Any]:
         """Results of an extension's method, one per rank, in order. Raises as `Extensions.call`, the first error.
 
-        What rank 0 does for all ranks, such as a weight update, has one result, the same for each.
+        A method that rank 0 runs for all ranks, such as a weight update, has one result, the same for each.
         """
         owner = self.worker.extensions.owner_of(method)
         if owner is None or owner in _OF_ALL:
@@ -141,7 +141,7 @@ def _launcher_of(config: EngineConfig, device: Device) -> RankLauncher:
 
 @contextmanager
 def _named(team: RankTeam) -> Iterator[None]:
-    """Raise, for broken turns inside, the error that says which rank has broken them."""
+    """Raise, for broken turns inside, the error that names the rank that has broken them."""
     try:
         yield
     except BrokenTurnsError as effect:

@@ -26,9 +26,9 @@ _TURN = threading.Lock()
 
 
 class Profiler:
-    """Profiles one engine, once at a time. `directory`: where traces go that name no other.
+    """Profiles one engine, once at a time. `directory`: for traces that name no other.
 
-    A trace has every thread of the process, the device's work where there is a device, and a mark around each step.
+    A trace has every thread of the process, the device's work if there is a device, and a mark around each step.
     """
 
     def __init__(self, directory: str | None = None) -> None:
@@ -38,10 +38,10 @@ class Profiler:
         self._num_left: int | None = None
         self._started_ns = 0
         self._ended: str | RolloutEngineError | None = None
-        """Path of the trace, or why there is none, of a profile that ended by itself."""
+        """Path of the trace, or why there is none, of a profile that ended after its `num_steps`."""
 
     def start(self, directory: str | None, num_steps: int | None = None, **options: bool) -> None:
-        """Begin a profile, to end by itself after `num_steps`. Raises as the verb `start_profile`.
+        """Begin a profile, which ends after `num_steps`, if given. Raises as the verb `start_profile`.
 
         `options`: with_stack, record_shapes and profile_memory, as torch's profiler takes them.
         """
@@ -102,7 +102,7 @@ class Profiler:
                 self._end()
 
     def _require_whole(self, ended: profile) -> None:
-        """Raise where another profile of this process began meanwhile: torch ends the first then, without a word."""
+        """Raise if another profile of this process began meanwhile: torch silently ends the first then."""
         results = ended.profiler and ended.profiler.kineto_results
         if results and 0 < results.trace_start_ns() <= self._started_ns:
             return

@@ -1,6 +1,6 @@
 """The Ray actor on the node of a rank, which starts the rank's process and holds it until it ends.
 
-    rank 0   start     ── RankOrder ──> actor ── process, which connects to rank 0 by itself
+    rank 0   start     ── RankOrder ──> actor ── process, which connects to rank 0
                        <── RankPlace ──
              wait_end  <── status ────        in the concurrency group "end"
              end       ──────────────>        in the concurrency group "control"
@@ -23,13 +23,13 @@ class RankOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     module: str
     arguments: list[str]
     variables: dict[str, str]
-    """Variables of the process, besides those of the actor."""
+    """Variables of the process, in addition to those of the actor."""
     import_path: list[str]
-    """`sys.path` of rank 0, where the user's modules are found."""
+    """`sys.path` of rank 0, on which the user's modules are found."""
 
 
 class RankPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a process runs that has begun."""
+    """The place of a process that has begun."""
 
     pid: int
     node_id: str
@@ -45,7 +45,7 @@ class RankActor:
         self._has_begun = threading.Event()
 
     def start(self, order: bytes) -> bytes:
-        """Start the process, and return as it begins. Whoever has lost the answer may call it again."""
+        """Start the process, and return as it begins. A caller that has lost the answer may call it again."""
         import ray
 
         given = msgspec.msgpack.decode(order, type=RankOrder)

@@ -1,4 +1,4 @@
-"""The processes of an engine's other ranks, as rank 0 holds them, and what starts them.
+"""The processes of an engine's other ranks, as rank 0 holds them, and their launchers.
 
 RankLauncher    LocalLauncher     on this machine: memory that the ranks share, and pairs of sockets
                 RemoteLauncher    on other machines: a gloo group, and sockets over TCP (`remote_ranks`)
@@ -65,29 +65,29 @@ class RankLauncher(ABC):
     """Starts the ranks from 1 on."""
 
     meeting: Meeting
-    """Rank 0's end of what the hosts exchange."""
+    """Rank 0's end of the exchange between hosts."""
     rendezvous: str | None
-    """Address where the group of the ranks' devices, or of CPUs that share no memory, forms; None without a group."""
+    """Address of the group of the ranks' devices, or of CPUs that share no memory; None without a group."""
     is_remote: bool
     """Whether ranks may be on other machines: each has the threads of its own."""
 
     @abstractmethod
     def start(self, settings: Sequence[RankSettings]) -> Iterator[Rank]:
-        """Start a rank for each of the settings, which begins to load. Raises `ConfigError` where it cannot be.
+        """Start a rank for each of the settings, which begins to load. Raises `ConfigError` if it cannot be.
 
         Ranks that were yielded are the caller's to end.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the launcher holds; all ranks have ended."""
+        """Free the launcher's resources; all ranks have ended."""
 
 
 class LocalRank(Rank):
     """A child of this process."""
 
     def __init__(self, settings: RankSettings, memory: int, num_ranks: int, environment: Mapping[str, str]) -> None:
-        """`environment`: variables that it has besides this process's."""
+        """`environment`: variables in addition to this process's."""
         pairs = [socket.socketpair() for _ in range(4)]
         theirs = [pair[1] for pair in pairs]
         numbers = [memory, *(end.fileno() for end in theirs)]
@@ -117,7 +117,7 @@ class LocalLauncher(RankLauncher):
     is_remote = False
 
     def __init__(self, num_ranks: int, *, has_group: bool, device: torch.device) -> None:
-        """Raises `ConfigError` where ranks cannot share memory, or there are too few devices.
+        """Raises `ConfigError` if ranks cannot share memory, or there are too few devices.
 
         `has_group`: whether they exchange tensors by a process group, instead of through the memory.
         """

@@ -42,19 +42,19 @@ from rollout_engine.model.ranks.shared_exchange import SharedExchange
 logger = logging.getLogger("rollout_engine")
 
 _OTHERS_FIRST_SECONDS = 0.3
-"""Seconds before a rank that was left in a step says why: the end of another rank, noticed meanwhile, says more."""
+"""Seconds before a rank that was left in a step reports it: the end of another rank, noticed meanwhile, is clearer."""
 
 
 def serve(memory: int | None, channels: Channels, num_ranks: int) -> int:
     """Load this rank's part and take part until rank 0 ends. Returns the exit status.
 
-    `memory`: descriptor of what all ranks share; None on another machine.
+    `memory`: descriptor of the memory that all ranks share; None on another machine.
     """
     life, steps, calls, _ = channels
     settings = life.receive(RankSettings)
     logging.basicConfig(level=settings.log_level, format=f"rank {settings.rank}: %(message)s")
     start_thread(_end_with, life, name="rank-0")
-    if memory is None:  # paths of its own machine come first
+    if memory is None:  # paths of its own machine precede them
         sys.path.extend(entry for entry in settings.import_path if entry not in sys.path)
     else:
         sys.path[:] = settings.import_path

@@ -37,7 +37,7 @@ class RankParts:
 
     Args:
         weights: hold them, under the names of which the rank has something.
-        parts: what it has, by name; of names of which it has nothing too.
+        parts: its parts, by name, also for names of which it has nothing.
         window: uint8, as `Meeting.window`.
     """
 
@@ -54,20 +54,20 @@ class RankParts:
         return [name for name in names if name in self._dtypes]
 
     def stage(self, name: str, start: int, stop: int, *, inplace: bool) -> None:
-        """Stage what is this rank's of elements [start, stop) of a weight, which are in the window."""
+        """Stage this rank's part of elements [start, stop) of a weight, which are in the window."""
         if self._overlaps(name, start, stop):
             place = self.weights.place(name, inplace=inplace)
             for view, given in self._pieces(name, start, stop, place):
                 view.copy_(given.view(view.shape))
 
     def stage_sent(self, name: str, start: int, stop: int, content: bytes, *, inplace: bool) -> None:
-        """Stage them where the window is the rank's own: `content` has the bytes of those that are this rank's."""
+        """Stage them if the window is the rank's own: `content` has the bytes of those that are this rank's."""
         if self._overlaps(name, start, stop):
             self._piece(name, start, stop).write(self.regions[name], content)
             self.stage(name, start, stop, inplace=inplace)
 
     def read(self, name: str, start: int, stop: int) -> None:
-        """Write what is this rank's of elements [start, stop) of a live weight into the window."""
+        """Write this rank's part of elements [start, stop) of a live weight into the window."""
         if not self._overlaps(name, start, stop):
             return
         if self._read is None or self._read[0] != name:

@@ -82,7 +82,7 @@ class PulseWatch:
             elif stood_still:
                 at = now
             if count is None:
-                continue  # its end, which is noticed where its life is watched
+                continue  # its end, which the watcher of its life notices
             if now - at > limit:
                 network = ", or the network to it is cut" if self._is_remote else ""
                 reason = f"its process is stopped, or gets no CPU time{network}"
@@ -103,7 +103,7 @@ def _num_waiting(end: socket.socket) -> int | None:
 
 
 def _beat(end: socket.socket) -> None:
-    """Send signs of life where no native thread does."""
+    """Send signs of life if no native thread does."""
     with suppress(OSError):
         while True:
             with suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""The other ranks of an engine, as rank 0 holds them: their processes, what it tells them, and their ends."""
+"""The other ranks of an engine, as rank 0 holds them: their processes, messages to them, and their ends."""
 
 import logging
 import threading
@@ -53,7 +53,7 @@ _BESIDE_STEPS = ("start_weights", "stage_weight", "pack_weights", "settle_weight
 class RankTeam:
     """All ranks but the first. Satisfies `model.ranks.seat.Followers`; made by rank 0, which it gives a `seat`.
 
-    When one ends, whoever waits for it anywhere fails with `EngineDeadError`, which names it.
+    When one ends, every caller that waits for it fails with `EngineDeadError`, which names it.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class RankTeam:
         runs_ahead: bool = False,
         splits_sums: bool = False,
     ) -> None:
-        """Start the processes; each begins to load. Raises `ConfigError` where that is not possible.
+        """Start the processes; each begins to load. Raises `ConfigError` if that is not possible.
 
         Args:
-            launcher: the team's from now on, also where this fails.
+            launcher: the team's from now on, also if this fails.
             exchange: rank 0's end.
-            own: arithmetic and device of rank 0. Others have the same arithmetic, on other devices, or none goes on.
+            own: arithmetic and device of rank 0. Others have the same arithmetic, on other devices, or all end.
             runs_ahead: whether ranks launch steps on devices: later than rank 0 does, and before they are computed.
             splits_sums: as of `Seat`.
         """
@@ -80,7 +80,7 @@ class RankTeam:
         self.num_ranks = exchange.num_ranks
         self._threads_before = threads = torch.get_num_threads()
         self.num_threads = config.num_threads or (threads if launcher.is_remote else max(1, threads // self.num_ranks))
-        """Threads of each rank. This process has so many until `shutdown`, then as many as before."""
+        """Threads of each rank. This process has this number until `shutdown`, then the former one."""
         torch.set_num_threads(self.num_threads)
         self.error: Exception | None = None
         """Why the ranks compute nothing more: the first that ended or failed."""
@@ -114,7 +114,7 @@ class RankTeam:
             self.exchange.meet()
 
     def wait_started(self) -> None:
-        """Wait until all have loaded their parts. Raises what prevented it."""
+        """Wait until all have loaded their parts. Raises the error that prevented it."""
         for rank in self._ranks:
             rank.is_started.wait()
         self.require_alive()
@@ -127,7 +127,7 @@ class RankTeam:
         raise EngineDeadError(f"A step or call of the ranks failed, and they cannot go on{seen}: make a new engine.")
 
     def require_alive(self) -> None:
-        """Raise where a rank has ended or failed."""
+        """Raise if a rank has ended or failed."""
         if self.error is not None:
             raise type(self.error)(*self.error.args)
 
@@ -238,7 +238,7 @@ class RankTeam:
         for rank in self._ranks:
             rank.end()
         self._launcher.close()
-        if torch.get_num_threads() == self.num_threads:  # nobody has chosen another number since
+        if torch.get_num_threads() == self.num_threads:  # no other number was chosen since
             torch.set_num_threads(self._threads_before)
 
     def _tell(self, message: StepMessage) -> None:
@@ -249,7 +249,7 @@ class RankTeam:
             self.raise_error()
 
     def _require_fit(self, name: str, joined: Joined) -> None:
-        """End all where a rank does not fit the others."""
+        """End all if a rank does not fit the others."""
         with self._changing:
             others, self._joined = dict(self._joined), {**self._joined, name: joined}
         if (found := difference(others["rank 0"].arithmetic, joined.arithmetic)) is not None:
@@ -291,7 +291,7 @@ class RankTeam:
 
 
 def _undrawn(new: NewSequence) -> NewSequence:
-    """A new sequence without the settings of its draws, which rank 0 alone makes: what forwards depend on is left."""
+    """A new sequence without the settings of its draws, which rank 0 alone makes; settings of forwards are left."""
     params = SamplingParams(
         prompt_logprobs=None if new.params.prompt_logprobs is None else 0,
         return_routed_experts=new.params.return_routed_experts,

@@ -9,7 +9,7 @@ from rollout_engine.children.values import pack, unpack
 
 
 def pack_value(value: Any) -> bytes:
-    """Encode a value with arrays and tensors in it. Raises `TypeError` for what cannot be sent."""
+    """Encode a value with arrays and tensors in it. Raises `TypeError` for a value that cannot be sent."""
     body, arrays = pack(value)
     return msgspec.msgpack.encode((body, [array.data for array in arrays]))
 

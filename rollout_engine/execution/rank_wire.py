@@ -2,8 +2,8 @@
 
 life    RankSettings  ──>        once
         <── Joined               once
-        <── Started | Failed     once it is loaded, or where it fails; the system closes the socket when either ends
-steps   Step | ...  ──>          no answer: the ranks meet in what they compute
+        <── Started | Failed     once it is loaded, or if it fails; the system closes the socket when either ends
+steps   Step | ...  ──>          no answer: the ranks meet in their computation
 calls   Call  ──>                one at a time
         <── Answer(Done | Failed)      each, with the number of its call
 pulse   <── bytes                signs of life (`rank_pulse`)
@@ -27,7 +27,7 @@ _MAX_BYTES = 1 << 40
 
 
 class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What another rank needs to load its part."""
+    """The settings by which another rank loads its part."""
 
     rank: int
     config: EngineConfig
@@ -35,9 +35,9 @@ class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: int
     import_path: list[str]
     meeting: str | None = None
-    """Where ranks on several machines find one another; None: they share memory."""
+    """Address at which ranks on several machines meet; None: they share memory."""
     rendezvous: str | None = None
-    """Where the group of their devices, or of CPUs that share no memory, forms; None without one."""
+    """Address of the group of their devices, or of CPUs that share no memory; None without one."""
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
@@ -103,7 +103,7 @@ class Step(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """A step, of which rank 0 alone draws."""
 
     work: SchedulerOutput
-    """New sequences are without what only draws need."""
+    """New sequences are without the fields that only draws need."""
     token_ids: bytes
     """int64: those of the flat batch."""
 

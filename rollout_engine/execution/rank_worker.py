@@ -1,4 +1,4 @@
-"""A rank other than the first: its part of the model, what it computes with the others, and calls of it."""
+"""A rank other than the first: its part of the model, its share of steps, and calls of it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
@@ -96,7 +96,7 @@ class RankWorker:
         raise LifecycleError("watch_layers: not possible with tensor_parallel_size above 1.")
 
     def take_part(self, message: StepMessage) -> None:
-        """Compute with the other ranks as rank 0 says in a message of a step."""
+        """Compute with the other ranks as a step's message from rank 0 requires."""
         runner = self._backend.runner
         match message:
             case Step(work, token_ids):
@@ -163,7 +163,7 @@ class RankWorker:
 
     @_called
     def pack_weights(self, inplace: bool, names: list[str]) -> None:
-        """Pack what was staged, as `WeightHolder.pack`."""
+        """Pack the staged weights, as `WeightHolder.pack`."""
         self._held.pack(inplace=inplace, lacking=None, names=self._parts.known(names))
 
     @_called

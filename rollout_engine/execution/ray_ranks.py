@@ -34,12 +34,12 @@ _RETRY_SECONDS = 1.0
 
 
 class RayLauncher(RemoteLauncher):
-    """Starts the ranks from 1 on in a Ray cluster, near one another where there is room."""
+    """Starts the ranks from 1 on in a Ray cluster, near one another if there is room."""
 
     def __init__(self, config: EngineConfig, num_threads: int) -> None:
         """Reserve the room. `num_threads`: of each rank.
 
-        Raises `ConfigError`: Ray is missing, no cluster answers, or it is too small; `RetryableError` where there is
+        Raises `ConfigError`: Ray is missing, no cluster answers, or it is too small; `RetryableError` if there is
         no room now.
         """
         num_ranks, on_device = config.tensor_parallel_size, config.device == "cuda"
@@ -135,7 +135,7 @@ class _RayProcess:
             ray.kill(self._actor, no_restart=True)
 
     def _begun(self, order: bytes) -> RankPlace:
-        """Have the actor begin the process; ask again where the answer is lost: an actor starts one process."""
+        """Have the actor begin the process; ask again if the answer is lost: an actor starts one process."""
         deadline = time.monotonic() + _BEGIN_SECONDS
         while True:
             asked, left = self._actor.start.remote(order), max(deadline - time.monotonic(), 0.0)

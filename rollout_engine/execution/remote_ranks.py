@@ -1,8 +1,8 @@
 """Ranks on other machines: their processes connect to rank 0 over TCP, four sockets each.
 
-    rank ── token, its number, what the socket is for ──> rank 0, which closes what shows another token
+    rank ── token, its number, the socket's use ──> rank 0, which closes connections with another token
 
-What the sockets carry afterwards is `rank_wire`'s, as between processes of one machine. A machine that vanishes is
+The later messages on the sockets are `rank_wire`'s, as between processes of one machine. A machine that vanishes is
 noticed by TCP's keepalive.
 """
 
@@ -33,7 +33,7 @@ _NUM_SOCKETS = 4
 _CONNECT_SECONDS = 120.0
 """How long a process that has begun may take to import this package and connect."""
 _HELLO_SECONDS = 2.0
-"""How long a connection may take to say who it is."""
+"""Seconds that a connection may take to identify itself."""
 _MAX_WAITING = 256
 """Connections that may take so long at the same time."""
 _POLL_SECONDS = 0.5
@@ -43,7 +43,7 @@ _LOST_MILLISECONDS = 30_000
 
 
 class Rendezvous(NamedTuple):
-    """Where a rank finds rank 0."""
+    """Rank 0's address, and the token that it expects."""
 
     host: str
     port: int
@@ -52,7 +52,7 @@ class Rendezvous(NamedTuple):
 
 
 class RemoteProcess(Protocol):
-    """A rank's process, as what started it knows it."""
+    """A rank's process, held by its starter."""
 
     name: str
     """Process and machine, for messages."""
@@ -99,7 +99,7 @@ class RemoteLauncher(RankLauncher):
 
     @abstractmethod
     def begin(self, settings: RankSettings, place: Rendezvous) -> RemoteProcess:
-        """Start the process of a rank, which connects to `place`. Raises `ConfigError` where that is not possible."""
+        """Start the process of a rank, which connects to `place`. Raises `ConfigError` if that is not possible."""
 
     def start(self, settings: Sequence[RankSettings]) -> Iterator[Rank]:
         begun: dict[int, RemoteProcess] = {}
@@ -127,7 +127,7 @@ class RemoteLauncher(RankLauncher):
         self.meeting.break_()
 
     def _accept(self, ends: dict[int, dict[int, socket.socket]]) -> None:
-        """Take the connections that soon say which rank they belong to, and close those of strangers."""
+        """Take the connections that soon identify their rank, and close those of strangers."""
         for end, hello in self._door.arrivals(_POLL_SECONDS):
             token, rank, place = _HELLO.unpack(hello)
             is_ours = hmac.compare_digest(token, bytes.fromhex(self._place.token))
@@ -154,7 +154,7 @@ class Door:
         self._listener.setblocking(False)
         self.port: int = listener.getsockname()[1]
         self._waiting: dict[int, tuple[socket.socket, bytearray, float]] = {}
-        """Descriptor -> connection, the bytes of its hello so far, and until when it may say the rest; oldest first."""
+        """Descriptor -> connection, the bytes of its hello so far, and the deadline for its rest; oldest first."""
 
     def arrivals(self, seconds: float) -> Iterator[tuple[socket.socket, bytes]]:
         """Wait up to `seconds` for something to happen; yield the connections whose hello is whole."""
@@ -189,7 +189,7 @@ class Door:
         self._waiting[end.fileno()] = end, bytearray(), time.monotonic() + _HELLO_SECONDS
 
     def _read(self, descriptor: int) -> tuple[socket.socket, bytes] | None:
-        """Read what a connection says. Returns it once it has said all of its hello."""
+        """Read from a connection. Returns it once all of its hello has arrived."""
         found = self._waiting.get(descriptor)
         if found is None:  # the oldest of too many
             return None
@@ -220,7 +220,7 @@ class Channels(NamedTuple):
 
 
 def connect(place: Rendezvous, rank: int) -> Channels:
-    """Connect to rank 0, as this rank. Raises `OSError` where it cannot be reached."""
+    """Connect to rank 0, as this rank. Raises `OSError` if it cannot be reached."""
     ends = []
     for number in range(_NUM_SOCKETS):
         end = socket.create_connection((place.host, place.port), _CONNECT_SECONDS)
@@ -251,7 +251,7 @@ def _kept_alive(end: socket.socket) -> socket.socket:
 
 
 def _free_address(host: str, family: int) -> str:
-    """An address "tcp://host:port" where nobody listens now."""
+    """An address "tcp://host:port" at which no socket listens now."""
     with socket.create_server((host, 0), family=family) as probe:
         shown = f"[{host}]" if ":" in host else host
         return f"tcp://{shown}:{probe.getsockname()[1]}"

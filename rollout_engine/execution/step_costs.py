@@ -35,7 +35,7 @@ class SpeculationCosts(NamedTuple):
 def step_costs(config: EngineConfig, backend: Backend) -> SpeculationCosts:
     """Measure the steps of a loaded model if tokens are to be drafted; else return empty costs.
 
-    Raises `ConfigError` where several tokens in one step would round otherwise than one by one.
+    Raises `ConfigError` if several tokens in one step would round otherwise than one by one.
     """
     if config.speculates is None or not backend.generates:
         return SpeculationCosts()
@@ -62,7 +62,7 @@ def measure_steps(
 
     `num_drafted`: drafted tokens of each sequence, which are rows too.
 
-    Of each size the least of four, taken in turns, and no less than a step of fewer rows. Nothing where fewer than two
+    Of each size the least of four, taken in turns, and no less than a step of fewer rows. Nothing if fewer than two
     sizes fit.
     """
     per_sequence = 1 + num_drafted

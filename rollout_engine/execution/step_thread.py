@@ -12,7 +12,7 @@ from rollout_engine.base.threads import no_thread
 class StepThread:
     """Runs steps in order on one thread, which ends with `close` or when this object is garbage-collected.
 
-    Raises `RetryableError` where the system starts no more threads.
+    Raises `RetryableError` if the system starts no more threads.
     """
 
     def __init__(self) -> None:

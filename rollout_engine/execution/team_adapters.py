@@ -1,6 +1,6 @@
 """Adapters of a model that is cut over ranks: read and checked by rank 0, which sends the others their matrices.
 
-rank 0    prepare ── prepare_adapter ──>   lays out its part, beside steps
+rank 0    prepare ── prepare_adapter ──>   lays out its part, concurrently with steps
           install ── install_adapter ──>   has them in the slot, between the same two steps
 """
 
@@ -68,6 +68,6 @@ def pack_linears(linears: dict[str, LinearAdapter], dtype: torch.dtype) -> bytes
 
 
 def unpack_linears(body: bytes) -> dict[str, LinearAdapter]:
-    """Decode what `pack_linears` returned."""
+    """Decode the result of `pack_linears`."""
     found: dict[str, Any] = unpack_value(body)
     return {name: LinearAdapter(*each) for name, each in found.items()}

@@ -1,7 +1,7 @@
 """The weights of all ranks, as rank 0 stages, packs and commits them: no rank ever holds a whole weight for long.
 
 tensor that arrives ── 8 MiB at a time ──> window ──> every rank stages its own part; elsewhere they are sent to it
-pack: on all ranks, each beside its live copies; where one fails nothing is live yet
+pack: on all ranks, each next to its live copies; if one fails, nothing is live yet
 commit: on all ranks, between two steps
 """
 
@@ -44,11 +44,11 @@ class TeamWeights:
         self._using_window = threading.Lock()
         self._inplace = False
         self._placed: dict[int, tuple[str, Tensor]] = {}
-        """Names of what `place` returned, by its id."""
+        """Names of tensors that `place` returned, by their ids."""
         self.writer = TensorWriter(
             find_copy=streaming_copy, find_upload=lambda out: self._upload if out.is_meta else None
         )
-        """Writes to what `place` returns."""
+        """Writes to the tensors that `place` returns."""
 
     def values(self, name: str) -> Tensor:
         """The whole live values, a copy."""
@@ -79,7 +79,7 @@ class TeamWeights:
                 yield self._window[: (stop - start) * dtype.itemsize].view(dtype)
 
     def _read_piece(self, name: str, start: int, stop: int) -> None:
-        """Have every rank write what is its own of elements [start, stop) into the window."""
+        """Have every rank write its part of elements [start, stop) into the window."""
         own = partial(self._parts.read, name, start, stop)
         _, *found = self._team.ask("read_weight", own, name=name, start=start, stop=stop)
         if not self._window_is_shared:
@@ -159,7 +159,7 @@ class TeamWeights:
                 self._stage_piece(name, start, stop)
 
     def _stage_piece(self, name: str, start: int, stop: int) -> None:
-        """Have every rank stage what is its own of elements [start, stop), which are in the window."""
+        """Have every rank stage its part of elements [start, stop), which are in the window."""
         own = partial(self._parts.stage, name, start, stop, inplace=self._inplace)
         apart = None
         if not self._window_is_shared:

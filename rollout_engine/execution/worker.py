@@ -44,7 +44,7 @@ class Worker:
     rank = 0
 
     def __init__(self, config: EngineConfig, seat: Seat | None = None) -> None:
-        """`seat`: rank 0's, where the model is cut over ranks."""
+        """`seat`: rank 0's, if the model is cut over ranks."""
         if config.num_threads is not None and seat is None:
             torch.set_num_threads(config.num_threads)
         table = ExtensionTable.load(config.worker_extensions)
@@ -118,7 +118,7 @@ class Worker:
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
         """Result of `fn(module)`, which may read weights but not write them.
 
-        Raises as `WeightUpdater.live` where there are none to read. After `fn` has written some it sets
+        Raises as `WeightUpdater.live` if there are none to read. After `fn` has written some it sets
         `updater.dirty` and raises `DirtyWeightsError`.
         """
         self.updater.live("apply_model")
@@ -154,7 +154,7 @@ class Worker:
         )
 
     def _write_shards(self, directory: Path) -> list[list[TensorSpec]]:
-        """Have every rank write its weights to a file in `directory`; what each has written, in order."""
+        """Have every rank write its weights to a file in `directory`; returns the specs written by each, in order."""
         return [write_shard(directory, 0, 1, self.updater.metadata(), self.updater.live("save_sharded_state"))]
 
     def release_kv(self) -> None:
@@ -180,7 +180,7 @@ class Worker:
 
 
 def _vocabulary(config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
-    """Read the tokenizer for grammars. Raises `GrammarError` and what its files make the loader raise."""
+    """Read the tokenizer for grammars. Raises `GrammarError` and the loader's errors about its files."""
     if config.skip_tokenizer_init:
         raise GrammarError("the engine has no tokenizer (skip_tokenizer_init=True)")
     name, field = (config.tokenizer, "tokenizer") if config.tokenizer else (config.model, "model")

@@ -1,4 +1,4 @@
-"""Who may connect to a core: a peer that knows the token in the core's directory, or over TCP one that has its keys.
+"""Who may connect to a core: a peer that has the token in the core's directory, or over TCP one that has its keys.
 
     client   PLAIN, with the token     ──>   zmq   ──> Authenticator.answer   in the core
              CURVE, with keys, on TCP  ──>
@@ -24,7 +24,7 @@ from sync.shared_files import check_private
 
 _USER = b"client"
 _ENDPOINT = "inproc://zeromq.zap.01"
-"""Where zmq asks, by its protocol ZAP, about every peer."""
+"""Address at which zmq asks, by its protocol ZAP, about every peer."""
 _MAX_TOKEN_BYTES = 255
 
 
@@ -67,22 +67,22 @@ class Authenticator:
         self.socket = context.socket(zmq.REP)
         """Readable when `answer` has something to do."""
         self._credentials = {b"PLAIN": _USER + b"\0" + token}
-        """What a peer has to show, by mechanism."""
+        """Credentials that a peer has to show, by mechanism."""
         if keys is not None:
             self._credentials[b"CURVE"] = z85.decode(public_key(keys.client))
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ENDPOINT)
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Let only peers with the token connect where a socket of the same context is bound from now on."""
+        """Let only peers with the token connect at endpoints that a socket of the same context binds from now on."""
         socket.plain_server = True
 
     def guard_tcp(self, socket: zmq.Socket[bytes], keys: Keys) -> None:
-        """Let only peers with the client's key connect where a socket is bound from now on; others keep their rule."""
+        """Let only peers with the client's key connect at endpoints bound from now on; others keep their rule."""
         socket.curve_server, socket.curve_secretkey = True, keys.server.encode()
 
     def answer(self) -> None:
-        """Answer all questions that have come."""
+        """Answer all questions that have arrived."""
         while self.socket.poll(0):
             version, number, _, _, _, mechanism, *credentials = self.socket.recv_multipart()
             expected = self._credentials.get(mechanism)

@@ -1,4 +1,4 @@
-"""Threads of lower priority, for long work beside the steps, such as receiving weights.
+"""Threads of lower priority, for long work concurrently with the steps, such as receiving weights.
 
 On Linux such a thread, and every thread that it starts, yields to the steps. Idle CPU cores run it at full speed.
 """
@@ -17,7 +17,7 @@ _NICENESS = 10
 
 
 def run_in_background(work: Callable[..., object], *args: Any, name: str) -> None:
-    """Run `work(*args)` on a new thread of lower priority. Raises `RetryableError` where the system starts no more."""
+    """Run `work(*args)` on a new thread of lower priority. Raises `RetryableError` if the system starts no more."""
 
     def run() -> None:
         _lower_priority()
@@ -30,5 +30,5 @@ def _lower_priority() -> None:
     """Lower the priority of this thread for the rest of its life: raising it again takes privileges."""
     if sys.platform == "linux":  # elsewhere only processes have a priority
         thread = threading.get_native_id()
-        with contextlib.suppress(PermissionError):  # a sandbox may forbid it; the work is done all the same
+        with contextlib.suppress(PermissionError):  # a sandbox may forbid it; the work is done anyway
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)

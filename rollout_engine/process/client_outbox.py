@@ -30,7 +30,7 @@ class ClientOutbox:
         self._messages.append(message)
 
     def send(self, link: CoreLink, limits: Limits) -> list[Refused | Reply]:
-        """Send what waits, to a core that reads messages within `limits`. Returns answers to what cannot be sent."""
+        """Send waiting messages to a core that reads them within `limits`. Returns answers to unsendable ones."""
         answers: list[Refused | Reply] = []
         while self._messages:
             message = self._clock.departing(self._messages.popleft())

@@ -30,7 +30,7 @@ def client_of(sequence_id: int) -> int:
 
 
 def check_sequences(client_index: int, request: EngineCoreRequest) -> None:
-    """Raise `RequestError` where a client's request has sequence numbers that are not its own."""
+    """Raise `RequestError` if a client's request has sequence numbers that are not its own."""
     first, last = request.first_sequence_id, request.first_sequence_id + request.params.n - 1
     if not first >> _SHIFT == last >> _SHIFT == client_index:
         bound = f"in [{client_index} * 2**{_SHIFT}, {client_index + 1} * 2**{_SHIFT} - n], client {client_index}'s own"
@@ -43,7 +43,7 @@ def sequences_of_client(client_index: int, sequences: Iterable[int]) -> list[int
 
 
 def split(outputs: EngineCoreOutputs) -> dict[int, EngineCoreOutputs]:
-    """Client index -> what is its own of a step's outputs; clients without news are absent."""
+    """Split a step's outputs: client index -> its own part; clients without news are absent."""
     clients = {number >> _SHIFT for number in outputs.sequence_ids}
     clients.update(end.sequence_id >> _SHIFT for end in outputs.ended)
     for name in ("num_cached_tokens", "pooled", *_OF_PROMPTS):
@@ -107,7 +107,7 @@ def _halves_of_one(outputs: EngineCoreOutputs, long: str) -> list[tuple[dict[int
 
 
 def _drop_prompts(outputs: EngineCoreOutputs) -> None:
-    """Leave out what is said of prompts: another part of the same outputs says it before."""
+    """Leave out fields of prompts: an earlier part of the same outputs has them."""
     for name in ("num_cached_tokens", *_OF_PROMPTS):
         setattr(outputs, name, {})
 

@@ -1,8 +1,8 @@
 """A client's end of the socket to a core, on a thread of its own; any other thread may send and call.
 
 That thread hands outputs and refusals to one listener, and once, when the core is gone, an `EngineDeadError` to
-another. The core is gone when its lifeline closes, its connection drops, it says farewell, its process gives no sign of
-life for `hang_seconds`, its interpreter none for `step_deadline`, or it sends what is no message.
+another. The core is gone when its lifeline closes, its connection drops, it sends its farewell, its process gives no
+sign of life for `hang_seconds`, its interpreter none for `step_deadline`, or it sends frames that are no message.
 """
 
 import logging
@@ -81,7 +81,7 @@ class ClientSocket:
         self.draining = ""
         """Why the core takes no more requests and is about to end; "": it takes them."""
         self.client_index = self.policy_version = -1
-        """`policy_version`: of the live weights and adapters, as last heard."""
+        """`policy_version`: of the live weights and adapters, as last received."""
         self._on_message: Callable[[Outputs | Refused | Draining], None] = lambda _: None
         self._on_death: Callable[[EngineDeadError], None] = lambda _: None
         self._process, self._hang_seconds, self._step_deadline = process, hang_seconds, math.inf
@@ -110,10 +110,10 @@ class ClientSocket:
 
     @classmethod
     def connect(cls, address: str, *, keys: Keys | None = None, hang_seconds: float) -> "ClientSocket":
-        """Connect to a core by its directory, or at a TCP address with keys; it goes on when this client leaves.
+        """Connect to a core by its directory, or at a TCP address with keys; it continues when this client leaves.
 
         Raises `EngineDeadError`, `ConfigError` for an address that does not go with the keys, and `RetryableError`
-        where this process or that core has no descriptor left.
+        if this process or that core has no descriptor left.
         """
         return cls(endpoint(address, keys), None, hang_seconds)
 
@@ -164,7 +164,7 @@ class ClientSocket:
             self._thread.join()
 
     def require_own_process(self) -> None:
-        """Raise `LifecycleError` in a forked child, where nobody would send anything."""
+        """Raise `LifecycleError` in a forked child, which has no thread that sends."""
         if not self.owner.is_current:
             raise LifecycleError(self.owner.error_message("The connection to the engine"))
 
@@ -214,7 +214,7 @@ class ClientSocket:
         return "the engine was shut down"
 
     def _last_words(self) -> str:
-        """Receive what the core sent before it ended. Returns its farewell, else how it ended."""
+        """Receive messages that the core sent before it ended. Returns its farewell, else how it ended."""
         status = None if self._process is None else self._process.wait(_STATUS_SECONDS)
         if status is not None:
             self._link.wait_until_lost(_DISCONNECT_SECONDS)
@@ -231,7 +231,7 @@ class ClientSocket:
             self._take(answer)
 
     def _receive(self) -> str | None:
-        """Take every message that has arrived. Returns the core's farewell, or what was wrong with a message."""
+        """Take every message that has arrived. Returns the core's farewell, or an error in a message."""
         while (frames := self._link.receive()) is not None:
             try:
                 message = self._assembler.read(frames)

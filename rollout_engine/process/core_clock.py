@@ -11,10 +11,10 @@ _NUM_READINGS = 16
 
 
 class CoreClock:
-    """The clock of a core on another machine, as its messages tell it; one thread only.
+    """The clock of a core on another machine, as read from its messages; one thread only.
 
-    A message takes time to come, so each shows the core's clock a little early. The latest of the last few readings is
-    used: a deadline is never converted to one that is later.
+    A message takes time to arrive, so each shows the core's clock a little early. The latest of the last few readings
+    is used: a deadline is never converted to one that is later.
     """
 
     def __init__(self) -> None:

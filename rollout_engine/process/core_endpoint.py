@@ -1,4 +1,4 @@
-"""Where a client finds its core, and how it connects: by the core's directory on this machine, or on TCP with keys."""
+"""A core's endpoint, and how a client connects to it: by the core's directory on this machine, or on TCP with keys."""
 
 import time
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ _LOST = "its connection is lost"
 
 
 class CoreEndpoint(Protocol):
-    """A place where a core takes clients."""
+    """A place at which a core takes clients."""
 
     address: str
     """As users write it."""
@@ -65,14 +65,14 @@ class TcpEndpoint:
     """A core at a TCP address, on this machine or another one."""
 
     def __init__(self, address: str, keys: Keys) -> None:
-        """Raises `ConfigError` for what is no address, and for an unknown host."""
+        """Raises `ConfigError` for a malformed address, and for an unknown host."""
         self.address = address
         self.clock = CoreClock()
         self._keys = keys
         self._at = TcpAddress.parse(address, "address").resolve("address")
 
     def connect(self) -> CoreLink:
-        """Connect; whoever answers has to prove that it has the core's key."""
+        """Connect; the process that answers has to prove that it has the core's key."""
         return CoreLink(self._at, self._introduce, _TCP_LOSSES)
 
     def signs_of_life(self, link: CoreLink, hang_seconds: float) -> SignsOfLife:

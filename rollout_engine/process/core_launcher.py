@@ -66,7 +66,7 @@ class CoreProcess(Child):
         listen: str = "",
         keys: Keys | None = None,
     ) -> None:
-        """Start the process; it loads the model while the caller goes on. Raises `ConfigError`.
+        """Start the process; it loads the model while the caller continues. Raises `ConfigError`.
 
         `listen`: a TCP address at which the core also takes clients with these `keys`; `Ready.address` has its port.
         """
@@ -128,9 +128,9 @@ class CoreProcess(Child):
         return answer
 
     def keep_stacks(self, *, abort: bool) -> str:
-        """Keep the Python stacks that a crashed core has left, and say where; "": it left none.
+        """Keep the Python stacks that a crashed core has left, and describe their place; "": it left none.
 
-        `abort`: have it crash now, because its interpreter does not come back.
+        `abort`: have it crash now, because its interpreter hangs.
         """
         if abort:
             self.signal(signal.SIGABRT)

@@ -1,4 +1,4 @@
-"""zmq's end of a client's connection to a core: frames go out and come in, and its loss is told.
+"""zmq's end of a client's connection to a core: frames are sent and received, and its loss is reported.
 
 It belongs to one thread, which may be another than the one that makes it.
 """
@@ -17,7 +17,7 @@ _NEVER_MS = 1 << 30
 
 
 class CoreLink:
-    """A connection. `socket` is readable when frames have come, `monitor` when the connection is lost."""
+    """A connection. `socket` is readable when frames have arrived, `monitor` when the connection is lost."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class CoreLink:
     def new_socket(self, introduce: Callable[[zmq.Socket[bytes]], object]) -> zmq.Socket[bytes]:
         """Make one more socket for the same core, to be connected and closed by the caller."""
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        # A core that is gone does not come back; but "never" (-1) would drop what it sent before and is not read yet.
+        # A core that is gone does not return; but "never" (-1) would drop its unread frames.
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         introduce(socket)
         return socket
@@ -52,13 +52,13 @@ class CoreLink:
         for first, *others in multiparts:
             try:
                 self.socket.send(first, zmq.NOBLOCK | (zmq.SNDMORE if others else 0))
-            except zmq.Again:  # as the monitor tells
+            except zmq.Again:  # as the monitor reports
                 return
             for i, frame in enumerate(others, start=1):
                 self.socket.send(frame, zmq.SNDMORE if i < len(others) else 0, copy=False)
 
     def receive(self) -> list[Any] | None:
-        """The frames of the next message; None: none has come."""
+        """The frames of the next message; None: none has arrived."""
         try:
             return receive(self.socket)
         except zmq.ZMQError:
@@ -69,14 +69,14 @@ class CoreLink:
         self.monitor.poll(int(1000 * seconds))
 
     def why_lost(self) -> str:
-        """Why the connection has ended: what zmq has told first."""
+        """Why the connection has ended: the first event that zmq has reported."""
         words = "its connection is lost"
         if self.monitor.poll(0):
             words = self._losses[recv_monitor_message(self.monitor)["event"]]
         return words
 
     def close(self) -> None:
-        """End it; what was sent has a moment to go out."""
+        """End it; sent messages have a moment to go out."""
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close()

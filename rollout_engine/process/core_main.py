@@ -44,7 +44,7 @@ _ATTEMPTS = 100
 
 
 def serve(lifeline: Channel, directory: str) -> int:
-    """Load the model, tell the parent, and serve clients until told to stop. Returns the exit status.
+    """Load the model, notify the parent, and serve clients until a signal to stop. Returns the exit status.
 
     Raises `EOFError` or `OSError` if the parent is gone by then.
     """
@@ -120,7 +120,7 @@ def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor, i
 
 
 def _give_up(history: History, io: CoreSocket, directory: str, reason: str) -> NoReturn:
-    """Tell every client why this process ends, and end it: the busy loop cannot."""
+    """Notify every client why this process ends, and end it: the busy loop cannot."""
     io.close(reason + _see(write_post_mortem(history, reason)))
     _leave(directory, 1)
 

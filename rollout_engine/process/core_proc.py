@@ -65,7 +65,7 @@ class EngineCoreProc:
         self.driver.io_stats = io.stats
         self._thread = threading.get_ident()
         self._told_version, self._telling = core.policy_version, threading.Lock()
-        """The live version that clients have been told last."""
+        """The live version that clients were last notified of."""
         self._stop_reason: str | None = None
         self.on_step: Callable[[], None] = lambda: None
         """Called after every step."""
@@ -106,7 +106,7 @@ class EngineCoreProc:
                 self._stop_reason = reason
 
     def _wake(self) -> None:
-        """Tell the busy loop, and every client of another version, that something has changed."""
+        """Wake the busy loop, and notify every client if the live version has changed."""
         with self._telling:
             version = self._core.policy_version
             if version != self._told_version:
@@ -135,7 +135,7 @@ class EngineCoreProc:
                 break
 
     def _patience(self) -> float | None:
-        """How long to wait for a message where there is nothing to compute; None: for ever."""
+        """Seconds to wait for a message if there is nothing to compute; None: indefinitely."""
         return None if self._drain is None else max(self._drain[1] - self._clock(), 0.0)
 
     def _take(self, item: FromClient | ClientLeft | Wake | Drain | Stop) -> None:

@@ -51,7 +51,7 @@ from rollout_engine.process.wire import (
 logger = logging.getLogger("rollout_engine")
 
 _READ_AT_ONCE = 256
-"""Messages that are read before the thread turns to what it has to send."""
+"""Messages that are read before the thread sends those that wait."""
 _ABORT_AT_ONCE = 4096
 """Sequences that one message of the inbox aborts at most."""
 _RETRY_SECONDS = 0.01
@@ -82,7 +82,7 @@ class CoreSocket:
         self.cancelled: set[tuple[int, int]] = set()
         """(client, number) of calls that were cancelled by a message that is still in the inbox."""
         self.gone: set[int] = set()
-        """Clients that have left, as long as the inbox does not say so yet: what is there of them is void."""
+        """Clients that have left, as long as the inbox has no notice of it yet: their messages there are void."""
         self.stats = IoStats()
         self.on_turn: Callable[[], None] = lambda: None
         """Called at every turn of the loop, at least once a heartbeat."""
@@ -112,7 +112,7 @@ class CoreSocket:
         self._router.bind(address_in(directory))
         self._strangers = Strangers(self._context, self._router, connections.num_strangers)
         self.address = ""
-        """Where it listens on TCP."""
+        """The TCP address on which it listens."""
         if listen:
             self.address = self._listen(listen, keys)
         self._peers = Peers(self._router, self.stats, self._on_left, max_backlog_bytes=max_backlog_bytes)
@@ -121,7 +121,7 @@ class CoreSocket:
     def start(self, ready: Callable[[], Ready], on_orphaned: Callable[[], None]) -> None:
         """Start to serve clients. `on_orphaned` runs if the busy loop does not end soon after the parent has.
 
-        Raises `RetryableError` where the system starts no more threads.
+        Raises `RetryableError` if the system starts no more threads.
         """
         self._ready, self._on_orphaned = ready, on_orphaned
         threads.start(self._thread)
@@ -142,12 +142,12 @@ class CoreSocket:
         self._waker.wake()
 
     def drain(self, reason: str) -> None:
-        """Tell every client that the core is about to end, and turn new ones away."""
+        """Notify every client that the core is about to end, and turn new ones away."""
         self._draining = reason
         self.send_all(Draining(reason))
 
     def close(self, reason: str) -> None:
-        """Send what is queued, say farewell to every client, and end the thread."""
+        """Send queued messages and a farewell to every client, and end the thread."""
         self._farewell = reason
         self._waker.wake()
         self._thread.join()
@@ -287,11 +287,11 @@ class CoreSocket:
                 self._peers.send_to(client_index, message)
 
     def _stop_orphaned(self, poller: zmq.Poller) -> None:
-        """Tell the busy loop that the parent has died; if it does not end in time, call `on_orphaned`."""
+        """Notify the busy loop that the parent has died; if it does not end in time, call `on_orphaned`."""
         now = time.monotonic()
         if self._orphaned_at is None:
             self._orphaned_at = now
-            poller.unregister(self._lifeline)  # a closed socket is readable for ever
+            poller.unregister(self._lifeline)  # a closed socket is readable indefinitely
             self.inbox.put_first(Stop("the process that started the core has died"))
         elif now - self._orphaned_at > _ORPHAN_SECONDS:
             self._on_orphaned()

@@ -1,4 +1,4 @@
-"""File descriptors: zmq ends the process that has none left, so that nobody asks zmq before looking.
+"""File descriptors: zmq ends the process that has none left, so descriptors are counted before zmq is called.
 
 A core raises its own limit at start and writes into its directory how many clients it has descriptors for. A client
 takes a place there before it connects: the lock of a file, which goes with its process.
@@ -15,11 +15,11 @@ from rollout_engine.base.errors import ConfigError, RetryableError
 from sync.shared_files import try_lock
 
 MAX_CLIENTS = 1024
-"""Most clients of a core, if it has descriptors for so many."""
+"""Most clients of a core, if it has enough descriptors for them."""
 CLIENT_DESCRIPTORS = 24
 """Descriptors that a client opens, 14 or over TCP some more, and a few for others that open some at the same time."""
 CORE_DESCRIPTORS = 40
-"""What the parent of a core opens for it, its client included."""
+"""Descriptors that the parent of a core opens for it, its client included."""
 MAX_STRANGERS = 2048
 """Most connections to a core that no client has shown to be its own."""
 _RESERVE = 64
@@ -87,9 +87,9 @@ def write_places(directory: str | Path, count: int) -> None:
 
 
 def take_place(directory: str | Path) -> int | None:
-    """Take a place at the core in `directory`: a descriptor for `leave_place`. None where it does not count them.
+    """Take a place at the core in `directory`: a descriptor for `leave_place`. None if it does not count them.
 
-    Raises `RetryableError` where all are taken.
+    Raises `RetryableError` if all are taken.
     """
     try:
         count = int(Path(directory, "places").read_text())
@@ -106,6 +106,6 @@ def take_place(directory: str | Path) -> int | None:
 
 
 def leave_place(place: int) -> None:
-    """Give a place back, also where a forked child holds a copy of the descriptor."""
+    """Give a place back, also if a forked child holds a copy of the descriptor."""
     fcntl.flock(place, fcntl.LOCK_UN)
     os.close(place)

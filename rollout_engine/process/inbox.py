@@ -1,7 +1,7 @@
 """Messages that wait for the busy loop: each client's in order, and one client after the other.
 
 A client whose messages are many or large fills only its own queue. While any queue is full the socket is left unread,
-which holds the flood back where it comes from; zmq reads its clients in turn, and so does `get`.
+which holds the flood back at its source; zmq reads its clients in turn, and so does `get`.
 """
 
 import queue
@@ -62,7 +62,7 @@ class _Queue:
 
 
 class Inbox:
-    """A queue that takes from its clients in turn. Any thread may put, and so may a signal handler what is urgent."""
+    """A queue that takes from its clients in turn. Any thread may put items, and a signal handler urgent ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ class Inbox:
         self._counter.put(None)
 
     def put_first(self, item: Wake | Drain | Stop) -> None:
-        """Put what is taken before any client's message. A signal handler may call it."""
+        """Put an item that is taken before any client's message. A signal handler may call it."""
         self._urgent.append(item)
         self._counter.put(None)
 

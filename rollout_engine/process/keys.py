@@ -1,6 +1,6 @@
 """The keys of a core that listens on TCP, and the file in which a user carries them to another machine.
 
-One file serves both ends: it is made where the core is and copied to where the client is, as a token would be. Whoever
+One file serves both ends: it is made on the core's machine and copied to the client's, as a token would be. A user who
 has it may use the core, and could stand for it; so it belongs to one user, and others have no rights to it.
 """
 
@@ -85,7 +85,7 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def public_key(secret: str) -> bytes:
-    """The public key that belongs to a secret one. Raises `ValueError` or `zmq.ZMQError` for what is no key."""
+    """The public key that belongs to a secret one. Raises `ValueError` or `zmq.ZMQError` for a malformed key."""
     if len(secret) != _KEY_CHARS:
         raise ValueError(f"a key has {_KEY_CHARS} characters")
     return bytes(zmq.curve_public(secret.encode()))

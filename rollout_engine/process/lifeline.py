@@ -24,7 +24,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_backlog_bytes: int
     log_level: int
     import_path: list[str]
-    """`sys.path` of the parent, where the user's modules are found."""
+    """`sys.path` of the parent, on which the user's modules are found."""
     listen: str = ""
     """TCP address at which the core takes clients that have the keys; "": none."""
     keys: Keys | None = None

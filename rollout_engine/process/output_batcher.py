@@ -8,7 +8,7 @@ from rollout_engine.process.client_routing import split
 from rollout_engine.process.wire import Outputs
 
 HOLD_SECONDS = 0.02
-"""How long outputs that nobody streams are held."""
+"""Seconds for which outputs of requests that do not stream are held."""
 
 
 class OutputBatcher:

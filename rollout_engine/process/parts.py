@@ -1,10 +1,10 @@
-"""Long messages in parts: both ends in one file. A part is a message itself; what comes between parts overtakes them.
+"""Long messages in parts: both ends in one file. A part is a message itself; messages between parts overtake them.
 
     frames ── in_parts ──> [struct, arrays]                      one zmq multipart, if it is small
                            Part  Part  ...  Part                 else: the frames end to end, cut into pieces
     zmq multiparts ── Assembler.read ──> message
 
-The frames of a long message begin at multiples of 16 bytes, so that arrays can be read where they are.
+The frames of a long message begin at multiples of 16 bytes, so that arrays can be read in place.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ _EMPTY = np.empty(0, np.uint8)
 def in_parts(frames: Sequence[Frame], limits: Limits) -> Iterator[list[Frame]]:
     """Return the zmq multiparts that carry a message. Raises `MessageTooLongError`.
 
-    All but the first frame are not copied; the first one is, where there are several parts.
+    All but the first frame are not copied; the first one is, if there are several parts.
     """
     sizes = [len(frame) for frame in frames]
     limits.check(sizes[0], sum(map(_padded, sizes)), len(sizes))
@@ -81,7 +81,7 @@ def _pieces(frames: list[Frame]) -> Iterator[Frame]:
 
 
 class Assembler:
-    """Reads the messages of one sender, and puts those that come in parts together."""
+    """Reads the messages of one sender, and assembles those that arrive in parts."""
 
     def __init__(self, decoder: Decoder[Any], limits: Limits) -> None:
         self._decoder, self._limits = decoder, limits
@@ -92,7 +92,7 @@ class Assembler:
         self._num_bytes_left = 0
 
     def read(self, frames: Sequence[Frame]) -> Any:
-        """Return the message that these frames complete; None: more parts have to come. Raises `WireError`."""
+        """Return the message that these frames complete; None: more parts have to arrive. Raises `WireError`."""
         if len(frames) > _MAX_FRAMES_AT_ONCE:
             raise WireError(f"a message that is sent at once has at most {_MAX_FRAMES_AT_ONCE} frames")
         message = self._decoder.decode(frames)
@@ -112,7 +112,7 @@ class Assembler:
         return None if num_bytes_left else self._finish()
 
     def _begin(self, part: Part) -> None:
-        """Make room for a message: memory that is not touched before its bytes come."""
+        """Make room for a message: memory that is not touched before its bytes arrive."""
         self._buffer, self._num_bytes_left = _EMPTY, 0
         num_bytes = sum(map(_padded, part.sizes))
         try:

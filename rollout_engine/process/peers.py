@@ -40,9 +40,9 @@ class Peer:
         self.identity, self.index = identity, index
         """`index` -1: a stranger, which has no backlog."""
         self.limits = limits
-        """What the client takes."""
+        """Limits on messages to the client."""
         self.assembler = assembler
-        """Reads what the client sends."""
+        """Reads the client's messages."""
         self.num_outputs = 0
         """`Outputs` sent to it."""
         self.backlog: deque[list[Frame]] = deque()
@@ -182,7 +182,7 @@ class Peers:
         return Peer(identity, index, limits, Assembler(self._decoder, _LIMITS))
 
     def _multiparts(self, peer: Peer, message: Any) -> Iterator[list[Frame]]:
-        """Yield the zmq multiparts that carry a message, or what can be sent in its place if it is too long."""
+        """Yield the zmq multiparts that carry a message, or of its replacement if it is too long."""
         if isinstance(message, Outputs):
             message = Outputs(message.steps, peer.num_outputs)
         try:
@@ -219,7 +219,7 @@ class Peers:
 
 
 def _in_place_of(message: Any, problem: MessageTooLongError) -> list[Any]:
-    """What is sent for a message that is too long: an error for a result, shorter messages for outputs."""
+    """Replace a message that is too long: an error for a result, shorter messages for outputs."""
     match message:
         case Reply(number):
             return [Reply(number, failure=failure_of(MessageTooLongError(f"its result cannot be sent: {problem}")))]

@@ -26,7 +26,7 @@ class PendingCalls:
         `title` names the call in errors that are not the engine's own.
         """
         number, future = next(self._numbers), CallFuture()
-        future.begin()  # for all that this end knows
+        future.begin()  # as far as this end can see
         with self._lock:
             if self._error is None:
                 self._calls[number] = title, kind, future

@@ -2,11 +2,11 @@
 
     header   format, reason, traceback, sizes of the core
     live     a request that was unfinished before the first entry
-    add      a request came           call   a method of the core, or a verb of the engine
-    step     a step was scheduled     end    a step was over: the sequences that ended, or what it raised
+    add      a request arrived        call   a method of the core, or a verb of the engine
+    step     a step was scheduled     end    a step was over: the sequences that ended, or its error
 
-Prompts are not in it: each KV block of tokens is one number, equal for equal beginnings, which is what the prefix cache
-sees of them. Beside it may lie the stacks that `faulthandler` wrote (`.stacks`).
+Prompts are not in it: each KV block of tokens is one number, equal for equal beginnings: all that the prefix
+cache sees of them. Next to it may be the stacks that `faulthandler` wrote (`.stacks`).
 """
 
 import faulthandler
@@ -73,7 +73,7 @@ class Header(msgspec.Struct, tag="header", kw_only=True):
     policy_version: int
     """Before the first entry."""
     is_whole: bool
-    """The entries begin with the core: nothing came before them."""
+    """The entries begin with the core: nothing precedes them."""
 
 
 class LiveLine(msgspec.Struct, tag="live"):
@@ -83,7 +83,7 @@ class LiveLine(msgspec.Struct, tag="live"):
 
 
 class AddLine(msgspec.Struct, tag="add"):
-    """A request came. `at`: seconds since the first entry, as in all lines."""
+    """A request arrived. `at`: seconds since the first entry, as in all lines."""
 
     at: float
     request: Request
@@ -124,7 +124,7 @@ Line = Header | LiveLine | AddLine | CallLine | StepLine | EndLine
 
 
 def write_post_mortem(history: History, reason: str, traceback: str = "") -> Path | None:
-    """Write what `history` remembers. Returns the file, or None where it cannot be written."""
+    """Write the entries of `history`. Returns the file, or None if it cannot be written."""
     path = _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -163,11 +163,11 @@ def read_stacks(path: Path) -> str:
 def catch_crashes(directory: str) -> None:
     """Have all Python stacks written to a file in `directory` when native code crashes, or at SIGABRT."""
     file = os.open(Path(directory) / _STACKS, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    faulthandler.enable(file)  # for ever: the descriptor is not closed
+    faulthandler.enable(file)  # for the life of the process: the descriptor is not closed
 
 
 def keep_stacks(directory: str, pid: int) -> Path | None:
-    """Move the stacks that the core `pid` left in its directory beside the post-mortem files. None: it left none."""
+    """Move the stacks that the core `pid` left in its directory next to the post-mortem files. None: it left none."""
     source, path = Path(directory) / _STACKS, _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{pid}{STACKS_SUFFIX}"
     try:
         if not source.stat().st_size:
@@ -227,7 +227,7 @@ def _lines(history: History, reason: str, traceback: str) -> Iterator[Line]:
 
 
 def _time_of(entry: Any) -> float:
-    """When it came or began."""
+    """When it arrived or began."""
     return float(entry[0])
 
 

@@ -28,7 +28,7 @@ from sync.base import WeightSource
 logger = logging.getLogger("rollout_engine")
 
 HANG_SECONDS = 4.5
-"""How long a core's process may give no sign of life before it is killed: whoever waits is told within 5 s."""
+"""How long a core's process may give no sign of life before it is killed: its callers get an error within 5 s."""
 START_SECONDS = 600.0
 """How long a core may take to load its model."""
 HEARTBEAT_SECONDS = 0.5
@@ -55,7 +55,7 @@ class ProcessClient:
         self.info: EngineInfo = ready.info
         self._listener: Listener | None = None
         self.on_draining: Callable[[EngineDeadError], None] = lambda error: None
-        """Called on the socket's thread, as `ending` says, when the core begins to end."""
+        """Called on the socket's thread with `ending`'s error when the core begins to end."""
         self._weights = WeightClient(self)
         socket.listen(self._take, self._die)
 
@@ -99,7 +99,7 @@ class ProcessClient:
 
     @property
     def policy_version(self) -> int:
-        """Version of the live weights and adapters, as last heard: before what was sampled under it."""
+        """Version of the live weights and adapters, as last received: before tokens sampled under it."""
         return self._socket.policy_version
 
     @property
@@ -135,7 +135,7 @@ class ProcessClient:
                 self._socket.send(Abort(sequence_ids[start : start + _MAX_ABORTED]))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
-        """Call a verb; the future gives its result, or raises what it raised.
+        """Call a verb; the future gives its result, or raises its error.
 
         Raises, before a byte is sent, `RequestError` or `RPCError` for arguments that cannot cross.
         """
@@ -161,7 +161,7 @@ class ProcessClient:
         return self._weights.push(source, version, options)
 
     def stage_weights(self, path: str, version: int | None, options: UpdateOptions) -> tuple[int, str]:
-        """Have the core stage what it reads at an absolute path, and hold it; returns its version and its digest.
+        """Have the core stage weights that it reads at an absolute path, and hold it; returns version and digest.
 
         It is dropped after `options.timeout` without `commit_weights`. Blocks; raises as `update_weights`.
         """
@@ -169,14 +169,14 @@ class ProcessClient:
         return self._weights.stage(path, version, options)
 
     def commit_weights(self, timeout: float) -> UpdateReport:
-        """Have the core commit what is staged. Blocks; raises as `update_weights`."""
+        """Have the core commit the staged weights. Blocks; raises as `update_weights`."""
         self.require_usable()
         return self._weights.commit(timeout)
 
     def drop_staged_weights(self) -> UpdateReport | None:
-        """Have the core drop what is staged. Blocks; no-op if it is gone.
+        """Have the core drop the staged weights. Blocks; no-op if it is gone.
 
-        Returns the report of its last update if that was committed. Raises `TransferTimeoutError` if nobody knows.
+        Returns the report of its last update if that was committed. Raises `TransferTimeoutError` if that is unknown.
         """
         with suppress(EngineDeadError):
             return self._weights.drop()

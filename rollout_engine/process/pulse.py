@@ -28,17 +28,17 @@ _FILE = "pulse"
 _NUM_BYTES = 24
 _BEATS, _TURNS, _STEPS = range(3)
 _ORPHAN_SECONDS = 5.0
-"""How long a core that has lost its parent may take to end by itself."""
+"""How long a core that has lost its parent may take to end."""
 _BEAT_SECONDS = 0.5
 """How often zmq asks a core on TCP for a sign of life."""
 _GRACE_SECONDS = 0.1
 """How much later the end of a process may show on one connection than on another: it was no silence then."""
 _pulses: "list[Pulse]" = []
-"""Those of this process, for ever: its native thread writes to their memory until it ends."""
+"""Those of this process, kept until its end: its native thread writes to their memory until it ends."""
 
 
 class Pulse:
-    """The core's end: it counts. Without native code only the interpreter counts, and a log line says so."""
+    """The core's end: it counts. Without native code only the interpreter counts, and a log line reports it."""
 
     def __init__(self, directory: str, lifeline: socket.socket) -> None:
         file = os.open(Path(directory) / _FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -71,7 +71,7 @@ class SignsOfLife(ABC):
     """How long a core's process, and its interpreter, have given no sign of life, as a client sees it."""
 
     where_stopped = "its process is stopped, or gets no CPU time"
-    """What may be the matter with a silent process."""
+    """Possible reason for a process's silence."""
 
     def __init__(self, now: float) -> None:
         self._has_warned = False

@@ -1,7 +1,7 @@
-"""How much each client of a core may have in flight; what is more is refused, and takes nothing from others.
+"""Limits on each client's work in flight at a core; work beyond them is refused, and takes nothing from others.
 
 There is no quota on requests per second: clients are taken in turn (`rollout_engine.process.inbox`), and docs/limits.md
-says why.
+explains this.
 """
 
 import threading
@@ -27,7 +27,7 @@ class Quotas:
         self._calls: Counter[int] = Counter()
 
     def add_samples(self, client_index: int, n: int) -> None:
-        """Count a request of n samples. Raises `RequestError`, nothing counted, where they are too many."""
+        """Count a request of n samples. Raises `RequestError`, nothing counted, if they are too many."""
         self._add(self._samples, client_index, n, MAX_SAMPLES, "samples", "n")
 
     def end_samples(self, ends: Iterable[SequenceEnd]) -> None:
@@ -40,7 +40,7 @@ class Quotas:
         self._remove(self._samples, client_index, n)
 
     def add_call(self, client_index: int) -> None:
-        """Count a call that begins. Raises `RequestError`, nothing counted, where they are too many."""
+        """Count a call that begins. Raises `RequestError`, nothing counted, if they are too many."""
         self._add(self._calls, client_index, 1, MAX_CALLS, "calls", "name")
 
     def end_call(self, client_index: int) -> None:

@@ -1,4 +1,4 @@
-"""Long lists of a request as arrays beside it, so that their length costs no time in decoding: both ways in one file.
+"""Long lists of a request as arrays next to it, so that their length costs no time in decoding: both ways in one file.
 
 Only the lists that a request may have by the thousand: its prompt, the tokens it has already, `allowed_token_ids` and
 `bad_words`.
@@ -20,7 +20,7 @@ _WORDS, _WORD_LENGTHS = "bad_words", "bad_word_lengths"
 _TOKEN_BYTES, _TOP_BYTES = 8, 8
 """Bytes of a prompt token's log-prob and rank, and of the id and log-prob of each of the likely ones at its place."""
 _STEP_BYTES = 1 << 16
-"""Bytes for what else is in the message, about."""
+"""Bytes for the rest of the message, about."""
 
 
 def with_columns(request: EngineCoreRequest) -> AddRequest:
@@ -70,7 +70,7 @@ def request_of(message: AddRequest) -> EngineCoreRequest:
 
 
 def check_answer(message: AddRequest, limits: Limits, vocab_size: int, num_routed_bytes: int = 0) -> None:
-    """Raise `MessageTooLongError` where log-probs, or routed experts, of a prompt would not fit in one message.
+    """Raise `MessageTooLongError` if log-probs, or routed experts, of a prompt would not fit in one message.
 
     `num_routed_bytes`: bytes of one token's routed experts.
     """

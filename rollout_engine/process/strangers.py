@@ -1,6 +1,6 @@
 """Connections to a core's socket that no client has shown to be its own: bounded, since each takes a descriptor.
 
-zmq accepts whatever connects, drops what does not prove itself only after half a minute, and ends the process when it
+zmq accepts every connection, drops unproven ones only after half a minute, and ends the process when it
 finds no descriptor. So its events are read here, and of too many strangers the oldest are closed. While its events are
 not read, zmq accepts some thousand connections more, and then waits.
 """
@@ -25,7 +25,7 @@ _EVENT = struct.Struct("=HI")
 """Kind, and the connection's descriptor."""
 _QUIET_MS = 20
 _Identity = tuple[int, int]
-"""Device and inode of an open socket, by which it is told apart from a later one with its number."""
+"""Device and inode of an open socket, by which it differs from a later one with its number."""
 
 
 class Strangers:
@@ -51,7 +51,7 @@ class Strangers:
             kind, descriptor = _EVENT.unpack(self.socket.recv_multipart()[0])
             self._waiting.pop(descriptor, None)
             if kind == zmq.EVENT_ACCEPTED:
-                with suppress(OSError):  # it has ended, as a later event says
+                with suppress(OSError):  # it has ended, as a later event reports
                     self._waiting[descriptor] = _identity(descriptor)
         while len(self._waiting) > self._max_strangers:
             descriptor = next(iter(self._waiting))
@@ -62,7 +62,7 @@ class Strangers:
             self.num_closed += 1
 
     def greet(self, frame: Frame) -> None:
-        """Note that the connection by which a frame has come is a client's."""
+        """Note that the connection by which a frame has arrived is a client's."""
         self.look()  # so that it was taken in before
         assert isinstance(frame, memoryview), "as `receive` gives it"
         self._waiting.pop(int(frame.obj.get(zmq.SRCFD)), None)  # type: ignore[attr-defined]

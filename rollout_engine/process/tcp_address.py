@@ -1,4 +1,4 @@
-"""TCP addresses of cores: where one listens, and where a client finds it. None is used without keys."""
+"""TCP addresses of cores: the one on which it listens, and the one for clients. None is used without keys."""
 
 import re
 import socket
@@ -11,7 +11,7 @@ from rollout_engine.base.errors import ConfigError
 SCHEME = "tcp://"
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^\s/:\[\]]+):(?P<port>\d{1,5}|\*)")
 _EVERY = ("*", "0.0.0.0", "[::]")
-"""Hosts that mean every address of a machine: a core may listen there, but nobody can connect to it."""
+"""Hosts that mean every address of a machine: a core may listen there, but no client can connect to it."""
 
 _LISTENER = {
     zmq.HANDSHAKE_IVL: 5_000,

@@ -39,9 +39,9 @@ from sync.owner_process import OwnerProcess
 from sync.source import read_source
 
 _GRACE_SECONDS = 10.0
-"""Added to an update's timeout while waiting for its answer: the core's own deadline comes first, and says why."""
+"""Seconds added to an update's timeout while waiting for its answer: the core's own error is earlier and clearer."""
 _LOOK_SECONDS = 0.05
-"""How often an update looks whether somebody still awaits it."""
+"""Seconds between an update's checks that a caller still awaits it."""
 
 
 class Caller(Protocol):
@@ -107,21 +107,21 @@ class WeightClient:
             self._pushing.release()
 
     def stage(self, path: str, version: int | None, options: UpdateOptions) -> tuple[int, str]:
-        """Have the core stage what it reads at an absolute path, and hold it; returns its version and its digest."""
+        """Have the core stage weights that it reads at an absolute path, and hold it; returns version and digest."""
         staged: tuple[int, str] = self._ask(
             "stage_weights", options.timeout, path=path, version=version, options=options
         )
         return staged
 
     def commit(self, timeout: float) -> UpdateReport:
-        """Have the core commit what is staged."""
+        """Have the core commit the staged weights."""
         report: UpdateReport = self._ask("end_weight_update", timeout)
         return report
 
     def drop(self) -> UpdateReport | None:
-        """Have the core drop what is staged, and wait until it has. Returns the report of what it had committed before.
+        """Have the core drop the staged weights, and wait until it has. Returns its report if it committed them.
 
-        Raises `TransferTimeoutError` where the core does not answer: it may have committed, or not.
+        Raises `TransferTimeoutError` if the core does not answer: it may have committed, or not.
         """
         self._call_off()
         answer = self._client.call("end_weight_update", {})
@@ -158,7 +158,7 @@ class WeightClient:
                 with as_weight_errors():
                     sender.send()
         except Exception:
-            self._ask("end_weight_update", options.timeout)  # its error says why
+            self._ask("end_weight_update", options.timeout)  # its error explains
             raise
         report: UpdateReport = self._ask("end_weight_update", options.timeout)
         return report

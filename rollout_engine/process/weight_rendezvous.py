@@ -1,8 +1,8 @@
 """Connects the sender of a client with the receiver of a core on the same machine, for each weight transport.
 
 Each client has a directory for it, mode 0700: in shared memory if the weights fit, else inside the core's directory.
-Its name begins with the core's and the client's, so that the core can remove what a killed client leaves, and ends at
-random: where everybody may make files, nobody can take it first.
+Its name begins with the core's and the client's, so that the core can remove a killed client's directory, and ends at
+random: in a directory open to all users, no other one can take it first.
 """
 
 import os
@@ -31,7 +31,7 @@ _REMOTE = ("shm", "store", "gloo", "ipc")
 
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Describes where the core's receiver meets the client's sender."""
+    """Describes the place at which the core's receiver meets the client's sender."""
 
     transport: str
     directory: str

@@ -68,7 +68,7 @@ def begin_weight_update(
 
 @WEIGHT_VERBS.add(public=False)
 def end_weight_update(driver: ServingDriver) -> Future[UpdateReport]:
-    """Commit what `stage_weights` holds. Return the report of this client's last update once it is complete.
+    """Commit the weights held by `stage_weights`. Return the report of this client's last update once it is complete.
 
     Raises that update's error.
     """
@@ -87,7 +87,7 @@ def stage_weights(
 ) -> Future[tuple[int, str]]:
     """Stage an update from a published store or a checkpoint that this process can read; `end_weight_update` commits.
 
-    Returns the version and the digest of what is staged, or is live already.
+    Returns the version and the digest of the staged weights, or of equal live ones.
     """
     return driver.weights.stage(driver.caller, path, version, options)
 
@@ -160,7 +160,7 @@ class WeightServer:
         return self._start(client_index, options, apply, is_live=lambda report: (report.version, report.digest)).ready
 
     def report(self, client_index: int) -> Future[UpdateReport]:
-        """Let this client's last update go on, and return its report. Raises `LifecycleError` if there was none."""
+        """Let this client's last update continue, and return its report. Raises `LifecycleError` if there was none."""
         if client_index not in self._last:
             raise LifecycleError("end_weight_update: this client has begun no update.")
         return self._last[client_index].go_on()
@@ -211,10 +211,10 @@ class _Update:
 
     def __init__(self, is_live: Callable[[UpdateReport], Any]) -> None:
         self.ready: Future[Any] = Future()
-        """Whether the manifest is accepted, or (version, digest) of what is staged: the client's turn."""
+        """Whether the manifest is accepted, or (version, digest) of the staged weights: the client's turn."""
         self.report: Future[UpdateReport] = Future()
         self._is_live = is_live
-        """What `ready` says of weights that were live already."""
+        """The result of `ready` for weights that were live already."""
         self._may_go_on, self._called_off = threading.Event(), threading.Event()
         self._receiver: WeightReceiver | None = None
 
@@ -229,7 +229,7 @@ class _Update:
             raise TransferTimeout("The client left, or gave up, before the update was complete.")
 
     def hold(self, deadline: float, version: int, digest: str) -> None:
-        """Tell that it is staged, and wait until it may commit. Raises as `check`, also at `deadline`."""
+        """Report that it is staged, and wait until it may commit. Raises as `check`, also at `deadline`."""
         self.ready.set_result((version, digest))
         if not self._may_go_on.wait(deadline - time.monotonic()):
             raise TransferTimeout(f"Version {version} was staged, and its commit did not come in time.")

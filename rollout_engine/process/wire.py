@@ -32,7 +32,7 @@ MAX_MESSAGE_BYTES = 256 << 20
 MAX_FRAMES = 65_536
 """Frames of a message at most."""
 MAX_FRAME_BYTES = 2 << 20
-"""A zmq frame longer than this ends the connection it came over. Those that are sent have half of it at most."""
+"""A zmq frame longer than this ends the connection it arrives on. Those that are sent have half of it at most."""
 
 _INLINE_BYTES = 2048
 """Arrays up to this size are sent inside the struct: a frame of their own would cost more than the copy."""
@@ -44,7 +44,7 @@ class MessageTooLongError(ValueError):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, tag="limits", forbid_unknown_fields=True):
-    """What an end takes. It tells the other one when they meet, and that one sends nothing beyond."""
+    """Limits on messages to one end. It sends them to the other one at the start, which sends nothing beyond them."""
 
     struct_bytes: Annotated[int, msgspec.Meta(ge=1 << 12)] = MAX_STRUCT_BYTES
     message_bytes: Annotated[int, msgspec.Meta(ge=1 << 12)] = MAX_MESSAGE_BYTES
@@ -61,7 +61,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, tag="limits", forbid_unk
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", forbid_unknown_fields=True):
-    """A core has loaded its model; what a client needs to know of it."""
+    """A core has loaded its model: facts about it for a client."""
 
     protocol: int
     pid: int
@@ -71,7 +71,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", forbid_unkno
     policy_version: int
     info: EngineInfo
     address: str = ""
-    """Where it listens on TCP; "": nowhere."""
+    """Its TCP address; "": it does not listen on TCP."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
@@ -79,7 +79,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
 
     protocol: int
     limits: Limits = Limits()
-    """What the client takes."""
+    """Limits on messages to the client."""
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
@@ -110,18 +110,18 @@ class Call(msgspec.Struct, frozen=True, tag="call", forbid_unknown_fields=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
-    """Take a call back: one that has not begun never does, and nobody waits for one that has. There is no reply."""
+    """Take a call back: one that has not begun never does, and no caller waits for one that has. There is no reply."""
 
     number: int
 
 
 class Part(msgspec.Struct, frozen=True, tag="part", forbid_unknown_fields=True):
-    """The next bytes of a long message. Its parts come in order; other messages may come between them."""
+    """The next bytes of a long message. Its parts arrive in order; other messages may arrive between them."""
 
     data: np.ndarray
     """uint8."""
     num_bytes_left: int
-    """Bytes of the message that come after these."""
+    """Bytes of the message that follow these."""
     sizes: list[int] = []
     """Bytes of every frame of the message, in its first part."""
 
@@ -167,17 +167,17 @@ class Reply(msgspec.Struct, frozen=True, tag="reply", forbid_unknown_fields=True
     arrays: list[np.ndarray] = []
     """Arrays of `result`, uint8 each."""
     long_result: np.ndarray | None = None
-    """`result`, as uint8, where it is long."""
+    """`result`, as uint8, if it is long."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected", forbid_unknown_fields=True):
-    """The core dropped frames of this client: they are no message, or not one that may come now."""
+    """The core dropped frames of this client: they are no message, or not one that is allowed now."""
 
     reason: str
 
 
 class LiveVersion(msgspec.Struct, frozen=True, tag="version", forbid_unknown_fields=True):
-    """The weights or an adapter have changed. It comes before whatever was sampled under the new version."""
+    """The weights or an adapter have changed. It is sent before any output sampled under the new version."""
 
     policy_version: int
 

@@ -1,4 +1,4 @@
-"""Routes that tell about the server: its health, version, configuration, and the table of routes."""
+"""Routes that report on the server: its health, version, configuration, and the table of routes."""
 
 from collections.abc import Sequence
 from importlib.metadata import version

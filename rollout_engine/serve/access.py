@@ -1,4 +1,4 @@
-"""Who may call what: keys, and web pages of other origins."""
+"""Access rights: keys, and web pages of other origins."""
 
 import hmac
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Guard:
         self._admin_keys = [] if options.admin_key is None else [options.admin_key.encode()]
 
     def check(self, access: Access, headers: Mapping[str, str]) -> None:
-        """Raise `HttpProblem` 401 without the right key, 403 where no key would do, and for pages of other origins."""
+        """Raise `HttpProblem` 401 without the right key, 403 if no key would do, and for pages of other origins."""
         self._check_origin(headers)
         if access is Access.ANYONE or not self._client_keys:
             return
@@ -27,7 +27,7 @@ class Guard:
             raise HttpProblem(403, "Control is closed: the server was started with --api-key and without --admin-key.")
         allowed = self._admin_keys if access is Access.ADMIN else self._client_keys
         given = _key_of(headers)
-        # All are compared, in constant time: how long it takes tells nothing.
+        # All are compared, in constant time: the time that it takes reveals nothing.
         if not sum([hmac.compare_digest(given, key) for key in allowed]):
             which = "the admin key" if access is Access.ADMIN else "the API key"
             what = "no key" if not given else "another key"

@@ -94,7 +94,7 @@ async def unload_lora(served: Served, asked: Asked, *, lora_name: str, lora_int_
 
 
 async def _revision_of(served: Served, name: str, revision: int | None, *, load_inplace: bool) -> int:
-    """The revision of values that come; with `load_inplace` and without one, the next. Raises `RequestError`."""
+    """The revision of arriving values; with `load_inplace` and without one, the next. Raises `RequestError`."""
     if name in (served.model, "default"):
         raise RequestError.for_field("lora_name", name, "another name than the model's")
     if revision is not None:

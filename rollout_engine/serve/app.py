@@ -29,7 +29,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _EVENTS_TYPE = "text/event-stream; charset=utf-8"
 _MAX_ID_CHARS = 200
-"""Of a request's id, and of a path that is told."""
+"""Length limit of a request's id, and of a path that is reported."""
 _FULL = "The server has max_connections=%d open: send the request again later, or elsewhere."
 _DEEP = "The body is nested too deeply: send it with fewer lists and objects within each other."
 _STOPPED = "The server has stopped before this request had ended: send it elsewhere."
@@ -92,7 +92,7 @@ class _Answer:
         self._app, self._scope, self._receive, self._send = app, scope, receive, send
         self._served = app.served
         self._exchange: HttpExchange | None = scope.get("extensions", {}).get(EXCHANGE)
-        """The request on its connection, where our own server runs the application; None under another server."""
+        """The request on its connection, if our own server runs the application; None under another server."""
         self._dialect: Dialect = "openai"
         self._headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         given = self._headers.get("x-request-id", "")
@@ -121,7 +121,7 @@ class _Answer:
             if not self._is_gone and not self._served.is_ending:
                 raise
             reply = None if self._is_gone or self._status else self._problem(HttpProblem(503, _STOPPED))
-        except RecursionError:  # a body may be decoded, and yet be too deep for what is done with it
+        except RecursionError:  # a body may be decoded, and yet be too deep for the code that handles it
             reply = self._problem(HttpProblem(400, _DEEP))
         except Exception as problem:
             reply = self._problem(problem)
@@ -129,7 +129,7 @@ class _Answer:
             await self._write(reply)
 
     async def _reply(self) -> Reply | None:
-        """Have the handler answer; events are written here. None: the response is out, or nobody reads it."""
+        """Have the handler answer; events are written here. None: the response is sent, or has no reader."""
         if self._scope["method"] == "OPTIONS" and "access-control-request-method" in self._headers:
             return self._app.guard.answer_preflight(self._headers)
         route = self._app.route(self._scope["path"], self._scope["method"])
@@ -158,9 +158,9 @@ class _Answer:
         return reply
 
     def _watch_client(self) -> Callable[[], object]:
-        """Have this task cancelled once the client has left, as our own server tells it, or another one when asked.
+        """Have this task cancelled once the client has left, as our own server reports it, or another one when asked.
 
-        Returns what ends that.
+        Returns a function that ends the watch.
         """
         task = asyncio.current_task()
         assert task is not None, "a request is answered by a task"
@@ -179,7 +179,7 @@ class _Answer:
         leave()
 
     async def _read(self, route: Route) -> bytes | None:
-        """The body; None where the client has left. Raises `HttpProblem`: 413 for one too long, 408 for a slow one."""
+        """The body; None if the client has left. Raises `HttpProblem`: 413 for one too long, 408 for a slow one."""
         options = self._served.options
         limit = options.max_weight_bytes if route.is_large else options.max_body_bytes
         said = self._headers.get("content-length", "")
@@ -242,7 +242,7 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": b"" if self._scope["method"] == "HEAD" else data})
 
     async def _write_events(self, reply: Events) -> None:
-        """Write events as they come. The response begins with the first, so that a refusal has its own status."""
+        """Write events as they arrive. The response begins with the first, so that a refusal has its own status."""
         try:
             async for event in reply.events:
                 if self._status is None:
@@ -261,7 +261,7 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": not is_last})
 
     async def _begin(self, status: int, content_type: str, headers: dict[str, str], length: int | None = None) -> None:
-        """Begin the response, whose body has `length` bytes; None: nobody knows yet."""
+        """Begin the response, whose body has `length` bytes; None: not known yet."""
         self._status = status
         raw = [
             (b"content-type", content_type.encode()),

@@ -49,7 +49,7 @@ def read_body(route: Route, data: bytes, query: str) -> Any:
     """The request's fields: the JSON object of its body, over those of its query. An empty body is an empty object.
 
     Fields that change nothing here are left out, as are fields that ask for nothing. Raises `HttpProblem` 400 for any
-    other unknown field, for a wrong type, and for what is no JSON.
+    other unknown field, for a wrong type, and for malformed JSON.
     """
     if route.body is None:
         return None
@@ -86,7 +86,7 @@ def _decoder(kind: type[msgspec.Struct]) -> "msgspec.json.Decoder[Any]":
 
 
 def _fields(query: str) -> dict[str, Any]:
-    """The fields of a query; one that comes several times is a list."""
+    """The fields of a query; one that is given several times is a list."""
     found = parse_qs(query, keep_blank_values=True)
     return {name: values if len(values) > 1 else values[0] for name, values in found.items()}
 
@@ -110,7 +110,7 @@ def read_fields(
     neutral: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
     strict: bool = True,
 ) -> _Kind:
-    """Fields of an object as a struct. `where`: what errors call the object.
+    """Fields of an object as a struct. `where`: the object's name in errors.
 
     `ignored` ones are left out, as are those that ask for nothing: None, or one of their values in `neutral`.
     `strict=False` reads numbers in texts. Raises `HttpProblem` 400 for any other unknown field and for a wrong type.

@@ -1,4 +1,4 @@
-"""A call of a route that samples: the same steps for all of them, and their own way to write what is sampled."""
+"""A call of a route that samples: the same steps for all of them, and their own way to write samples."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence

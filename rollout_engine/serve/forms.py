@@ -15,7 +15,7 @@ FORM_NAMES = (
     *("structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("json_schema", "regex", "ebnf", "structural_tag"),
 )
-"""Fields of bodies that say which form an output has."""
+"""Fields of bodies that set an output's form."""
 _KINDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -30,7 +30,7 @@ _COMPACT = {"whitespace_flexible": False}
 
 
 def form_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`SamplingParams.structured_outputs` of a body's fields by name; None where they ask for no form.
+    """`SamplingParams.structured_outputs` of a body's fields by name; None if they ask for no form.
 
     Raises `RequestError` for several at once, and for a form that is none.
     """

@@ -25,7 +25,7 @@ Check: TypeAlias = Callable[[Sequence[CheckedPrompt]], None]
 
 
 class Generation:
-    """Prompts of one call, all queued or none. Closing it aborts what has not ended.
+    """Prompts of one call, all queued or none. Closing it aborts the unfinished ones.
 
     Use it as a context manager, and ask for the `next` output until there is none.
     """
@@ -33,7 +33,7 @@ class Generation:
     __slots__ = ("_asked", "_called", "_loop", "_name", "_open", "_ready", "_served", "_waiter", "_waker")
 
     def __init__(self, served: Served, asked: Asked, name: str | Sequence[str] | None = None) -> None:
-        """`name`: what the client calls the request, or each prompt's, by which it may abort it.
+        """`name`: the client's name for the request, or each prompt's, by which it may abort it.
 
         None: its X-Request-Id.
         """
@@ -60,7 +60,7 @@ class Generation:
         """Queue the prompts, with settings for all or one each; `lora`: the adapter that they run under.
 
         `repeats`: whether every choice of a prompt is answered with the prompt's log-probs, of which an answer may have
-        so many in all. Raises `RequestError`, nothing queued, and `HttpProblem` 503 while paused.
+        a limited number in all. Raises `RequestError`, nothing queued, and `HttpProblem` 503 while paused.
         """
         each = [settings] * len(prompts) if isinstance(settings, Settings) else settings
         params, seeds = [one.params for one in each], [one.seed for one in each]
@@ -130,7 +130,7 @@ class Generation:
     async def next(self) -> tuple[int, RequestOutput] | None:
         """The next output, with the index of its prompt; None once all have ended.
 
-        Raises what ended a request, and `HttpProblem` 500 for a sample that failed.
+        Raises the error that ended a request, and `HttpProblem` 500 for a sample that failed.
         """
         while self._open:
             while self._ready:
@@ -143,7 +143,7 @@ class Generation:
                     _check_samples(output)
                     return index, output
             self._waiter = self._loop.create_future()
-            if not self._ready:  # looked at again: `_wake` has woken nobody before there was a waiter
+            if not self._ready:  # looked at again: `_wake` has no effect before there is a waiter
                 await self._waiter
             self._waiter = None
         return None
@@ -157,12 +157,12 @@ class Generation:
         return [found[index] for index in range(len(found))]
 
     def set(self) -> None:
-        """Go on reading: the loop's waker calls this where streams have become ready."""
+        """Continue reading: the loop's waker calls this when streams have become ready."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def close(self) -> None:
-        """Abort what has not ended."""
+        """Abort unfinished requests."""
         for name, request_id in self._called:
             self._served.end(name, request_id)
         for stream in self._open:

@@ -28,17 +28,17 @@ class Connection(Protocol):
         """Wait until more can be written, or the client has left."""
 
     def resume_reading(self) -> None:
-        """Let more of the request's body come."""
+        """Continue to receive the request's body."""
 
     def answered(self) -> None:
-        """Go on: the answer is complete."""
+        """Continue with the next request: the answer is complete."""
 
     def close_after(self, *, has_body: bool) -> None:
-        """Close the connection behind an answer. `has_body`: whether all of its request has come."""
+        """Close the connection behind an answer. `has_body`: whether all of its request has arrived."""
 
 
 class HttpExchange:
-    """A request, whose body comes while it is answered, and its answer."""
+    """A request, whose body arrives while it is answered, and its answer."""
 
     __slots__ = (
         *("_body", "_connection", "_expects_continue", "_head", "_is_chunked", "_is_head", "_is_read"),
@@ -54,13 +54,13 @@ class HttpExchange:
         self.keep_alive = keep_alive and self._takes_chunks
         """Whether the connection stays open behind the answer."""
         self._body, self._head = b"", b""
-        """The part of the body that has come and was not received; the head of the answer until it goes out."""
+        """The part of the body that has arrived and was not received; the head of the answer until it is sent."""
         self._is_chunked = self._is_read = False
         """Whether the answer is in chunks; whether the end of the body was received."""
         self._waiter: asyncio.Future[None] | None = None
         self.has_body = self.has_begun = self.is_complete = self.is_gone = self.is_surplus = False
-        """Whether all of the body has come, so that reading it waits for nothing; whether the answer has begun, and is
-        complete; whether the client has left; whether the request is refused, since too many connections are open."""
+        """Whether all of the body has arrived, so that reading it waits for nothing; whether the answer has begun, and
+        is complete; whether the client has left; whether the request is refused: too many connections are open."""
         self.leave: Callable[[], object] = _ignore
         """Called once the client has left before its answer was complete."""
 
@@ -72,7 +72,7 @@ class HttpExchange:
         task.add_done_callback(self._end)
 
     def call_on_leave(self, leave: Callable[[], object]) -> Callable[[], None]:
-        """Have `leave` called once the client has left before its answer is complete. Returns what ends that."""
+        """Have `leave` called once the client has left before its answer is complete. Returns how to undo it."""
         self.leave = leave
         return self._forget_leave
 
@@ -89,19 +89,19 @@ class HttpExchange:
         return len(self._body)
 
     def end_body(self) -> None:
-        """Know that the body is complete."""
+        """Record that the body is complete."""
         self.has_body = True
         self._wake()
 
     def disconnect(self) -> None:
-        """Know that the client has left."""
+        """Record that the client has left, and call `leave`."""
         if not self.is_complete and not self.is_gone:
             self.is_gone = True
             self._wake()
             self.leave()
 
     def probe(self) -> bool:
-        """Write an interim response, which fails once the client has left. Returns False where none may be written:
+        """Write an interim response, which fails once the client has left. Returns False if none may be written:
         the answer itself has begun, or the client speaks HTTP/1.0."""
         may_write = self._takes_chunks and not self.has_begun
         if may_write:
@@ -109,7 +109,7 @@ class HttpExchange:
         return may_write
 
     def take_body(self) -> bytes:
-        """The part of the body that has come, all of it where `has_body`."""
+        """Take the part of the body that has arrived, all of it if `has_body`."""
         body, self._body, self._is_read = self._body, b"", self.has_body
         if self.has_body:  # a large one had reading stopped, and nothing else would notice that the client leaves
             self._connection.resume_reading()

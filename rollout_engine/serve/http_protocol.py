@@ -1,7 +1,7 @@
 """HTTP/1.1 on a connection, for uvicorn's server: requests are parsed by httptools, and answered one after the other.
 
-Size and time of a header are bounded. What is no request is refused in the shape of every other error. Once a client
-has left, all of its requests know it. A client that has only closed its sending side is answered.
+Size and time of a header are bounded. Malformed requests are refused in the shape of every other error. Once a client
+has left, all of its requests are notified. A client that has only closed its sending side is answered.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from rollout_engine.serve.problems import HttpProblem, problem_body
 
 _MAX_HEADER_BYTES = 64 << 10
 _MAX_WAITING_BYTES = 64 << 10
-"""Bytes of bodies that nobody has received yet: more is left in the socket."""
+"""Bytes of bodies that no handler has received yet: more is left in the socket."""
 _MAX_WAITING_REQUESTS = 16
 """Requests behind the one that is answered. With room for more, it is noticed that their client leaves."""
 _HEADER_SECONDS = 30.0
@@ -24,15 +24,15 @@ _KEEP_ALIVE_SECONDS = 75.0
 _LINGER_SECONDS = 2.0
 """Seconds that a refused client may continue to send. Closed at once, its machine might drop the answer unread."""
 _PROBE_SECONDS = 0.05
-"""From the end of what a client sends to the second look whether it still reads; each later one waits twice as long."""
+"""Seconds from the end of a client's sending to the second check that it reads; later ones wait twice as long."""
 _VERSIONS = {"asgi": {"version": "3.0", "spec_version": "2.3"}}
 
 
 def connections_of(max_connections: int) -> type["HttpConnection"]:
     """The class of the connections of one server.
 
-    One that comes while `max_connections` are open gets one answer, by which the application refuses it. Raises
-    `ImportError` where the package httptools, of the extra `server`, is not installed.
+    One that is made while `max_connections` are open gets one answer, by which the application refuses it. Raises
+    `ImportError` if the package httptools, of the extra `server`, is not installed.
     """
     import httptools
 
@@ -64,17 +64,17 @@ class HttpConnection(asyncio.Protocol):
         self._url, self._headers = b"", list[tuple[bytes, bytes]]()
         self._expects_continue = self._is_paused = self._is_lingering = False
         """Whether the client waits for leave to send its body; whether it is not read from; whether it has its last
-        answer, and what it still sends is dropped."""
+        answer, and its further bytes are dropped."""
         self._has_header = self._is_in_header = False
         """Whether a request's header is complete and its body is not; whether a header has begun."""
         self._num_bytes = 0
         """Received since the last header was complete, while none is."""
         self._timer: asyncio.TimerHandle | None = None
-        """Ends a connection whose header does not come, or that nobody uses."""
+        """Ends a connection whose header does not arrive, or that is idle."""
         self._arriving: HttpExchange | None = None
         self._answering: HttpExchange | None = None
         self._waiting: list[tuple[HttpExchange, Message]] = []
-        """The last request that has come; the one that is answered; those between them, in their order."""
+        """The last request that has arrived; the one that is answered; those between them, in their order."""
         self._written: asyncio.Future[None] | None = None
         """Done once more can be written; None while it can."""
 
@@ -102,7 +102,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except self.httptools.HttpParserUpgrade:
-            # The client asked for another protocol, and what follows its request is not parsed: answer, and close.
+            # The client asked for another protocol, and bytes after its request are not parsed: answer, and close.
             assert self._arriving is not None, "its request is complete"
             self._arriving.keep_alive = False
         except self.httptools.HttpParserError:
@@ -126,7 +126,7 @@ class HttpConnection(asyncio.Protocol):
         self._url, self._headers, self._expects_continue = b"", [], False
         self._has_header, self._is_in_header = False, True
         if self._arriving is not None:
-            self._stop_timer()  # of a connection that nobody uses; that of the first header goes on
+            self._stop_timer()  # of an idle connection; that of the first header continues
 
     def on_url(self, url: bytes) -> None:
         """httptools: a part of the target of the request."""
@@ -198,7 +198,7 @@ class HttpConnection(asyncio.Protocol):
             self._timer = self._loop.call_later(_KEEP_ALIVE_SECONDS, self.transport.close)
 
     def close_after(self, *, has_body: bool) -> None:
-        """Close the connection behind an answer. `has_body`: whether all of its request has come."""
+        """Close the connection behind an answer. `has_body`: whether all of its request has arrived."""
         if has_body:
             self.transport.close()
         elif not self._is_lingering:
@@ -210,7 +210,7 @@ class HttpConnection(asyncio.Protocol):
             self._timer = self._loop.call_later(_LINGER_SECONDS, self.transport.close)
 
     def shutdown(self) -> None:
-        """uvicorn: close once the requests that have come are answered."""
+        """uvicorn: close once the requests that have arrived are answered."""
         if self._answering is None:
             self.transport.close()
         else:
@@ -237,7 +237,7 @@ class HttpConnection(asyncio.Protocol):
             written.set_result(None)
 
     def resume_reading(self) -> None:
-        """Let more of a request come."""
+        """Continue to receive a request."""
         if self._is_paused:
             self._is_paused = False
             self.transport.resume_reading()

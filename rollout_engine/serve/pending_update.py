@@ -1,4 +1,4 @@
-"""The next weights, as they come over HTTP: gathered beside the engine, and committed whole or not at all."""
+"""The next weights, as they arrive over HTTP: gathered outside the engine, and committed whole or not at all."""
 
 import os
 import re
@@ -57,13 +57,13 @@ class PendingUpdate:
         """Whether no client may still end that update, to have its report."""
         self._is_receiving = False
         self.waits_for_end = False
-        """Whether a client has begun an update, and will say when it ends."""
+        """Whether a client has begun an update, and will report its end."""
         self._version: int | None = None
         """Version that a client has given for the update that is begun, at its begin or with its tensors."""
 
     @property
     def is_begun(self) -> bool:
-        """Whether tensors have come that are not committed."""
+        """Whether tensors have arrived that are not committed."""
         return bool(self._tensors)
 
     async def missing(self) -> list[str]:
@@ -82,7 +82,7 @@ class PendingUpdate:
         return self._tensors.keys() <= (await self._engine.get_model_metadata()).keys()
 
     def begin(self, version: Any = None) -> None:
-        """Forget what an update that was never finished has left. `version`: that of the one that begins."""
+        """Drop the tensors of an update that was never finished. `version`: that of the one that begins."""
         number = as_version(version)
         if self._tensors:
             what = f"an update of {len(self._tensors)} tensors was begun and never finished"
@@ -96,7 +96,7 @@ class PendingUpdate:
         self.waits_for_end, self._is_reported, self._last_names = False, True, set()
 
     def expect(self, version: Any) -> None:
-        """Note the version of the tensors that come next. Raises `ManifestMismatchError` for parts of two updates.
+        """Note the version of the tensors that follow. Raises `ManifestMismatchError` for parts of two updates.
 
         Without one, they are of the update that was begun.
         """
@@ -109,7 +109,7 @@ class PendingUpdate:
         self._version = given
 
     def specs(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
-        """What a sender announces. Raises `RequestError` for columns of unequal lengths."""
+        """The specs of tensors that a sender announces. Raises `RequestError` for columns of unequal lengths."""
         if not len(names) == len(dtypes) == len(shapes):
             columns = (names, "name"), (dtypes, "dtype"), (shapes, "shape")
             lengths = ", ".join(counted(column, word, f"{word}s") for column, word in columns)
@@ -118,7 +118,7 @@ class PendingUpdate:
         return [TensorSpec(*each, "") for each in zip(names, map(tuple, shapes), dtypes, strict=True)]
 
     async def join(self, fields: GroupFields) -> str:
-        """Form the group that brings tensors with a trainer. What an update of an earlier trainer has left is dropped.
+        """Form the group that brings tensors with a trainer. Tensors of an earlier trainer's update are dropped.
 
         Returns which rank this server is. Raises `HttpProblem` 501 for another backend than gloo, and as
         `PlainGroup.join`.
@@ -131,14 +131,14 @@ class PendingUpdate:
         rank, world_size = fields.rank_offset, fields.world_size
         options: dict[str, Any] = {"rank": rank, "world_size": world_size, "name": fields.group_name}
         self.drop()
-        self.group = None  # the former one's trainer may be gone, whether another one comes or not
+        self.group = None  # the former one's trainer may be gone, whether another one connects or not
         self.group = await run_in_thread(
             PlainGroup.join, fields.master_address, int(fields.master_port), **options, seconds=fields.timeout
         )
         return f"rank {rank} of {world_size} is ready"
 
     async def receive(self, specs: Sequence[TensorSpec]) -> None:
-        """Take announced tensors from the group. Raises the weight errors; then nothing that had come is kept."""
+        """Take announced tensors from the group. Raises the weight errors; then no tensor that had arrived is kept."""
         group = self.group
         if group is None:
             raise LifecycleError("No group of this server and a trainer has been formed: call its init route first.")
@@ -154,14 +154,14 @@ class PendingUpdate:
             self._is_receiving = False
 
     async def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take tensors that came in a body. Raises the weight errors, nothing taken."""
+        """Take tensors that arrived in a body. Raises the weight errors, nothing taken."""
         pairs = list(tensors)
         shapes = [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in pairs]
         await self._check([TensorSpec(*each, "") for each in shapes])
         await self._keep(pairs)
 
     async def commit(self, version: Any = None, *, partial: bool = False) -> UpdateReport:
-        """Have the engine take what has come, as `update_weights`, and forget it here.
+        """Have the engine take the tensors that have arrived, as `update_weights`, and forget them here.
 
         Raises the weight errors; the old weights serve on.
         """
@@ -175,10 +175,10 @@ class PendingUpdate:
     async def commit_late(self) -> UpdateReport:
         """Have the engine compare late tensors with its weights, which are those of the last update already.
 
-        Raises `StaleVersionError` where they differ.
+        Raises `StaleVersionError` if they differ.
         """
         assert self._last is not None, "an update precedes late tensors"
-        if not self._tensors:  # the model uses none of those that have come
+        if not self._tensors:  # the model uses none of those that have arrived
             return self._last
         names = self._last_names | self._tensors.keys()
         report = await self.commit(self._last.version, partial=True)
@@ -186,10 +186,10 @@ class PendingUpdate:
         return report
 
     async def end(self, verb: str, version: Any) -> UpdateReport:
-        """Commit what is there, as `commit`; or report the update that was committed since a client last ended one.
+        """Commit the tensors received, as `commit`; or report the update committed since a client last ended one.
 
         Asked again with that update's version, it reports the same. Raises `LifecycleError` if no tensors of a further
-        update have arrived: the report of an earlier one would say that they are live.
+        update have arrived: the report of an earlier one would present them as live.
         """
         number = as_version(version)
         if self.is_begun:
@@ -211,7 +211,7 @@ class PendingUpdate:
     async def load(self, path: str, version: Any = None, **options: Any) -> UpdateReport:
         """Have the engine take a published store or a safetensors checkpoint. Raises as `commit`."""
         number = as_version(version)
-        if not os.path.exists(path):  # False too for what is no path
+        if not os.path.exists(path):  # False too for an invalid path
             hint = f"A relative path is looked for in the server's working directory, {os.getcwd()}."
             raise RequestError.for_field("weight_dir", path, "a directory that this server can read", hint)
         self.drop()
@@ -277,7 +277,7 @@ def as_version(given: Any) -> int | None:
 
 
 def report_fields(report: UpdateReport) -> dict[str, Any]:
-    """An update's report as JSON, with what clients of either dialect look for."""
+    """An update's report as JSON, with the fields that clients of either dialect look for."""
     message = f"version {report.version}: {report.num_tensors} tensors in {report.seconds:.3f} s"
     fields = msgspec.to_builtins(report)
     return {"success": True, "message": message, "weight_version": report.version, "report": fields}

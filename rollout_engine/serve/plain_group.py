@@ -28,9 +28,9 @@ class PlainGroup:
 
     @classmethod
     def join(cls, address: str, port: int, *, rank: int, world_size: int, name: str, seconds: float) -> Self:
-        """Meet the trainer at its store, within so many seconds; each later broadcast may take as long. Blocks.
+        """Meet the trainer at its store, within `seconds`; each later broadcast may take as long. Blocks.
 
-        Raises `TransferTimeoutError` where not all ranks come, and `WeightUpdateError` for what cannot be a group.
+        Raises `TransferTimeoutError` if not all ranks connect, and `WeightUpdateError` for an impossible group.
         """
         if not 0 < rank < world_size:
             what = f"rank_offset={rank}, world_size={world_size}"

@@ -34,7 +34,7 @@ _STATUS: tuple[tuple[type[BaseException], int], ...] = (
     (EngineDeadError, 500),
     (RolloutEngineError, 500),
 )
-"""The first that fits. Clients retry 500, 502 and 503: only what may go better next time, or is broken, gets one."""
+"""The first that fits. Clients retry 500, 502 and 503: only transient errors, or broken engines, get one."""
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",

@@ -1,4 +1,4 @@
-"""A row of the route table, what a handler is asked, and what it replies."""
+"""A row of the route table, a handler's request, and its reply."""
 
 import enum
 import inspect
@@ -28,9 +28,9 @@ class Access(enum.Enum):
 
     ANYONE = "anyone"
     CLIENT = "clients"
-    """Whoever has the API key or the admin key."""
+    """Holders of the API key or the admin key."""
     ADMIN = "admins"
-    """Whoever has the admin key."""
+    """Holders of the admin key."""
 
 
 class Asked(msgspec.Struct):
@@ -61,7 +61,7 @@ class Asked(msgspec.Struct):
 
     @property
     def session_id(self) -> str | None:
-        """Which session of the client this belongs to: a fleet keeps it on one replica, where its KV is."""
+        """Which session of the client this belongs to: a fleet keeps it on one replica, which has its KV."""
         get = self.headers.get
         rank = get("x-data-parallel-rank")
         by_rank = f"data-parallel-rank-{rank}" if rank else None
@@ -77,7 +77,7 @@ class Reply(msgspec.Struct):
     """A whole response."""
 
     body: Any = None
-    """What is written as JSON; bytes and str go out as they are; None: an empty body."""
+    """The value that is written as JSON; bytes and str are sent as they are; None: an empty body."""
     status: int = 200
     headers: dict[str, str] = {}
     content_type: str = "application/json"
@@ -92,7 +92,7 @@ class Events(msgspec.Struct):
 
 
 Handler: TypeAlias = Callable[..., Awaitable[Reply | Events]]
-"""Takes the `Served` engine, what is asked, and, as its keyword parameters, the fields of the body."""
+"""Takes the `Served` engine, the request, and, as its keyword parameters, the fields of the body."""
 
 
 @cache
@@ -118,15 +118,15 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     access: Access
     handler: Handler
     verb: str
-    """What it calls of the engine; "" where the server answers by itself."""
+    """The engine's verb that it calls; "" if the server answers without one."""
     body: type[msgspec.Struct] | None = None
-    """What the JSON of its body, or its query, is read as: `body_of` the handler, or a struct that it takes whole."""
+    """Type of the JSON of its body, or of its query: `body_of` the handler, or a struct that it takes whole."""
     is_large: bool = False
     """Whether its body may hold weights, and so exceed `ServeOptions.max_body_bytes`."""
     ignored: frozenset[str] = frozenset()
     """Fields of clients that change nothing here."""
     neutral: Mapping[str, tuple[Any, ...]] = {}
-    """Fields that this server does not know -> their values that ask for nothing. Any other value is refused."""
+    """Fields that this server does not support -> their values that ask for nothing. Any other value is refused."""
 
     @property
     def help(self) -> str:

@@ -1,7 +1,7 @@
 """The one table of routes: dialect, method, who may call, and which verb of the engine answers.
 
-The application, the test of who may call what, and docs/server.md come from it. A new route is an async function and a
-row. The function takes the engine and what is asked, and its keyword parameters are the fields of the body, checked by
+The application, the test of access rights, and docs/server.md are made from it. A new route is an async function and a
+row. The function takes the engine and the request, and its keyword parameters are the fields of the body, checked by
 their annotations; other fields are refused. Its docstring is the row's line in docs/server.md.
 """
 

@@ -44,7 +44,7 @@ class Settings(NamedTuple):
 
 
 class SettingsReader:
-    """Reads the settings of bodies. Those that come again, but for the seed, are checked once."""
+    """Reads the settings of bodies. Repeated ones, equal but for the seed, are checked once."""
 
     def __init__(self, logprobs_mode: LogprobsMode) -> None:
         """`logprobs_mode`: of bodies that give none."""
@@ -52,7 +52,7 @@ class SettingsReader:
         self._known: dict[tuple[type[SamplingFields], bytes], SamplingParams] = {}
 
     def read(self, fields: SamplingFields, **more: Any) -> Settings:
-        """The settings of a body, and `more` of them. Raises `RequestError`, also where both ask for a form."""
+        """The settings of a body, and `more` of them. Raises `RequestError`, also if both ask for a form."""
         names, values_of = _settings_of(type(fields))
         values = values_of(fields)
         key = type(fields), _key((values, more))
@@ -74,7 +74,7 @@ class SettingsReader:
 
 @cache
 def _settings_of(kind: type[SamplingFields]) -> tuple[tuple[str, ...], Callable[[SamplingFields], tuple[Any, ...]]]:
-    """Names of the fields of a kind of bodies that are settings other than the seed, and what reads their values."""
+    """Names of a kind of bodies' fields that are settings other than the seed, and a function that reads them."""
     names = tuple(name for name in kind.__struct_fields__ if name in _OWN_NAMES or name in FORM_NAMES)
     return names, operator.attrgetter(*names)
 

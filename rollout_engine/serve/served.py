@@ -1,4 +1,4 @@
-"""The engine behind a server, and what the server itself remembers."""
+"""The engine behind a server, and the server's own state."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -25,14 +25,14 @@ class Served:
         self.engine, self.options, self.routes = engine, options, routes
         self.model = options.served_model_name or engine.frontend.client.info.config.model
         self.model_path = engine.frontend.client.info.config.model
-        """Where the weights were read last from a checkpoint, as clients of SGLang ask for it."""
+        """The checkpoint from which the weights were last read, as clients of SGLang ask for it."""
         self.started = int(time.time())
         self.is_paused = False
         """Whether a client has paused the engine, or put it to sleep; /health shows it without asking the engine."""
         self.released: frozenset[str] = frozenset()
         """Memory that clients have had released by its tag: "kv_cache", "weights"."""
         self.is_ending = False
-        """Whether the server has been told to stop."""
+        """Whether the server has received the signal to stop."""
         self.settings = SettingsReader(options.logprobs_mode)
         self.templates = RequestTemplates()
         self.updates = PendingUpdate(engine)
@@ -60,7 +60,7 @@ class Served:
 
     @property
     def codec(self) -> TextCodec:
-        """The tokenizer. Raises `HttpProblem` 400 where the engine has none."""
+        """The tokenizer. Raises `HttpProblem` 400 if the engine has none."""
         codec = self.engine.frontend.inputs.codec
         if codec is None:
             raise HttpProblem(400, "This engine has no tokenizer (skip_tokenizer_init=True): use token ids.")
@@ -108,7 +108,7 @@ class Served:
         return name
 
     def check_open(self) -> None:
-        """Raise `HttpProblem` 503 once no request may come in. While the engine is paused they may, and wait."""
+        """Raise `HttpProblem` 503 once the server is stopping. While it is paused, requests are accepted and wait."""
         if self.is_ending:
             raise HttpProblem(503, "The server is stopping: send the request elsewhere.")
 

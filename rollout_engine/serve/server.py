@@ -35,7 +35,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where it listens, for example "http://127.0.0.1:8000"."""
+        """Its URL, for example "http://127.0.0.1:8000"."""
         host, port = self._socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -68,7 +68,7 @@ class HttpServer:
 
 
 def check_server(options: ServeOptions) -> None:
-    """Raise `ConfigError` where `HttpServer` would, before an engine has been loaded in vain."""
+    """Raise `ConfigError` if `HttpServer` would, before an engine is loaded."""
     _import_uvicorn(options)
     _listening(options).close()
 

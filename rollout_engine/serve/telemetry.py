@@ -41,7 +41,7 @@ _REFUSED: dict[str, str] = {
     "profile_prefix": "traces are named by host, process and time: give another output_dir",
     "profile_id": "traces are named by host, process and time: give another output_dir",
 }
-"""Fields that ask for what a profile here does not have, and why."""
+"""Fields that ask for data that a profile here does not have, and why."""
 
 
 async def start_profile(

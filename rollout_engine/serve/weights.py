@@ -111,7 +111,7 @@ class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     torch_empty_cache: bool | None = None
     load_format: str | None = None
     partial: bool = False
-    """Commit the tensors that came: the model's others keep their values."""
+    """Commit the tensors that have arrived: the model's others keep their values."""
 
 
 class DistributedBody(CommonBody, kw_only=True):

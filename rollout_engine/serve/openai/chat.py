@@ -30,7 +30,7 @@ class ChatBody(GenerationFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tool_choice: Any = None
-    """ "none": the prompt describes the tools all the same, and calls in the answer stay text."""
+    """ "none": the prompt describes the tools anyway, and calls in the answer stay text."""
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -90,7 +90,7 @@ class _ChatCall(Call):
     def write_event(
         self, index: int, output: RequestOutput, samples: list[CompletionOutput], usage: dict[str, Any]
     ) -> dict[str, Any]:
-        """A chunk. With tools, the words of an answer come once it has ended: a call among them is no text."""
+        """A chunk. With tools, the words of an answer are sent once it has ended: a call among them is no text."""
         [sample] = samples
         so_far = self._samples.setdefault(sample.index, [])
         choice = self._chunk(output, sample, so_far)
@@ -180,7 +180,7 @@ def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:
 def _prompt_after(served: Served, prefix: Sequence[int], messages: Sequence[Any], options: dict[str, Any]) -> list[int]:
     """Token ids of a conversation that begins with `prefix`: its last answer and all before, as sampled.
 
-    The messages after the last answer follow as the chat template writes them. Raises `RequestError` where there is no
+    The messages after the last answer follow as the chat template writes them. Raises `RequestError` if there is no
     answer, nothing after it, or a template that rewrites earlier turns.
     """
     listed = as_messages(list(messages))
@@ -196,7 +196,7 @@ def _prompt_after(served: Served, prefix: Sequence[int], messages: Sequence[Any]
         if opened is not None and sampled.startswith(opened):
             said = sampled[len(opened) :]
             return [*prefix, *turns.between(opened, turns.text([*past, turns.message(said), *new]), said, prefix)]
-        rewriting = turns.rewriting(roles)  # earlier answers differ from the messages: what was sampled is not known
+        rewriting = turns.rewriting(roles)  # earlier answers differ from the messages: the sampled tokens are not known
     except RewrittenTurns as problem:
         rewriting = once_followed(roles, problem.how)
     if rewriting is not None:

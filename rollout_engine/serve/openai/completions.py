@@ -58,7 +58,7 @@ class _CompletionCall(Call):
         self._rows: dict[int, msgspec.Raw | None] = {}
         """Index of a prompt -> its log-probs as JSON, once for all its choices."""
         self._offsets: dict[tuple[int, int], TextOffsets] = {}
-        """Index of a prompt and of a sample -> where its next token begins in its text."""
+        """Index of a prompt and of a sample -> the place at which its next token begins in its text."""
 
     async def write(self, results: list[RequestOutput]) -> dict[str, Any]:
         choices = []

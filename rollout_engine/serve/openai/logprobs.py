@@ -13,7 +13,7 @@ from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.served import Served
 
 Texts: TypeAlias = dict[int, str]
-"""Token id -> what is written for it."""
+"""Token id -> its text in responses."""
 
 _IMPOSSIBLE = -9999.0
 _LOWEST = np.float32(_IMPOSSIBLE)
@@ -35,7 +35,7 @@ def text_logprobs(
 ) -> dict[str, Any]:
     """The legacy shape of /v1/completions: columns of tokens, their log-probs, the most likely ones, and `offsets`.
 
-    `prompt`: its tokens come first, the first of them without a log-prob. `num_top`: how many of the most likely ones
+    `prompt`: its tokens are first, the first of them without a log-prob. `num_top`: how many of the most likely ones
     it may show, which may have been found for more; -1: all.
     """
     texts = _texts(served, as_ids)
@@ -58,7 +58,7 @@ def text_logprobs(
 def chat_logprobs(served: Served, sample: CompletionOutput, *, as_ids: bool) -> dict[str, Any]:
     """The shape of /v1/chat/completions: a list of tokens, each with the most likely ones.
 
-    The bytes of tokens, end to end, are the text's, also where a character is divided among them.
+    The bytes of tokens, end to end, are the text's, also if a character is divided among them.
     """
     assert sample.logprobs is not None
     texts = _texts(served, as_ids)
@@ -154,7 +154,7 @@ def _name_bytes(token_id: int) -> bytes:
 
 
 def _texts(served: Served, as_ids: bool) -> Texts:
-    """What stands for each token: its text, or its id where those are asked for or there is no tokenizer."""
+    """The text written for each token: its own, or its id if those are asked for or there is no tokenizer."""
     if as_ids or served.engine.frontend.inputs.codec is None:
         return _TOKEN_IDS
     return cast(Texts, served.token_texts)

@@ -11,14 +11,14 @@ from rollout_engine.serve.openai.logprobs import values_of
 from rollout_engine.serve.served import Served
 
 _LONG_VALUES = 1 << 14
-"""From so many log-probs on, they are written beside the event loop."""
+"""Number of log-probs from which they are written on another thread than the event loop's."""
 _encode = msgspec.json.Encoder().encode
 
 
 async def prompt_rows(served: Served, output: RequestOutput) -> msgspec.Raw | None:
     """For each prompt token {token id: {logprob, rank, decoded_token}}, itself first and then the most likely ones.
 
-    null for the first token. None where `output` has no log-probs of its prompt.
+    null for the first token. None if `output` has no log-probs of its prompt.
     """
     if output.prompt_logprobs is None:
         return None
@@ -60,7 +60,7 @@ def _numbers(values: np.ndarray) -> list[str]:
 
 
 class _Ends(dict[int, str]):
-    """Token id -> what is written of it behind its rank."""
+    """Token id -> its part of a row after the rank."""
 
     def __init__(self, texts: TokenTexts) -> None:
         super().__init__()

@@ -52,8 +52,8 @@ def total_usage(outputs: Sequence[RequestOutput], counts_samples: bool = True, n
 def of_versions(sample: CompletionOutput, live_version: int) -> dict[str, Any]:
     """Which weights made the tokens: `version_spans` [start, end, policy version, oldest version of the KV read].
 
-    `weight_version` is that of the last token, or the live one where there is none yet. Where spans differ, the
-    weights changed on the way. `quantization` is there where the engine has one.
+    `weight_version` is that of the last token, or the live one if there is none yet. If spans differ, the
+    weights changed on the way. `quantization` is present if the engine has one.
     """
     spans = sample.version_spans
     found = {"version_spans": spans, "weight_version": spans[-1].policy_version if spans else live_version}
@@ -74,7 +74,7 @@ def routed_fields(routed_experts: np.ndarray | None, start: int) -> dict[str, An
 
 
 def matched_stop(sample: CompletionOutput) -> int | str | None:
-    """What has ended a sample, as SGLang's clients read it: the end token's id or the stop string; None for neither."""
+    """The match that ended a sample, as SGLang's clients read it: end token's id or stop string; None for neither."""
     if sample.finish_reason != "stop":
         return None
     if sample.stop_reason is not None:

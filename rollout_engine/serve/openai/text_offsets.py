@@ -12,7 +12,7 @@ from rollout_engine.text.tokenizer import TextCodec
 
 
 class TextOffsets:
-    """The places of the tokens of one choice, whose tokens may come a few at a time.
+    """The places of the tokens of one choice, whose tokens may arrive a few at a time.
 
     Args:
         codec: None: there is no text, and every token is at its begin.

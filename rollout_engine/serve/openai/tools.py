@@ -1,7 +1,7 @@
 """Tool calls in answers, as OpenAI's clients read them, and answers that have to be calls.
 
 tool_choice   "none"           calls stay text
-              "auto"           calls are found; they are bound to their schemas where a tool is "strict"
+              "auto"           calls are found; they are bound to their schemas if a tool is "strict"
               "required"       the answer begins with a call
               a named tool     the answer is one call of it
 """
@@ -26,7 +26,7 @@ _TAGS: dict[ToolFormat, tuple[str, str, str]] = {
     "hermes": ("<tool_call>", '<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"),
     "llama3": ('{"name": ', '{"name": NAME, "parameters": ', "}"),
 }
-"""What a call begins with, all before its arguments, and what ends it."""
+"""The beginning of a call, all before its arguments, and its end."""
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = 16
 """Characters by which a call that a stop string has cut is found in the text."""
@@ -53,13 +53,13 @@ class ToolParser:
     ) -> None:
         self._codec, self._form, self._tools, self._is_forced = codec, form, tools, is_forced
         self.structured_outputs = bound
-        """The form that answers are bound to; None where they are free."""
+        """The form that answers are bound to; None if they are free."""
 
     @classmethod
     def of(
         cls, served: Served, tools: Sequence[Any] | None, tool_choice: Any, chat_template: str | None
     ) -> "ToolParser | None":
-        """The parser of a request; None where it has no tools. Raises `RequestError` where a call cannot be forced."""
+        """The parser of a request; None if it has no tools. Raises `RequestError` if a call cannot be forced."""
         named = _named(tool_choice)
         if not tools or tool_choice == "none":
             if named or tool_choice == "required":
@@ -114,7 +114,7 @@ def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(tool_choice: Any) -> str | None:
-    """The tool that has to be called; None for none. Raises `RequestError` for what is no choice."""
+    """The tool that has to be called; None for none. Raises `RequestError` for anything else."""
     if tool_choice in (None, "auto", "none", "required"):
         return None
     function = tool_choice.get("function") if isinstance(tool_choice, dict) else None

@@ -57,7 +57,7 @@ class InputFields(PoolingFields, kw_only=True):
 
 
 def input_prompts(body: InputFields) -> list[dict[str, Any]]:
-    """The prompts of a body, in our own form. Raises `RequestError` where there is none."""
+    """The prompts of a body, in our own form. Raises `RequestError` if there is none."""
     if body.messages is not None and body.input is None:
         return [{"messages": body.messages, **chat_options(body), **salt_of(body)}]
     given = body.input
@@ -68,7 +68,7 @@ def input_prompts(body: InputFields) -> list[dict[str, Any]]:
 
 
 def info_of(served: Served) -> PoolingInfo:
-    """Kinds of pooling that the model offers. Raises `HttpProblem` 400 where its engine does not pool."""
+    """Kinds of pooling that the model offers. Raises `HttpProblem` 400 if its engine does not pool."""
     info = served.engine.frontend.client.info.pooling
     if info is None:
         raise HttpProblem(400, "This engine does not pool: its device is not a CPU.")
@@ -121,7 +121,7 @@ class PoolingCall:
 
 @contextmanager
 def _by_names(names: Sequence[str]) -> Iterator[None]:
-    """Re-raise the `RequestError` of a prompt, which says its index, with the prompt's name in the body."""
+    """Re-raise the `RequestError` of a prompt, which names its index, with the prompt's name in the body."""
     try:
         yield
     except RequestError as problem:

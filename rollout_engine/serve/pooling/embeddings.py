@@ -25,7 +25,7 @@ _TASKS: dict[str, dict[str, Any]] = {
     "token_embed": {"kind": "token"},
     "token_classify": {"kind": "classify"},
 }
-"""vLLM's names of what to pool -> ours."""
+"""vLLM's names of kinds of pooling -> ours."""
 
 
 class EmbeddingBody(InputFields, kw_only=True):
@@ -56,9 +56,9 @@ class PoolingBody(InputFields, kw_only=True):
 
     encoding_format: Encoding = "float"
     task: str | None = None
-    """vLLM's name of what to pool, in place of `kind`."""
+    """vLLM's name of the kind of pooling, in place of `kind`."""
     kind: PoolingKind | None = None
-    """As in `PoolingParams`. Neither: what the head computes, or the hidden state of every token."""
+    """As in `PoolingParams`. Neither: the head's outputs, or the hidden state of every token."""
     normalize: bool = False
     step_token_ids: list[int] | None = None
 
@@ -94,7 +94,7 @@ async def classify(served: Served, asked: Asked) -> Reply:
 
 
 def probabilities(logits: np.ndarray, info: PoolingInfo) -> np.ndarray:
-    """Sigmoid of logits [L] where labels do not exclude one another, or there is only one; else softmax."""
+    """Sigmoid of logits [L] if labels do not exclude one another, or there is only one; else softmax."""
     wide = logits.astype(np.float64)
     if info.is_multi_label or len(info.labels) == 1:
         return 0.5 * (1.0 + np.tanh(0.5 * wide))

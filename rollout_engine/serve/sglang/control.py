@@ -1,4 +1,4 @@
-"""Pauses, memory, caches, loads, and what clients ask about the model."""
+"""Pauses, memory, caches, loads, and clients' questions about the model."""
 
 import time
 from typing import Any, Literal

@@ -51,7 +51,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_prompt_token_ids: bool = False
     stream: bool = False
     rid: str | list[str] | None = None
-    """What the client calls the request, or each prompt's; /abort_request takes it."""
+    """The client's name for the request, or each prompt's; /abort_request takes it."""
     session_id: str | None = None
     routing_key: str | None = None
     routed_dp_rank: int | None = None

@@ -28,7 +28,7 @@ class SglangFields(SamplingFields, kw_only=True):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request wants to know of one prompt's tokens."""
+    """The facts about one prompt's tokens that a request wants."""
 
     logprobs: bool = False
     logprob_start: int = -1

@@ -20,7 +20,7 @@ Entry: TypeAlias = list[Any]
 def answer(
     served: Served, name: str, output: RequestOutput, sample: CompletionOutput, wanted: Wanted, *, texts: bool
 ) -> dict[str, Any]:
-    """One sample so far: `text`, `output_ids` and `meta_info`. `texts`: whether log-probs come with tokens' texts."""
+    """One sample so far: `text`, `output_ids` and `meta_info`. `texts`: whether log-probs include tokens' texts."""
     versions = of_versions(sample, served.weight_version)
     meta: dict[str, Any] = {
         "id": name,
@@ -35,7 +35,7 @@ def answer(
     if output.metrics is not None and output.metrics.finished_time is not None:
         meta["e2e_latency"] = output.metrics.finished_time - output.metrics.arrival_time
     if sample.routed_experts is not None:
-        routed = sample.routed_experts.astype("<i4")  # most of SGLang's clients know no other type
+        routed = sample.routed_experts.astype("<i4")  # most of SGLang's clients support no other type
         meta["routed_experts"] = base64.b64encode(routed.tobytes()).decode("ascii")
         meta["routed_experts_shape"] = sample.routed_experts.shape
     if wanted.logprobs:
