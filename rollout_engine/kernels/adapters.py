@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) beside linear layers, each row under its own adapter, or none.
+"""Low-rank adapters (LoRA, Hu et al. 2021) added to linear layers, each row under its own adapter, or none.
 
     out[row] += scale * (x[row] @ A.T) @ B.T
 
