@@ -5,7 +5,7 @@
     3. numeric self-check    compares a small copy with large weights with Hugging Face's own forward, near and far
                              (`self_check`)
 
-Each catches faults that the others miss. What fails is refused with the reason, never served wrong.
+Each catches faults that the others miss. A model that fails is refused with the reason, never served wrong.
 """
 
 import logging
@@ -31,7 +31,7 @@ def build_module(
 ) -> PreTrainedModel:
     """Construct a module that the static rules allow; `head` as in `construct`.
 
-    Raises `ConfigError` for what is refused or cannot be built.
+    Raises `ConfigError` for a model that is refused or cannot be built.
     """
     try:
         _check_static(config)
