@@ -38,7 +38,7 @@ def make(
         name: as gymnasium registers it; "my_module:MyEnv-v0" imports a module that registers it.
         actions: names of discrete actions, in their order. The policy may answer with a name or a number.
         instructions: stand before the first observation.
-        invalid_reward: of an answer that is no action. The policy is notified, and that costs a step: `max_episode_steps`
+        invalid_reward: of an answer that is no action. It is reported and costs a step: `max_episode_steps`
             counts it, and the environment's state stays. -1 by default, the cost of a step in many environments, so
             that an empty answer never pays.
         action_from_text: makes an action of the policy's answer; a function, or "module:function". None or a

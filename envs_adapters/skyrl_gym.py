@@ -57,8 +57,8 @@ def check(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 class SkyRLGymEnv:
     """An episode of a `skyrl_gym.Env`.
 
-    `done` is `terminated`: skyrl-gym does not separate a limit of turns from an end. The last `info` also has "metrics",
-    the environment's own.
+    `done` is `terminated`: skyrl-gym does not separate a limit of turns from an end. Its last `info` has also
+    "metrics", the environment's own.
     """
 
     def __init__(self, name: str, rows: Rows, env_config: Mapping[str, Any], max_turns: int | None) -> None:

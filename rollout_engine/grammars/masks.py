@@ -57,7 +57,7 @@ class GrammarBatch:
     def masks(self, tried: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Masks uint32 [places, words], bit t % 32 of word t // 32 is token t; bool [places]: whether one is filled.
 
-        `tried`: a token for each place, int64, negative for none. If it may come next no mask is filled, and the words
+        `tried`: a token for each place, int64, negative for none. If it is allowed, no mask is filled, and the words
         there mean nothing: to ask for one token takes a fraction of the time. Masks of a sequence that has failed, and
         those behind its end, allow all; if no sequence has a grammar that compiled, there is none: [places, 0].
         """

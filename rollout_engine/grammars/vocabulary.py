@@ -17,7 +17,7 @@ _LIMITS = {"max_lexer_states": 1 << 15, "step_max_items": 20_000, "verbose_error
 
 
 class GrammarError(Exception):
-    """A grammar cannot be compiled, or cannot continue; the message says why."""
+    """A grammar cannot be compiled, or cannot continue; the message is the reason."""
 
 
 def require_llguidance(given: object) -> ModuleType:
@@ -45,7 +45,7 @@ class StopBits(NamedTuple):
     stops: np.ndarray
     """Tokens that end the sequence, likewise."""
     can_be_told: bytes
-    """For each token 1 if a matcher can tell whether it is allowed without a mask: it is text, and ends no sequence."""
+    """For each token 1 if a matcher can check whether it is allowed without a mask: it is text, and ends no sequence."""
 
 
 class Vocabulary:

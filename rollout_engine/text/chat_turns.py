@@ -117,7 +117,7 @@ class ChatTurns:
     def rewriting(self, roles: Sequence[str]) -> str | None:
         """How the template rewrites earlier turns once messages with these roles follow an answer; None: not at all.
 
-        Tried on a conversation of three turns, whose answers think unless their header says that they do not. `between`
+        Tried on a conversation of three turns, whose answers think unless their header rules it out. `between`
         decides by the sampled ids. Raises `RequestError` if the template refuses such a conversation.
         """
         key = tuple(roles)

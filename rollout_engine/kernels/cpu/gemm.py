@@ -146,7 +146,7 @@ def pack_in_place(panels: Tensor, like: Tensor) -> PackedWeight:
 def move_panels(move: int, runs: Iterable[tuple[PackedWeight, Tensor]]) -> None:
     """COPY or UNPACK panels of weights [N, K] to other panels, or PACK `rows_of` them, several at once.
 
-    Each run comes with where it is written, which for PACK may be where it is. Raises `ValueError` for unreadable
+    Each run has its destination, which for PACK may be the panels themselves. Raises `ValueError` for unreadable
     tensors.
     """
     flat: list[int] = []

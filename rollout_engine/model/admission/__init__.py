@@ -1,1 +1,1 @@
-"""The load-time gate: decides whether an architecture can be served, by what it computes."""
+"""The load-time gate: decides whether an architecture can be served, by its computation."""

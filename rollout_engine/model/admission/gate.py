@@ -1,4 +1,4 @@
-"""The load-time gate: admits an architecture by what it computes, not by its name.
+"""The load-time gate: admits an architecture by its computation, not by its name.
 
     1. static rules          properties that only the configuration shows
     2. structural probe      watches one forward (`geometry.probe_geometry`)

@@ -1,7 +1,7 @@
 """Cuts a module over ranks by the model's own tensor-parallel plan.
 
 Weights are cut by their output rows: every element of every product is then computed whole on one rank, so that no bit
-depends on the number of ranks. The plan says which products may follow one another without their whole outputs:
+depends on the number of ranks. The plan marks products that may follow one another without their whole outputs:
 
     colwise     q, k, v: by heads; gate, up         the rank's own columns are passed on
     rowwise     o, down                             reads whole rows, which are gathered; so is its result

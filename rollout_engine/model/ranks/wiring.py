@@ -38,9 +38,9 @@ class Joins(NamedTuple):
     """How the parts of ranks become whole rows around a product."""
 
     input: Callable[[Tensor], Tensor] | None
-    """Gathers what the product reads; None if it reads the rank's own part."""
+    """Gathers the product's input; None if it reads the rank's own part."""
     output: Callable[[Tensor], Tensor] | None
-    """Gathers what it gives, or adds it up; None if each rank keeps its own."""
+    """Gathers the product's output, or adds it up; None if each rank keeps its own."""
 
 
 def joins_of(linear: nn.Module) -> Joins:
