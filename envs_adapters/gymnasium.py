@@ -3,7 +3,7 @@
     make_env("gymnasium:FrozenLake-v1", actions=["left", "down", "right", "up"], is_slippery=False)
 
 The policy reads the environment's text (`render_mode="ansi"`) if it prints, else its observations as text. In
-that text, colours become marks, as they may be all that shows the player: [x] has a coloured background,
+that text, colours become marks, as they may be all that shows the player's place: [x] has a coloured background,
 <x> is coloured, *x* is bold.
 """
 

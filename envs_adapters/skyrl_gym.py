@@ -3,7 +3,7 @@
     make_env("skyrl_gym:gsm8k", rows="gsm8k.jsonl")
     {"prompt": [{"role": "user", "content": "2 + 3?"}], "reward_spec": {"method": "rule", "ground_truth": "5"}}
 
-A row is one of SkyRL's data sets: "prompt", messages or a text, and the environment's own fields. An
+A row is as in SkyRL's data sets: "prompt", messages or a text, and the environment's own fields. An
 episode has the row `rows[seed % len(rows)]`.
 """
 

@@ -45,7 +45,7 @@ class StopBits(NamedTuple):
     stops: np.ndarray
     """Tokens that end the sequence, likewise."""
     can_be_told: bytes
-    """For each token 1 if a matcher can check whether it is allowed without a mask: it is text, and ends no sequence."""
+    """For each token 1 if a matcher decides without a mask whether it is allowed: it is text, and ends no sequence."""
 
 
 class Vocabulary:

@@ -68,7 +68,7 @@ class WeightMemory(Protocol):
         ...
 
     def release(self, *, forget: bool) -> None:
-        """Free all tensors that `derive` can make again. `forget`: free the weights too and lose their values."""
+        """Free tensors that `derive` can remake or restore. `forget`: free the weights too and lose their values."""
         ...
 
     def derive(self) -> None:

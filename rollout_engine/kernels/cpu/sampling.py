@@ -35,7 +35,7 @@ class _Rows(ctypes.Structure):
 class PreparedRows:
     """N rows of logits to draw from, as C++ reads them, and maybe those of later steps.
 
-    Draws are written to `stats`, and those by rules to `kept`. Raises `ValueError` for tensors it cannot read. The
+    Results are written to `stats`, and with rules to `kept`. Raises `ValueError` for tensors it cannot read. The
     arguments are those of `kernels.draw.draw`; `drawn`: its result, for rows that are drawn again.
     """
 

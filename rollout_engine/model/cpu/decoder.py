@@ -130,7 +130,7 @@ class CpuDecoder:
         return DecoderEnds(token_ids, positions, weight, *table, _norm(norm))
 
     def release(self) -> None:
-        """Release packed weights and of the memory of activations until the next step."""
+        """Release packed weights and the memory of activations until the next step."""
         self._decoder = None
 
     def _current(self) -> Decoder:

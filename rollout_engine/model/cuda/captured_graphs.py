@@ -3,7 +3,7 @@
 On torch 2.11 and 2.12 a capture that fails leaks its pool, and may break later captures of the process
 (pytorch/pytorch#180395, #190348). So memory is requested before a capture: as much as the computation took uncaptured.
 
-An H200 with torch 2.11 captured and replayed them; no capture failed. Only tests show a failed one's effects.
+An H200 with torch 2.11 captured and replayed them; no capture failed. Only tests cover a failed one.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Captured(Protocol):
 
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Captured]
-"""Captures a computation; raises `NoRoomForGraph` if it has not begun to."""
+"""Captures a computation; raises `NoRoomForGraph` if there was no room to begin."""
 
 
 class NoRoomForGraph(Exception):

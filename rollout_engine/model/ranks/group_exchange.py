@@ -87,7 +87,7 @@ class GroupExchange(Exchange):
         self._run(lambda group: group.broadcast([content], options))
 
     def _add_zeros(self, values: Tensor) -> Tensor:
-        """Every element's bytes from the rank that has them, all others have zeros there."""
+        """Every element's bytes from the rank that has them; all others have zeros there."""
         if values.numel():
             self._run(lambda group: group.allreduce([_bytes_of(values)]))
         return values
