@@ -50,7 +50,7 @@ class Action(msgspec.Struct, frozen=True):
     text: str
     """Without special tokens."""
     token_ids: list[int] = []
-    """As sampled, end token included."""
+    """Ids as sampled, end token included."""
     tool_calls: list[ToolCall] = []
     """Calls in the text of tools that the environment gave as JSON schemas."""
     broken_calls: list[BrokenCall] = []
@@ -71,7 +71,7 @@ class Observation(msgspec.Struct):
     messages: Messages = ()
     """Messages that `seat` reads next. A chat needs some text; without a chat template "" lets the seat continue."""
     reward: float | Mapping[int, float] = 0.0
-    """Of this step, for the seat that acted; {seat: reward} for several. A seat's return is the sum over its steps."""
+    """The reward of this step, for the seat that acted; {seat: reward} for several. A seat's return is the sum over its steps."""
     terminated: bool = False
     """The episode has ended in the environment: nothing would follow."""
     truncated: bool = False

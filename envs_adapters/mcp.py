@@ -27,7 +27,7 @@ TRAITS: dict[str, Any] = {}
 Reward: TypeAlias = Callable[[str, Mapping[str, Any]], float | Awaitable[float]]
 
 _MAX_CHARACTERS = 1 << 18
-"""Of the text that one call returns."""
+"""Most characters of the text that one call returns."""
 
 
 def make(

@@ -13,7 +13,7 @@ class Package(NamedTuple):
     """A package, and the release of it that an adapter's tests run with."""
 
     title: str
-    """As people write it."""
+    """The name as people write it."""
     distribution: str
     """Its name for pip, and the name of our extra for it."""
     release: str

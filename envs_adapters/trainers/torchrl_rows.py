@@ -25,7 +25,7 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, input_mode: str, options: Mapping[str, Any]) -> "Keys":
-        """Those that a policy with these options writes, each named by its option `NAME_key`."""
+        """The keys that a policy with these options writes, each named by its option `NAME_key`."""
         keys = cls(**{name: options[f"{name}_key"] for name in cls._fields})
         if input_mode == "tokens":
             keys = keys._replace(text=None)

@@ -112,7 +112,7 @@ class Completion(NamedTuple):
     logprobs: list[float]
     """One per token."""
     policy_version: int
-    """Of the weights that sampled its last token."""
+    """Version of the weights that sampled its last token."""
 
 
 _NO_ANSWER = Completion([], [], -1)

@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
 
     token_id: int
     logprob: float
-    """Under the draft model, before truncation."""
+    """Log-prob under the draft model, before truncation."""
 
 
 @dataclass(slots=True, eq=False)

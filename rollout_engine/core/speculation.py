@@ -279,7 +279,7 @@ class _FollowedRates(RightRates):
     def __init__(self) -> None:
         super().__init__(MAX_MATCH.bit_length() + 1)
         self.mean = 0.5
-        """Of all tokens of sequences that are followed; if none was drafted, that counts as wrong."""
+        """Rate of all tokens of sequences that are followed; if none was drafted, that counts as wrong."""
 
     def learn(self, kind: int, is_right: bool) -> None:
         super().learn(kind, is_right)

@@ -18,7 +18,7 @@ from rollout_engine.kernels.cpu.adapters import AdapterPair, AdapterRows, Adapte
 __all__ = ["Added", "AdapterPair", "AdapterRows", "AdapterTable", "add_adapter", "add_adapters", "added"]
 
 Added: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
-"""As `added`."""
+"""The signature of `added`."""
 
 
 def add_adapters(table: AdapterTable, x: Tensor, out: Tensor, plan: AdapterRows) -> None:

@@ -48,7 +48,7 @@ class Mixture(NamedTuple):
 
     router: Product
     experts: Sequence[MLP]
-    """Those that this rank computes."""
+    """The experts that this rank computes."""
     first_expert: int
     """The number of the first of them."""
     top_k: int

@@ -64,7 +64,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def norm_gradients(
     x: Tensor, weight: Tensor, grad: Tensor, epsilon: float, *, of_x: bool, of_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those asked for of the gradients of x [..., D], in its dtype, and of `weight` [D], in float32.
+    """The requested gradients of x [..., D], in its dtype, and of `weight` [D], in float32.
 
     `grad` is the gradient of the result. Raises `ValueError` as `norm` does.
     """

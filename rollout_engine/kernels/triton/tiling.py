@@ -5,9 +5,9 @@ from typing import NamedTuple
 SHARED_BYTES = 227 * 1024
 """Shared memory that a program of a Hopper may have; a consumer's Blackwell allows 99 KiB."""
 _RESERVED_BYTES = 1024
-"""Of a multiprocessor's shared memory, for each program."""
+"""Bytes of a multiprocessor's shared memory reserved for each program."""
 _REGISTERS = 65_536
-"""Of a multiprocessor; a thread has them in eights."""
+"""Registers of a multiprocessor; a thread has them in eights."""
 _STAGE_BYTES = 32 * 1024
 """Limit of keys and values of one tile: three in flight for each of two programs fit a multiprocessor's 227 KiB."""
 _DETERMINISTIC_UNIT = 512

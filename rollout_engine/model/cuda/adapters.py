@@ -28,7 +28,7 @@ class CudaAdapterPool(AdapterPool):
         self._compiled: set[tuple[int, tuple[int, ...]]] = set()
         """Inputs and outputs of groups whose kernels have run."""
         self._numbers: dict[int, int] = {}
-        """Of each group's table; no other table ever has it."""
+        """Number of each group's table; no other table ever has it."""
         self._count = count()
 
     @property

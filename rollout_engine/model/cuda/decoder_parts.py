@@ -31,7 +31,7 @@ class Linear(NamedTuple):
     tile: Tile
     """That of all ranks' rows together, so that no bit depends on how they are cut."""
     num_outputs: int
-    """Of all ranks."""
+    """Outputs of all ranks."""
     group: int
     """Its number in an `AdapterPool`."""
     joins: Joins

@@ -27,7 +27,7 @@ class DrawColumns(NamedTuple, Generic[Column]):
     """Sampling settings of N rows."""
 
     truncation: tuple[Column, ...]
-    """As in `SamplingBatch`, with values that cut nothing in greedy rows."""
+    """Truncation columns of a `SamplingBatch`, with values that cut nothing in greedy rows."""
     temperatures: Column
     """float32, of `row_temperatures`."""
     seeds: Column

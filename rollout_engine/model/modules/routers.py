@@ -56,7 +56,7 @@ class Passes:
 
     num_forwards = 0
     num_recomputed = 0
-    """Those in a backward, which computes layers again under gradient checkpointing."""
+    """Forwards in a backward, which computes layers again under gradient checkpointing."""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from rollout_engine.base.messages import NewSequence, ScheduledSequence, Schedul
 from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
 
 _LEAST_LENGTH = 1e-12
-"""As in `torch.nn.functional.normalize`."""
+"""Least length to divide by, as in `torch.nn.functional.normalize`."""
 
 
 class Pooler:

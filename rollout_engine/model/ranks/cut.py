@@ -60,7 +60,7 @@ class ModelCut(NamedTuple):
     columns: dict[str, Share]
     """The columns of each that is cut by columns."""
     geometry: list[LayerGeometry]
-    """Of the rank's own heads."""
+    """Geometry of the layers with the rank's own heads."""
     whole: dict[str, Tensor]
     """Every accepted name as a view of the weights as they were before, without values."""
     parts: dict[str, Part]

@@ -108,7 +108,7 @@ class ColumnGather(NamedTuple):
     exchange: GroupExchange
     share: Share
     sizes: list[int]
-    """Of every rank's columns."""
+    """Number of every rank's columns."""
 
     def __call__(self, part: Tensor) -> Tensor:
         rows, widest = part.reshape(-1, self.share.size), max(self.sizes)
