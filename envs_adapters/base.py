@@ -71,7 +71,7 @@ class Observation(msgspec.Struct):
     messages: Messages = ()
     """Messages that `seat` reads next. A chat needs some text; without a chat template "" lets the seat continue."""
     reward: float | Mapping[int, float] = 0.0
-    """The reward of this step, for the seat that acted; {seat: reward} for several. A seat's return is the sum over its steps."""
+    """Reward of this step, for the seat that acted; {seat: reward} for several. A seat's return is their sum."""
     terminated: bool = False
     """The episode has ended in the environment: nothing would follow."""
     truncated: bool = False

@@ -81,7 +81,7 @@ class AdapterRows(NamedTuple):
         return cls(rows, sorted_slots, np.array(blocks, np.int32))
 
     def among(self, wanted: np.ndarray, num_rows: int) -> "AdapterRows | None":
-        """The adapters of the rows `wanted` of the batch, which has `num_rows`, under their places in `wanted`."""
+        """The rows with adapters among the `wanted` of the batch, which has `num_rows`, by places in `wanted`."""
         slots = np.full(num_rows, -1, np.int32)
         slots[self.rows] = self.slots
         return AdapterRows.of(slots.take(wanted, mode="clip"), np.ones(len(wanted), np.int64))
