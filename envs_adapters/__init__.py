@@ -1,4 +1,4 @@
-"""Environments: what one is, and adapters of the packages that have some."""
+"""Environments: their interface, and adapters for the packages that have some."""
 
 from envs_adapters.base import Action, BrokenCall, Env, EnvSpec, Message, Observation, ToolCall
 from envs_adapters.families import make_env

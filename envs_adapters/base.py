@@ -26,7 +26,7 @@ import msgspec
 Message: TypeAlias = dict[str, Any]
 """{"role": "user", "content": "..."}, as chat templates take it."""
 Messages: TypeAlias = str | Sequence[Message]
-"""Text is one user message; where the tokenizer has no chat template, it is appended as it is."""
+"""Text is one user message; if the tokenizer has no chat template, it is appended as it is."""
 Placement: TypeAlias = Literal["threads", "processes"]
 
 
@@ -50,7 +50,7 @@ class Action(msgspec.Struct, frozen=True):
     text: str
     """Without special tokens."""
     token_ids: list[int] = []
-    """As sampled, end token included."""
+    """Ids as sampled, end token included."""
     tool_calls: list[ToolCall] = []
     """Calls in the text of tools that the environment gave as JSON schemas."""
     broken_calls: list[BrokenCall] = []
@@ -66,14 +66,14 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct):
-    """What an environment says to an action, or at the start."""
+    """An environment's answer to an action, or its first message."""
 
     messages: Messages = ()
-    """What `seat` reads next. A chat needs some text; without a chat template "" lets the seat go on."""
+    """Messages that `seat` reads next. A chat needs some text; without a chat template "" lets the seat continue."""
     reward: float | Mapping[int, float] = 0.0
-    """Of this step, for the seat that acted; {seat: reward} for several. A seat's return is the sum over its steps."""
+    """Reward of this step, for the seat that acted; {seat: reward} for several. A seat's return is their sum."""
     terminated: bool = False
-    """The episode has ended by itself: nothing would come after."""
+    """The episode has ended in the environment: nothing would follow."""
     truncated: bool = False
     """The episode was cut off, by a limit of steps for example: there would have been more."""
     info: Mapping[str, Any] = {}
@@ -86,7 +86,7 @@ class Env(Protocol):
     """An environment of one episode. Either method may be `async def`.
 
     Optional: `close()`, called once at the end; `tools`, functions or JSON schemas that the policy may call (functions
-    are called by the rollout, calls of schemas come to `step`); `num_seats`, 1 unless given, the number of players.
+    are called by the rollout, calls of schemas go to `step`); `num_seats`, 1 unless given, the number of players.
     """
 
     def reset(self, seed: int) -> "Messages | Observation | Awaitable[Messages | Observation]":
@@ -99,12 +99,12 @@ class Env(Protocol):
 
 
 class EnvSpec(msgspec.Struct, frozen=True):
-    """How environments are made, and where they run: `spec()` makes one. `make_env` returns it."""
+    """How environments are made, and their placement: `spec()` makes one. `make_env` returns it."""
 
     factory: Callable[..., Any] | str
-    """Returns an environment; or "module:attribute" of what does. Worker processes import it."""
+    """Returns an environment; or its "module:attribute". Worker processes import it."""
     arguments: Mapping[str, Any] = {}
-    """Keyword arguments for it; plain data where `placement` is "processes"."""
+    """Keyword arguments for it; plain data if `placement` is "processes"."""
     name: str = ""
     """For messages."""
     placement: Placement = "threads"
@@ -126,7 +126,7 @@ class EnvSpec(msgspec.Struct, frozen=True):
 def load(factory: Callable[..., Any] | str) -> Callable[..., Any]:
     """The function that "module:attribute" names; a function is returned as it is.
 
-    Raises `ValueError` for a name of another form, and what the import raises.
+    Raises `ValueError` for a name of another form, and the errors of the import.
     """
     if not isinstance(factory, str):
         return factory

@@ -51,8 +51,8 @@ def make(
 
     Args:
         rows: instead of a path in the name.
-        reward_fn: called as by `rollout(prompts, reward_fn=...)`, for each answer by itself, with lists of one: the
-            keywords `prompts`, `completions` (messages where the prompt is), `completion_ids`, and the other columns.
+        reward_fn: called as by `rollout(prompts, reward_fn=...)`, for each answer separately, with lists of one: the
+            keywords `prompts`, `completions` (messages if the prompt is), `completion_ids`, and the other columns.
             Async functions are awaited; others are called on several threads at once, unless num_workers=1. Worker
             processes (placement="processes") import it: "module:function".
         reward_weights: one number for each of a list of functions; 1 unless given.

@@ -3,7 +3,7 @@
 A family's module has
 
     TRAITS               fields of `EnvSpec` that hold for all its environments
-    check(name, options) raises `ConfigError` for a name or an option that the family does not know; may return fields
+    check(name, options) raises `ConfigError` for a name or an option that the family does not have; may return fields
                          of `EnvSpec` for this environment alone
     make(name, **options)    one environment
 
@@ -38,7 +38,7 @@ class Family(NamedTuple):
 
     module: ModuleType
     package: str
-    """What must be importable; "" where nothing else is needed."""
+    """The package that must be importable; "" if none is needed."""
     extra: str
     """The extra of rollout-engine that installs it."""
     needs_name: bool = True
@@ -78,7 +78,7 @@ def make_env(
 
     Args:
         target: "family:name", for example "reasoning_gym:spell_backward", or a class or function of your own.
-        placement: "threads" or "processes", as in `EnvSpec`; None: what suits the family, "threads" for your own.
+        placement: "threads" or "processes", as in `EnvSpec`; None: the family's own, "threads" for your own.
         num_workers: threads or processes at most, as in `EnvSpec`.
         step_timeout: seconds for each `reset` and `step`; None: 60.
         options: of the family, as its module's `make` documents them; or arguments of your own class.

@@ -11,7 +11,7 @@ _lock = threading.Lock()
 
 
 class OwnGenerators:
-    """Blocks in which `random` and `numpy.random` go on as the last of these blocks left them; they begin with a seed.
+    """Blocks in which `random` and `numpy.random` continue as the block before left them; they begin with a seed.
 
         generators = OwnGenerators(seed)
         with generators:

@@ -2,8 +2,8 @@
 
     make_env("gymnasium:FrozenLake-v1", actions=["left", "down", "right", "up"], is_slippery=False)
 
-The policy reads what the environment prints (`render_mode="ansi"`) where it prints, else its observations as text. In
-what is printed, colours become marks, as they may be all that tells where the player is: [x] has a coloured background,
+The policy reads the environment's text (`render_mode="ansi"`) if it prints, else its observations as text. In
+that text, colours become marks, as they may be all that shows the player's place: [x] has a coloured background,
 <x> is coloured, *x* is bold.
 """
 
@@ -38,14 +38,14 @@ def make(
         name: as gymnasium registers it; "my_module:MyEnv-v0" imports a module that registers it.
         actions: names of discrete actions, in their order. The policy may answer with a name or a number.
         instructions: stand before the first observation.
-        invalid_reward: of an answer that is no action. It is told so, and that costs a step: `max_episode_steps`
-            counts it, and the environment's state stays. -1 by default, what a step costs in many environments, so
-            that it never pays to say nothing.
-        action_from_text: makes an action of what the policy says; a function, or "module:function". None or a
+        invalid_reward: of an answer that is no action. It is reported and costs a step: `max_episode_steps`
+            counts it, and the environment's state stays. -1 by default, the cost of a step in many environments, so
+            that an empty answer never pays.
+        action_from_text: makes an action of the policy's answer; a function, or "module:function". None or a
             ValueError: the answer is no action. Without it actions must be discrete and end the answer, or are text.
         observation_to_text: writes an observation; a function, or "module:function".
         reset_options: `options` of the environment's `reset`.
-        options: of `gymnasium.make`, for example max_episode_steps=20; render_mode=None shows observations where the
+        options: of `gymnasium.make`, for example max_episode_steps=20; render_mode=None shows observations even if the
             environment could print.
     """
     env = _make(name, options, prints=observation_to_text is None)
@@ -101,7 +101,7 @@ class GymnasiumEnv:
         reset_options: Mapping[str, Any] | None = None,
         request: str = "",
     ) -> None:
-        """`read` makes actions of answers; `request` says which there are."""
+        """`read` parses an answer into an action; `request` is the text that lists the legal actions."""
         self._env, self._read, self._to_text = env, read, to_text
         self._instructions, self._request = instructions, request
         self._invalid_reward, self._reset_options = invalid_reward, reset_options
@@ -116,7 +116,7 @@ class GymnasiumEnv:
         return Observation("\n\n".join(part for part in said if part), info=info)
 
     def step(self, action: Action) -> Observation:
-        """Take an action, or say that it is none."""
+        """Take an action, or answer that it is none."""
         self._num_steps += 1
         is_last = self._max_steps is not None and self._num_steps >= self._max_steps
         try:
@@ -143,7 +143,7 @@ class GymnasiumEnv:
 
 
 def _make(name: str, options: Mapping[str, Any], *, prints: bool) -> Any:
-    """The environment, which prints where it can and nothing else is asked for."""
+    """Make the environment, with text rendering if it has it and no other mode is asked for."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
 
@@ -157,7 +157,7 @@ def _make(name: str, options: Mapping[str, Any], *, prints: bool) -> Any:
 
 
 def _reader(name: str, env: Any, names: Sequence[str] | None) -> ActionReader | None:
-    """What reads the environment's actions; None where they are texts. Raises `ConfigError` for others."""
+    """The reader of the environment's actions; None if they are texts. Raises `ConfigError` for others."""
     from gymnasium import spaces
 
     space = env.action_space

@@ -35,9 +35,9 @@ def marked(printed: str) -> str:
 
 
 class ActionReader:
-    """Reads the actions of a `Discrete` space: numbers from `start`, or names where there are some.
+    """Reads the actions of a `Discrete` space: numbers from `start`, or names if there are some.
 
-    The action must end the answer, as a word of its own; what surrounds words, and upper case, do not count.
+    The action must end the answer, as a word of its own; characters around words, and upper case, do not count.
     """
 
     def __init__(self, start: int, count: int, names: Sequence[str] | None) -> None:
@@ -50,7 +50,7 @@ class ActionReader:
 
     @property
     def request(self) -> str:
-        """What the policy is told to answer."""
+        """The text that asks the policy for an answer."""
         last = self._start + self._count - 1
         if self._names:
             listed = self._names
@@ -62,7 +62,7 @@ class ActionReader:
         return f"Answer with an action: {choice}."
 
     def read(self, text: str) -> int | None:
-        """The action; None where the text ends with none."""
+        """The action; None if the text ends with none."""
         found = self._end.search(text.strip().casefold())
         if found is None:
             return None

@@ -1,10 +1,10 @@
-"""Mathematics judged by math-verify: one problem, one answer, and 1 where it equals the row's.
+"""Mathematics judged by math-verify: one problem, one answer, and 1 if it equals the row's.
 
     make_env("math_verify:math500.jsonl", prompt_column="problem")
     make_env("math_verify", rows=[{"prompt": "Solve x^2 = 2.", "answer": "\\pm\\sqrt{2}"}, ...])
 
-Rows are those of "dataset:PATH". Environments run in worker processes, where math-verify can end a comparison that
-takes more than five seconds; it then counts as wrong. Beside rewards of your own:
+Rows are those of "dataset:PATH". Environments run in worker processes, in which math-verify can end a comparison that
+takes more than five seconds; it then counts as wrong. With rewards of your own:
 
     rewards = ["envs_adapters.math_verify:score", "mine:is_short"]
     make_env("dataset:math.jsonl", reward_fn=rewards, placement="processes")
@@ -22,7 +22,7 @@ TRAITS: dict[str, Any] = {"is_single_turn": True, "placement": "processes"}
 
 _SECONDS = 5
 _MARKS = ("$", "\\boxed", "\\[", "\\(")
-"""Say where in a text the mathematics is."""
+"""Marks of mathematics in a text."""
 
 
 def make(

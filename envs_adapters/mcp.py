@@ -5,8 +5,8 @@
     def score(text, row):               # the answer that calls no tool, and its row; may be async
         return float(row["answer"] in text)
 
-An episode has the row `rows[seed % len(rows)]`. Its calls are made by the server, one after the other, and what
-goes wrong with a call is the text that the policy reads, "Error: ..."; the first answer without a call ends it.
+An episode has the row `rows[seed % len(rows)]`. Its calls are made by the server, one after the other, and the
+failure of a call is a text that the policy reads, "Error: ..."; the first answer without a call ends it.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ TRAITS: dict[str, Any] = {}
 Reward: TypeAlias = Callable[[str, Mapping[str, Any]], float | Awaitable[float]]
 
 _MAX_CHARACTERS = 1 << 18
-"""Of the text that one call returns."""
+"""Most characters of the text that one call returns."""
 
 
 def make(
@@ -45,13 +45,13 @@ def make(
 
     Args:
         name: the command that starts the server, quoted as a shell would.
-        rows: dicts with "prompt", messages or a text, and what the reward needs; or a JSONL file of them.
+        rows: dicts with "prompt", messages or a text, and the fields that the reward needs; or a JSONL file of them.
         reward: function of the last answer's text and its row; or "module:attribute" of one.
         tools: names of those that the policy may call; None: all of the server's.
         shared: whether all episodes of a rollout have one server, for tools that keep nothing between calls; else each
             has its own.
         call_timeout: seconds for each call; then the policy reads that it took too long.
-        env: environment variables of the server beside the few that the package passes on.
+        env: environment variables of the server besides the few that the package passes on.
         cwd: directory that it runs in.
     """
     command = ServerCommand(tuple(shlex.split(name)), tuple(sorted((env or {}).items())), cwd)
@@ -80,7 +80,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 
 
 class ToolEnv:
-    """An episode whose tools are a server's. A server that ends by itself raises `ServerGone`."""
+    """An episode whose tools are a server's. A server that ends unasked raises `ServerGone`."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class ToolEnv:
 
 
 def _text(result: Mapping[str, Any]) -> str:
-    """A call's result as text: what is no text in it is named."""
+    """A call's result as text: parts that are no text are named."""
     parts = [part["text"] if part.get("type") == "text" else _named(part) for part in result.get("content", ())]
     if not parts and result.get("structuredContent") is not None:
         parts = [json.dumps(result["structuredContent"], ensure_ascii=False)]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 _CLOSED_STREAMS = ("BrokenResourceError", "ClosedResourceError")
-"""Errors of `anyio` where a message cannot be sent any more."""
+"""Errors of `anyio` if a message cannot be sent any more."""
 
 
 class ServerCommand(NamedTuple):
@@ -18,7 +18,7 @@ class ServerCommand(NamedTuple):
 
 
 class ServerGone(RuntimeError):
-    """A server of tools did not start, or has ended by itself."""
+    """A server of tools did not start, or has ended unasked."""
 
 
 class ToolServer:
@@ -128,7 +128,7 @@ async def _all_tools(session: Any) -> list[dict[str, Any]]:
 
 
 def _cause(problem: BaseException | None) -> BaseException | None:
-    """What a group of one holds."""
+    """The exception inside groups of one."""
     while isinstance(problem, BaseExceptionGroup) and len(problem.exceptions) == 1:
         problem = problem.exceptions[0]
     return problem

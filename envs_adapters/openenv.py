@@ -3,8 +3,8 @@
     make_env("openenv:ws://localhost:8000")        one WebSocket for each episode; needs the package `websockets` alone
     make_env("openenv:my_envs:EchoEnvironment")    an `Environment`, made here; needs the package `openenv`
 
-Actions are JSON objects: an answer goes to the action's only text field, unless `action_from_text` says otherwise.
-`done` is `terminated`: OpenEnv does not tell a limit of steps from an end. The time limit of a call, connecting
+Actions are JSON objects: an answer is the action's only text field, unless there is an `action_from_text`.
+`done` is `terminated`: OpenEnv does not separate a limit of steps from an end. The time limit of a call, connecting
 included, is the `step_timeout` of `make_env`.
 """
 
@@ -53,7 +53,7 @@ def make(
             "json:loads"; or {"field": NAME}, the field that takes the text. None: the only text field there is.
         observation_to_text: function from the observation, a dict, to a text or messages; "module:attribute" of one; or
             {"field": NAME}. None: the text of an observation that is one text field, and JSON of any other.
-        reset_options: arguments of `reset` beside the seed, such as {"split": "train"}.
+        reset_options: arguments of `reset` besides the seed, such as {"split": "train"}.
         arguments: of the class, in process.
         action_class: the environment's `Action`, or "module:attribute" of it, in process; None: as its class declares.
     """
@@ -97,7 +97,7 @@ def check(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RemoteEnv:
-    """An episode at a server, by a WebSocket of its own. What goes wrong there raises `OpenEnvError`."""
+    """An episode at a server, by a WebSocket of its own. Failures there raise `OpenEnvError`."""
 
     def __init__(
         self, address: str, to_action: Any, to_text: Callable[[Any], Messages], reset_options: dict[str, Any]
@@ -122,7 +122,7 @@ class RemoteEnv:
             pause = min(2 * pause, longest)
 
     async def step(self, action: Action) -> Observation:
-        """Send the action and wait for what comes of it."""
+        """Send the action and wait for its observation."""
         return self._read(await self._ask("step", action_data(self._to_action, action.text)))
 
     async def close(self) -> None:

@@ -46,7 +46,7 @@ def converter(option: Convert, *, is_action: bool) -> Callable[[Any], Any]:
 
 
 def text_field(name: str, schema: Mapping[str, Any]) -> str:
-    """The only text field of an action's JSON schema. Raises `ConfigError` where there are others that are needed."""
+    """The only text field of an action's JSON schema. Raises `ConfigError` if others are required."""
     fields = {field: each for field, each in schema.get("properties", {}).items() if field != "metadata"}
     texts = [field for field, each in fields.items() if each.get("type") == "string" and "enum" not in each]
     needed = set(schema.get("required", ()))

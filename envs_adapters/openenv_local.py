@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalEnv:
-    """An episode of an `openenv` `Environment` in this process; awaitable where its methods are."""
+    """An episode of an `openenv` `Environment` in this process; awaitable if its methods are."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class LocalEnv:
 
 
 def check_local(name: str, env: Any) -> dict[str, Any]:
-    """Raise `ConfigError` where episodes of an `Environment` cannot be repeated. Returns its traits."""
+    """Raise `ConfigError` if episodes of an `Environment` cannot be repeated. Returns its traits."""
     parameters = inspect.signature(env.reset).parameters
     if "seed" not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         raise ConfigError(f"openenv:{name}: its reset takes no `seed`: the samples of a group would begin differently.")

@@ -20,7 +20,7 @@ from rollout_engine.base.errors import ConfigError, StepDeadlineError, refused, 
 TRAITS: dict[str, Any] = {"is_single_turn": True}
 
 _SIZE = 10_000
-"""Items, where `size` is not given: some datasets make all of them at once."""
+"""Items if `size` is not given: some datasets make all of them at once."""
 _DRAW_GLOBALLY = frozenset({"list_functions", "pool_matrix"})
 """Datasets that draw from, or seed, the global random generators."""
 _ORDER_BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
@@ -43,8 +43,8 @@ def make(
         size, seed: of the dataset; another seed has other questions.
         system_prompt: one of reasoning-gym's ("default", "simple", "direct", "DeepSeekZero", "chain_of_draft"), or a
             text.
-        extract: finds the answer in what the policy says; a function, or "module:function". None: what stands in the
-            last <answer> tag where `system_prompt` is one of reasoning-gym's, which ask for it, else all of it without
+        extract: finds the answer in the policy's text; a function, or "module:function". None: the content of the
+            last <answer> tag if `system_prompt` is one of reasoning-gym's, which ask for it, else all of it without
             surrounding space. The score of no answer is the dataset's own.
         question: the messages of an item, from its dict with "question", "answer" and "metadata"; a function, or
             "module:function". None: the question as the user's message.
@@ -83,8 +83,8 @@ def check(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 class ReasoningGymEnv:
     """An episode of one question.
 
-    The `info` of its end has "entry", the item, and "answer", what was scored. An answer that the dataset's scorer
-    cannot read, so that it raises, has the score of no answer; "problem" says why.
+    The `info` of its end has "entry", the item, and "answer", the scored text. An answer that the dataset's scorer
+    cannot read, so that it raises, has the score of no answer; "problem" is the reason.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ReasoningGymEnv:
         return Observation(reward=float(score), terminated=True, info=info)
 
     def score_own_answer(self) -> float:
-        """The score of the item's own answer, or of no answer where it has none."""
+        """The score of the item's own answer, or of no answer if it has none."""
         return float(self._dataset.score_answer(self._entry["answer"], self._entry))
 
 

@@ -15,7 +15,7 @@ Row: TypeAlias = Mapping[str, Any]
 
 @runtime_checkable
 class RowTable(Protocol):
-    """What a `datasets.Dataset` has, and a list of dicts but for the names."""
+    """The interface of a `datasets.Dataset`; a list of dicts has all of it except the names."""
 
     column_names: list[str]
 
@@ -31,7 +31,7 @@ _KINDS = "a list of at least one dict, a dict of columns, a datasets.Dataset, or
 
 
 def read_rows(rows: Rows, fields: Sequence[str] = ()) -> "Sequence[Row] | RowTable":
-    """The rows, read from their file where `rows` is a path. A file is read again only when it has changed.
+    """The rows, read from their file if `rows` is a path. A file is read again only when it has changed.
 
     Raises `ConfigError` unless there is a row, and each has all of `fields`.
     """

@@ -3,7 +3,7 @@
     make_env("skyrl_gym:gsm8k", rows="gsm8k.jsonl")
     {"prompt": [{"role": "user", "content": "2 + 3?"}], "reward_spec": {"method": "rule", "ground_truth": "5"}}
 
-A row is what SkyRL's data sets hold: "prompt", messages or a text, and the environment's own fields beside it. An
+A row is as in SkyRL's data sets: "prompt", messages or a text, and the environment's own fields. An
 episode has the row `rows[seed % len(rows)]`.
 """
 
@@ -57,8 +57,8 @@ def check(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 class SkyRLGymEnv:
     """An episode of a `skyrl_gym.Env`.
 
-    `done` is `terminated`: skyrl-gym does not tell a limit of turns from an end. The last `info` also has "metrics",
-    the environment's own.
+    `done` is `terminated`: skyrl-gym does not separate a limit of turns from an end. Its last `info` has also
+    "metrics", the environment's own.
     """
 
     def __init__(self, name: str, rows: Rows, env_config: Mapping[str, Any], max_turns: int | None) -> None:

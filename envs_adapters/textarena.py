@@ -2,7 +2,7 @@
 
     make_env("textarena:TicTacToe-v0")
 
-A seat is a player. It reads what the game has said to it since its last turn, not its own answers again; the game gives
+A seat is a player. It reads the game's messages to it since its last turn, not its own answers again; the game gives
 all rewards at its end. The names' endings choose textarena's wrappers: those of "-train" hide the words of the other
 players, and of "-raw" take answers as they are.
 """
@@ -38,7 +38,7 @@ def make(name: str, *, num_players: int | None = None, **options: Any) -> "TextA
     """One game.
 
     Args:
-        num_players: None: two where the game can be played by two, else the fewest that can play it.
+        num_players: None: two if the game can be played by two, else the fewest that can play it.
         options: of the game's class, for example max_turns=5 of "GuessTheNumber-v0".
     """
     return TextArenaEnv(name, num_players or _num_players(name, json.dumps(options, sort_keys=True)), options)
@@ -67,8 +67,8 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 class TextArenaEnv:
     """An episode of one game.
 
-    Its end is `terminated`: textarena does not tell a limit of turns from an end. The last `info` has "game", what
-    textarena says of each player, for example {0: {"invalid_move": False, "reason": ..., ...}, ...}.
+    Its end is `terminated`: textarena does not separate a limit of turns from an end. The last `info` has "game",
+    textarena's record of each player, for example {0: {"invalid_move": False, "reason": ..., ...}, ...}.
     """
 
     def __init__(self, name: str, num_players: int, options: Mapping[str, Any]) -> None:
@@ -79,9 +79,9 @@ class TextArenaEnv:
         self._game: Any = None
         """The environment inside its wrappers."""
         self._wrapper = ""
-        """What makes its observations."""
+        """The wrapper that makes its observations."""
         self._said: dict[int, str] = {}
-        """Seat -> its last observation, where only the wrapper itself can make them."""
+        """Seat -> its last observation, if only the wrapper itself can make them."""
 
     def reset(self, seed: int) -> Observation:
         """Start the game."""
@@ -107,7 +107,7 @@ class TextArenaEnv:
         return last
 
     def _observe(self, info: Mapping[str, Any]) -> Observation:
-        """What the player whose turn it is has not read."""
+        """The messages that the player whose turn it is has not read."""
         if self._wrapper in _HIDDEN:
             seat, messages = self._game.get_observation()
             said = [self._words(seat, *message) for message in messages]
@@ -120,13 +120,13 @@ class TextArenaEnv:
         return Observation(text.strip("\n") or nothing_new, reward={}, info=info, seat=seat)
 
     def _checked(self, rewards: Any) -> dict[int, float]:
-        """The rewards of a game; some games say something else where an answer was not to their liking."""
+        """The rewards of a game; some games return something else after an invalid answer."""
         if not rewards or not all(isinstance(reward, Real) for reward in rewards.values()):
             raise ValueError(f"textarena:{self._name} has ended with {rewards!r} for rewards, which are no numbers.")
         return {int(seat): float(reward) for seat, reward in rewards.items()}
 
     def _words(self, seat: int, sender: Any, words: Any, kind: Any) -> str:
-        """A message as `seat` reads it; "" where it does not."""
+        """A message as `seat` reads it; "" if it does not."""
         if isinstance(sender, Enum):  # some games give a player's action in another order
             sender, words, kind = words, kind, sender
         if kind.name in _HIDDEN[self._wrapper] or (kind.name == "PLAYER_ACTION" and sender == seat):
@@ -151,7 +151,7 @@ def _unwrapped(env: Any) -> tuple[Any, str]:
 
 @lru_cache(maxsize=256)
 def _num_players(name: str, options: str) -> int:
-    """How many players a game takes, by trial. Raises what the game raises where none does."""
+    """The number of players of a game, by trial. Raises the game's error if no number works."""
     import textarena
 
     problems = list[Exception]()

@@ -26,7 +26,7 @@ def make(name: str, *, rows: Rows | None = None, **options: Any) -> "TorchRLEnv"
     """One environment.
 
     Args:
-        rows: what `reset` gets, a column a key, for environments that need it: {"query": ...} for a `ChatEnv` without
+        rows: input of `reset`, a column a key, for environments that need it: {"query": ...} for a `ChatEnv` without
             a data set of its own. An episode has the row `seed % len(rows)`.
         options: arguments of the factory. One with a parameter `seed` that is not given has the episode's: a
             `DatasetChatEnv` shows the first question of its data set in the order that this seed gives.
@@ -52,7 +52,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 
 
 class TorchRLEnv:
-    """An episode of an `EnvBase`. The reward of a step is its "reward", 0 where the environment gives none."""
+    """An episode of an `EnvBase`. The reward of a step is its "reward", 0 if the environment gives none."""
 
     def __init__(self, factory: str, rows: Rows | None, options: Mapping[str, Any]) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -62,7 +62,7 @@ class TorchRLEnv:
         self._state: Any = None
         """The environment's TensorDict before the next action."""
         self._keys: tuple[Any, Any] = ("observation", "action")
-        """Of the texts, where it is no chat."""
+        """Keys of the texts, if it is no chat."""
         self._known: list[Message] = []
         """The chat so far."""
 
@@ -124,7 +124,7 @@ class TorchRLEnv:
         return env
 
     def _messages(self, state: Any, num_known: int = 0) -> str | list[Message]:
-        """What the environment says, without the `num_known` messages that a chat began with."""
+        """The environment's messages, without the `num_known` messages that a chat began with."""
         if not _is_chat(self._env):
             return _text(state.get(self._keys[0]))
         messages = self._chat(state["history"].prompt)

@@ -4,7 +4,7 @@
 
 With verifiers 0.4, tasksets whose tasks ask one question are scored directly (`envs_adapters.verifiers_tasksets`); with
 0.3, environments run whole, and ask the policy instead of a server (`envs_adapters.verifiers_rollouts`). An episode
-plays row or task `seed % n` of the training data; of the evaluation data where there is no other.
+plays row or task `seed % n` of the training data; of the evaluation data if there is no other.
 """
 
 import json
@@ -23,7 +23,7 @@ def make(name: str, *, max_tasks: int | None = None, **options: Any) -> RolloutE
     """One episode.
 
     Args:
-        max_tasks: rows or tasks at most, the first ones; needed where a taskset is infinite.
+        max_tasks: rows or tasks at most, the first ones; needed if a taskset is infinite.
         options: of the environment's `load_environment` (0.3), or fields of its taskset's configuration (0.4).
     """
     if _loads_environments():

@@ -20,7 +20,7 @@ _lock = threading.Lock()
 
 
 def check(name: str, options: Mapping[str, Any], max_tasks: int | None) -> dict[str, Any]:
-    """Raise `ConfigError` unless the environment exists, has rows, and rewards each rollout by itself."""
+    """Raise `ConfigError` unless the environment exists, has rows, and rewards each rollout separately."""
     try:
         env, _ = load_environment(name, options, max_tasks)
     except Exception as problem:
@@ -143,7 +143,7 @@ class RolloutEnv:
 
 
 def load_environment(name: str, options: Mapping[str, Any], max_tasks: int | None) -> tuple[Any, Any]:
-    """(environment, rows), loaded once. Raises what verifiers raises."""
+    """(environment, rows), loaded once. Raises the errors of verifiers."""
     with _lock:
         return _load_environment(name, json.dumps(options, sort_keys=True), max_tasks)
 
@@ -210,7 +210,7 @@ def _is_single_turn(env: Any) -> bool:
 
 
 def _compared(message: Any) -> Message:
-    """What of a message must stay the same."""
+    """The parts of a message that must stay the same."""
     data: Message = message.model_dump(exclude_none=True)
     return {name: data[name] for name in ("role", "content", "tool_calls", "tool_call_id") if name in data}
 

@@ -4,7 +4,7 @@
     get_model("rollout_engine/live", policy=policy)
 
 Model arguments are fields of `EngineConfig`; or `policy=`, an engine that exists. As many samples are in flight at once
-as Inspect's `max_connections` says. Tools, images and settings that the engine would ignore are refused: the HTTP
+as Inspect's `max_connections`. Tools, images and settings that the engine would ignore are refused: the HTTP
 server with Inspect's own OpenAI provider serves tools. A conversation that does not fit into the model's context ends
 with the stop reason "model_length", as with Inspect's own providers.
 """
@@ -55,7 +55,7 @@ class RolloutEngineAPI(ModelAPI):  # type: ignore[misc]
         policy: RolloutPolicy | None = None,
         **engine_kwargs: Any,
     ) -> None:
-        """`policy`: an engine that exists, and goes on when Inspect is done; None: make one in a process of its own."""
+        """`policy`: an engine that exists, and outlives Inspect; None: make one in a process of its own."""
         super().__init__(model_name, base_url, api_key, [], config)
         self._owns = policy is None
         self._engine = AsyncLLM(model_name, **engine_kwargs) if policy is None else AsyncLLM.from_engine(policy)
@@ -134,7 +134,7 @@ class RolloutEngineAPI(ModelAPI):  # type: ignore[misc]
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    """A message as chat templates take it. Raises `RequestError` for what is not text."""
+    """A message as chat templates take it. Raises `RequestError` for content that is not text."""
     calls = getattr(message, "tool_calls", None)
     if calls or message.role == "tool":
         raise _refusal_of_tools([call.function for call in calls or []] or [message.role])

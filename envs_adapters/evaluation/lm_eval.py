@@ -4,7 +4,7 @@
     lm_eval.simple_evaluate(model=RolloutLM(policy), tasks=["arc_easy", "gsm8k"])
 
 Each call of the harness is one batch for the engine. Log-likelihoods are those of prompt tokens (`prompt_logprobs`), so
-equal to the trainer's to the bit where the engine is exact, and a continuation is greedy where each of its tokens has
+equal to the trainer's to the bit if the engine is exact, and a continuation is greedy if each of its tokens has
 rank 1. Texts get the special tokens that the tokenizer adds, a first token for example, unless they begin with it, and
 only the end of a context that is too long is left, as with the harness' own models.
 """
@@ -101,7 +101,7 @@ class RolloutLM(TemplateLM):  # type: ignore[misc]
         num_cut = num_lowered = 0
         for context, settings in (request.args for request in requests):
             ids, budget = self.tok_encode(context) or [self.prefix_token_id], self._budget(settings)
-            # What does not fit is taken from the answer while that keeps half of the context, then from the prompt.
+            # The excess is cut from the answer while that keeps half of the context, then from the prompt.
             num_tokens = min(budget, max(self.max_length - len(ids), self.max_length // 2))
             kept = ids[-(self.max_length - num_tokens) :]
             num_cut, num_lowered = num_cut + (len(kept) < len(ids)), num_lowered + (num_tokens < budget)

@@ -13,14 +13,14 @@ class Package(NamedTuple):
     """A package, and the release of it that an adapter's tests run with."""
 
     title: str
-    """As people write it."""
+    """The name as people write it."""
     distribution: str
-    """As pip knows it, and the name of our extra for it."""
+    """Its name for pip, and the name of our extra for it."""
     release: str
     """The first parts of its version."""
 
     def check(self) -> None:
-        """Log a warning unless this release is installed. Raises `ConfigError` where the package is not."""
+        """Log a warning unless this release is installed. Raises `ConfigError` if the package is not."""
         installed = self.installed()
         if not f"{installed}.".startswith(f"{self.release}."):
             logger.warning(
@@ -33,7 +33,7 @@ class Package(NamedTuple):
             )
 
     def installed(self) -> str:
-        """The version that is installed. Raises `ConfigError` where there is none."""
+        """The version that is installed. Raises `ConfigError` if there is none."""
         try:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError as problem:
@@ -44,7 +44,7 @@ class Package(NamedTuple):
         return ConfigError(f"{self.title} is not installed: pip install 'rollout-engine[{self.distribution}]'.")
 
     def changed(self, what: str) -> ConfigError:
-        """The error for a package that lacks what its adapter needs; `what` says where and which."""
+        """The error for a package that lacks a name its adapter needs; `what` is the name and its place."""
         return ConfigError(
             f"{what}, which this adapter needs; it is tested with {self.title} {self.release}, and {self.title} "
             f"{self.installed()} is installed. pip install {self._requirement!r}"

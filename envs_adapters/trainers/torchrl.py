@@ -40,7 +40,7 @@ __all__ = ["EnginePolicy", "EngineWeightSyncScheme", "ExactTransformersWrapper"]
 
 _INPLACE = (True, False, "empty", None)
 _NO_OPTIONS = ("self", "__class__", "engine", "key_file")
-"""What the constructor sees besides the options that a copy takes over."""
+"""Locals of the constructor other than the options that a copy takes over."""
 
 
 class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no types
@@ -51,17 +51,17 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
 
         "tokens"                prompt, response and full, int64
         "masks"                 all_attention_mask and all_assistant_mask, bool, in the shape of full; the second is
-                                True where this call sampled
+                                True at tokens that this call sampled
         "log_probs"             response and full, float32; NaN for prompt tokens, which GRPOLoss leaves out
         "text"                  prompt, response and full, except in "tokens" mode
         "history"               prompt, response and full, in "history" mode
         "versions"              full, int64: the version of the weights that sampled a token, -1 for prompt tokens
 
     Equal prompts of one call are one group: computed once, sampled independently. Any thread may call the policy; the
-    engine batches what comes at once, so there are no batching options.
+    engine batches concurrent calls, so there are no batching options.
 
     Pickled, it is the address of the engine, the path of the key file and its options, never weights or sockets; it
-    connects where it is unpickled. Over an engine of this process it refuses, with `ConfigError`.
+    connects when it is unpickled. Over an engine of this process it refuses, with `ConfigError`.
     """
 
     generate = True
@@ -99,9 +99,9 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
             num_samples: samples per row; the result is then [*batch, num_samples]. None: one, and no such dimension.
                 Environments want None, and repeat their prompts instead.
             inplace: as in TorchRL's wrappers: True (the default) writes into the input, "empty" into an empty copy of
-                it, False (the default with num_samples) returns only what is new.
-            device: where the result goes; None: the CPU.
-            prefer_tokens: take ("tokens", "prompt") where there is one, instead of rendering the history again.
+                it, False (the default with num_samples) returns only the new entries.
+            device: device of the result; None: the CPU.
+            prefer_tokens: take ("tokens", "prompt") if there is one, instead of rendering the history again.
             seed: runs with the same one, in one process, draw the same. None: seeds of the engine's own.
 
         The chat template is the one that TorchRL's `History` chooses, unless it is named. Raises `ConfigError`, and
@@ -134,7 +134,7 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
 
     @property
     def tokenizer(self) -> Any:
-        """The engine's. Raises `LifecycleError` where it has none."""
+        """The engine's tokenizer. Raises `LifecycleError` if it has none."""
         return self.model.tokenizer
 
     def get_new_version(self, **options: Any) -> Self:
@@ -147,7 +147,7 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
         return type(self)(self.connection, **(self._options | options))
 
     def close(self) -> None:
-        """End the connection if it was made for this policy; an engine that was given goes on."""
+        """End the connection if it was made for this policy; an engine that was given continues."""
         self.connection.close()
 
     def forward(
@@ -160,7 +160,7 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
     ) -> TensorDictBase:
         """Sample one response per row, or `num_samples`; `generate_kwargs` of this call override those of the policy.
 
-        Raises `ConfigError` for what the policy cannot do, and whatever `RolloutPolicy.rollout` raises.
+        Raises `ConfigError` for unsupported inputs, and all errors of `RolloutPolicy.rollout`.
         """
         if logits_only:
             raise ConfigError("EnginePolicy samples and has no logits: call it without logits_only.")

@@ -24,7 +24,7 @@ _HOW = (
 class Connection:
     """A rollout policy that pickles as the address of its engine and the path of the key file, and connects anew.
 
-    What it connected itself, `close` disconnects; an engine that it was given is left to its owner. Replicas have no
+    `close` disconnects an engine that it connected itself; one that it was given is left to its owner. Replicas have no
     address of their own: a policy over several is not pickled.
     """
 

@@ -75,7 +75,7 @@ class ExactTransformersWrapper(TransformersWrapper):  # type: ignore[misc]  # To
 
 
 class ExactCategorical(LLMMaskedCategorical):  # type: ignore[misc]
-    """TorchRL's distribution of tokens, whose log-probs are by the engine's arithmetic; 0 where masked."""
+    """TorchRL's distribution of tokens, whose log-probs are by the engine's arithmetic; 0 if masked."""
 
     @classmethod
     def like(cls, dist: Any) -> "ExactCategorical":

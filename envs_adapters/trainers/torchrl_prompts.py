@@ -15,7 +15,7 @@ MODES = ("history", "text", "tokens")
 
 
 class Prompt(NamedTuple):
-    """What a row asks for."""
+    """The prompt of a row."""
 
     content: str | tuple[int, ...]
     """A text, or token ids."""
@@ -28,13 +28,13 @@ class PromptReader:
     """Reads prompts of one kind at one key."""
 
     def __init__(self, key: Any, options: Mapping[str, Any], tokenizer: Callable[[], Any]) -> None:
-        """`options`: those of an `EnginePolicy`. `tokenizer` gives the engine's; called where it is needed."""
+        """`options`: those of an `EnginePolicy`. `tokenizer` gives the engine's; called when it is needed."""
         self._mode, self._key, self._tokenizer = options["input_mode"], key, tokenizer
         self._tokens_key, self._prefer_tokens = options["tokens_key"], options["prefer_tokens"]
         self._template = {name: options[name] for name in ("chat_template", "chat_template_name")}
 
     def read(self, rows: TensorDictBase) -> list[Prompt]:
-        """One prompt per row of `rows`, whose batch size is [B]. Raises `ConfigError` where there is none."""
+        """One prompt per row of `rows`, whose batch size is [B]. Raises `ConfigError` if there is none."""
         given = rows.get(self._key, None, as_list=True) if self._mode == "tokens" else rows.get(self._key, None)
         if given is None:
             keys = ", ".join(sorted(map(str, rows.keys(True))))
@@ -56,7 +56,7 @@ class PromptReader:
         return [Prompt(*each) for each in zip(ids, texts, given.unbind(0), strict=True)]
 
     def _ids(self, given: Sequence[Any], rows: TensorDictBase) -> list[tuple[int, ...]]:
-        """Ids of each row, without padding on the left where the tokens say that they are padded."""
+        """Ids of each row, without padding on the left if the tokens are marked as padded."""
         each = [row.flatten().tolist() if isinstance(row, Tensor) else list(row) for row in given]
         if not _is_padded(rows.get((self._tokens_key, "padded"), None)):
             return [tuple(row) for row in each]
@@ -71,7 +71,7 @@ def pad_token_id(tokenizer: Any) -> int:
 
 
 def _is_padded(value: Any) -> bool:
-    """The `padded` of a Tokens: one value, or what a stack makes of one per row."""
+    """The `padded` of a Tokens: one value, or a stack's combination of one per row."""
     while not isinstance(value, bool) and value is not None:
         value = value[0] if isinstance(value, list) else value.tolist()
     return bool(value)

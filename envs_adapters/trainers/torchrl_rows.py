@@ -14,7 +14,7 @@ from envs_adapters.trainers.torchrl_prompts import Prompt
 
 
 class Keys(NamedTuple):
-    """Where a row has each container; None where it has not."""
+    """The key of each container in a row; None for those it does not have."""
 
     text: Any
     tokens: Any
@@ -25,7 +25,7 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, input_mode: str, options: Mapping[str, Any]) -> "Keys":
-        """Those that a policy with these options writes, each named by its option `NAME_key`."""
+        """The keys that a policy with these options writes, each named by its option `NAME_key`."""
         keys = cls(**{name: options[f"{name}_key"] for name in cls._fields})
         if input_mode == "tokens":
             keys = keys._replace(text=None)
@@ -75,7 +75,7 @@ def samples_of(batch: TensorDict) -> list[Sample]:
 
 
 def _parts(padded: Tensor, real: Tensor) -> Sequence[Tensor]:
-    """The values of each row of [B, T] where `real` is True."""
+    """The values of each row of [B, T] at which `real` is True."""
     parts: tuple[Tensor, ...] = padded[real].split(real.sum(1).tolist())
     return parts
 

@@ -1,4 +1,4 @@
-"""What the adapter needs of TorchRL: its version, and `generate_kwargs` as our sampling params."""
+"""TorchRL's version, and its `generate_kwargs` as our sampling params."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,8 +28,8 @@ def sampling_params(*generate_kwargs: Mapping[str, Any]) -> SamplingParams:
     """`generate_kwargs` of TorchRL's wrappers as sampling params; fields of `SamplingParams` may stand among them.
 
     Later ones override earlier ones. Log-probs are those of the distribution at temperature 1 unless `logprobs_mode`
-    says otherwise: TorchRL's wrappers of trained models compute no other. Raises `ConfigError` for what has no equal,
-    `RequestError` for wrong values.
+    is set otherwise: TorchRL's wrappers of trained models have no other. Raises `ConfigError` for options without
+    equal, `RequestError` for wrong values.
     """
     settings: dict[str, Any] = {"logprobs_mode": "raw"}
     for given in generate_kwargs:

@@ -22,7 +22,7 @@ class EngineWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # TorchRL
         ...
         sync.send()  # after each optimizer step
 
-    Requests in flight go on, and their tokens carry the version that sampled them. A push that fails raises, and the
+    Requests in flight continue, and their tokens carry the version that sampled them. A push that fails raises, and the
     old weights serve on. All policies over one engine see each push, wherever they are, so collectors have nothing to
     receive: a receiver's `receive` returns None at once. Pickled, it is the address of the engine.
     """
@@ -32,9 +32,9 @@ class EngineWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # TorchRL
     ) -> None:
         """
         Args:
-            engine: an `EnginePolicy`, or what one is made with: a `RolloutPolicy`, an engine, or its address.
+            engine: an `EnginePolicy`, or an argument to make one: a `RolloutPolicy`, an engine, or its address.
             key_file: of an engine on TCP.
-            partial: what is sent may lack weights, which keep their values.
+            partial: the sent tensors may lack weights, which keep their values.
         """
         super().__init__()
         self._strategy = _AsItIs()
@@ -50,7 +50,7 @@ class EngineWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # TorchRL
 
     @property
     def policy_version(self) -> int:
-        """The version of the engine's live weights, as last heard."""
+        """The version of the engine's live weights, as last reported."""
         return self._connection.policy.policy_version
 
     def create_transport(self, **_: Any) -> "_EngineTransport":
@@ -58,7 +58,7 @@ class EngineWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # TorchRL
         return _EngineTransport(self._connection, self._partial)
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: Any, context: Any = None) -> Any:
-        """What to push: `weights`, or the model of `init_on_sender`."""
+        """The weights to push: `weights`, or the model of `init_on_sender`."""
         source = self._source if weights is None else weights
         if source is None:
             raise ConfigError(
@@ -79,7 +79,7 @@ class EngineWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # TorchRL
             collector.increment_version()
 
     def receive(self, timeout: float | None = None) -> None:
-        """Nothing: the engine has been told."""
+        """Do nothing: the engine has the weights."""
 
     def _init_on_sender_impl(
         self, *, model_id: str | None = None, context: Any = None, model: Any = None, **_: Any
@@ -125,7 +125,7 @@ class _EngineTransport:
         self._connection.policy.update_weights(_source(weights), partial=self._partial)
 
     def receive_weights(self, timeout: float | None = None, **_: Any) -> None:
-        """Nothing: the engine has been told."""
+        """Do nothing: the engine has the weights."""
 
     def check_connection(self) -> bool:
         """Whether the engine lives."""
@@ -133,7 +133,7 @@ class _EngineTransport:
 
 
 def _source(weights: Any) -> Any:
-    """What `RolloutPolicy.update_weights` takes."""
+    """The weights in a form that `RolloutPolicy.update_weights` takes."""
     if isinstance(weights, TensorDictBase):
         raise ConfigError(
             "EngineWeightSyncScheme sends models, and this is a TensorDict: TensorDict.from_module also has buffers "

@@ -8,7 +8,7 @@ corrects for, and logs, differences between the engine's log-probs and the train
 are pushed into the engine once per optimizer step, and prompts, rewards, loss and logs remain TRL's.
 
 `ExactLogprobs` makes those differences 0.0. `AsyncGRPOTrainer(weight_transfer=PolicyWeightTransfer(policy))` pushes
-weights between steps of an engine that goes on generating.
+weights between steps of an engine that continues to generate.
 """
 
 import itertools
@@ -45,7 +45,7 @@ _TRAINER = (
 """Attributes of a trainer that are read here."""
 _SWITCHES = ("use_vllm", "vllm_mode", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
 _CALLS = ("use_vllm", "_last_loaded_step", "vllm_generation", "sync_weights", "generate")
-"""Names that TRL's own generation uses where vLLM is on."""
+"""Names that TRL's own generation uses if vLLM is on."""
 
 
 def make_rollout_func(policy: RolloutPolicy) -> Callable[[list[Any], Any], dict[str, Any]]:
@@ -112,7 +112,7 @@ class Completion(NamedTuple):
     logprobs: list[float]
     """One per token."""
     policy_version: int
-    """Of the weights that sampled its last token."""
+    """Version of the weights that sampled its last token."""
 
 
 _NO_ANSWER = Completion([], [], -1)
@@ -126,7 +126,7 @@ class PolicyGeneration:
     """
 
     def __init__(self, trainer: Any, policy: RolloutPolicy) -> None:
-        """Raises `ConfigError` for a trainer that lacks what is read here, or has settings that cannot be honoured."""
+        """Raises `ConfigError` for a trainer that lacks attributes read here, or with settings that cannot be met."""
         require(trainer, _TRAINER)
         self.trainer, self.policy = trainer, policy
         self._params = sampling_params(trainer)
@@ -158,11 +158,11 @@ class PolicyGeneration:
         """One completion of each of `prompts`, token ids in which each prompt occurs `num_generations` times in a row.
 
         A completion has at most as many tokens as fit behind its prompt: TRL's tool loop asks for
-        `max_completion_length` of them behind the result of a tool, and cuts off what is too much. If that result
+        `max_completion_length` of them behind the result of a tool, and cuts off the excess. If that result
         leaves no room at all (`num_generations=1`), the completion is empty, with a warning.
 
         Returns prompt ids and completion ids, one list per prompt, then the log-prob and the id of each sampled token,
-        each in a list of its own, where vLLM would also put those of other tokens.
+        each in a list of its own, while vLLM would also put those of other tokens.
         """
         _refuse_images(images)
         with profiler or nullcontext():

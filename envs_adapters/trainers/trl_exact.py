@@ -21,15 +21,15 @@ class ExactLogprobs:
 
     TRL pads prompts on the left and multiplies by the head in tiles, so its own log-probs differ from any engine's in
     the last bits, also of an exact model. This computes them by `exact.token_logprobs`, at the trainer's temperature.
-    Logits of a micro-batch's tokens are held at once, where TRL holds tiles of them.
+    Logits of a micro-batch's tokens are held at once, while TRL holds tiles of them.
 
-    Where TRL does not, it also logs `sampling/sampling_logp_difference/max`: the largest difference between the
-    log-probs that came with the completions and these, before the weights changed. That needs no forward of its own.
+    It also logs, if TRL does not, `sampling/sampling_logp_difference/max`: the largest difference between the
+    log-probs passed with the completions and these, before the weights changed. That needs no forward of its own.
     """
 
     temperature: float
     _expected: tuple[Tensor, Tensor] | None = None
-    """Of the batch whose loss is computed: log-probs that came with it, and where its sampled tokens are."""
+    """For the batch whose loss is computed: the log-probs passed with it, and the mask of its sampled tokens."""
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         sampled, before = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
@@ -63,7 +63,7 @@ class ExactLogprobs:
     ) -> tuple[Tensor, Tensor | None, None]:
         """Log-probs of the last `logits_to_keep` tokens and, on request, entropies: float32 [B, logits_to_keep].
 
-        `batch_size` rows at a time. Entropies carry no gradient. Raises `ConfigError` for what has no exact equal.
+        `batch_size` rows at a time. Entropies carry no gradient. Raises `ConfigError` for options without exact equals.
         """
         self._refuse(compute_aux_loss, multimodal)
         logprobs, entropies = [], []

@@ -1,4 +1,4 @@
-"""What the adapter needs of TRL: its version, attributes of its trainers, and their sampling settings as ours."""
+"""TRL's version, the attributes of its trainers that are read, and their sampling settings as ours."""
 
 import inspect
 from collections.abc import Callable, Iterable

@@ -1,7 +1,7 @@
 """Weight transfers for TRL's `AsyncGRPOTrainer`, which calls them `weight_transfer` (`WeightTransferProtocol`).
 
 TRL wraps each transfer in `pause()` and `resume()`. Here these do nothing: the engine stages and checks new weights
-beside the old ones and changes over between two steps, wholly or not at all, so it goes on generating meanwhile, and
+next to the old ones and changes over between two steps, wholly or not at all, so it keeps generating meanwhile, and
 every token carries the version of the weights that sampled it. A transfer that fails leaves the old weights serving.
 """
 
@@ -24,7 +24,7 @@ class _Transfer:
         """Called once, before the first transfer."""
 
     def pause(self) -> None:
-        """Called before each transfer. Generation goes on."""
+        """Called before each transfer. Generation continues."""
 
     def resume(self) -> None:
         """Called after each transfer that succeeded."""
@@ -46,7 +46,7 @@ class PolicyWeightTransfer(_Transfer):
         self._policy, self._partial = policy, partial
 
     def send_weights(self, iterator: Tensors) -> None:
-        """Replace the engine's weights by those of `iterator`. Raises what `RolloutPolicy.update_weights` raises."""
+        """Replace the engine's weights by those of `iterator`. Raises the errors of `RolloutPolicy.update_weights`."""
         self._policy.update_weights(iterator, partial=self._partial)
 
 
@@ -69,7 +69,7 @@ class StoreWeightTransfer(_Transfer):
         self._directory, self._announce, self._next_version = Path(directory), announce, first_version
 
     def send_weights(self, iterator: Tensors) -> None:
-        """Publish the weights of `iterator` and announce them. Raises what `sync.publish` and `announce` raise.
+        """Publish the weights of `iterator` and announce them. Raises the errors of `sync.publish` and `announce`.
 
         Before the announcement nothing has changed for an engine, and a transfer that failed may be repeated.
         """

@@ -1,6 +1,6 @@
 """Makes this engine a rollout of verl, under the name "rollout_engine": verl imports this by its group `verl.plugins`.
 
-Where only verl's own discovery is off, VERL_USE_EXTERNAL_MODULES=envs_adapters.trainers.verl_plugin does the same.
+If only verl's own discovery is off, VERL_USE_EXTERNAL_MODULES=envs_adapters.trainers.verl_plugin does the same.
 """
 
 import logging

@@ -4,7 +4,7 @@
     EngineActor     that actor: verl's calls become requests of the server
     EngineRollout   in each worker of the trainer: sends it the worker's weights
 
-A weight update has verl's `global_steps` as its version, and every token says which version made it.
+A weight update has verl's `global_steps` as its version, and every token has the version that made it.
 """
 
 import base64
@@ -23,7 +23,7 @@ _KV, _WEIGHTS = "kv_cache", "weights"
 
 
 class EngineActor:
-    """What verl calls on a replica: a Ray actor beside the server."""
+    """The replica's interface for verl: a Ray actor next to the server."""
 
     def __init__(self, config: Any, model: str, replica_rank: int) -> None:
         self._config, self._model, self._rank = config, model, replica_rank
@@ -138,7 +138,7 @@ class EngineActor:
         await self.server.control("/flush_cache")
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """End requests in flight with the tokens they have; later ones wait for `resume_generation`, or come back."""
+        """End requests in flight with the tokens they have; later ones wait for `resume_generation`, or are aborted."""
         self._is_paused, self._rejects = True, reject_request
         await self.server.control("/pause_generation", mode="abort")
         return {"aborted_count": 0, "request_ids": []}  # the server does not count them
@@ -176,7 +176,7 @@ class EngineReplica(RolloutReplica):  # type: ignore[misc]
     """One replica: one server and its actor. Tensors are not cut over ranks, so its world size is 1."""
 
     async def init_standalone(self) -> None:
-        """Start a replica of its own. Where weights come by verl's "naive" engine, or not at all, it needs no GPU."""
+        """Start a replica of its own. If weights arrive by verl's "naive" engine, or not at all, it needs no GPU."""
         if self.config.checkpoint_engine.backend != "naive":
             await super().init_standalone()
             return
@@ -212,7 +212,7 @@ class EngineRollout(BaseRollout):  # type: ignore[misc]
         self.is_leader_rank = True
 
     async def _server(self) -> ServerClient:
-        """A client for one operation: the next one may come on another event loop."""
+        """A client for one operation: the next one may run on another event loop."""
         host, port = await ray.get_actor(actor_name(self.replica_rank)).get_server_address.remote()
         return ServerClient(f"{host}:{port}")
 
@@ -235,10 +235,10 @@ class EngineRollout(BaseRollout):  # type: ignore[misc]
         global_steps: int | None = None,
         **more: Any,
     ) -> None:
-        """Send (name, tensor) pairs in bounded pieces, as one update: the engine changes over once all have come.
+        """Send (name, tensor) pairs in bounded pieces, as one update: the engine changes over once all have arrived.
 
-        Raises `ValueError` for adapters and for deltas, and `RuntimeError` where the server refuses; then the weights
-        that it had go on serving.
+        Raises `ValueError` for adapters and for deltas, and `RuntimeError` if the server refuses; then the old
+        weights continue to serve.
         """
         if wire_format != "named_tensors":
             raise ValueError(f"wire_format={wire_format!r} is not served: use a checkpoint engine that sends tensors.")
@@ -284,7 +284,7 @@ def actor_name(replica_rank: int) -> str:
 
 
 def _routed_experts(meta: dict[str, Any]) -> Any:
-    """int16 [T, L, k]: experts of each token but the last in the L layers with a router; None where not asked for."""
+    """int16 [T, L, k]: experts of each token but the last in the L layers with a router; None if not asked for."""
     if "routed_experts" not in meta:
         return None
     found = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")

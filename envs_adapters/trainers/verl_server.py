@@ -61,7 +61,7 @@ class ServerProcess:
 
 
 class ServerSettings:
-    """What `engine_kwargs.rollout_engine` says: where the servers are, or how to start them."""
+    """The settings `engine_kwargs.rollout_engine`: the servers' addresses, or how to start them."""
 
     def __init__(self, given: Mapping[str, Any] | None) -> None:
         settings = dict(given or {})
@@ -83,7 +83,7 @@ class ServerSettings:
             )
 
     def address_of(self, replica: int) -> str | None:
-        """host:port of a replica's server that runs already; None where it is to be started."""
+        """host:port of a replica's server that runs already; None if it is to be started."""
         if not self.addresses:
             return None
         if replica >= len(self.addresses):
@@ -93,7 +93,7 @@ class ServerSettings:
 
 
 class ServerClient:
-    """Calls of the server's routes. Raises `RuntimeError` with the server's own message where it refuses."""
+    """Calls of the server's routes. Raises `RuntimeError` with the server's own message if it refuses."""
 
     def __init__(self, address: str, process: ServerProcess | None = None) -> None:
         import httpx

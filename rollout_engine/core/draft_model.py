@@ -4,12 +4,12 @@
     drafted                                                       |d d d ..   draw: one more for each sequence
 
 Each round introduces its sequences anew to the model's runner, with the tokens that they have by now. KV behind the
-first token that was drafted and not drawn is computed again, over what stands there. A sequence begins with a copy of
-its prompt's KV, where another sample of the same request has that. Where the pool is short, the sequences that were
-not drafted for longest lose their blocks, and compute their KV again if they come back.
+first token that was drafted and not drawn is computed again, and overwritten. A sequence begins with a copy of
+its prompt's KV, if another sample of the same request has it. If the pool is short, the sequences that were
+not drafted for longest lose their blocks, and compute their KV again if they are drafted again.
 
-The model draws with the noise of the policy's own draw: the token where the cumulative probability, in the order of the
-vocabulary, passes the very uniform number of (sequence seed, position), under the request's temperature, truncation and
+The model draws with the noise of the policy's own draw: the token at which the cumulative probability, in the order of
+the vocabulary, passes the uniform number of (sequence seed, position), under the request's temperature, truncation and
 penalties. Two models draw the same token unless that number lies between their cumulative probabilities of some token.
 So models that agree always draw the same, and greedy rows agree wherever the most likely token is the same; independent
 draws would agree as often as two coincide, sum p q. No way to draw agrees more often than 1 - TV(p, q). Shared Gumbel
@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
 
     token_id: int
     logprob: float
-    """Under the draft model, before truncation."""
+    """Log-prob under the draft model, before truncation."""
 
 
 @dataclass(slots=True, eq=False)

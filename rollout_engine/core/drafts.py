@@ -1,8 +1,8 @@
 """The sources of one prompt's drafts: its runs, and the places of each three tokens in a row in them.
 
 A run is a list of tokens: the prompt, an earlier sample of it, or a sample in flight. If the last three tokens of a
-sequence stood before, what followed them there is its draft. Of several such places the one wins before which most
-tokens agree, and of those the newest.
+sequence occurred before, the tokens that followed them are its draft. Of several such places the one before which most
+tokens agree wins, and of those the newest.
 """
 
 from collections.abc import Iterable

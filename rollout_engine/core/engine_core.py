@@ -70,7 +70,7 @@ class EngineCore:
         while len(self._steps) <= num_ahead and (step := self._schedule()):
             self._steps.append(step)
             step.submit(self._executor, self.recorders)
-        if self._steps and not self._results.pending_outputs:  # what `quiesce` collected is returned first
+        if self._steps and not self._results.pending_outputs:  # outputs that `quiesce` collected are returned first
             self._update(self._steps.popleft())
         if not self.has_unfinished_requests():
             self._wait_for_steps()
@@ -227,7 +227,7 @@ class EngineCore:
         """The weights are now `version`'s. Called between steps; returns the number of live requests.
 
         kv="keep": sequences continue on the KV they have. kv="recompute": they compute it again under the new weights;
-        always so when `version` does not grow, since old KV could not be told from new by its version any more.
+        always so when `version` does not grow, since the version would no longer distinguish old KV from new.
         """
         if kv not in ("keep", "recompute"):
             raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")

@@ -16,8 +16,8 @@ class Executor(Protocol):
         """Run a step after all steps submitted before; return a function, called once, that waits for the result.
 
         The result has one token per `work.samples` entry. A step may be submitted while the one before is running: its
-        sequences continue from the tokens sampled there, even if that result was not asked for yet. What is computed
-        from a token that could not be sampled is dropped.
+        sequences continue from the tokens sampled there, even if that result was not asked for yet. Results computed
+        from a token that could not be sampled are dropped.
 
         An exception in place of the result fails the sequences scheduled in this step; nothing runs when it is raised.
         The results of later steps are not asked for: they may have run or not. The next `work.finished_sequence_ids`

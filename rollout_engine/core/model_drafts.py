@@ -2,7 +2,7 @@
 
 A drafted token costs a step of the draft model for the sequences that are drafted together, and a row of the policy's
 step; both were measured at load. How often a token is right is learned, by the probability that the draft model gave
-it. The model is run where drafts pay by the mean of that, and stops where one more token for the likeliest would not.
+it. The model is run if drafts pay by the mean of that, and stops when one more token for the likeliest would not.
 
     first use of a sequence   its prompt is computed once the drafts that it went without would have saved as much
     drafts do not pay         one token is drafted now and then, in a two-hundredth of the time at most, and compared

@@ -73,7 +73,7 @@ class RequestTable:
         return None if found is None or found.ended else found
 
     def known(self, sequence_ids: Iterable[int]) -> set[int]:
-        """Those ids that a sequence of an unfinished request has."""
+        """The ids of these that a sequence of an unfinished request has."""
         return self._sequences.keys() & sequence_ids
 
     def take_held(self) -> list[Request]:

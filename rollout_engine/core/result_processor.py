@@ -138,7 +138,7 @@ class _Drawn:
 
     def __init__(self, step: Step, result: ModelRunnerOutput) -> None:
         self.sequences = step.sampled
-        """Of each row of the columns."""
+        """The sequence of each row of the columns."""
         self.num_kept: list[int] = []
         """Tokens of each sample that its sequence gained; left empty if each drew one."""
         self.finished: list[tuple[Sequence, tuple[FinishReason, int | None]]] = []

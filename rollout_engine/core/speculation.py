@@ -4,8 +4,8 @@
     decode row with drafts  [last token, draft, draft, ..]  one token drawn behind each, up to the first that differs
 
 A draw depends on the sequence's seed and the position alone, and no kernel's row depends on the others. So a token
-drawn behind right drafts is the one that would have been drawn without them, with the same log-prob to the bit; what
-stands behind a wrong draft is dropped, and its KV overwritten.
+drawn behind right drafts is the one that would have been drawn without them, with the same log-prob to the bit;
+all that stands behind a wrong draft is dropped, and its KV overwritten.
 
 Drafts are added if they shorten the work. A step of R rows takes the time of `CoreConfig.step_seconds`, measured
 at load; on a device a step with drafts has no graph, and takes the time of `drafted_step_seconds`. A draft is right
@@ -279,7 +279,7 @@ class _FollowedRates(RightRates):
     def __init__(self) -> None:
         super().__init__(MAX_MATCH.bit_length() + 1)
         self.mean = 0.5
-        """Of all tokens of sequences that are followed; if none was drafted, that counts as wrong."""
+        """Rate of all tokens of sequences that are followed; if none was drafted, that counts as wrong."""
 
     def learn(self, kind: int, is_right: bool) -> None:
         super().learn(kind, is_right)

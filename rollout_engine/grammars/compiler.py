@@ -31,7 +31,7 @@ class DaemonThread:
         self._has_started = False
 
     def submit(self, function: Callable[[], object]) -> None:
-        """Run a function that raises nothing; here, at once, where the system starts no thread."""
+        """Run a function that raises nothing; on the caller's thread, at once, if the system starts no thread."""
         with self._lock:
             if not self._has_started:
                 try:
@@ -43,7 +43,7 @@ class DaemonThread:
         self._queue.put(function)
 
     def close(self) -> None:
-        """Let the thread end when it has run what it was given."""
+        """Let the thread end when it has run all functions submitted."""
         with self._lock:
             if self._has_started:
                 self._queue.put(None)
@@ -97,7 +97,7 @@ class GrammarCompiler:
         self._thread = DaemonThread("grammars")
 
     def grammar(self, given: Mapping[str, Any]) -> Grammar:
-        """The grammar of structured outputs; begins to compile it where it is not known. Any thread may ask."""
+        """The grammar of structured outputs; begins to compile it if it is new. Any thread may ask."""
         text = text_of(given)
         with self._lock:
             found = self._known.get(text)

@@ -31,14 +31,14 @@ class Asked(NamedTuple):
     token_ids: list[int]
     """Its tokens, prompt first; the list may grow between two calls of `GrammarBatch`."""
     draft: Sequence[int] = ()
-    """Tokens that it may come to have; a mask is asked for behind each of them too."""
+    """Tokens that may follow; a mask is asked for behind each of them too."""
 
 
 class GrammarBatch:
     """N sequences that are followed together, step after step; none is asked for the same twice.
 
-    A *place* is where one stands behind some tokens: behind its own, and behind each token of its draft. The states
-    note what fails.
+    A *place* is the position behind some tokens: behind a sequence's own, and behind each token of its draft.
+    The states record failures.
     """
 
     def __init__(self, asked: Sequence[Asked]) -> None:
@@ -57,8 +57,8 @@ class GrammarBatch:
     def masks(self, tried: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Masks uint32 [places, words], bit t % 32 of word t // 32 is token t; bool [places]: whether one is filled.
 
-        `tried`: a token for each place, int64, negative for none. If it may come next no mask is filled, and what is
-        there means nothing: to ask for one token takes a fraction of the time. Masks of a sequence that has failed, and
+        `tried`: a token for each place, int64, negative for none. If it is allowed, no mask is filled, and the words
+        there mean nothing: to ask for one token takes a fraction of the time. Masks of a sequence that has failed, and
         those behind its end, allow all; if no sequence has a grammar that compiled, there is none: [places, 0].
         """
         if not self._has_begun:
@@ -107,7 +107,7 @@ class _Step:
         return self._tried[place] < 0 or not state.allows(self._tried[place])
 
     def follow_draft(self, state: GrammarState, first: int, draft: Sequence[int]) -> None:
-        """Fill the masks at `first` and behind each drafted token that may come; the state stays at `first`."""
+        """Fill the masks at `first` and behind each drafted token that is allowed; the state stays at `first`."""
         num_taken = 0
         if self.must_fill(state, first):
             self._fill_alone(state, first)
@@ -117,7 +117,7 @@ class _Step:
             num_taken += 1
             if self.must_fill(state, first + num_taken):
                 self._fill_alone(state, first + num_taken)
-        # What is drawn behind a token that cannot come is dropped.
+        # A draw behind a token that is not allowed is dropped.
         self.allow_all(range(first + 1 + num_taken, first + 1 + len(draft)))
         if state.matcher is not None:
             state.leave_draft(num_taken)

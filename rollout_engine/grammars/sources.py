@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from rollout_engine.base.structured_outputs import trigger_of
 
 FREE_TOKENS = '%llguidance {"no_forcing": true}'
-"""Text that must come may come in any tokens: a mask has all by which the output can still become what it has to be."""
+"""Lets forced text be drawn in any tokens: a mask has all tokens with which the output can still match the grammar."""
 _ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -37,7 +37,7 @@ def source_of(given: Mapping[str, Any], added: Mapping[str, AddedToken]) -> str:
 
 
 def _translated(grammar: str) -> str:
-    """A grammar in EBNF, as GBNF writes it, in Lark. Raises `ValueError` for what cannot be translated."""
+    """A grammar in EBNF, as GBNF writes it, in Lark. Raises `ValueError` for a grammar that cannot be translated."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -47,9 +47,9 @@ def _translated(grammar: str) -> str:
 
 
 def _tags(value: dict[str, Any], added: Mapping[str, AddedToken]) -> str:
-    """Any text, in which a tag's beginning is followed by JSON of its schema and its end, wherever a trigger comes.
+    """Any text, in which a tag's beginning is followed by JSON of its schema and its end, wherever a trigger occurs.
 
-    With "at_least_one" a tag comes first; with "stop_after_first" nothing comes behind a tag.
+    With "at_least_one" the text begins with a tag; with "stop_after_first" nothing follows a tag.
     """
     structures: list[dict[str, Any]] = value["structures"]
     triggers: list[str] = value["triggers"]

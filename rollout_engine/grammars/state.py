@@ -1,4 +1,4 @@
-"""Where one sequence stands in its grammar."""
+"""The state of one sequence in its grammar."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from rollout_engine.grammars.vocabulary import GrammarError, StopBits, Vocabular
 class GrammarState:
     """The place of one sequence in its grammar, a function of the sequence's tokens.
 
-    A token that ends the sequence is allowed exactly where the tokens before it are complete.
+    A token that ends the sequence is allowed exactly if the tokens before it are complete.
     """
 
     __slots__ = ("_grammar", "_stop_ids", "_stops", "failure", "matcher", "num_followed", "vocabulary")
@@ -72,7 +72,7 @@ class GrammarState:
             self.fail(f"it cannot go back behind a draft ({readable(self.matcher.get_error())})")
 
     def allows(self, token_id: int) -> bool:
-        """Whether the mask here has the token; False also if only the mask can tell."""
+        """Whether the mask here has the token; False also if that is not known without the mask."""
         matcher = self.matcher
         if token_id in self._stop_ids:
             return bool(matcher.is_accepting())

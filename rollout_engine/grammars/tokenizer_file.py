@@ -9,7 +9,7 @@ from rollout_engine.grammars.vocabulary import GrammarError
 def tokenizer_text(name: str, field: str) -> str:
     """The tokenizer of a directory or hub id as `tokenizer.json` has it.
 
-    Raises `GrammarError`, and `ConfigError` where it is not found.
+    Raises `GrammarError`, and `ConfigError` if it is not found.
     """
     directory = find_directory(name, weights=False, field=field)
     return serialized(AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True))

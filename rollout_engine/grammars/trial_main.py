@@ -1,6 +1,6 @@
 """A process that compiles grammars on trial: ``python -m rollout_engine.grammars.trial_main SOCKET``.
 
-It is killed where a grammar takes too long or too much memory, and nothing else is. SOCKET is the descriptor of its end
+It is killed if a grammar takes too long or too much memory, and nothing else is. SOCKET is the descriptor of its end
 of the connection to `rollout_engine.grammars.trials`, whose messages it answers one by one.
 """
 
@@ -16,13 +16,13 @@ from rollout_engine.grammars.trial_wire import Answer, Setup, Trial
 from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary, readable
 
 _MORE_BYTES = 2 << 30
-"""Memory that it may take beyond what it has with the tokenizer."""
+"""Memory that it may take beyond its size with the tokenizer loaded."""
 _NUM_WALKED = 32
 """Tokens of a random output whose masks are computed."""
 
 
 def main() -> None:
-    """Answer until the other end is gone, or nothing has come for a minute."""
+    """Answer until the other end is gone, or no message has arrived for a minute."""
     answer_orders(Setup | Trial, _Trials().answer)
 
 
@@ -47,7 +47,7 @@ class _Trials:
 
 
 def _problem(vocabulary: Vocabulary | GrammarError, text: str) -> str:
-    """Why structured outputs, as JSON, cannot be served; empty where they can."""
+    """Why structured outputs, as JSON, cannot be served; empty if they can."""
     try:
         if isinstance(vocabulary, GrammarError):
             raise vocabulary
@@ -59,7 +59,7 @@ def _problem(vocabulary: Vocabulary | GrammarError, text: str) -> str:
 
 
 def _walk(matcher: Any, num_words: int) -> None:
-    """Compute the masks of a random output. Raises `GrammarError` where it cannot begin, or does not go on."""
+    """Compute the masks of a random output. Raises `GrammarError` if it cannot begin or continue."""
     mask, rng = np.zeros(num_words, np.uint32), random.Random(0)
     for place in range(_NUM_WALKED):
         if matcher.is_stopped() and not matcher.is_error():

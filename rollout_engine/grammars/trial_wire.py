@@ -25,4 +25,4 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     """The answer to either."""
 
     problem: str
-    """Empty where all went well."""
+    """The error; empty if there was none."""

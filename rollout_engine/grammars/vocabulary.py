@@ -17,11 +17,11 @@ _LIMITS = {"max_lexer_states": 1 << 15, "step_max_items": 20_000, "verbose_error
 
 
 class GrammarError(Exception):
-    """A grammar cannot be compiled, or does not go on; the message says why."""
+    """A grammar cannot be compiled, or cannot continue; the message is the reason."""
 
 
 def require_llguidance(given: object) -> ModuleType:
-    """The package. Raises `RequestError`, naming the extra, where it is not installed."""
+    """Import llguidance. Raises `RequestError`, naming the extra, if it is not installed."""
     try:
         import llguidance
     except ImportError as problem:
@@ -45,11 +45,11 @@ class StopBits(NamedTuple):
     stops: np.ndarray
     """Tokens that end the sequence, likewise."""
     can_be_told: bytes
-    """For each token 1 if a matcher can tell whether it is allowed without a mask: it is text, and ends no sequence."""
+    """For each token 1 if a matcher decides without a mask whether it is allowed: it is text, and ends no sequence."""
 
 
 class Vocabulary:
-    """Tokens and their bytes. Raises `GrammarError` for a tokenizer whose tokens have none that can be told."""
+    """Tokens and their bytes. Raises `GrammarError` for a tokenizer whose tokens' bytes cannot be determined."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`tokenizer`: as `tokenizer.json` has it."""
@@ -69,7 +69,7 @@ class Vocabulary:
         self.num_words = -(-size // 32)
         """Words of 32 bits in a mask."""
         self.eos_token_ids = list(self._tokens.eos_tokens)
-        """Tokens whose bits llguidance sets where a grammar accepts."""
+        """Tokens whose bits llguidance sets when a grammar accepts."""
         self._limits = module.LLParserLimits(**_LIMITS)
         self._bits: dict[tuple[int, ...], StopBits] = {}
         self._is_text = np.array([self._has_text(token_id) for token_id in range(size)])

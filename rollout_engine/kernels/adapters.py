@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) beside linear layers, each row under its own adapter, or none.
+"""Low-rank adapters (LoRA, Hu et al. 2021) added to linear layers, each row under its own adapter, or none.
 
     out[row] += scale * (x[row] @ A.T) @ B.T
 
@@ -18,7 +18,7 @@ from rollout_engine.kernels.cpu.adapters import AdapterPair, AdapterRows, Adapte
 __all__ = ["Added", "AdapterPair", "AdapterRows", "AdapterTable", "add_adapter", "add_adapters", "added"]
 
 Added: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
-"""As `added`."""
+"""The signature of `added`."""
 
 
 def add_adapters(table: AdapterTable, x: Tensor, out: Tensor, plan: AdapterRows) -> None:

@@ -1,7 +1,7 @@
 """Attention of a trainer: whole sequences, with gradients, equal bit for bit to the engine's paged attention.
 
 A batch row is one sequence, or several end to end (packed rows). The forward is the paged kernel; the backward is
-C++ where that can be built, else torch, one KV tile at a time. Shapes are those of `kernels.paged_attention`.
+C++ if that can be built, else torch, one KV tile at a time. Shapes are those of `kernels.paged_attention`.
 """
 
 import functools

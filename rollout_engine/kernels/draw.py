@@ -28,8 +28,8 @@ def draw(
 ) -> tuple[RowStats, KeptTokens | None]:
     """Draw a token per row of `logits` [N, V], any floating dtype -> statistics of whole rows, tokens that are kept.
 
-    `temperatures` float32 [N] from `row_temperatures`, `uniforms` float64 [N] in [0, 1), or what they depend on. Rows
-    of `greedy`, bool [N], take the most likely token, the first of several; `rules` must not truncate these rows.
+    `temperatures` float32 [N] from `row_temperatures`, `uniforms` float64 [N] in [0, 1), or their `UniformsOf`.
+    Rows of `greedy`, bool [N], take the most likely token, the first of several; `rules` must not truncate these rows.
     Log-probs are those of the whole row. A row whose statistics are NaN gets an arbitrary token.
     """
     if (prepared := prepare(logits, temperatures, uniforms, greedy, rules)) is not None:
@@ -69,7 +69,7 @@ def redraw(
     """Draw the rows with a mask again, and put their tokens and log-probs into `stats`, those of `draw`.
 
     A row draws the token that it would with -inf at the tokens that are not allowed, which `rules` do not see; -1, and
-    an arbitrary log-prob, where nothing is left. What rules keep goes into `kept`, given with them. The other arguments
+    an arbitrary log-prob, if nothing is left. `kept`, given with rules, receives the tokens they keep. Other arguments
     are as for `draw`; log-probs stay those of the whole row.
     """
     if (prepared := prepare(logits, temperatures, uniforms, greedy, rules, (stats, kept))) is not None:
@@ -88,7 +88,7 @@ def redraw(
     whole = stats.maximum[rows]
     stats.logprobs[rows] = logprobs_at(chosen, whole, temperatures[rows], stats.log_total[rows])
     if kept is not None and left is not None:
-        shift = (inside.maximum.double() - whole) / temperatures[rows]  # NaN where nothing is left
+        shift = (inside.maximum.double() - whole) / temperatures[rows]  # NaN when nothing is left
         kept.log_total[rows], kept.floor[rows], kept.last_tie[rows] = left.log_total + shift, left.floor, left.last_tie
 
 

@@ -1,7 +1,7 @@
 """Batch-invariant matrix products on the CPU: each row has the same bits whatever else is in the batch.
 
 A GEMM library chooses its blocking by the number of rows, so a token's activations can change in the last bit with the
-batch around it. Our own kernel (`cpu/gemm.cpp`) always accumulates in one order, and is used where it is fastest.
+batch around it. Our own kernel (`cpu/gemm.cpp`) always accumulates in one order, and is used if it is fastest.
 oneDNN is made invariant in two ways: prepacked weights fix the blocking over a range of row counts, and calls with
 blocks of fixed height fix it elsewhere. `plan_for` tests, once per shape, which `RowPlan` is the first that holds on
 this CPU, for one thread and for many.
@@ -97,7 +97,7 @@ def plan_for(weight: Tensor, *, float32_out: bool = False, as_int8: bool = False
     """The first plan under which products with a weight of this shape [N, K] and dtype are batch-invariant, by test.
 
     `float32_out` asks for plans with float32 results; for bfloat16 only our own kernel has one. `as_int8` asks for the
-    plan that rounds the weight to int8 codes. Raises `NotInvariant` where none holds. The result depends on the CPU,
+    plan that rounds the weight to int8 codes. Raises `NotInvariant` if none holds. The result depends on the CPU,
     compiler and library alone, so a trainer and an engine on the same kind of machine find the same plan.
     """
     return _plan(*weight.shape, weight.dtype, float32_out and weight.dtype != torch.float32, as_int8)

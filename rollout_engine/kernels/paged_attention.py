@@ -1,6 +1,6 @@
 """Attention over KV tiles of fixed size: a query token gets the same bits however it is batched, chunked or cached.
 
-This is the eager twin of `kernels.cpu.attention`, used where that cannot be compiled.
+This is the eager twin of `kernels.cpu.attention`, used if that cannot be compiled.
 
 Context is read in tiles of `KV_TILE` tokens counted from position 0; each tile updates a running maximum, sum and
 output in float32 (online softmax: Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022). A tile in which a row
@@ -36,7 +36,7 @@ Tile = Callable[[int, int], tuple[Tensor, Tensor]]
 class TilePlan:
     """Sequences and rows that read each KV tile, and their masks; shared by all layers.
 
-    positions int64 [N, R]: each row's position, ascending, -1 for padding. The longest sequence comes first.
+    positions int64 [N, R]: each row's position, ascending, -1 for padding. The longest sequence is first.
     """
 
     def __init__(self, positions: Tensor, group: int) -> None:
@@ -55,7 +55,7 @@ class TilePlan:
         self._hidden: dict[tuple[int, int], Tensor | None] = {}
 
     def hidden(self, j: int, sliding_window: int) -> Tensor | None:
-        """bool [n, 1, rows, KV_TILE]: keys of tile `j` masked from each row; None where all rows see all keys."""
+        """bool [n, 1, rows, KV_TILE]: keys of tile `j` masked from each row; None if all rows see all keys."""
         key = (j, sliding_window)
         if key in self._hidden:
             return self._hidden[key]
@@ -114,7 +114,7 @@ def _rows_of_heads(values: Tensor, num_kv_heads: int, shape: torch.Size) -> Tens
 def scores_of(
     query: Tensor, keys: Tensor, plan: TilePlan, j: int, num_kv_heads: int, params: AttentionParams
 ) -> Tensor:
-    """Scores of scaled queries and the first L keys [n * Hk, L, Dk] of a tile: [n * Hk, rows, L], -inf where masked."""
+    """Scores of scaled queries and the first L keys [n * Hk, L, Dk] of a tile: [n * Hk, rows, L], -inf if masked."""
     scores = torch.bmm(query, keys.transpose(1, 2))
     if params.softcap:
         scores = scores.div_(params.softcap).tanh_().mul_(params.softcap)
@@ -133,7 +133,7 @@ def padded_rows(rows: int) -> int:
 def prove_row_invariance(head_dims: set[int], dtype: torch.dtype) -> None:
     """Check, once at start-up, that batched products with these head sizes are row-invariant on this machine.
 
-    Raises `NotInvariant` where they are not. The C++ kernel needs no check: it computes each row by itself.
+    Raises `NotInvariant` if they are not. The C++ kernel needs no check: it computes each row separately.
     """
     if compiled.supports(dtype):
         return

@@ -29,7 +29,7 @@ class RowStats(NamedTuple):
 
 
 class UniformsOf(NamedTuple):
-    """Uniform numbers of N rows, by what they depend on; see `kernels.rng`."""
+    """Uniform numbers of N rows, by the seeds and positions that they depend on; see `kernels.rng`."""
 
     seeds: Tensor
     """int64 [N]."""
@@ -50,7 +50,7 @@ class Truncation(NamedTuple):
     top_p: Tensor
     """float64: of these, the shortest sorted prefix whose share of their mass reaches it; 1 cuts none."""
     min_p: Tensor
-    """float64: of these, tokens at least so many times as likely as the most likely one."""
+    """float64: of these, tokens at least this fraction as likely as the most likely one."""
 
     def rows(self, index: slice | Tensor) -> "Truncation":
         """The rules of some of the rows."""
@@ -61,7 +61,7 @@ class TokenMasks(NamedTuple):
     """Masks of some of N rows: tokens that are not allowed cannot be drawn."""
 
     bits: Tensor
-    """int32 [M, W], W * 32 >= V: token t is allowed where bit t % 32 of word t // 32 is set."""
+    """int32 [M, W], W * 32 >= V: token t is allowed if bit t % 32 of word t // 32 is set."""
     places: Tensor
     """int64 [N]: index into `bits`; -1 for a row without a mask."""
 
@@ -73,7 +73,7 @@ class KeptTokens(NamedTuple):
     """
 
     log_total: Tensor
-    """float64 [N]: log of the kept tokens' weight, under the whole row's maximum; not finite where none is kept."""
+    """float64 [N]: log of the kept tokens' weight, under the whole row's maximum; not finite if none is kept."""
     floor: Tensor
     """float32 [N]."""
     last_tie: Tensor

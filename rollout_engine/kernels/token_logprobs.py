@@ -25,7 +25,7 @@ from rollout_engine.kernels.row_stats import CHUNK, RowStats
 RowStatsKernel = Callable[[Tensor, Tensor, Tensor], RowStats]
 _BLOCK_NUMEL = 1 << 19
 _DEVICE_BLOCK_NUMEL = 1 << 26
-"""Larger on devices, where a launch costs more than a cache saves."""
+"""Larger on devices, because a launch costs more than a cache saves."""
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -62,7 +62,7 @@ def row_temperatures(temperature: float | Tensor, logits: Tensor) -> Tensor:
     """`temperature` as float32 [N], within float32's normal range; 0 (greedy) becomes 1."""
     if isinstance(temperature, Tensor):
         given = temperature.to(logits.device, torch.float64)
-    else:  # filled where it is: a copy of a number to a device would wait for it
+    else:  # filled on the device: a copy of a number to a device would wait for it
         given = torch.full((), temperature, dtype=torch.float64, device=logits.device)
     given = given.expand(logits.shape[0])
     return torch.where(given == 0, 1.0, given).clamp(_TINY, _HUGE).float()

@@ -1,8 +1,8 @@
-"""Exact top-k, top-p and min-p, and the most likely tokens, without sorting the whole vocabulary where possible.
+"""Exact top-k, top-p and min-p, and the most likely tokens, without sorting the whole vocabulary if possible.
 
 "Sorted" always means by logit, ties by token id. In that order each of the three rules keeps a prefix, so the result is
-where the shortest prefix ends: its *edges* (floor, last tie), see `KeptTokens`. The C++ kernel (`cpu/truncation.h`)
-finds them within the draw; its eager twin here sorts the largest logits with NumPy, or all where too many are kept.
+the end of the shortest prefix: its *edges* (floor, last tie), see `KeptTokens`. The C++ kernel (`cpu/truncation.h`)
+finds them within the draw; its eager twin here sorts the largest logits with NumPy, or all if too many are kept.
 """
 
 import numpy as np
@@ -39,7 +39,7 @@ def is_kept(logits: Tensor, token_ids: Tensor, floor: Tensor, last_tie: Tensor) 
 
 def most_likely(logits: Tensor, k: int) -> Tensor:
     """Ids of the `k` <= V largest logits of each row, sorted: int64 [n, k]. `logits` [n, V] holds no NaN."""
-    if not logits.is_cpu:  # the shorter way waits for a device to tell how many tokens there are
+    if not logits.is_cpu:  # the shorter way waits until a device returns the number of tokens
         return logits.sort(descending=True, stable=True).indices[:, :k]
     floor = logits.topk(k).values[:, -1:]
     rows, ids = (logits >= floor).nonzero(as_tuple=True)  # by row, then id: stable sorts keep ties by id

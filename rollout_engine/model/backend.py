@@ -21,7 +21,7 @@ from sync.tensor_writer import Upload
 
 
 class Arithmetic(NamedTuple):
-    """Makes a trainer's module compute what an engine on the same kind of device does."""
+    """Makes a trainer's module compute the same as an engine on the same kind of device."""
 
     attention_name: str
     """The attention function, as registered with Hugging Face's attention interface."""
@@ -44,7 +44,7 @@ class ShadowMemory(Protocol):
         ...
 
     def allocate(self, num_bytes: int) -> UntypedStorage:
-        """Memory for a shadow. Raises `WeightUpdateError` where there is none."""
+        """Memory for a shadow. Raises `WeightUpdateError` if there is none."""
         ...
 
     def beside_steps(self) -> AbstractContextManager[object]:
@@ -64,11 +64,11 @@ class WeightMemory(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held where the model runs."""
+        """Bytes held in the memory of the model's device."""
         ...
 
     def release(self, *, forget: bool) -> None:
-        """Free what `derive` can make again or bring back. `forget`: free the weights too and lose their values."""
+        """Free tensors that `derive` can remake or restore. `forget`: free the weights too and lose their values."""
         ...
 
     def derive(self) -> None:
@@ -97,16 +97,16 @@ class Backend(Protocol):
     packed: PackedWeights
     shadow_memory: ShadowMemory
     upload: Upload | None
-    """Writes weights from the host's memory to the device; None where they are in the host's memory."""
+    """Writes weights from the host's memory to the device; None if they are in the host's memory."""
     generates: bool
     """Whether the model has an output head."""
     pooling: PoolingInfo | None
     """Kinds of pooling that it offers; None: none."""
     routing: RoutingInfo | None
-    """Its routers, whose choices are returned and replayed; None where they are not."""
+    """Its routers, whose choices are returned and replayed; None if they are not."""
     adapters: AdapterPool | None
-    """Adapters beside the linears; None where they are not computed: on a CPU without `is_deterministic`, and on a
-    device where layers run as modules."""
+    """Adapters of the linears; None if they are not computed: on a CPU without `is_deterministic`, and on a
+    device on which layers run as modules."""
     choices: str
     """Choices made at start-up, for one log line."""
 

@@ -37,7 +37,7 @@ class Device(NamedTuple):
 
 
 def device_of(config: EngineConfig) -> Device:
-    """The device that `config` names. Raises `ConfigError` where no engine runs on it."""
+    """The device that `config` names. Raises `ConfigError` if no engine runs on it."""
     if config.device != "cuda":
         return Device(torch.device("cpu"), CpuBackend)
     device = torch.device("cuda", 0)
@@ -47,7 +47,7 @@ def device_of(config: EngineConfig) -> Device:
 
 
 def exchange_of(device: Device, meeting: Meeting, rendezvous: str | None) -> Exchange:
-    """A rank's end of what ranks exchange, whose hosts have this `meeting`.
+    """A rank's end of the exchange between ranks, whose hosts have this `meeting`.
 
     `rendezvous`: of the group of their devices, or of CPUs that share no memory; None: the meeting is all they need.
     """
@@ -58,7 +58,7 @@ def exchange_of(device: Device, meeting: Meeting, rendezvous: str | None) -> Exc
 
 
 def arithmetic_of(device: torch.device) -> Arithmetic:
-    """The arithmetic of engines on `device`. Raises `ConfigError` where no engine runs on it."""
+    """The arithmetic of engines on `device`. Raises `ConfigError` if no engine runs on it."""
     if device.type == "cpu":
         return CpuBackend.arithmetic
     if (reason := unsupported_reason(device)) is not None:
@@ -69,7 +69,7 @@ def arithmetic_of(device: torch.device) -> Arithmetic:
 
 
 def unsupported_reason(device: torch.device) -> str | None:
-    """Why `CudaBackend` cannot compute on `device`, as half a sentence for the user; None where it can."""
+    """Why `CudaBackend` cannot compute on `device`, as half a sentence for the user; None if it can."""
     reason = availability.unsupported_reason(device)
     if reason is None and _import_problem is not None:
         return f"its kernels cannot be imported ({_import_problem})"

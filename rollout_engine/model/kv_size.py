@@ -1,4 +1,4 @@
-"""Sizes the KV pool, and caps the length of a sequence to what fits it."""
+"""Sizes the KV pool, and caps the length of a sequence to the tokens that fit it."""
 
 import psutil
 
@@ -28,7 +28,7 @@ DRAFT_SHARE = 8
 def size_pool(config: EngineConfig, loaded: LoadedModel, device_bytes: int | None = None) -> int:
     """Number of KV blocks: as given, or as many as `kv_cache_bytes` or the CPU default hold.
 
-    The default never exceeds what `max_num_seqs` sequences of the longest length can fill. `device_bytes`: all memory
+    The default never exceeds the tokens of `max_num_seqs` sequences of the longest length. `device_bytes`: all memory
     of the device that holds the pool; None: the host does. Raises `ConfigError` for a pool larger than that.
     """
     block_bytes = bytes_per_block(loaded, config.tokens_per_block)
@@ -55,7 +55,7 @@ def most_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def _check_fits(field: str, value: int, num_bytes: int, device_bytes: int | None) -> None:
-    """Refuse a pool larger than memory: the host's pages come at first touch, so it would kill the process later."""
+    """Refuse a pool larger than memory: host pages are allocated at first touch, which would kill the process later."""
     place = "machine" if device_bytes is None else "device"
     total = psutil.virtual_memory().total if device_bytes is None else device_bytes
     if num_bytes > total:

@@ -1,6 +1,6 @@
-"""Renders conversations by a chat template, in the form that it takes, and refuses what it would leave out.
+"""Renders conversations by a chat template, in the form that it takes, and refuses messages that it would leave out.
 
-Templates differ in what they read: content as text or as parts, arguments of tool calls as objects or as JSON text, and
+Templates differ in their input: content as text or as parts, arguments of tool calls as objects or as JSON text, and
 which roles they write at all. A template is a program, so each question is answered by rendering: once per template,
 role and question, with the conversation that raised it.
 """
@@ -251,7 +251,7 @@ def _with_texts(messages: Messages) -> Messages:
 
 
 def _reworded(messages: Messages, role: str) -> Messages:
-    """Return a conversation in which messages of a role say and call something else."""
+    """Return a conversation in which messages of a role have other words and calls."""
     return [_say_otherwise(message) if message["role"] == role else message for message in messages]
 
 

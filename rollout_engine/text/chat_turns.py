@@ -1,4 +1,4 @@
-"""Prompts of a conversation's later turns, as token ids in which what was sampled stays as it was sampled.
+"""Prompts of a conversation's later turns, as token ids in which sampled ids stay as they were sampled.
 
     prompt of the next turn = this turn's prompt + the sampled ids + glue
     glue                    = the template's end of the answer, the new messages, the header of the next answer
@@ -6,7 +6,7 @@
 To render the conversation anew and encode it again would give other ids for the same text. And a template may render
 earlier answers differently from how they were sampled, for example without their thinking: then the sum above is not
 the template's own prompt, and `ChatTurns.between` raises `RewrittenTurns`. It compares the template's texts of the
-conversation at hand, since templates look at what was said: Qwen3's keeps thinking if tool messages follow, and drops
+conversation at hand, since templates look at the messages: Qwen3's keeps thinking if tool messages follow, and drops
 it if a user's do.
 """
 
@@ -22,7 +22,7 @@ from rollout_engine.text.tokenizer import TextCodec
 Messages = list[dict[str, Any]]
 
 _ANSWER = "An answer: 0f1e2d3c."
-"""Stands for what is sampled. No other text of a conversation contains it."""
+"""Stands for the sampled text. No other text of a conversation contains it."""
 _THINKING = "Let me see.\n</think>\n\n"
 _NUM_TURNS = 3
 _EXCERPT = 60
@@ -54,7 +54,7 @@ class ChatTurns:
             raise RequestError(f"{what}. Give chat_template= with one that does.", field="chat_template")
         self._base_text = closed[: closed.index(_ANSWER) + len(_ANSWER)]
         self._closing = closed[len(self._base_text) :]
-        """What ends an answer that is the last message."""
+        """The end of an answer that is the last message."""
         self._is_split = self._begins_with_a_token(self._closing)
         """Whether the text after an answer is encoded to the same ids without the text before it."""
         self._opening = self._unwritten_opening()
@@ -86,7 +86,7 @@ class ChatTurns:
             sampled: its token ids. If they end as the template ends the message, that end is not repeated.
             has_ended: whether its last token ended it; False: it was cut off.
 
-        Raises `RewrittenTurns` if `now` differs from `shown` and what was sampled.
+        Raises `RewrittenTurns` if `now` differs from `shown` and the sampled text.
         """
         kept = self._codec.without_end(sampled)
         if now.startswith(shown + said):
@@ -117,8 +117,8 @@ class ChatTurns:
     def rewriting(self, roles: Sequence[str]) -> str | None:
         """How the template rewrites earlier turns once messages with these roles follow an answer; None: not at all.
 
-        Tried on a conversation of three turns, whose answers think unless their header says that they do not. `between`
-        decides by what was really sampled. Raises `RequestError` if the template refuses such a conversation.
+        Tried on a conversation of three turns, whose answers think unless their header rules it out. `between`
+        decides by the sampled ids. Raises `RequestError` if the template refuses such a conversation.
         """
         key = tuple(roles)
         if key not in self._rewriting:
@@ -140,7 +140,7 @@ class ChatTurns:
         return None
 
     def _thinking_header(self) -> str:
-        """What the header of an answer says of thinking, for example "<think>" or "<think></think>"; "" for nothing."""
+        """The part of an answer's header about thinking, for example "<think>" or "<think></think>"; "" without one."""
         question = _message("user")
         _, begins, rest = self._render([question]).rpartition(question["content"])[2].partition("<think>")
         return begins + rest

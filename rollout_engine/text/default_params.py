@@ -20,7 +20,7 @@ def read_default_params(model: str) -> SamplingParams:
     """
     try:
         directory = find_directory(model, weights=False)
-    except ConfigError:  # it is where the engine runs, on another machine
+    except ConfigError:  # it is on the engine's machine, not on this one
         return SamplingParams()
     try:
         found = GenerationConfig.from_pretrained(directory, local_files_only=True)

@@ -1,4 +1,4 @@
-"""Decodes the tokens of one completion as they come, up to a stop token, stop string or stop pattern."""
+"""Decodes the tokens of one completion as they arrive, up to a stop token, stop string or stop pattern."""
 
 from collections.abc import Collection, Sequence
 
@@ -29,7 +29,7 @@ class Detokenizer:
         self._text = ""
         self._state = 0
         self._first_end: int | None = None
-        """Earliest position in the text where a match of a pattern may end; None before `min_tokens`."""
+        """Earliest position in the text at which a match of a pattern may end; None before `min_tokens`."""
         self._finished = False
         self.stop: str | None = None
         """The stop string or pattern that ended the text."""
@@ -53,7 +53,7 @@ class Detokenizer:
         return len(token_ids)
 
     def finish(self) -> None:
-        """End the text, and release what was held back."""
+        """End the text, and release the text held back."""
         if self.stop is None and self.error is None:
             self._decode()
             self._append(self._stream.flush())

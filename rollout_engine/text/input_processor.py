@@ -173,9 +173,9 @@ class InputProcessor:
         return isinstance(given, dict) and not self._trials.knows(given)
 
     def try_grammar(self, params: Params | None) -> None:
-        """Raise `RequestError` unless the structured outputs of params compile; blocks where they are new.
+        """Raise `RequestError` unless the structured outputs of params compile; blocks if they are new.
 
-        `check` does the same: call this first where nobody may wait for what `check` holds.
+        `check` does the same: call this first if others must not wait for resources held during `check`.
         """
         if not isinstance(params, PoolingParams):
             self._check_grammar(as_sampling_params(params))
@@ -190,7 +190,7 @@ class InputProcessor:
         return mix(self._seed, self._num_admitted - 1)
 
     def admit(self, checked: CheckedPrompt, *, priority: int = 0, seed: int | None = None) -> EngineCoreRequest:
-        """Make the request to the core. `seed` comes before that of its params; without any it gets `next_seed`."""
+        """Make the request to the core. `seed` overrides that of its params; without any it gets `next_seed`."""
         priority = plain(priority)
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             raise RequestError.for_field("priority", priority, "an int in [-2**63, 2**63)")
@@ -341,7 +341,7 @@ class InputProcessor:
         return truncated(token_ids, most, params.truncation_side)
 
     def _room(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Resolve `max_tokens`: as many as fit where it is None, or is shortened to what fits."""
+        """Resolve `max_tokens`: all tokens that fit if it is None, or is shortened to those."""
         room = self._max_model_len - num_prompt_tokens
         asked = params.max_tokens or room
         if room >= 1 and params.min_tokens <= room and (asked <= room or self._clamps):

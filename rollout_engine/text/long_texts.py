@@ -44,7 +44,7 @@ _BYTES_PER_CHAR_OF_NFC = 2
 
 
 class LongTexts:
-    """What is known of one tokenizer, found when the first long text is encoded."""
+    """Properties of one tokenizer, found when the first long text is encoded."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -176,6 +176,6 @@ def _cuts_anywhere(normal: list[dict[str, Any]] | None, split: list[dict[str, An
 
 
 def _is_uncut(added: list[AddedToken]) -> bool:
-    """Whether no added token, which is found before anything else, holds a place where texts are cut."""
+    """Whether no added token, which is found before anything else, holds a place at which texts are cut."""
     breaks = set(_BREAK)
     return not any(breaks & set(token.content) for token in added)

@@ -10,10 +10,10 @@ from rollout_engine.text.prompts import truncated
 def pooled_tokens(
     token_ids: list[int], params: PoolingParams, info: PoolingInfo | None, max_model_len: int
 ) -> list[int]:
-    """The tokens to compute. Raises `RequestError` where the model cannot pool them so.
+    """The tokens to compute. Raises `RequestError` if the model cannot pool them so.
 
     A head for sequences is read at the last token that is not the pad token, as transformers does: later ones are
-    dropped. Where all are pad tokens it is read at the first.
+    dropped. If all are pad tokens it is read at the first.
     """
     most = max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
     token_ids = truncated(token_ids, most, params.truncation_side)

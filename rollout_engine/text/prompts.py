@@ -1,4 +1,4 @@
-"""Tells the kinds of prompts apart and checks their form.
+"""Distinguishes the kinds of prompts and checks their form.
 
     "text"   [1, 2, 3]   [{"role": "user", "content": "text"}]
     {"prompt": "text"}   {"prompt_token_ids": [1, 2, 3]}   {"messages": [{"role": ...}], "tools": [...]}
@@ -114,7 +114,7 @@ def as_fields(prompt: Any) -> dict[str, Any]:
 def check_chat_arguments(
     options: Mapping[str, Any], verb: Callable[..., Any], known: Sequence[str] = CHAT_KEYS
 ) -> None:
-    """Raise `RequestError` for a keyword argument of `verb` that is not among its `known` ones: where it belongs."""
+    """Raise `RequestError` for a keyword argument of `verb` that is not among its `known` ones, naming its place."""
     for name, value in options.items():
         if name not in known:
             raise RequestError(_unknown_argument(name, verb, known), field=name, value=value)
@@ -177,7 +177,7 @@ def _with(options: Mapping[str, Any], prompt: Any) -> Any:
     try:
         return {**options, **_keyed(prompt)}
     except RequestError:
-        return prompt  # refused with its index where all prompts are checked
+        return prompt  # refused with its index when all prompts are checked
 
 
 def _keyed(prompt: Any) -> dict[str, Any]:

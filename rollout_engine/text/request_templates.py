@@ -1,4 +1,4 @@
-"""Chat templates that come with requests of strangers: rendered in a process of their own, in bounded time and memory.
+"""Chat templates in requests of strangers: rendered in a process of their own, in bounded time and memory.
 
 A template is a program. Jinja's sandbox keeps it from files and from Python, but bounds neither its time nor its
 memory: nested loops of 78 characters compute for hours, and `{{ "a" * 6000000000 }}` takes 6 GB.
@@ -38,7 +38,7 @@ class RequestTemplates:
     ) -> str:
         """The text of a conversation. Blocks; raises `RequestError` for a template that fails, or takes too much.
 
-        `messages`: as `as_messages` returns them. `options`: `ChatOptions` besides the template, plain data.
+        `messages`: as `as_messages` returns them. `options`: `ChatOptions` without the template, plain data.
         `special_tokens`: the tokenizer's `special_tokens_map`.
         """
         try:

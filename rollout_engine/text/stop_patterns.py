@@ -4,7 +4,7 @@
                                        ^ a pattern's start
 
 Each search begins at the pattern's start: the first position of a partial match, one that more text could complete, as
-the `regex` package reports it. So a search reads little more than the new text, and finds what a search of the whole
+the `regex` package reports it. So it reads little more than the new text, and finds as much as one of the whole
 text would. A start is at most `STOP_REGEX_WINDOW` characters back: longer matches are not found.
 
 The package misses some partial matches of patterns that look back from the end of the text (word boundaries,

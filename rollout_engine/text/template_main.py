@@ -17,13 +17,13 @@ from rollout_engine.text.template_wire import Rendered, Rendering, unable
 SECONDS = 1.0
 """Computing time that one template may take."""
 MORE_BYTES = 512 << 20
-"""Memory that the process may take beyond what it has when it begins."""
+"""Memory that the process may take beyond its size at the start."""
 MAX_CHARS = 32 << 20
 """Longest text of a conversation."""
 
 
 def main() -> None:
-    """Answer until the other end is gone, or nothing has come for a minute."""
+    """Answer until the other end is gone, or no message has arrived for a minute."""
     bound_memory(MORE_BYTES)
     answer_orders(Rendering, _answer)
 
@@ -61,7 +61,7 @@ def _answer(order: Rendering) -> Rendered:
 
 
 def _ignore(warning: str) -> None:
-    """Log nothing: a stranger's template is the stranger's to know."""
+    """Log nothing: warnings about a stranger's template are no concern of the server's."""
 
 
 if __name__ == "__main__":

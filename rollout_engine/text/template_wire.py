@@ -12,7 +12,7 @@ class Rendering(msgspec.Struct, frozen=True, tag="rendering"):
     options: bytes
     """JSON of their `ChatOptions`, without the template."""
     special_tokens: dict[str, str]
-    """Texts of the tokenizer's special tokens, by the names that templates know them by."""
+    """Texts of the tokenizer's special tokens, by their names in templates."""
 
 
 class Rendered(msgspec.Struct, frozen=True, tag="rendered"):
@@ -22,7 +22,7 @@ class Rendered(msgspec.Struct, frozen=True, tag="rendered"):
     problem: str = ""
     """A sentence; empty for none."""
     field: str = "chat_template"
-    """What the problem is about."""
+    """The field of the request that the problem is about."""
 
 
 def unable(reason: str) -> str:

@@ -1,10 +1,10 @@
 """Decodes token ids to text, a few at a time, never returning half a character.
 
-The text of a completion is what prompt and completion decode to together, beyond what the prompt decodes to alone:
-`decode(prompt + completion)[len(decode(prompt)):]`. Hence a first word keeps its space. What has been returned is
+The text of a completion is the decoded text of prompt and completion together, beyond that of the prompt alone:
+`decode(prompt + completion)[len(decode(prompt)):]`. Hence a first word keeps its space. Text that has been returned is
 final, and everything returned, `flush` included, adds up to that text, whatever was pushed at a time. Two cases differ:
 
-* A prompt that ends inside a character: where the completion finishes the character, decode(prompt), which ends in
+* A prompt that ends inside a character: if the completion finishes the character, decode(prompt), which ends in
   U+FFFD, is no prefix. The character then belongs to the completion, whose text begins with it.
 * A tokenizer that spells characters as a run of byte tokens (`<0xE6>`), and a run that is not valid UTF-8: a one-shot
   decode loses the run's valid characters too; here those already returned, or in the prompt, stay.
@@ -40,7 +40,7 @@ class TextStream(Protocol):
         """Add tokens and return the text they complete; bytes of an unfinished character are held back."""
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the completion: U+FFFD for an unfinished character."""
+        """Return the text held back, at the end of the completion: U+FFFD for an unfinished character."""
 
 
 class TokenBytes(dict[int, bytes]):
@@ -60,7 +60,7 @@ class ByteStream:
     """Decodes for byte-level tokenizers: bytes from a table through one incremental UTF-8 decoder."""
 
     def __init__(self, token_bytes: TokenBytes, prompt: Sequence[int] = ()) -> None:
-        """Decode what follows the ids `prompt`."""
+        """Decode the ids that follow `prompt`."""
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b""
@@ -104,7 +104,7 @@ class WindowStream:
         prompt: Sequence[int] = (),
         unspaced: Mapping[int, str] = _NO_TOKENS,
     ) -> None:
-        """Decode what follows the ids `prompt`. An id of `unspaced` right after another has exactly its text there."""
+        """Decode the ids that follow `prompt`. An id of `unspaced` right after another has exactly its text there."""
         self._decode, self._skipped, self._unspaced = decode, skipped, unspaced
         self._prompt: Sequence[int] | None = prompt
         """The prompt's ids; None once they have been read, at the first token."""
@@ -114,7 +114,7 @@ class WindowStream:
         self._num_returned = 0
         """Characters of the pending text already returned."""
         self._unfinished_text = ""
-        """Text of the pending bytes that belong to the prompt; left out where the pending text begins with it."""
+        """Text of the pending bytes that belong to the prompt; left out if the pending text begins with it."""
         self._follows_unspaced = False
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -136,7 +136,7 @@ class WindowStream:
         self._follows_unspaced = bool(tail) and tail[-1] in self._unspaced
 
     def _whole_characters(self, tail: list[int]) -> tuple[int, int]:
-        """Return where the first whole character in the `tail` of a prompt begins, and where the last one ends."""
+        """Return the start of the first whole character in the `tail` of a prompt, and the end of the last one."""
         starts = range(_MAX_UNFINISHED + 1 if len(tail) == _PROMPT_TAIL else 1)
         ends = range(len(tail), max(len(tail) - _MAX_UNFINISHED, 0) - 1, -1)
         for end, start in product(ends, starts):
@@ -173,7 +173,7 @@ class WindowStream:
         return new
 
     def _first_new(self, text: str) -> int:
-        """Return where the new part of the pending `text` begins: after what was returned or is the prompt's."""
+        """Return the start of the new part of pending `text`: after text that was returned or is the prompt's."""
         if self._num_returned or not text.startswith(self._unfinished_text):
             return self._num_returned
         return len(self._unfinished_text)

@@ -54,7 +54,7 @@ class TextCodec:
     def from_config(cls, config: EngineConfig, directory: Path | None = None) -> "TextCodec | None":
         """Load an engine's tokenizer; None with `skip_tokenizer_init`. Raises `ConfigError`.
 
-        `directory`: what `tokenizer_directory` has found; None: look for it.
+        `directory`: the result of `tokenizer_directory`; None: look for it.
         """
         if config.skip_tokenizer_init:
             return None
@@ -68,7 +68,7 @@ class TextCodec:
     def from_pretrained(cls, name: str, field: str = "tokenizer", directory: Path | None = None) -> "TextCodec":
         """Load from a directory or hub id. Raises `ConfigError`; `field` is the option that gave `name`.
 
-        `directory`: where the files of `name` are, if that is known.
+        `directory`: the directory of the files of `name`, if known.
         """
         directory = directory or find_directory(name, weights=False, field=field)
         try:  # the whole directory is here: transformers would ask the hub for each file, over and over
@@ -76,7 +76,7 @@ class TextCodec:
         except Exception as problem:  # a broken file may raise anything
             raise _cannot_load(name, f"{type(problem).__name__}: {problem}".removesuffix(".")) from problem
         hf.name_or_path = name
-        if len(hf) <= len(hf.added_tokens_decoder):  # the loader returns an empty one where the files are missing
+        if len(hf) <= len(hf.added_tokens_decoder):  # the loader returns an empty one if the files are missing
             raise _cannot_load(name, "it has no vocabulary; are its files (tokenizer.json) there?")
         return cls(hf)
 
@@ -117,7 +117,7 @@ class TextCodec:
             logger.warning("%s", text)
 
     def encode_word(self, word: str) -> list[list[int]]:
-        """Return the ids of a word alone, and after a space where those differ. Raises `RequestError`."""
+        """Return the ids of a word alone, and after a space if those differ. Raises `RequestError`."""
         texts = (word, f" {word.lstrip()}")
         plain, spaced = (self._encode(text, add_special_tokens=False, field="bad_words") for text in texts)
         return [plain] if spaced == plain else [plain, spaced]
@@ -244,7 +244,7 @@ def _named(config: EngineConfig) -> tuple[str, str]:
 
 
 def _backend(hf: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """What encodes as `hf.encode` does, in half the time, unless it truncates or pads; None: `hf` alone does."""
+    """A tokenizer that encodes like `hf`, in half the time, unless it truncates or pads; None: `hf` alone does."""
     if not isinstance(hf, PreTrainedTokenizerFast) or hf.split_special_tokens:
         return None
     own = [vars(each) for each in type(hf).__mro__ if issubclass(each, PreTrainedTokenizerFast)][:-1]

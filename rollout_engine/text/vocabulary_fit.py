@@ -39,7 +39,7 @@ def end_ids(named: Sequence[int], codec: TextCodec | None, vocab_size: int) -> l
 
 
 def warn_of_larger_tokenizer(codec: TextCodec, vocab_size: int) -> None:
-    """Warn where the tokenizer has ids that the model lacks: prompts with them will be refused."""
+    """Warn if the tokenizer has ids that the model lacks: prompts with them will be refused."""
     if len(codec.hf) <= vocab_size:
         return
     beyond = sorted((token_id, token) for token, token_id in codec.hf.get_vocab().items() if token_id >= vocab_size)

@@ -1,1 +1,1 @@
-"""C++ kernels for the CPU, and their compilation. Each has an eager twin that runs where no compiler is."""
+"""C++ kernels for the CPU, and their compilation. Each has an eager twin that runs if there is no compiler."""

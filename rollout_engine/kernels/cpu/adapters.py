@@ -64,7 +64,7 @@ class AdapterRows(NamedTuple):
     ) -> "AdapterRows | None":
         """Sort the rows of a batch made of runs of `sizes[i]` rows under adapter `slots[i]`, from 0; -1: none.
 
-        `block_rows`: most rows of a block. None where no row has an adapter.
+        `block_rows`: most rows of a block. None if no row has an adapter.
         """
         each = np.repeat(np.array(slots, np.int32), np.array(sizes, np.int64))
         rows = np.flatnonzero(each >= 0)
@@ -81,7 +81,7 @@ class AdapterRows(NamedTuple):
         return cls(rows, sorted_slots, np.array(blocks, np.int32))
 
     def among(self, wanted: np.ndarray, num_rows: int) -> "AdapterRows | None":
-        """Those of the rows `wanted` of the batch, which has `num_rows`, under their places in `wanted`."""
+        """The rows with adapters among the `wanted` of the batch, which has `num_rows`, by places in `wanted`."""
         slots = np.full(num_rows, -1, np.int32)
         slots[self.rows] = self.slots
         return AdapterRows.of(slots.take(wanted, mode="clip"), np.ones(len(wanted), np.int64))
@@ -106,7 +106,7 @@ class AdapterTable:
         """The largest of each adapter's pairs."""
 
     def set(self, slot: int, pairs: Sequence[AdapterPair | None]) -> None:
-        """Give an adapter its pairs, one for each linear; None where it leaves one alone.
+        """Give an adapter its pairs, one for each linear; None for one that it does not change.
 
         Raises `ValueError` for tensors of another shape or dtype.
         """
@@ -185,7 +185,7 @@ class _Part(ctypes.Structure):
 
 
 class TableCall(ctypes.Structure):
-    """An `AdapterTable` for the kernels; zeros where no adapter changes these linears."""
+    """An `AdapterTable` for the kernels; zeros if no adapter changes these linears."""
 
     _fields_ = [
         ("parts", c_void_p),

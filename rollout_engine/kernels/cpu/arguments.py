@@ -1,6 +1,6 @@
 """Checks of tensors before C++ reads them: it trusts addresses, dtypes, shapes and strides.
 
-Every check raises a `ValueError` that names the argument, what was expected and what came, and costs well under a
+Every check raises a `ValueError` that names the argument, the expected and the given value, and costs well under a
 microsecond.
 """
 
@@ -56,7 +56,7 @@ def is_integral(tensor: Tensor) -> bool:
 
 
 def array_address(name: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> int:
-    """Address of a contiguous NumPy array of this dtype and, where given, shape. Raises `ValueError` for any other."""
+    """Address of a contiguous NumPy array of this dtype and, if given, shape. Raises `ValueError` for any other."""
     if (
         isinstance(array, np.ndarray)
         and array.dtype == dtype
@@ -70,12 +70,12 @@ def array_address(name: str, array: np.ndarray, dtype: np.dtype, shape: tuple[in
 
 
 def argument_error(name: str, got: object, expected: str) -> ValueError:
-    """`ValueError` saying that argument `name` should be `expected`, and what it is."""
+    """A `ValueError` that argument `name` should be `expected`, with a description of `got`."""
     return ValueError(f"{name} should be {expected}, and is {_described(got)}.")
 
 
 def _data_address(tensor: Tensor) -> int | None:
-    """Address of the values; None where there are none in CPU memory, or a flag changes their meaning."""
+    """Address of the values; None if there are none in CPU memory, or a flag changes their meaning."""
     if not tensor.is_cpu or tensor.is_neg():
         return None
     try:

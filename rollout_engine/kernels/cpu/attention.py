@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
 
 
 class ChunkColumns(NamedTuple):
-    """The chunks of one step as arrays, int64 where not stated otherwise."""
+    """The chunks of one step as arrays, int64 unless stated otherwise."""
 
     first_positions: np.ndarray
     """[N]."""
@@ -68,7 +68,7 @@ class ChunkColumns(NamedTuple):
 
 
 class AttentionPlan:
-    """Work plan of one step, shared by all layers: where KV is written, and which rows read KV together.
+    """Work plan of one step, shared by all layers: the slots to write, and which rows read KV together.
 
     Raises `ValueError` for columns that do not fit together, and for a block table that does not cover its chunk.
     """

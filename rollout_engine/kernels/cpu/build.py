@@ -1,4 +1,4 @@
-"""Compile the C++ kernels beside this file at first use, cache the shared library, and load it with ctypes.
+"""Compile the C++ kernels next to this file at first use, cache the shared library, and load it with ctypes.
 
 The library's name is a digest of sources, flags, compiler and CPU, so a change of any compiles anew. It shares torch's
 OpenMP pool (a process should have one OpenMP library); every entry point takes its number of threads. Linux uses g++,
@@ -50,14 +50,14 @@ def recipes(system: str, machine: str, torch_folder: Path) -> list[Recipe]:
 
 
 def cache_directory(name: str) -> Path:
-    """Directory where generated files of one kind are kept between runs."""
+    """Directory in which generated files of one kind are kept between runs."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(CACHE_VARIABLE) or Path(home) / "rollout_engine") / name
 
 
 @cache
 def load_kernels() -> ctypes.CDLL | None:
-    """The compiled kernels. Where they cannot be built: None and a warning, once; the eager twins run instead."""
+    """The compiled kernels. If they cannot be built: None, and one warning; the eager twins run instead."""
     try:
         return open_kernels()
     except (OSError, subprocess.SubprocessError) as problem:
@@ -81,7 +81,7 @@ def reason(problem: OSError | subprocess.SubprocessError) -> str:
 
 
 def open_kernels() -> ctypes.CDLL:
-    """The compiled kernels. Raises `OSError` or `subprocess.SubprocessError` where they cannot be built or loaded."""
+    """The compiled kernels. Raises `OSError` or `subprocess.SubprocessError` if they cannot be built or loaded."""
     sources = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
     version = subprocess.run([COMPILER, "--version"], check=True, capture_output=True, text=True).stdout
     ways = recipes(sys.platform, platform.machine(), Path(torch.__file__).parent)
@@ -96,7 +96,7 @@ def open_kernels() -> ctypes.CDLL:
 
 
 def _compile_first(sources: list[str], ways: list[Recipe], target: Path) -> None:
-    """Compile by the first recipe whose library loads. Raises the last one's error where none does."""
+    """Compile by the first recipe whose library loads. Raises the last one's error if none does."""
     for way in ways:
         threads = "" if way.has_openmp else ", without OpenMP: they will use one thread"
         logger.warning("Compiling the C++ kernels with %s%s. This takes about 10 s, once.", COMPILER, threads)

@@ -48,7 +48,7 @@ class Mixture(NamedTuple):
 
     router: Product
     experts: Sequence[MLP]
-    """Those that this rank computes."""
+    """The experts that this rank computes."""
     first_expert: int
     """The number of the first of them."""
     top_k: int
@@ -59,7 +59,7 @@ class Mixture(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """One layer: attention, with RMSNorm of each q and k head where given, then an MLP or a mixture of experts."""
+    """One layer: attention, with RMSNorm of each q and k head if given, then an MLP or a mixture of experts."""
 
     attention_norm: Norm
     qkv: Product
@@ -131,7 +131,7 @@ class DecoderAdapters:
 class Decoder:
     """Runs all layers over their KV pools. It keeps addresses: make a new one when a weight or pool is replaced.
 
-    `ranks`: this process's part, where there are several. Raises `ValueError` where shapes or dtypes do not fit
+    `ranks`: this process's part, if there are several. Raises `ValueError` if shapes or dtypes do not fit
     together.
     """
 
@@ -172,7 +172,7 @@ class Decoder:
             is_bf16=self._dtype == torch.bfloat16,
             num_ranks=1 if ranks is None else ranks.turns.num_ranks,
         )
-        """Arguments of a step; what differs from one to the next is filled in by it."""
+        """Arguments of a step; the step fills in those that differ from one to the next."""
 
     def run(
         self,
@@ -190,7 +190,7 @@ class Decoder:
         `rows`: int64 [n], those whose output is wanted; the others of `hidden` hold no output afterwards. `adapters`:
         those of rows that have one. `routed`: int32 [T, layers with mixtures, top_k], is filled with the experts that
         were chosen, the most probable first. `q_factors` [T]: of queries, after their rotation. Raises `ValueError` for
-        tensors, adapters and rows that do not fit, `BrokenTurnsError` where another rank has ended or failed.
+        tensors, adapters and rows that do not fit, `BrokenTurnsError` if another rank has ended or failed.
         """
         num_tokens, dtype = plan.num_tokens, self._dtype
         self._call.hidden = address("hidden", hidden, dtype, (num_tokens, self._hidden_size))

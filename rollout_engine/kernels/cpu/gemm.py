@@ -16,7 +16,7 @@ from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error
 PANEL = 32
 """Output features that are interleaved in a packed weight."""
 COPY, UNPACK, PACK = range(3)
-"""What `move_panels` does."""
+"""Modes of `move_panels`."""
 _UNIT_BLOCK = 16
 
 
@@ -29,7 +29,7 @@ class PackedWeight(NamedTuple):
     out_features: int
     in_features: int
     dtype: torch.dtype
-    """Of the weight that was packed, and of what it multiplies."""
+    """The dtype of the weight that was packed, and of the inputs that it multiplies."""
     scales: Tensor | None = None
     """float32 [out_features rounded up to 32]: weights are code * scale (`kernels.cpu.int8`); None: as given."""
 
@@ -76,7 +76,7 @@ def level(dtype: torch.dtype) -> int:
 
 
 def empty_panels(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Memory for packed copies of `weights`, in one allocation, on huge pages where the system grants them.
+    """Memory for packed copies of `weights`, in one allocation, on huge pages if the system grants them.
 
     Only the shapes and dtypes of `weights` matter.
     """
@@ -106,7 +106,7 @@ def codes_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tupl
 
 
 def addresses(name: str, weight: PackedWeight) -> tuple[int, int | None]:
-    """Addresses of the panels and scales. Raises `ValueError` where they are not those of such a weight."""
+    """Addresses of the panels and scales. Raises `ValueError` if they are not those of such a weight."""
     shape = panels_shape(weight.out_features, weight.in_features, weight.dtype)
     if weight.scales is None:
         return address(f"the panels of {name}", weight.panels, torch.int32, shape), None
@@ -146,7 +146,7 @@ def pack_in_place(panels: Tensor, like: Tensor) -> PackedWeight:
 def move_panels(move: int, runs: Iterable[tuple[PackedWeight, Tensor]]) -> None:
     """COPY or UNPACK panels of weights [N, K] to other panels, or PACK `rows_of` them, several at once.
 
-    Each run comes with where it is written, which for PACK may be where it is. Raises `ValueError` for unreadable
+    Each run has its destination, which for PACK may be the panels themselves. Raises `ValueError` for unreadable
     tensors.
     """
     flat: list[int] = []

@@ -64,7 +64,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def norm_gradients(
     x: Tensor, weight: Tensor, grad: Tensor, epsilon: float, *, of_x: bool, of_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those asked for of the gradients of x [..., D], in its dtype, and of `weight` [D], in float32.
+    """The requested gradients of x [..., D], in its dtype, and of `weight` [D], in float32.
 
     `grad` is the gradient of the result. Raises `ValueError` as `norm` does.
     """
@@ -89,7 +89,7 @@ def norm_gradients(
 
 
 def activate(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) rounded, times `up` of the same shape [..., D] where given. Raises `ValueError` as `norm` does."""
+    """silu(gate) rounded, times `up` of the same shape [..., D] if given. Raises `ValueError` as `norm` does."""
     check_floats("gate", gate)
     if up is not None:
         check_floats("up", up)
@@ -131,7 +131,7 @@ def _num_threads(x: Tensor) -> int:
 
 
 def _readable(x: Tensor) -> tuple[Tensor, _Layout]:
-    """`x` [..., D] and the layout of its rows; a contiguous copy of it where two strides cannot describe them."""
+    """`x` [..., D] and the layout of its rows; a contiguous copy of it if two strides cannot describe them."""
     size = x.size(-1) if x.dim() else 1
     if x.is_contiguous():
         return x, (x.numel() // max(size, 1), 1, size, 0)

@@ -35,7 +35,7 @@ class _Rows(ctypes.Structure):
 class PreparedRows:
     """N rows of logits to draw from, as C++ reads them, and maybe those of later steps.
 
-    What is drawn comes into `stats`, and into `kept` by rules. Raises `ValueError` for tensors it cannot read. The
+    Results are written to `stats`, and with rules to `kept`. Raises `ValueError` for tensors it cannot read. The
     arguments are those of `kernels.draw.draw`; `drawn`: its result, for rows that are drawn again.
     """
 
@@ -85,9 +85,9 @@ class PreparedRows:
         return ctypes.addressof(self.args)
 
     def move(self, logits: Tensor, positions: Tensor) -> bool:
-        """Go on to the rows of another step, at these positions int64 [N].
+        """Move to the rows of another step, at these positions int64 [N].
 
-        False where the logits have another form, or there are more or fewer threads than before.
+        False if the logits have another form, or there are more or fewer threads than before.
         """
         if _form(logits) != self._form or self._num_threads_now() != self.num_threads:
             return False
@@ -97,7 +97,7 @@ class PreparedRows:
         return True
 
     def release(self) -> None:
-        """Let go of the logits; nothing is drawn before `move`."""
+        """Release the logits; nothing is drawn before `move`."""
         self._logits = None
 
     def draw(self) -> tuple[RowStats, KeptTokens | None]:

@@ -12,7 +12,7 @@ from rollout_engine.kernels.cpu.arguments import address
 
 
 class BrokenTurnsError(Exception):
-    """A barrier was broken: another process has ended or failed, and will not come."""
+    """A barrier was broken: another process has ended or failed, and will not arrive."""
 
 
 def is_available() -> bool:
@@ -34,12 +34,12 @@ class Turns:
             raise ValueError(f"memory should be aligned to 64 bytes, and is at {self.address:#x}.")
 
     def meet(self) -> None:
-        """Return once every process has called it. Raises `BrokenTurnsError`, for ever, once `break_` was called."""
+        """Return once every process has called it. Always raises `BrokenTurnsError` after `break_` was called."""
         if not _library().turns_meet(self.address, self.num_ranks):
             raise BrokenTurnsError("a rank has ended or failed")
 
     def break_(self) -> None:
-        """Let nobody wait any more, now and later."""
+        """Break the barrier: all waits, now and later, fail."""
         _library().turns_break(self.address)
 
     @property

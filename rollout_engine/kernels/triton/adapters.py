@@ -1,11 +1,12 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) beside products, each row under its own adapter, or none.
+"""Low-rank adapters (LoRA, Hu et al. 2021) added to products, each row under its own adapter, or none.
 
     out[row] += scale * (x[row] @ A.T) @ B.T
 
     rows of one adapter, 16 at a time ── low = x @ A.T, float32 ── out + scale * low @ B.T, rounded once
 
 Sums are float32 and in one order for every row, so a row's bits do not depend on the batch. Which matrices a slot has
-the kernels read from a table on the device: adapters come and go without another launch. Twin: `kernels.adapters`.
+the kernels read from a table on the device: adapters are added and removed without another launch.
+Twin: `kernels.adapters`.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class AdapterPair(NamedTuple):
 
     @classmethod
     def packed(cls, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> "AdapterPair":
-        """Pack A [rank, in_features] and B [out_features, rank], rounded to `dtype`, where they are."""
+        """Pack A [rank, in_features] and B [out_features, rank], rounded to `dtype`, on their device."""
         missing = -len(a) % _RANKS
         wide, tall = a.detach().to(dtype), b.detach().to(dtype)
         pad = torch.nn.functional.pad
@@ -87,7 +88,7 @@ class AdapterTable:
         """The highest rank of its adapters, padded."""
 
     def set(self, slot: int, pairs: Sequence[AdapterPair | None]) -> None:
-        """Give an adapter its pairs, on the device, one for each linear; None where it leaves one alone.
+        """Give an adapter its pairs, on the device, one for each linear; None for one that it does not change.
 
         Products launched before, on the current stream, are made with the former ones. Raises `ValueError` for tensors
         of another shape or dtype.
@@ -138,8 +139,8 @@ class AdapterTable:
         )
 
     def _keep_for_launched(self, pair: AdapterPair) -> None:
-        """When it is given up, its memory is not used again before what has been launched by then has run: kernels know
-        addresses alone."""
+        """Reuse the pair's memory, once released, only after all work launched by then has run: kernels have
+        only addresses."""
         for tensor in pair[:2]:
             if tensor.device.type == "cuda":
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -244,7 +245,7 @@ def _expand_kernel(
 
 @triton.jit
 def _pair_of(blocks_ptr, table_ptr, NUM_PARTS: tl.constexpr, FIELDS: tl.constexpr):
-    """First entry and number of rows of this program's block, and where the pair of its adapter and part stands."""
+    """First entry and number of rows of this program's block, and address of the pair of its adapter and part."""
     block = blocks_ptr + tl.program_id(0).to(tl.int64) * 3
     slot = tl.load(block + 2).to(tl.int64)
     return tl.load(block), tl.load(block + 1), table_ptr + (slot * NUM_PARTS + tl.program_id(1)) * FIELDS

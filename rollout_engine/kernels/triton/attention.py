@@ -7,8 +7,8 @@ A program writes the items that it has whole; of a split one it stores a part in
 for the item that its share ends in, the others for the one that its share begins in.
 
 With a `deterministic` tiling a row's bits depend on its position alone: each unit is a softmax of its own, and units
-are merged one by one from position 0 on, in registers or by the merge kernel, with the same arithmetic. Where items are
-split then changes nothing. Otherwise a program's share of an item is one softmax.
+are merged one by one from position 0 on, in registers or by the merge kernel, with the same arithmetic. Splitting items
+then changes nothing. Otherwise a program's share of an item is one softmax.
 
 Twin: `kernels.paged_attention.attend`.
 """

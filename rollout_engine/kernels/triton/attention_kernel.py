@@ -110,7 +110,7 @@ def _initial_state(item, rows, begins, first_unit, sinks, initial, SHAPE: tl.con
 def _attend_units(
     query, acc, top, total, rows, first, last, begins, context, numbers, own_parts, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """Units one by one: merged from the item's first on, or stored as parts where another program has the first."""
+    """Attend units one by one: merge from the item's first on, or store as parts if another program has the first."""
     token, q_head, position, real = rows
     table, keys, values, steps, limit = context
     parts, slot = own_parts
@@ -184,7 +184,7 @@ def _attend_tiles(
 
 @triton.jit
 def _load_tile(tile, key, context, IS_MASKED: tl.constexpr, SHAPE: tl.constexpr):
-    """K [TILE, BLOCK_K] and V [TILE, BLOCK_V]; V is zero past the end, where memory may hold NaN."""
+    """K [TILE, BLOCK_K] and V [TILE, BLOCK_V]; V is zero past the end, as memory there may hold NaN."""
     table, keys, values, steps, limit = context
     if SHAPE.block_size % SHAPE.tile == 0:
         block = tl.load(table + tile * SHAPE.tile // SHAPE.block_size).to(tl.int64)

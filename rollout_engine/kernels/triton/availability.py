@@ -14,7 +14,7 @@ _OLDEST = (9, 0)
 
 
 def unsupported_reason(device: torch.device) -> str | None:
-    """Why the Triton kernels cannot run on `device`, as a clause for an error text; None where they can."""
+    """Why the Triton kernels cannot run on `device`, as a clause for an error text; None if they can."""
     if device.type != "cuda":
         return f"the device is {device.type}, and the Triton kernels need CUDA"
     if importlib.util.find_spec("triton") is None:

@@ -22,7 +22,7 @@ class FusedCopy:
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """`pairs` of (source, destination). Raises `ValueError` where two do not match."""
+        """`pairs` of (source, destination). Raises `ValueError` if two do not match."""
         for source, destination in pairs:
             _check(source, destination)
         self._pairs = [pair for pair in pairs if pair[0].numel()]

@@ -53,9 +53,9 @@ def multiply(
     Args:
         x: [N, K] in the order of the places, or with `top_k` [T, K]; any stride between rows.
         weight: [E, O, K], contiguous.
-        groups: of E experts; where they do not have all N entries, other rows of `out` are not written.
+        groups: of E experts; if they do not have all N entries, other rows of `out` are not written.
         out: in the order of the places, or of the entries.
-        top_k: k, where an entry's row is that of its token.
+        top_k: k, if an entry's row is that of its token.
         by_entry: whether `out` is in the order of the entries.
     """
     num_experts, out_features, in_features = weight.shape
@@ -98,7 +98,7 @@ def add_weighted(outputs: Tensor, weights: Tensor, out: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_entries"])
 def _group_kernel(experts_ptr, order_ptr, starts_ptr, num_entries, NUM_EXPERTS: tl.constexpr, ENTRIES: tl.constexpr):
-    """Program e finds the entries of expert e, and how many come before them."""
+    """Program e finds the entries of expert e, and the number of entries before them."""
     own = tl.program_id(0)
     lane = tl.arange(0, ENTRIES)
     before = tl.zeros((ENTRIES,), tl.int32)

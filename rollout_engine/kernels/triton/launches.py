@@ -1,8 +1,8 @@
 """Launches of Triton kernels that examine their arguments once, not at every launch.
 
-`kernel[grid](...)` looks at each argument, prints the options and looks up what was compiled for them: 15 to 45 us of
+`kernel[grid](...)` looks at each argument, prints the options and looks up the kernel compiled for them: 15 to 45 us of
 the host's time, 200 times in a step that no CUDA graph replays, which is longer than the device computes. Here a kernel
-is found by the values of its arguments, but for what does not change its code: addresses (only whether they are
+is found by the values of its arguments, except those that do not change its code: addresses (only whether they are
 multiples of 16 does) and numbers that it declares with `do_not_specialize`.
 """
 
@@ -20,7 +20,7 @@ Arrange = Callable[[Sequence[Any], tuple[int, ...], tuple[Any, ...]], tuple[Any,
 """From pointers (tensors or addresses), free numbers and the rest to a kernel's arguments."""
 
 _IS_TESTED = triton.__version__.startswith("3.6.") and not INTERPRETED.value
-"""Whether compiled kernels of this Triton take what is passed here (tests/unit/kernels/triton/test_launches.py)."""
+"""Whether this Triton's kernels take the arguments passed here (tests/unit/kernels/triton/test_launches.py)."""
 _ALIGNMENT = 16
 """Bytes of which Triton compiles for a multiple or for any address."""
 _dtype = attrgetter("dtype")
@@ -67,7 +67,7 @@ class Launcher:
 
 
 class _Compiled:
-    """What the C function that launches a compiled kernel takes beside the grid, the stream and the arguments."""
+    """Parameters of the C function that launches a compiled kernel, besides the grid, the stream and the arguments."""
 
     def __init__(self, kernel: Any) -> None:
         run = kernel.run

@@ -3,11 +3,11 @@
     keys   [num_blocks, num_kv_heads, block_size, head_dim_k]
     values [num_blocks, num_kv_heads, block_size, head_dim_v]
 
-The head comes before the position: an attention program works on one KV head, and so reads one block of it as one
+The head precedes the position: an attention program works on one KV head, and so reads one block of it as one
 contiguous run (4 KiB of keys at 16 x 128 in bfloat16; with positions first it would be 16 runs of 256 bytes, each in
 a memory page of its own once there are many heads). Keys are not transposed: a token's key is one contiguous write, and
 Hopper's tensor cores read either order from shared memory. Keys and values are two tensors, because value heads may be
-narrower. Blocks come first in both, so that copying a block needs no other dimension.
+narrower. Blocks are first in both, so that copying a block needs no other dimension.
 
 Slot `s` of a token is position `s % block_size` of block `s // block_size`.
 """

@@ -4,8 +4,8 @@
     edit kernel      (row)                counts the token drawn last; applies penalties, biases and masks
 
 Each sequence has a *record* in device memory: its settings, and the counts of its tokens. The device updates it, so the
-next step's edits include a token that the host does not know yet. Its lists hold only the tokens concerned: 8 bytes for
-each distinct token of a sequence, where counts over a whole vocabulary would take 300 KB.
+next step's edits include a token that the host does not have yet. Its lists hold only the tokens concerned: 8 bytes for
+each distinct token of a sequence, while counts over a whole vocabulary would take 300 KB.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Field(IntEnum):
     NUM_RECENT = 8
     """Size of a ring buffer of the last tokens, indexed by position modulo this: one less than the longest word."""
     NUM_ALLOWED = 9
-    """32-bit words of a bitmap over the vocabulary; 0 where all tokens are allowed."""
+    """32-bit words of a bitmap over the vocabulary; 0 if all tokens are allowed."""
     REPETITION = 10
     """float32, like the next two."""
     FREQUENCY = 11
@@ -122,7 +122,7 @@ def edit(
     """Fill `edited` float32 [E, V] with the edited `rows` int64 [E] of `logits` [N, V].
 
     `records` int64 [E]: addresses of distinct records. `positions` int64 [E]: position of the token to draw next; the
-    token before it is `last_tokens[places]`, int64, and is counted where a record does not include it yet.
+    token before it is `last_tokens[places]`, int64, and is counted if a record does not include it yet.
     """
     num_rows, vocab_size = edited.shape
     _copy_edited_kernel[(num_rows, triton.cdiv(vocab_size, _COPIED))](
@@ -172,7 +172,7 @@ def _edit_kernel(
 
 @triton.jit
 def _note(record, position, last_token_ptr, BLOCK: tl.constexpr):
-    """Count the token before `position`, where the record does not include it yet."""
+    """Count the token before `position`, if the record does not include it yet."""
     num_noted, count = tl.load(record + _NUM_NOTED), tl.load(record + _NUM_SEEN)
     size = tl.load(record + _MAX_SEEN)
     token = tl.load(last_token_ptr).to(tl.int32)

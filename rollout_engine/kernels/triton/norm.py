@@ -44,7 +44,7 @@ def _run(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: T
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
-    """Strides of the last dimensions but one, 0 where there are fewer."""
+    """Strides of the last dimensions but one, 0 if there are fewer."""
     *outer, one = x.stride()
     if len(outer) > 2 or one != 1:
         raise ValueError(f"Expected contiguous rows, at most 3 dimensions, got {list(x.shape)}, strides {x.stride()}.")

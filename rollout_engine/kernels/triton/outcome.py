@@ -187,7 +187,7 @@ def _kept_mass(logits_ptr, edited_ptr, lists, edges, inverse, CHUNKS: tl.constex
 
 @triton.jit
 def _kept_logits(logits_ptr, edited_ptr, lists, edges, start, count, CHUNKS: tl.constexpr):
-    """float32 [CHUNKS, CHUNK] logits of listed chunks, or of all where none is listed; -inf where a token is cut."""
+    """float32 [CHUNKS, CHUNK] logits of listed chunks, or of all if none is listed; -inf if a token is cut."""
     active_ptr, num_active, _, vocab_size = lists
     place = start + tl.arange(0, CHUNKS)
     listed = tl.load(active_ptr + place, mask=place < num_active, other=0)

@@ -90,7 +90,7 @@ class PagedAttention:
         block_size: int = 1,
     ) -> None:
         """`num_processors` defaults to the device's own number. `block_size`: KV positions of a block; 1 suits all.
-        Where it is whole tiles, more programs decode, and the last bits may be others unless `deterministic`."""
+        If it is whole tiles, more programs decode, and the last bits may be others unless `deterministic`."""
         self._heads = heads
         processors, shared_bytes = _processors(torch.device(device))
         processors = num_processors or processors

@@ -1,6 +1,6 @@
-"""Rotary embedding (Su et al. 2021) and KV write in one pass, after the head norms of Qwen3 where there are any.
+"""Rotary embedding (Su et al. 2021) and KV write in one pass, after the head norms of Qwen3 if there are any.
 
-Rounds where the Hugging Face modules round, which are the twin: after the norm, after each product, after the sum.
+Rounds when the Hugging Face modules do, which are the twin: after the norm, after each product, after the sum.
 """
 
 from typing import NamedTuple

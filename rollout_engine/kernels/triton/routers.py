@@ -44,9 +44,9 @@ def choose(
         weights: the experts' probabilities, rounded to its dtype.
         experts: their numbers.
         normalised: whether the weights are divided by their sum, added from the largest to the smallest, or in the
-            order of what `routes` gives.
-        probabilities: float32 [T, E], written too where given.
-        routes: choices to use instead, and where to keep the choices.
+            order of the experts that `routes` gives.
+        probabilities: float32 [T, E], written too if given.
+        routes: choices to use instead, and memory for the choices made.
     """
     (num_rows, num_experts), top_k = logits.shape, experts.shape[1]
     if not (logits.stride(1) == 1 and weights.is_contiguous() and experts.is_contiguous()):

@@ -203,7 +203,7 @@ def inverse_of(temperature):
 
 @triton.jit
 def weights_of(x, top, inverse_temperature):
-    """exp((x - top) / temperature), float32; zero where `x` is -inf."""
+    """exp((x - top) / temperature), float32; zero if `x` is -inf."""
     return tl.exp((x - tl.where(top == -float("inf"), 0.0, top)) * inverse_temperature)
 
 

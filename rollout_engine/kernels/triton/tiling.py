@@ -5,9 +5,9 @@ from typing import NamedTuple
 SHARED_BYTES = 227 * 1024
 """Shared memory that a program of a Hopper may have; a consumer's Blackwell allows 99 KiB."""
 _RESERVED_BYTES = 1024
-"""Of a multiprocessor's shared memory, for each program."""
+"""Bytes of a multiprocessor's shared memory reserved for each program."""
 _REGISTERS = 65_536
-"""Of a multiprocessor; a thread has them in eights."""
+"""Registers of a multiprocessor; a thread has them in eights."""
 _STAGE_BYTES = 32 * 1024
 """Limit of keys and values of one tile: three in flight for each of two programs fit a multiprocessor's 227 KiB."""
 _DETERMINISTIC_UNIT = 512
@@ -28,7 +28,7 @@ class Tiling(NamedTuple):
     """Odd: a tile is found through its block table, so prefetching one takes two stages."""
     programs_per_processor: int
     deterministic: bool = False
-    """A row's bits depend only on its position and what it reads."""
+    """A row's bits depend only on its position and the values it reads."""
     skips_masks: bool = False
     """Tiles without masked keys are processed by a separate loop."""
 
@@ -47,9 +47,9 @@ class Tiling(NamedTuple):
 
 
 def fitted(tiling: Tiling, group: int, dim_k: int, dim_v: int, element_bytes: int, shared_bytes: int) -> Tiling:
-    """`tiling`, where its programs do not fit a multiprocessor: with fewer tiles in flight, fewer rows, one program.
+    """Shrink `tiling` if its programs do not fit a multiprocessor: with fewer tiles in flight, fewer rows, one program.
 
-    `shared_bytes`: what a program may have if it is alone. The bits of a deterministic tiling stay what they are.
+    `shared_bytes`: the most that a lone program may have. The bits of a deterministic tiling do not change.
     """
 
     def fits() -> bool:
@@ -65,7 +65,7 @@ def fitted(tiling: Tiling, group: int, dim_k: int, dim_v: int, element_bytes: in
 def with_third_program(
     tiling: Tiling, group: int, dim_k: int, dim_v: int, element_bytes: int, shared_bytes: int, block_size: int
 ) -> Tiling:
-    """`tiling`, of decode, with a third program on a multiprocessor, where a tile is within one block and it fits.
+    """Add a third program on a multiprocessor to a `tiling` of decode, if a tile is within one block and it fits.
 
     Such a tile takes few registers to address: with up to 128 channels each, 168 hold all that a thread needs.
     """

@@ -1,7 +1,7 @@
 """The most likely tokens of each row, sorted, without sorting the rest. Twin: `kernels.truncation.most_likely`.
 
 A tournament: the chunk with the largest top yields its first such token, and its top becomes the largest of its tokens
-that come later in the order (logit, then id). It reads the chunk tops that `sampling.sample` has written.
+that are later in the order (logit, then id). It reads the chunk tops that `sampling.sample` has written.
 """
 
 import triton

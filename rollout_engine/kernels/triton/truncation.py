@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p without sorting, and a new draw from the kept tokens. Twin: `kernels.truncation`.
 
-In the order (logit, then id) each rule keeps a prefix, so a row needs only its edges: the logit and the id where the
+In the order (logit, then id) each rule keeps a prefix, so a row needs only its edges: the logit and the id at which the
 shortest prefix ends.
 
     active kernel    (row)   the k-th largest top of a chunk bounds the k-th largest logit from below, so chunks with a
@@ -11,7 +11,7 @@ shortest prefix ends.
 It reads the chunk tops and masses that `sampling.sample` has written. A flat row lists all chunks, which is slow.
 
 Compared with the twin: counts are exact and ties are ordered by id, so top-k is equal. Masses are sums of float32
-weights, so top-p and min-p differ only where the share of mass, or the ratio to the most likely token, lies within the
+weights, so top-p and min-p differ only if the share of mass, or the ratio to the most likely token, lies within the
 bounds of `kernels.triton.sampling` of the limit.
 """
 
@@ -233,7 +233,7 @@ def _walk(row, low, max_count, max_mass, SHIFT: tl.constexpr, CHUNKS: tl.constex
 
 @triton.jit
 def _last_tie(row, key, num_ties, SHIFT: tl.constexpr, CHUNKS: tl.constexpr):
-    """Id of tie number `num_ties`, from 1, among tokens whose key is `key`; no limit where there are not more."""
+    """Id of tie number `num_ties`, from 1, among tokens whose key is `key`; no limit if there are not more."""
     seen, last = num_ties * 0, _NO_TIE + num_ties * 0
     for start in range(0, row[2], CHUNKS):
         x, token = _candidates(row, start, CHUNKS)
@@ -268,7 +268,7 @@ def _kept_total(row, floor, last_tie, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _draw(row, floor, last_tie, target, CHUNKS: tl.constexpr):
-    """The token where the running sum of kept weights exceeds `target`, else the last with a weight."""
+    """The token at which the running sum of kept weights exceeds `target`, else the last with a weight."""
     running, before = target * 0.0, target * 0.0
     place, found = row[2] * 0, row[2] * 0
     for start in range(0, row[2], CHUNKS):

@@ -1,4 +1,4 @@
-"""Attention's work of one step, divided into equal shares on the device: the host does not know the lengths in time.
+"""Attention's work of one step, divided into equal shares on the device: the host does not have the lengths in time.
 
 An *item* is up to `tokens_per_item` adjacent tokens that read one block table; with their `group` query heads they are
 the rows of one product, so that a KV head is read once for all. Its context is counted in *units* of KV positions from
@@ -32,7 +32,7 @@ _SEQUENCES_AT_ONCE = 256
 
 
 class WorkList:
-    """Device memory of one list, at constant addresses: a captured graph reads what `fill` wrote last."""
+    """Device memory of one list, at constant addresses: a captured graph reads the list that `fill` wrote last."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class WorkList:
         self.items = torch.zeros(max_items, COLUMNS, dtype=torch.int32, device=device)
         self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
         self.shares = torch.zeros(num_programs + 1, 2, dtype=torch.int32, device=device)
-        """int32 [programs + 1, 2]: item and place in the line where each program's share begins, then the end."""
+        """int32 [programs + 1, 2]: item and place in the line at which each program's share begins, then the end."""
         self.line = torch.zeros(2, dtype=torch.int32, device=device)
         """int32 [2]: total units, and `chunk`."""
 
@@ -118,7 +118,7 @@ class WorkList:
 
 @triton.jit(
     do_not_specialize=["num_sequences", "first_sequence", "sliding_window"],
-    # Chunks come after the decodes, anywhere in the batch's columns: live steps would wait for the compiler.
+    # Chunks follow the decodes, anywhere in the batch's columns: live steps would wait for the compiler.
     do_not_specialize_on_alignment=["token_starts", "context_lens", "prefix_units"],
 )
 def _list_items(
@@ -186,7 +186,7 @@ def _share_out(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program finds where one share begins."""
+    """Each program finds the beginning of one share."""
     program = tl.program_id(0)
     count = tl.load(num_items)
     total = 0

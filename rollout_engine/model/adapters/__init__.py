@@ -1,1 +1,1 @@
-"""LoRA adapters: files and tensors in PEFT's format, and their matrices beside a model's linears."""
+"""LoRA adapters: files and tensors in PEFT's format, and their matrices for a model's linears."""

@@ -78,7 +78,7 @@ class NamePattern:
 
 
 def _fits_dots(plain: str, text: str) -> bool:
-    """Whether the texts are equal but for what stands at dots of the first."""
+    """Whether the texts are equal except at dots of the first."""
     return all(ours in (".", its) for ours, its in zip(plain, text, strict=True))
 
 
@@ -221,7 +221,7 @@ class _Parser:
             return 1, 1
         self._next()
         bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(char) or self._counts()
-        self._take("?")  # it chooses what a group holds, not what fits
+        self._take("?")  # laziness changes the content of a group, not the names that fit
         if self._peek() in ("*", "+", "?", "{"):
             raise self._error("a repetition is repeated without parentheses")
         return bounds

@@ -3,7 +3,7 @@
     adapter_config.json           r, lora_alpha, use_rslora, rank_pattern, alpha_pattern
     adapter_model.safetensors     base_model.model.{linear}.lora_A.weight [rank, in], ...lora_B.weight [out, rank]
 
-What a configuration asks for that is not computed here is refused by its name.
+A setting of the configuration that is not computed here is refused by its name.
 """
 
 import math
@@ -47,7 +47,7 @@ _REFUSED = {
 }
 """Option -> why an adapter that sets it is not served."""
 _STARTS = ("eva", "gaussian", "mica", "orthogonal")
-"""Values of init_lora_weights, beside bools, that leave the base's weights as they are."""
+"""Values of init_lora_weights, besides bools, that leave the base's weights as they are."""
 
 
 class LinearAdapter(NamedTuple):
@@ -61,7 +61,7 @@ class LinearAdapter(NamedTuple):
 
 
 def read_adapter(request: LoRARequest) -> dict[str, LinearAdapter]:
-    """The matrices of an adapter by the name of the linear. Raises `RequestError` naming what cannot be served."""
+    """The matrices of an adapter by the name of the linear. Raises `RequestError` if it cannot be served."""
     config, tensors = _values(request)
     _check_config(config)
     pairs = _pairs(tensors)
@@ -71,19 +71,19 @@ def read_adapter(request: LoRARequest) -> dict[str, LinearAdapter]:
 
 @contextmanager
 def naming_adapter(request: LoRARequest) -> Iterator[None]:
-    """Have the `RequestError` of a block say which adapter it refuses, and where that came from."""
+    """Have the `RequestError` of a block name the adapter that it refuses, and its source."""
     try:
         yield
     except RequestError as problem:
         if not request.has_values or (request.path is not None and request.path in str(problem)):
-            raise  # it says so
+            raise  # the error names the path
         source = "from memory" if request.path is None else f"from {request.path}"
         text = f"{problem} That was adapter '{request.name}' {source}."
         raise RequestError(text, field=problem.field, value=problem.value, bound=problem.bound) from None
 
 
 def copied(request: LoRARequest) -> LoRARequest:
-    """The same adapter with values of its own in memory, which nobody changes. Raises `RequestError`."""
+    """The same adapter with its own copy of the values in memory. Raises `RequestError`."""
     with naming_adapter(request):
         config, tensors = _values(request)
         _check_config(config)
@@ -93,7 +93,7 @@ def copied(request: LoRARequest) -> LoRARequest:
 
 
 def _values(request: LoRARequest) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The configuration and the tensors by name, read from its directory where it has one."""
+    """The configuration and the tensors by name, read from its directory if it has one."""
     if request.path is not None:
         return _read_config(Path(request.path)), dict(_read_tensors(Path(request.path)))
     if request.tensors is None:

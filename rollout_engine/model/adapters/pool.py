@@ -3,7 +3,7 @@
 prepare(request) ──> install(slot, prepared) ──> steps add each row's adapter to its products
 files, checks        between two steps
 
-Where a model is cut over ranks, each has the columns of A that its inputs are, and the rows of B that its outputs are.
+If a model is cut over ranks, each has the columns of A that its inputs are, and the rows of B that its outputs are.
 """
 
 import math
@@ -41,7 +41,7 @@ class Table(Protocol):
     sizes: list[int]
 
     def set(self, slot: int, pairs: Sequence[Any]) -> None:
-        """Give an adapter its pairs, one for each linear; None where it leaves one alone."""
+        """Give an adapter its pairs, one for each linear; None for one that it does not change."""
 
 
 class Features(Protocol):
@@ -103,16 +103,16 @@ class Adapters(Protocol):
         ...
 
     def install(self, slot: int, prepared: PreparedAdapter) -> None:
-        """Have an adapter in a slot, in place of what is there. No step may be running on the host."""
+        """Put an adapter in a slot, in place of the one there. No step may be running on the host."""
 
     def remove(self, slot: int) -> None:
         """Free a slot. No step may be running on the host."""
 
 
 class AdapterPool(ABC):
-    """Room for `max_loras` adapters of at most `max_rank` beside the linears of `module`.
+    """Room for `max_loras` adapters of at most `max_rank` added to the linears of `module`.
 
-    While there is no adapter, steps cost what they cost without a pool. Satisfies `Adapters`.
+    While there is no adapter, steps cost as much as without a pool. Satisfies `Adapters`.
     """
 
     block_rows: ClassVar[int]
@@ -168,7 +168,7 @@ class AdapterPool(ABC):
         self.put(slot, prepared.pairs)
 
     def put(self, slot: int, pairs: Pairs) -> None:
-        """Have an adapter's matrices in a slot, in place of what is there. No step may be running on the host."""
+        """Put an adapter's matrices in a slot, in place of those there. No step may be running on the host."""
         self._clear(slot, keep=pairs)
         for key, each in pairs.items():
             self._table(key).set(slot, each)
@@ -192,7 +192,7 @@ class AdapterPool(ABC):
         """The matrices for the kernel, in the host's memory."""
 
     def _placed(self, pairs: Pairs) -> Pairs:
-        """The same pairs where steps run."""
+        """The same pairs on the device of the steps."""
         return pairs
 
     @abstractmethod

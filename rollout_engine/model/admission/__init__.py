@@ -1,1 +1,1 @@
-"""The load-time gate: decides by what an architecture computes whether it can be served."""
+"""The load-time gate: decides whether an architecture can be served, by its computation."""

@@ -1,11 +1,11 @@
-"""The load-time gate: admits an architecture by what it computes, not by its name.
+"""The load-time gate: admits an architecture by its computation, not by its name.
 
     1. static rules          properties that only the configuration shows
     2. structural probe      watches one forward (`geometry.probe_geometry`)
     3. numeric self-check    compares a small copy with large weights with Hugging Face's own forward, near and far
                              (`self_check`)
 
-Each catches faults that the others miss. What fails is refused with the reason, never served wrong.
+Each catches faults that the others miss. A model that fails is refused with the reason, never served wrong.
 """
 
 import logging
@@ -31,7 +31,7 @@ def build_module(
 ) -> PreTrainedModel:
     """Construct a module that the static rules allow; `head` as in `construct`.
 
-    Raises `ConfigError` for what is refused or cannot be built.
+    Raises `ConfigError` for a model that is refused or cannot be built.
     """
     try:
         _check_static(config)

@@ -34,7 +34,7 @@ def key_of(module: PreTrainedModel) -> str:
 
 
 def read(key: str) -> list[LayerGeometry] | None:
-    """The geometry cached under `key`; None where there is none or it cannot be read."""
+    """The geometry cached under `key`; None if there is none or it cannot be read."""
     try:
         return msgspec.json.decode((cache_directory("gate") / f"{key}.json").read_bytes(), type=list[LayerGeometry])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):

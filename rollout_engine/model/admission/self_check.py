@@ -1,4 +1,4 @@
-"""The numeric self-check of the gate: our paged forward must compute what Hugging Face's own forward does.
+"""The numeric self-check of the gate: our paged forward must compute the same as Hugging Face's own forward.
 
 A small copy of the architecture (few layers, narrow, windows and original lengths of a few tokens, float32) gets
 weights so large that a lost softcap, a wrong scale or a window off by one changes the logits; usual initial weights

@@ -1,4 +1,4 @@
-"""The adapters of a model on the CPU, beside its row-invariant linears."""
+"""The adapters of a model on the CPU, added to its row-invariant linears."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -17,7 +17,7 @@ from rollout_engine.model.modules.geometry import LayerGeometry
 
 
 class CpuKVPool:
-    """The KV pool of all layers, in the model's dtype, for the C++ kernel, or its eager twin where that cannot run."""
+    """The KV pool of all layers, in the model's dtype, for the C++ kernel, or its eager twin if that cannot run."""
 
     def __init__(
         self, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype
@@ -27,7 +27,7 @@ class CpuKVPool:
         self.block_size = block_size
         self._shape = num_blocks, block_size
         self._columns: list[Tensor] = []
-        """Other values of each token, which go where its KV goes."""
+        """Other values of each token, which are moved with its KV."""
 
     @contextmanager
     def step(self, batch: FlatBatch) -> Iterator[None]:
@@ -61,7 +61,7 @@ class CpuKVPool:
         return self._pool.layers
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the pool; blocks come first in its shape."""
+        """Every tensor of the pool; blocks are the first dimension of its shape."""
         yield from self._pool.tensors()
         yield from self._columns
 
@@ -95,7 +95,7 @@ class CompiledPool:
         self._num_kv_heads = min(layer.num_kv_heads for layer in geometry)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the pool; blocks come first in its shape."""
+        """Every tensor of the pool; blocks are the first dimension of its shape."""
         for layer in self.layers:
             yield from (layer.keys, layer.values)
 

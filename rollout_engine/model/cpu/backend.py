@@ -168,7 +168,7 @@ def _made_deterministic(config: EngineConfig, loaded: LoadedModel) -> bool:
 
 
 def _check_products(module: nn.Module, cut: ModelCut, *, is_deterministic: bool) -> None:
-    """Raise `ConfigError` where products of some columns may have other bits than products of all."""
+    """Raise `ConfigError` if products of some columns may have other bits than products of all."""
     size = cut.seat.num_ranks
     if not is_deterministic:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Runs the decoder layers of a Hugging Face module as one C++ call, where `decoder_trial` has proven the same bits."""
+"""Runs the decoder layers of a Hugging Face module as one C++ call, if `decoder_trial` has proven the same bits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,10 +34,10 @@ from rollout_engine.model.sampling.logit_rows import LogitRows
 
 
 class CpuDecoder:
-    """The layers of `module` over one KV pool. Raises `UnsupportedStructure` where the module is not built as Llama is.
+    """The layers of `module` over one KV pool. Raises `UnsupportedStructure` if the module is not built as Llama is.
 
-    Weights may be written, replaced or repacked at any time: addresses are gathered anew at the next step. Where groups
-    do not follow writes, only what they run from may move. `adapters`: those that rows may have. `cut`: how the module
+    Weights may be written, replaced or repacked at any time: addresses are gathered anew at the next step. If groups
+    do not follow writes, only the copies they run from may move. `adapters`: those of rows. `cut`: how the module
     is cut over ranks.
     """
 
@@ -82,7 +82,7 @@ class CpuDecoder:
         self._decoder: Decoder | None = None
         self._pool_of_adapters = adapters
         self._adapters: tuple[int, DecoderAdapters] = (-1, DecoderAdapters([]))
-        """Those of the pool after so many changes of it."""
+        """The pool's number of changes, and its adapters at that number."""
 
     def forward(
         self,
@@ -94,11 +94,11 @@ class CpuDecoder:
         adapter_rows: AdapterRows | None = None,
         routed: Tensor | None = None,
     ) -> tuple[LogitRows, Tensor]:
-        """Compute tokens at positions, int64 [T] each; KV is written as `plan` says.
+        """Compute tokens at positions, int64 [T] each; KV is written by `plan`.
 
         `adapter_rows`: the rows that have an adapter. `routed`: int32 [T, layers with experts, k], is filled with the
         experts that tokens are sent to.
-        Returns logits of `rows`, none where there is no output head, and hidden states of `state_rows` [n, H].
+        Returns logits of `rows`, none if there is no output head, and hidden states of `state_rows` [n, H].
         """
         decoder, parts = self._current(), self._structure
         given = parts.query_factors
@@ -117,7 +117,7 @@ class CpuDecoder:
         return LogitRows(parts.norm(hidden.index_select(0, rows)), parts.head, self._vocab_size), states
 
     def _ends(self, token_ids: Tensor, positions: Tensor) -> DecoderEnds | None:
-        """Arguments of `Decoder.run_between`; None where modules have to compute embeddings, rotations or the norm."""
+        """Arguments of `Decoder.run_between`; None if modules have to compute embeddings, rotations or the norm."""
         embedding, norm = self._structure.embedding, self._structure.norm
         has_hooks = any((*_hooks(embedding), *_hooks(norm)))  # C++ would not call them
         if not self._has_plain_ends or has_hooks or not len(token_ids):
@@ -130,7 +130,7 @@ class CpuDecoder:
         return DecoderEnds(token_ids, positions, weight, *table, _norm(norm))
 
     def release(self) -> None:
-        """Let go of packed weights and of the memory of activations until the next step."""
+        """Release packed weights and the memory of activations until the next step."""
         self._decoder = None
 
     def _current(self) -> Decoder:

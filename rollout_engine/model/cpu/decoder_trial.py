@@ -1,4 +1,4 @@
-"""Decides whether a module's layers may run as one C++ call: compares every bit with what modules compute."""
+"""Decides whether a module's layers may run as one C++ call: compares every bit with the results of modules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ _END = 1 << 16
 def unsupported_reason(
     module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None = None
 ) -> str | None:
-    """Why the layers of `module`, made row-invariant before, must run as modules; None where they need not.
+    """Why the layers of `module`, made row-invariant before, must run as modules; None if they need not.
 
     Runs a few small steps each way, over a KV pool of its own. Weights must be loaded: zeros would prove nothing.
     `cut`: how the module is cut over ranks, which all call this together.
@@ -52,7 +52,7 @@ def _unsupported_reason(module: PreTrainedModel, geometry: Sequence[LayerGeometr
 
 
 def _reason_of(attempt: Callable[[], object]) -> str | None:
-    """Why an attempt failed; None where it did not."""
+    """Why an attempt failed; None if it did not."""
     try:
         attempt()
     except (UnsupportedStructure, _Disagreement) as problem:
@@ -65,7 +65,7 @@ def _reason_of(attempt: Callable[[], object]) -> str | None:
 
 
 class _Disagreement(Exception):
-    """What differs that should not."""
+    """Results that should be equal differ; the message names them."""
 
 
 def _compiled_model(module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> CpuModel:
@@ -77,7 +77,7 @@ def _model(module: PreTrainedModel, geometry: Sequence[LayerGeometry], **options
 
 
 def _compare(module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> None:
-    """Raise `_Disagreement` where the compiled decoder gives other bits than modules."""
+    """Raise `_Disagreement` if the compiled decoder gives other bits than modules."""
     ours = _compiled_model(module, geometry, cut)
     theirs = _model(module, geometry)
     for batch in _batches(module, geometry):

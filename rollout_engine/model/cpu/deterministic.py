@@ -29,7 +29,7 @@ def make_deterministic(
     `fp32_head`: see `output_head`. `as_int8`: see `int8_layers`. `cut`: how it is cut over ranks, which all call this
     together.
 
-    Raises `ConfigError` where this CPU does not allow it.
+    Raises `ConfigError` if this CPU does not allow it.
     """
     dtype = next(module.parameters()).dtype
     try:

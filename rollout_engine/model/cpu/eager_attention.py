@@ -1,4 +1,4 @@
-"""Attention over paged KV by `kernels.paged_attention`, for engines where the C++ kernel cannot be built."""
+"""Attention over paged KV by `kernels.paged_attention`, for engines for which the C++ kernel cannot be built."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class EagerPool:
         ]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the pool; blocks come first in its shape."""
+        """Every tensor of the pool; blocks are the first dimension of its shape."""
         for layer in self.layers:
             yield from layer
 
@@ -39,7 +39,7 @@ class EagerPool:
 
 
 class EagerStep:
-    """Satisfies `AttentionStep` for one batch: where its tokens are written, and what its queries read."""
+    """Satisfies `AttentionStep` for one batch: the slots to write, and the keys and values that its queries read."""
 
     def __init__(self, pool: EagerPool, chunks: Sequence[SequenceChunk]) -> None:
         self._pool = pool
@@ -92,7 +92,7 @@ class _Batch(NamedTuple):
     tile_rows: list[Tensor]
     """Per tile int64 [n * Hk * blocks per tile]: rows of the pool seen as [num_blocks * Hk, block_size * D]."""
     unwritten: list[Tensor | None]
-    """Per tile bool [n, 1, KV_TILE, 1]: undefined slots past the end of a context; None where there are none."""
+    """Per tile bool [n, 1, KV_TILE, 1]: undefined slots past the end of a context; None if there are none."""
 
 
 def _by_width(chunks: Sequence[SequenceChunk]) -> Iterator[list[tuple[SequenceChunk, int]]]:

@@ -53,7 +53,7 @@ class RowInvariantExperts(nn.Module):
     _groups: list[LinearGroup]
     """Gate and up of every expert, then down of every expert."""
     _own_experts: OwnExperts | None = None
-    """Those that this rank has, where the model is cut; the parameters hold these alone."""
+    """The experts that this rank has, if the model is cut; the parameters hold these alone."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """x [T, H], experts int64 [T, k] and their weights [T, k] -> [T, H]."""
@@ -98,4 +98,4 @@ def swap_experts(module: nn.Module) -> None:
 
 
 def _group_of(module: nn.Module, name: str, index: int | None = None) -> LinearGroup:
-    return LinearGroup([WeightSlice(module, name, index)])  # type: ignore[list-item]  # has what a group reads
+    return LinearGroup([WeightSlice(module, name, index)])  # type: ignore[list-item]  # has all that groups read

@@ -18,7 +18,7 @@ from rollout_engine.model.ranks.shared_exchange import SharedExchange
 def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
     """This rank's columns of a decoder with `structure`.
 
-    Raises `UnsupportedStructure` where its products are not all cut as the decoder computes them.
+    Raises `UnsupportedStructure` if its products are not all cut as the decoder computes them.
     """
     linears = {id(each.module): each for each in cut.linears}
     mlps = [layer.mlp for layer in structure.layers if isinstance(layer.mlp, MLP)]
@@ -44,7 +44,7 @@ def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
 
 
 def _input(linears: dict[int, LinearCut], local: list[nn.Module], last: nn.Module) -> Share:
-    """The rank's share of what `last` reads, where the products `local` before it are kept by each rank."""
+    """The rank's share of the input of `last`, if the products `local` before it are kept by each rank."""
     cuts, last_cut = [linears.get(id(child)) for child in local], linears.get(id(last))
     are_local = all(each is not None and each.result == "kept" for each in cuts)
     if not are_local or last_cut is None or last_cut.input_share is None:

@@ -1,10 +1,10 @@
-"""The routed experts of a step's tokens: recorded, kept beside their KV, and returned with the tokens drawn.
+"""The routed experts of a step's tokens: recorded, kept with their KV, and returned with the tokens drawn.
 
     forward ── routers' choices [T, L, k] ──> a column of the KV pool ──> a prompt's rows, once it is complete
                                          └──> the row behind which each token was drawn
 
-In the pool they go where the KV goes: to samples of the same prompt, to a next turn, through copies. Only requests that
-ask share KV with one another (`Request.kv_space`), so what one of them finds was recorded. Steps in which nobody asks
+In the pool they are shared and copied with the KV: by samples of the same prompt, by a next turn. Only requests that
+ask share KV with one another (`Request.kv_space`), so the blocks they find have records. Steps in which none asks
 record nothing, and the column is made by the first that does.
 """
 
@@ -28,13 +28,13 @@ class RoutingRecorder:
     def __init__(self, model: CpuModel) -> None:
         self._model = model
         self.info = routing_info(model.routers)
-        """Sizes of the routers; None where nothing can be recorded."""
+        """Sizes of the routers; None if nothing can be recorded."""
         self._block_size = model.kv.block_size
         self._kept: Tensor | None = None
-        """[num_blocks, block_size, L, k], beside the KV."""
+        """[num_blocks, block_size, L, k], next to the KV."""
         self._requests = RoutedRequests()
         self._rows: np.ndarray | None = None
-        """[T, L, k] of the step's tokens; None where nobody asks."""
+        """[T, L, k] of the step's tokens; None if no request asks."""
 
     def update(self, work: SchedulerOutput) -> None:
         """Drop finished sequences and add new ones."""
@@ -57,7 +57,7 @@ class RoutingRecorder:
         self._kept.numpy()[_places(batch, self._block_size)] = self._rows
 
     def add_to(self, out: ModelRunnerOutput, work: SchedulerOutput, batch: FlatBatch) -> None:
-        """Fill in the experts of what the step drew, and of the prompts that it completed."""
+        """Fill in the experts of the tokens that the step drew, and of the prompts that it completed."""
         if self._rows is None:
             return
         ends = batch.columns.token_starts[1:]

@@ -95,7 +95,7 @@ class CpuRunner:
     def follow(self, work: SchedulerOutput, token_ids: np.ndarray) -> None:
         """Compute the step that rank 0 executes now, up to its logits, on another rank.
 
-        `token_ids`: int64 [T], those of the flat batch: only rank 0 knows what it has drawn.
+        `token_ids`: int64 [T], those of the flat batch: only rank 0 has the tokens it has drawn.
         """
         batch, asked = self._prepare(work, token_ids)
         logits, _ = self._forward(work, batch, asked.logit_rows)
@@ -107,7 +107,7 @@ class CpuRunner:
         self._logits.compute(torch.tensor(rows, dtype=torch.int64))
 
     def _prepare(self, work: SchedulerOutput, token_ids: np.ndarray | None = None) -> tuple[FlatBatch, AskedRows]:
-        """Note what a step changes; returns its flat batch, of `token_ids` if given, and the rows asked for."""
+        """Record the changes of a step; returns its flat batch, of `token_ids` if given, and the rows asked for."""
         self._note_changes(work)
         batch = self._flat_batch(work.scheduled, token_ids)
         num_drafted = None
@@ -232,7 +232,7 @@ class _Computed(NamedTuple):
     token_ids: list[list[int]]
     """The lists that grow with the sequences."""
     rows: np.ndarray
-    """int64: where their block tables stand in the matrix."""
+    """int64: rows of their block tables in the matrix."""
 
 
 class _Drawn(NamedTuple):
@@ -244,4 +244,4 @@ class _Drawn(NamedTuple):
     settings: SamplingBatch
     """Sampling columns; the positions change with every step."""
     edits: RowEdits
-    """Edits of the last step's rows, which serve the next step too where they last."""
+    """Edits of the last step's rows, which serve the next step too if they last."""

@@ -14,7 +14,7 @@ from rollout_engine.model.modules.next_token_logprobs import right_padded_logpro
 _LOGIT_BYTES = 256 << 20
 """Bytes of logits that exist at a time, unless a single sequence needs more."""
 _TOKENS = 512
-"""Tokens computed at a time, unless a single sequence has more: what steps take of prompts beside decoding."""
+"""Tokens computed at a time, unless a single sequence has more: as many as steps take of prompts while they decode."""
 
 
 def sequence_logprobs(
@@ -28,7 +28,7 @@ def sequence_logprobs(
 ) -> Iterator[dict[int, np.ndarray]]:
     """Yield, a batch at a time, the log-prob of every token after the prompt: index -> float32 [len - num_prompt].
 
-    `around`: makes what each forward runs in, of the indices of its sequences and the number that they are padded to.
+    `around`: makes the context manager of each forward, given the indices of its sequences and their padded length.
     """
     for members in _batches(sequences, min(_LOGIT_BYTES // (4 * vocab_size), _TOKENS)):
         ids = pad_sequence([torch.tensor(sequences[i], dtype=torch.int64) for i in members], batch_first=True)

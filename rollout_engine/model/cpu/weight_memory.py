@@ -1,4 +1,4 @@
-"""Memory of weights on the CPU: its pages go back to the system and come again when written; addresses stay."""
+"""Memory of weights on the CPU: pages are returned to the system and allocated again when written; addresses stay."""
 
 from collections.abc import Sequence
 
@@ -31,4 +31,4 @@ class CpuWeightMemory:
         self._packed.make()
 
     def take_back(self) -> None:
-        """Do nothing: memory comes as it is written."""
+        """Do nothing: memory is allocated as it is written."""

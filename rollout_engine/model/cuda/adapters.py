@@ -1,4 +1,4 @@
-"""The adapters of a model on a device, beside the products of its fused decoder."""
+"""The adapters of a model on a device, added to the products of its fused decoder."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -18,7 +18,7 @@ from rollout_engine.model.ranks.cut import inputs_of, outputs_of
 
 
 class CudaAdapterPool(AdapterPool):
-    """Matrices go to the device beside steps, on `stream`; steps that were launched before keep the former ones."""
+    """Matrices are copied concurrently with steps, on `stream`; steps launched before keep the former ones."""
 
     block_rows = BLOCK_ROWS
 
@@ -28,16 +28,16 @@ class CudaAdapterPool(AdapterPool):
         self._compiled: set[tuple[int, tuple[int, ...]]] = set()
         """Inputs and outputs of groups whose kernels have run."""
         self._numbers: dict[int, int] = {}
-        """Of each group's table; no other table ever has it."""
+        """Number of each group's table; no other table ever has it."""
         self._count = count()
 
     @property
     def layout(self) -> tuple[tuple[int, int], ...]:
-        """The tables, and the highest rank in each: what a captured step depends on."""
+        """The tables, and the highest rank in each: all that a captured step depends on."""
         return tuple((self._numbers[group], table.max_rank) for group, table in sorted(self._tables.items()))
 
     def add(self, group: int, x: Tensor, out: Tensor, batch: AdapterBatch) -> None:
-        """Add the adapters of a batch to a product [T, N] of linears, told by the id of the first, in place."""
+        """Add the adapters of a batch to a product [T, N] of linears, identified by the id of the first, in place."""
         table = self._tables.get(group)
         if table is not None:
             table.add(x, out, batch)
@@ -90,7 +90,7 @@ class CudaAdapterPool(AdapterPool):
         return self._new_table(group, self._max_loras)
 
     def _dropped_table(self, group: int) -> None:
-        """Nothing else knows it."""
+        """Do nothing: there are no other references to it."""
 
     def _new_table(self, group: int, num_slots: int) -> AdapterTable:
         linears = self._groups[group]

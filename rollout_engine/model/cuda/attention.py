@@ -49,7 +49,7 @@ class CudaKVPool:
         device: torch.device,
         routing: RoutingInfo | None = None,
     ) -> None:
-        """`routing`: routers whose choices are kept beside the KV."""
+        """`routing`: routers whose choices are kept next to the KV."""
         self.num_blocks, self.block_size = num_blocks, block_size
         self.layers = [
             KVLayer.zeros(
@@ -72,7 +72,7 @@ class CudaKVPool:
         self._copies: BlockCopies | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the pool; blocks come first in its shape."""
+        """Every tensor of the pool; blocks are the first dimension of its shape."""
         for layer in self.layers:
             yield from layer
         if self.routed is not None:
@@ -91,7 +91,7 @@ class CudaKVPool:
 
     def release(self) -> None:
         """Forget all KV and give its memory back to the device; the next step takes it again."""
-        self._copies = None  # it knows addresses
+        self._copies = None  # it holds addresses
         self.memory.release()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -44,7 +44,7 @@ from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 logger = logging.getLogger("rollout_engine")
 
 _LEAST_POOL = 0.25
-"""The least share of what weights, steps and graphs leave that the KV pool gets before an update gets any."""
+"""The least share of the memory left by weights, steps and graphs that the KV pool gets before an update gets any."""
 
 
 class CudaBackend(Backend):
@@ -100,7 +100,7 @@ class CudaBackend(Backend):
         if config.cuda_graphs and self._fused and can_capture(model.device):
             self.runner.graphs = self._graphs(model)
             self.runner.graphs.capture_all()
-            warm_up(self.runner)  # steps now run by graphs, where they fit
+            warm_up(self.runner)  # steps now run by graphs, if they fit
         self.shadow_memory = CudaShadowMemory(stream)
         self.upload = PinnedUpload(stream) if model.device.type == "cuda" else None
         graphs = self.runner.graphs
@@ -153,7 +153,7 @@ class CudaBackend(Backend):
         )
 
     def _num_blocks(self, model_len: int) -> int:
-        """Blocks of the KV pool: as given, or what the largest step, graphs and the shadow of an update leave."""
+        """Blocks of the KV pool: as given, or all that fit next to the largest step, graphs and an update's shadow."""
         config, device = self._config, next(self._loaded.module.parameters()).device
         if device.type != "cuda":
             return size_pool(config, self._loaded)
@@ -189,7 +189,7 @@ class CudaBackend(Backend):
         return room // (DRAFT_SHARE + 1) if given is None else given
 
     def _graph_bytes(self) -> int:
-        """Bytes of the graphs of the policy, where it has some, and of a draft model."""
+        """Bytes of the graphs of the policy, if it has some, and of a draft model."""
         config, loaded = self._config, self._loaded
         num_models = int(self._fused) + int(self._drafting is not None)
         if not config.cuda_graphs or not num_models:
@@ -197,7 +197,7 @@ class CudaBackend(Backend):
         return num_models * graph_bytes(config.max_num_seqs, loaded.vocab_size, loaded.dtype.itemsize)
 
     def _update_bytes(self, room: int) -> int:
-        """Bytes of `room` to leave for the shadow of an update: as weights have, or 0 where no pool would be left."""
+        """Bytes of `room` to leave for an update's shadow: the size of the weights, or 0 if no pool would be left."""
         if not self._config.reserve_for_updates:
             return 0
         module = self._loaded.module
@@ -230,9 +230,9 @@ class CudaBackend(Backend):
 
 
 def runs_fused(loaded: LoadedModel, *, deterministic: bool, block_size: int, seat: Seat | None = None) -> bool:
-    """Whether our kernels run the layers of `loaded`; a log line says why not, a warning where they fail here.
+    """Whether our kernels run the layers of `loaded`; logs the reason if not, as a warning if they fail here.
 
-    `seat`: of a rank; all call this together. Raises `ConfigError` where `deterministic` layers cannot be had.
+    `seat`: of a rank; all call this together. Raises `ConfigError` if `deterministic` layers cannot be had.
     """
     reason = decoder_trial.unsupported_reason(
         loaded.module, loaded.geometry, deterministic=deterministic, block_size=block_size, seat=seat

@@ -1,9 +1,9 @@
-"""CUDA graphs over one memory pool, each captured only where the device has room for it.
+"""CUDA graphs over one memory pool, each captured only if the device has room for it.
 
 On torch 2.11 and 2.12 a capture that fails leaks its pool, and may break later captures of the process
-(pytorch/pytorch#180395, #190348). So memory is asked for before a capture, by what the computation took uncaptured.
+(pytorch/pytorch#180395, #190348). So memory is requested before a capture: as much as the computation took uncaptured.
 
-An H200 with torch 2.11 captured and replayed them; no capture failed. What follows a failed one, only tests show.
+An H200 with torch 2.11 captured and replayed them; no capture failed. Only tests cover a failed one.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 _MARGIN_BYTES = 256 << 20
-"""Left free beside a graph: for the driver's nodes, for pieces that the pool cuts otherwise, and for steps."""
+"""Bytes left free besides a graph: for the driver's nodes, for pieces that the pool cuts otherwise, and for steps."""
 
 
 class Captured(Protocol):
@@ -24,7 +24,7 @@ class Captured(Protocol):
 
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Captured]
-"""Captures a computation; raises `NoRoomForGraph` where it has not begun to."""
+"""Captures a computation; raises `NoRoomForGraph` if there was no room to begin."""
 
 
 class NoRoomForGraph(Exception):
@@ -43,7 +43,7 @@ class CudaGraph:
         """Capture `compute`, whose kernels are compiled."""
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own one current
-            # Weights may be on their way meanwhile: what other threads do must not end the capture.
+            # Weights may be uploaded meanwhile: calls of other threads must not end the capture.
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 compute()
 
@@ -55,7 +55,7 @@ class CudaGraph:
 class GraphPool:
     """Captures graphs that share memory; they must not run at the same time. After a failure, make another pool.
 
-    `all_agree`: is told before each capture whether there is room here, and returns whether every rank has room.
+    `all_agree`: called before each capture with whether there is room here; it returns whether every rank has room.
     """
 
     def __init__(self, all_agree: Callable[[bool], bool] = bool) -> None:

@@ -1,4 +1,4 @@
-"""A stream for copies of weights, beside the one that steps run on.
+"""A stream for copies of weights, concurrent with the stream that steps run on.
 
 steps    ──── step ──── step ──── step ────┬── commit ──── step
 copies   ┬────── copy ─ copy ─── copy ─────┘
@@ -59,11 +59,11 @@ class CudaCopyStream:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        with torch.cuda.stream(self._stream):  # the allocator gives a stream what work of that stream has freed
+        with torch.cuda.stream(self._stream):  # the allocator reuses for a stream only memory freed on that stream
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def copy(self, out: Tensor, source: Tensor) -> Callable[[], object]:
-        done = torch.cuda.Event(blocking=True)  # whoever waits leaves its core to others
+        done = torch.cuda.Event(blocking=True)  # a waiting thread leaves its core to others
         with torch.cuda.stream(self._stream):
             out.copy_(source, non_blocking=True)
             done.record()
@@ -83,7 +83,7 @@ class CudaCopyStream:
 
 
 class HostCopyStream:
-    """A stand-in where the kernels' tensors are the host's: each call is done when it returns."""
+    """A stand-in if the kernels' tensors are the host's: each call is done when it returns."""
 
     @property
     def num_free_bytes(self) -> int:

@@ -1,11 +1,11 @@
 """Decode-only steps as CUDA graphs, captured for a ladder of batch sizes and replayed.
 
-A step of n sequences replays the smallest captured graph that holds it; one whose sequences share prefixes, where no
-graph knows prefixes, one that reads them for each sequence. Padding has no context and writes no KV. A graph plans
+A step of n sequences replays the smallest captured graph that holds it; one whose sequences share prefixes, if no
+graph has prefixes, one that reads them for each sequence. Padding has no context and writes no KV. A graph plans
 attention, so it serves every context length, computes logits into memory that all graphs share, and draws from them
 without truncation or edits. Graphs hold addresses: when memory has moved, as after sleep, each is captured again by the
 first step that needs it, so that waking up does not wait for graphs that no step may need. So are graphs for rows with
-adapters: they read from tables which matrices a row has, and are captured again where other layers have some.
+adapters: they read from tables which matrices a row has, and are captured again when other layers have some.
 
     host        columns ──upload──> static memory                                           ┌──download──> result
     device                          prepare ── [plan ── forward ── sample ── write] ── outcome
@@ -38,7 +38,7 @@ _NODES_BYTES = 1 << 30
 
 
 class Variant(NamedTuple):
-    """What a graph computes besides."""
+    """Optional parts of a graph's computation."""
 
     has_prefixes: bool
     """Whether it reads prefixes that sequences share once for all."""
@@ -73,7 +73,7 @@ class DecodeGraphs:
         self._captured: defaultdict[Variant, list[int]] = defaultdict(list)
         """Sizes of captured graphs, ascending."""
         self._adapted_groups: tuple[tuple[int, int], ...] = ()
-        """What `CudaAdapterPool.layout` was when graphs with adapters were captured."""
+        """`CudaAdapterPool.layout` when graphs with adapters were captured."""
         self._logits: Tensor | None = None
         """[max_batch, V], written by every graph; one of its own for each would take gigabytes."""
         self._capture: Capture | None = self._given_capture
@@ -104,9 +104,9 @@ class DecodeGraphs:
         return f"{len(self._graphs)} of {len(self._wanted())}"
 
     def run(self, step: DecodeStep) -> tuple[Tensor, DrawMemory] | None:
-        """Logits [n, V] and draws of n sequences, valid until the next call; None where no graph fits.
+        """Logits [n, V] and draws of n sequences, valid until the next call; None if no graph fits.
 
-        Where `step.draws` is None the draws are meaningless.
+        If `step.draws` is None the draws are meaningless.
         """
         if self._last_tokens is not self._rows.last_tokens:
             self.void()
@@ -134,7 +134,7 @@ class DecodeGraphs:
         return [(size, Variant(each, False)) for size in reversed(self._sizes) for each in self._has_prefixes]
 
     def _void_adapters(self) -> None:
-        """Drop graphs with adapters where other layers have some than when they were captured."""
+        """Drop graphs with adapters if other layers have adapters than at their capture."""
         adapters = self._model.adapters
         assert adapters is not None, "rows have some"
         if (layout := adapters.layout) == self._adapted_groups:
@@ -155,7 +155,7 @@ class DecodeGraphs:
         return weight.new_empty(self._sizes[-1], decoder.vocab_size)
 
     def _fitting(self, count: int, wanted: Variant) -> tuple[int, Variant] | None:
-        """Size and variant of the smallest graph for `count` sequences, with prefixes where they are wanted.
+        """Size and variant of the smallest graph for `count` sequences, with prefixes if they are wanted.
 
         The first step that needs a graph captures it. Without it a larger one serves, or one without prefixes.
         """
@@ -181,7 +181,7 @@ class DecodeGraphs:
     def _try(self, size: int, variant: Variant) -> None:
         """Capture a graph, unless time or memory have run out, or there is no room for it.
 
-        A failed capture is the last one: torch before 2.13 goes on to count it as under way. Graphs for which there is
+        A failed capture is the last one: torch before 2.13 keeps counting it as under way. Graphs for which there is
         no room are left out before they are begun.
         """
         if not self._may_capture():
@@ -204,7 +204,7 @@ class DecodeGraphs:
         return not self._has_failed and self._num_seconds <= _SECONDS and self._num_bytes <= _BYTES
 
     def _note_failure(self, key: tuple[int, Variant], problem: Exception) -> None:
-        """Go on after a failed capture: steps can run without any graph."""
+        """Continue after a failed capture: steps can run without any graph."""
         self._problems[key] = f"{type(problem).__name__}: {problem}"
         self._has_failed = True
 

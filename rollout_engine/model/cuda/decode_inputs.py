@@ -1,4 +1,4 @@
-"""Inputs of decode-only steps in static memory, where graphs read them: one upload and one launch per step."""
+"""Inputs of decode-only steps in static memory that graphs read: one upload and one launch per step."""
 
 from itertools import repeat
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class DecodeStep(NamedTuple):
 
     flat: FlatColumns
     draws: DrawColumns[np.ndarray] | None
-    """Draws from the same rows; None where other rows are drawn from."""
+    """Draws from the same rows; None if other rows are drawn from."""
     prefixes: SharedPrefixes | None
     changes: TableChanges
     adapters: AdapterRows | None = None

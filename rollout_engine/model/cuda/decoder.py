@@ -5,7 +5,7 @@
                                                          ├─ gate|up ── activation ── down ──┐
                                                          └────────────────────── add, norm ─┘
 
-In a mixture of experts, `experts` has what is between the last two norms.
+In a mixture of experts, `experts` computes the part between the last two norms.
 
 Products are torch's. In deterministic mode they are those of `kernels.triton.matmul`, and heads are normed before they
 are rotated, by the same kernel as in a trainer's modules.
@@ -114,7 +114,7 @@ class CudaDecoder:
     def _product(
         self, x: Tensor, linear: Linear, out: Tensor | None = None, adapted: AdapterBatch | None = None
     ) -> Tensor:
-        """x [T, K] -> [T, N], written to `out` where it is given; joined with what other ranks have of either."""
+        """x [T, K] -> [T, N], written to `out` if it is given; joined with other ranks' parts of either."""
         joins = linear.joins
         if joins.input is not None:
             x = joins.input(x)

@@ -23,7 +23,7 @@ from rollout_engine.model.ranks.wiring import Joins, OwnRows, joins_of
 
 
 class Linear(NamedTuple):
-    """Stacked weights [N, K] of linears that share an input, read where updates write them."""
+    """Stacked weights [N, K] of linears that share an input, read from the memory that updates write."""
 
     weight: Tensor
     bias: Tensor | None
@@ -31,7 +31,7 @@ class Linear(NamedTuple):
     tile: Tile
     """That of all ranks' rows together, so that no bit depends on how they are cut."""
     num_outputs: int
-    """Of all ranks."""
+    """Outputs of all ranks."""
     group: int
     """Its number in an `AdapterPool`."""
     joins: Joins
@@ -77,7 +77,7 @@ class Parts(NamedTuple):
     embedding: Tensor
     """[V, H], of which this rank may have only some rows."""
     own_rows: OwnRows | None
-    """Looks rows of other ranks up; None where this one has all."""
+    """Looks rows of other ranks up; None if this one has all."""
     rotary: Rotary
     layers: list[Layer]
     norm: Norm

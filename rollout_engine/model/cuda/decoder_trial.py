@@ -21,7 +21,7 @@ from rollout_engine.model.ranks.seat import ELSEWHERE, Seat
 
 BLOCK_SIZE = 16
 _SIZES = (17, 3), (1, 4)
-"""Tokens of two sequences in each step: two prompts; then one decodes while the other goes on."""
+"""Tokens of two sequences in each step: two prompts; then one decodes while the other continues its prompt."""
 _LONGEST = 18
 """Tokens of the longer one."""
 _END = 1 << 16
@@ -46,10 +46,10 @@ def unsupported_reason(
     block_size: int = BLOCK_SIZE,
     seat: Seat | None = None,
 ) -> Reason | None:
-    """Why the layers of `module` must run as modules; None where they need not. Weights must be loaded.
+    """Why the layers of `module` must run as modules; None if they need not. Weights must be loaded.
 
     Fused layers round differently, so logits may differ slightly; a different factor, norm or rotation moves them more.
-    `deterministic`: every bit must be what a trainer computes. `seat`: of a rank; all call this together, and hear the
+    `deterministic`: every bit must be equal to a trainer's. `seat`: of a rank; all call this together, and get the
     same answer.
     """
     options: dict[str, Any] = {"deterministic": deterministic, "block_size": block_size}
@@ -66,7 +66,7 @@ _ELSEWHERE = Reason(ELSEWHERE, is_failure=False)
 
 
 def _reason_of(attempt: Callable[[], object]) -> Reason | None:
-    """Why an attempt failed; None where it did not."""
+    """Why an attempt failed; None if it did not."""
     try:
         attempt()
     except _Disagreement as problem:
@@ -94,7 +94,7 @@ def _fused_model(
 def _compare(
     module: PreTrainedModel, geometry: Sequence[LayerGeometry], *, deterministic: bool, block_size: int
 ) -> None:
-    """Raise `_Disagreement` where fused layers compute something else than modules, or than a trainer."""
+    """Raise `_Disagreement` if fused layers compute other results than modules, or than a trainer."""
     fused = _fused_model(module, geometry, deterministic=deterministic, block_size=block_size)
     modules = small_model(module, geometry, block_size, fused=False, deterministic=False)
     for shift in sorted({0, _far_shift(module)}):
@@ -106,7 +106,7 @@ def _compare(
 
 
 def _far_shift(module: PreTrainedModel) -> int:
-    """A shift of the trial's positions to the model's last ones, or to those before `_END`; 0 where they are near."""
+    """A shift of the trial's positions to the model's last ones, or to those before `_END`; 0 if they are near."""
     return max(far_starts(module.config.get_text_config(), _LONGEST, end=_END), default=0)
 
 
@@ -121,7 +121,7 @@ def small_model(
 
 
 def disagreement(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
-    """Describe how two results of the same computation differ; None where the difference is rounding."""
+    """Describe how two results of the same computation differ; None if the difference is rounding."""
     difference = _difference(torch.cat(ours), torch.cat(theirs))
     if not difference <= _TOLERANCES[theirs[0].dtype]:
         return f"its logits differ from its modules' by {difference:.2g} of their size"

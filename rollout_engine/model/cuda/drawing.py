@@ -34,7 +34,7 @@ class Drawing:
         """Settings of the last step's draws."""
 
     def update(self, work: SchedulerOutput) -> None:
-        """Drop what is kept of finished sequences, and of earlier ones whose ids new sequences have."""
+        """Drop the settings and records of finished sequences, and of earlier ones whose ids new sequences have."""
         if work.finished_sequence_ids or work.new:
             self._settings = None
         self._records.forget([*work.finished_sequence_ids, *(new.sequence_id for new in work.new)])

@@ -27,7 +27,7 @@ class DrawColumns(NamedTuple, Generic[Column]):
     """Sampling settings of N rows."""
 
     truncation: tuple[Column, ...]
-    """As in `SamplingBatch`, with values that cut nothing in greedy rows."""
+    """Truncation columns of a `SamplingBatch`, with values that cut nothing in greedy rows."""
     temperatures: Column
     """float32, of `row_temperatures`."""
     seeds: Column
@@ -39,7 +39,7 @@ class DrawColumns(NamedTuple, Generic[Column]):
     truncates: Column
     """bool: rows from which some rule may cut tokens."""
     places: Column
-    """int64: index into `last_tokens` where each token is written; negative: not written."""
+    """int64: index into `last_tokens` at which each token is written; negative: not written."""
 
     @classmethod
     def of_flat(cls, columns: Iterator[Column]) -> "DrawColumns[Column]":
@@ -83,7 +83,7 @@ class SpecialColumns(NamedTuple, Generic[Column]):
     """Indices of the edited rows whose log-probs are processed."""
 
     def part(self, piece: slice) -> "SpecialColumns[np.ndarray] | None":  # type: ignore[misc]  # of a generic tuple
-        """The special rows of the rows `piece`, numbered from its start, on the host; None where there are none."""
+        """The special rows of the rows `piece`, numbered from its start, on the host; None if there are none."""
         assert isinstance(self.edited, np.ndarray) and isinstance(self.processed_edits, np.ndarray)
         raw, processed = ((rows >= piece.start) & (rows < piece.stop) for rows in (self.raw, self.processed))
         edits = ((self.edited >= piece.start) & (self.edited < piece.stop)).nonzero()[0]
@@ -184,7 +184,7 @@ class DrawSettings(NamedTuple):
 
     @classmethod
     def of(cls, sequences: list[NewSequence], places: np.ndarray) -> "DrawSettings":
-        """`places`: where the tokens of the sequences are written."""
+        """`places`: indices into `last_tokens` at which the tokens of the sequences are written."""
         batch = SamplingBatch.from_tasks(
             [s.params for s in sequences], seeds=[s.seed for s in sequences], positions=[0] * len(sequences)
         )
@@ -215,7 +215,7 @@ def padding_row() -> DrawColumns[np.ndarray]:
 def special_columns(
     batch: SamplingBatch, edited: Sequence[int], records: np.ndarray
 ) -> SpecialColumns[np.ndarray] | None:
-    """Special columns of `batch`, whose rows `edited` are edited on the device; None where no row asks for more."""
+    """Special columns of `batch`, whose rows `edited` are edited on the device; None if no row asks for more."""
     rows, processed = np.array(edited, np.int64), batch.is_processed
     asked = (which.nonzero()[0] for which in (batch.is_raw, processed, processed[rows]))
     special = SpecialColumns(rows, records, *asked)

@@ -1,4 +1,4 @@
-"""Records on the device of the logit edits of sequences, made when a sequence is first drawn from, or comes back."""
+"""Records on the device of the logit edits of sequences, made when a sequence is first drawn from, or resumed."""
 
 from collections.abc import Iterable
 
@@ -37,7 +37,7 @@ class EditRecords:
 
 
 def record_of(edits: LogitEdits, vocab_size: int, context: int) -> np.ndarray:
-    """The record of `edits`, int32. The host must know all tokens of the sequence."""
+    """The record of `edits`, int32. The host must have all tokens of the sequence."""
     sequence, params, seen, max_seen = edits.sequence, edits.sequence.params, None, 0
     token_ids, num_prompt = sequence.token_ids, sequence.num_prompt_tokens
     if edits.counts is not None:

@@ -33,7 +33,7 @@ class Experts(NamedTuple):
     top_k: int
     routing: Routing
     own: OwnExperts | None
-    """The experts that this rank computes; None where it computes all."""
+    """The experts that this rank computes; None if it computes all."""
     place: int
     """The layer's number among those that have experts."""
 
@@ -79,7 +79,7 @@ class TrainedExperts(nn.Module):
     down_proj: Tensor
     _is_expert_parallel: bool
     _own_experts: OwnExperts | None = None
-    """The experts that this rank has, where the model is cut; the parameters hold these alone."""
+    """The experts that this rank has, if the model is cut; the parameters hold these alone."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """x [T, H], experts int64 [T, k] and their weights [T, k] -> [T, H]."""

@@ -8,14 +8,14 @@ import numpy as np
 from rollout_engine.base.messages import NewSequence, ScheduledSequence
 
 UNKNOWN = -1
-"""Stands for a sequence's last token where the host does not know it yet: the device does."""
+"""Stands for a sequence's last token while only the device has it."""
 
 
 class FlatColumns(NamedTuple):
     """N chunks and their T tokens, end to end."""
 
     token_ids: np.ndarray
-    """int64 [T], drafted tokens among them; `UNKNOWN` where only the device knows."""
+    """int64 [T], drafted tokens among them; `UNKNOWN` for those that only the device has."""
     positions: np.ndarray
     """int64 [T], position of each token in its sequence."""
     slots: np.ndarray

@@ -1,4 +1,4 @@
-"""Kernels of deterministic steps with gradients, as a trainer's modules call them; what is not a kernel is torch's.
+"""Kernels of deterministic steps with gradients, as a trainer's modules call them; all other operations are torch's.
 
 Forward they give the bits of steps. Backward they are ordinary products.
 """
@@ -63,7 +63,7 @@ class ExpertProduct(torch.autograd.Function):
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """Softmax of a router's logits [T, E], float32, without gradients: what `kernels.triton.routers` chooses by."""
+    """Softmax of a router's logits [T, E], float32, without gradients, as `kernels.triton.routers` computes it."""
     found = torch.empty_like(logits, dtype=torch.float32)
     weights, experts = logits.new_empty(len(logits), 1), logits.new_empty(len(logits), 1, dtype=torch.int32)
     choose(logits, weights, experts, normalised=False, probabilities=found)

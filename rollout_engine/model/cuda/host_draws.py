@@ -15,9 +15,9 @@ from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 
 
 def draw_rows(out: ModelRunnerOutput, draws: Draws, logits: LogitRows, vocab_size: int) -> None:
-    """Draw the rows `draws.on_host` of `logits` and overwrite their results in `out`, but where a grammar allows those.
+    """Draw the rows `draws.on_host` of `logits` and overwrite their results in `out`, unless a grammar allows those.
 
-    Tempered log-probs come from the same kernel as a trainer's.
+    Tempered log-probs are computed by the same kernel as a trainer's.
     """
     allowed = _allowed(out, draws)
     rows = np.array([row for row in draws.on_host if row not in allowed], np.int64)
@@ -26,7 +26,7 @@ def draw_rows(out: ModelRunnerOutput, draws: Draws, logits: LogitRows, vocab_siz
 
 
 def _allowed(out: ModelRunnerOutput, draws: Draws) -> set[int]:
-    """Rows whose tokens, as the device has drawn them, are what `sample` would return."""
+    """Rows whose tokens, as the device has drawn them, are those that `sample` would return."""
     masked = RowEdits(draws.on_host).masked
     if masked is None:
         return set()

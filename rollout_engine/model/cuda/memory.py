@@ -55,7 +55,7 @@ class ReleasableMemory:
             torch.cuda.empty_cache()
 
     def restore(self) -> bool:
-        """Allocate what was released, with the kept values or zeros; returns whether anything had been released.
+        """Allocate all released memory, with the kept values or zeros; returns whether anything had been released.
 
         Raises `StepMemoryError`, and allocates nothing, when the device has no memory for it.
         """

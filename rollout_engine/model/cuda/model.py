@@ -29,9 +29,9 @@ class CudaModel:
     """A module built with `ATTENTION_NAME`, on a device, and its KV pool.
 
     `fused`: its layers run by our kernels, not as modules, unless `layer_watch` has watchers; raises
-    `UnsupportedStructure` where they cannot. `deterministic`: a row's bits do not depend on its batch, which only fused
+    `UnsupportedStructure` if they cannot. `deterministic`: a row's bits do not depend on its batch, which only fused
     layers can keep. `adapters`: those that rows may have, of fused layers.
-    `routing`: its routers, whose choices are kept; None where they are not.
+    `routing`: its routers, whose choices are kept; None if they are not.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class CudaModel:
 
     @contextmanager
     def _routed(self, batch: CudaBatch, pool: CudaKVPool) -> Iterator[None]:
-        """Inside, modules send tokens to the experts that the batch gives, and the pool keeps what routers choose."""
+        """Inside, modules send tokens to the experts that the batch gives, and the pool keeps the routers' choices."""
         with ExitStack() as contexts:
             if batch.routed is not None:
                 contexts.enter_context(replaying(self._routers, batch.routed.long()))

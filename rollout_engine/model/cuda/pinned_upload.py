@@ -1,4 +1,4 @@
-"""Weights go from the host to a device through a pair of pinned buffers, beside steps.
+"""Copies weights from the host to a device through a pair of pinned buffers, concurrently with steps.
 
 host      fill 0 ── fill 1 ── wait for 0, fill 0 ── wait for 1, fill 1 ...
 device              copy 0 ── copy 1 ────────────── copy 0 ...
@@ -14,7 +14,7 @@ from torch import Tensor
 from rollout_engine.model.cuda.copy_stream import CopyStream
 
 _BUFFER_BYTES = 32 << 20
-"""Long enough that starting a copy costs nothing beside it, a multiple of every element's size."""
+"""Long enough that starting a copy costs nothing in comparison, a multiple of every element's size."""
 _IN_FLIGHT = 2
 
 

@@ -42,7 +42,7 @@ class RankedDecodeGraphs(DecodeGraphs):
         return self._seat.all_agree(condition)
 
     def _note_failure(self, key: tuple[int, Variant], problem: Exception) -> None:
-        """End the engine: what other ranks have captured, and what they wait for, is not known."""
+        """End the engine: the captures of other ranks, and their waits, are unknown."""
         raise ConfigError(
             f"A CUDA graph of {key[0]} sequences was not captured ({type(problem).__name__}: {problem}), and ranks "
             "cannot go on behind that. Give cuda_graphs=False."
@@ -60,5 +60,5 @@ class RankedDecodeGraphs(DecodeGraphs):
         return together
 
     def _drop(self) -> None:
-        """Let go of graphs: NCCL leaves no group before those that have captured its steps are gone."""
+        """Release graphs: NCCL leaves no group before those that have captured its steps are gone."""
         self._graphs.clear()

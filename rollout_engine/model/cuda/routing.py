@@ -1,8 +1,8 @@
-"""The routed experts of a step's tokens, on a device: kept beside their KV, and returned with the tokens drawn.
+"""The routed experts of a step's tokens, on a device: kept with their KV, and returned with the tokens drawn.
 
 Every step of a mixture keeps them (`CudaKVPool.routed`): its routers write a byte or two for each choice, in the kernel
-that chooses. They go where the KV goes: to samples of the same prompt, to a next turn, through copies. Those who ask
-get what is kept at the places of their tokens, which the host knows before the step is launched.
+that chooses. They are shared and copied with the KV: by samples of the same prompt, by a next turn. Requests that ask
+get the choices kept at the slots of their tokens, which the host has before the step is launched.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from rollout_engine.model.cuda.upload import Download, upload
 from rollout_engine.model.sequences.routed_requests import RoutedRequests
 
 Fill = Callable[[ModelRunnerOutput], None]
-"""Fills routed experts in, when the step's result has come."""
+"""Fills routed experts in, once the step's result has arrived."""
 
 
 class RoutingRecorder:
-    """Returns what the pool keeps for the sequences that ask."""
+    """Returns the routed experts that the pool keeps, for the sequences that ask."""
 
     def __init__(self, pool: CudaKVPool) -> None:
         self._pool, self._requests = pool, RoutedRequests()
@@ -35,7 +35,7 @@ class RoutingRecorder:
     def fetch(self, work: SchedulerOutput, drawn: np.ndarray, blocks_of: Callable[[int], np.ndarray]) -> Fill:
         """Start to copy the experts of tokens to the host, behind the step `work`, which was launched last.
 
-        Those of all tokens but the last of the prompts that it completes are told too.
+        Those of all tokens but the last of the prompts that it completes are returned too.
 
         Args:
             work: the step.

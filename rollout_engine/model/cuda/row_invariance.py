@@ -1,7 +1,7 @@
 """Replaces parts of a trainer's module by the kernels of deterministic steps, in place, with gradients.
 
-Residual sums, rotations and look-ups stay Hugging Face's own: the kernels round where these do. Names in `state_dict`
-do not change.
+Residual sums, rotations and look-ups stay Hugging Face's own: the kernels round at the same points. Names in
+`state_dict` do not change.
 """
 
 import copy
@@ -55,7 +55,7 @@ def make_row_invariant(module: nn.Module) -> None:
 
 
 def _refuse_coarse_products(rotary: nn.Module, args: tuple[Any, ...]) -> None:
-    """Raise `ConfigError` where torch would round positions and frequencies before it multiplies them."""
+    """Raise `ConfigError` if torch would round positions and frequencies before it multiplies them."""
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
         raise ConfigError(

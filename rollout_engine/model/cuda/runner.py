@@ -70,7 +70,7 @@ class CudaRunner:
         self.model, self._seat = model, seat
         self.num_ranks = 1 if seat is None else seat.num_ranks
         self.graphs: DecodeGraphs | None = None
-        """Graphs for decode-only steps, where there are any."""
+        """Graphs for decode-only steps, if there are any."""
         self._vocab_size = vocab_size
         self._prompts = PromptScorer(vocab_size, score, lambda figures: Download(figures).wait)
         self._sequences = SequenceStates(vocab_size, processors, self._prompts, grammars)
@@ -90,7 +90,7 @@ class CudaRunner:
 
     @property
     def shared_unit(self) -> int | None:
-        """KV positions by which prefixes are read once for all that share them; None where none are."""
+        """KV positions by which prefixes are read once for all that share them; None if none are."""
         return None if self._prefix_shape is None else self._prefix_shape[0]
 
     def block_tables(self) -> dict[int, list[int]]:
@@ -102,7 +102,7 @@ class CudaRunner:
         """Launch `work` after all earlier steps; returns a function that waits for its result, or raises its error."""
         try:
             return self._launch(work)
-        except Exception as problem:  # raised where the result is asked for
+        except Exception as problem:  # raised when the result is asked for
             return _raiser(_worded(problem))
 
     def catch_up(self) -> None:
@@ -152,7 +152,7 @@ class CudaRunner:
         return lambda: pending.settle(self._pending)
 
     def _prepare(self, work: SchedulerOutput, token_ids: np.ndarray | None = None) -> "_Step | None":
-        """Note what a step changes; returns it on the host, of `token_ids` if given; None if it computes nothing."""
+        """Record a step's changes; returns it on the host, of `token_ids` if given; None if it computes nothing."""
         changes = self._note_changes(work)
         if not work.scheduled:
             return None
@@ -256,7 +256,7 @@ class CudaRunner:
         return lambda: {order[index]: logprobs for index, logprobs in finish().items()}
 
     def _fetch_routed(self, work: SchedulerOutput, flat: FlatColumns, drawn: np.ndarray) -> Fill | None:
-        """Start to fetch routed experts, where some are asked for; `drawn`: int64, rows behind which tokens come."""
+        """Start to fetch routed experts, if some are asked for; `drawn`: int64, rows behind which tokens are drawn."""
         if self._routing is None or not self._routing.are_asked_for(work):
             return None
         return self._routing.fetch(work, flat.slots[drawn], lambda key: self.rows.matrix[self.rows.rows([key])[0]])
@@ -275,7 +275,7 @@ class CudaRunner:
     def _draw_behind_drafts(
         self, work: SchedulerOutput, logits: LogitRows, step: "_Step", prompt_logprobs: _PromptResult
     ) -> Result:
-        """Draw and wait: only when the host knows which drafts were right can it prepare the next step."""
+        """Draw and wait: only when the host has the right drafts can it prepare the next step."""
         assert not self._pending, "no step is scheduled ahead where tokens are drafted"
         out = self.drawing.behind_drafts(work, logits, step.asked.drawn_rows)
         pairs = zip(step.asked.flat_rows, out.num_drawn or [1] * len(work.samples), strict=True)
@@ -290,7 +290,7 @@ class _Step(NamedTuple):
     flat: FlatColumns
     asked: AskedRows
     draws: Draws | None
-    """None: tokens were drafted, and what to draw depends on which are right."""
+    """None: tokens were drafted, and the draws depend on which are right."""
     prefixes: SharedPrefixes | None
     changes: TableChanges
     adapters: AdapterRows | None
@@ -313,7 +313,7 @@ class _Told(NamedTuple):
 
     prompt_logprobs: _PromptResult
     routed: Fill | None
-    """Fills in routed experts; None where none are asked for."""
+    """Fills in routed experts; None if none are asked for."""
 
     def add_to(self, out: ModelRunnerOutput) -> None:
         """Wait for both, and add them to the result."""

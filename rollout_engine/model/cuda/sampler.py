@@ -72,7 +72,7 @@ class CudaSampler:
     def draw(self, logits: Tensor, draws: CudaDraws, last_tokens: Tensor, drawn: DrawMemory | None = None) -> Tensor:
         """Draw from `logits` [N, V]; write the tokens to `last_tokens`, int64, at the places of `draws`.
 
-        Returns the columns for `to_output`: float64 [N, 4], or [N, 5 + 2 x top tokens] where any are asked for.
+        Returns the columns for `to_output`: float64 [N, 4], or [N, 5 + 2 x top tokens] if any are asked for.
         `drawn`: the memory of `draw_plainly` for the same logits and draws, if it has run.
         """
         count, columns = len(logits), draws.columns
@@ -131,7 +131,7 @@ class CudaSampler:
         last_tokens: Tensor,
         width: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draw the edited rows; returns processed log-probs float32 [E], and top tokens and ranks where any asks."""
+        """Draw the edited rows; returns processed log-probs float32 [E], and top tokens and ranks if any row asks."""
         columns, num_edits = draws.edited, len(special.edited)
         logprobs, tops = torch.empty(num_edits, device=self._device), _empty_top(num_edits, width, self._device)
         ranks = torch.empty(num_edits, 1, device=self._device)
@@ -227,7 +227,7 @@ def _whole(stats: RowStats) -> KeptTokens:
 
 
 def _ranks_of(logits: Tensor, stats: RowStats) -> Tensor:
-    """Ranks of the drawn tokens; arbitrary where a row cannot be sampled."""
+    """Ranks of the drawn tokens; arbitrary if a row cannot be sampled."""
     return ranks_of(logits, stats.tokens.clamp(0, logits.shape[1] - 1)).float()
 
 
@@ -236,7 +236,7 @@ def _empty_top(count: int, width: int, device: torch.device) -> tuple[Tensor, Te
 
 
 def _logprobs(logits: Tensor, temperatures: Tensor, stats: RowStats, kept: KeptTokens | None) -> Tensor:
-    """Log-probs float32 [N] of the drawn tokens, within what truncation leaves."""
+    """Log-probs float32 [N] of the drawn tokens, among the tokens that truncation keeps."""
     chosen = logits.gather(1, stats.tokens[:, None])[:, 0]
     log_total = stats.log_total if kept is None else kept.log_total
     return logprobs_at(chosen, stats.maximum, temperatures, log_total)

@@ -12,7 +12,7 @@ from rollout_engine.model.cuda.upload import upload
 from rollout_engine.model.sequences.block_tables import BlockTableMatrix
 
 _TOKENS = 1 << 16
-"""Rows up to which `last_tokens` keeps its address, which graphs know."""
+"""Rows up to which `last_tokens` keeps its address, which graphs hold."""
 
 
 class TableChanges(NamedTuple):

@@ -1,4 +1,4 @@
-"""Memory on the device for the next values of weights, written beside steps and copied over the live ones at once."""
+"""Device memory for the next values of weights, written while steps run and copied over the live ones at once."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

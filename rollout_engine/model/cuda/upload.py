@@ -27,7 +27,7 @@ def upload(columns: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 class StaticColumns:
-    """Columns at fixed addresses, so that graphs read what was sent last."""
+    """Columns at fixed addresses, so that graphs read the values sent last."""
 
     def __init__(self, sizes: Sequence[tuple[torch.dtype, int]], device: torch.device) -> None:
         """`sizes`: dtype and length of each column."""

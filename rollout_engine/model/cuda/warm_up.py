@@ -1,8 +1,8 @@
 """Runs one step of every kind before the first request, so that no kernel is compiled in a live step.
 
-Which code of a kernel a step needs depends on what its rows ask for: a chunk or a decode, a shared prefix, truncation,
-edited logits, processed log-probs, top tokens, prompt log-probs, copied blocks. The steps here ask for all of these, of
-sequences that no request knows; they write KV to block 0, which nothing reads before it is written again. A mixture of
+Which code of a kernel a step needs depends on its rows: a chunk or a decode, a shared prefix, truncation, edited
+logits, processed log-probs, top tokens, prompt log-probs, copied blocks. The steps here ask for all of these, in
+sequences of no request; they write KV to block 0, which nothing reads before it is written again. A mixture of
 experts also replays a choice.
 """
 

@@ -20,7 +20,7 @@ class CudaWeightMemory:
 
     def release(self, *, forget: bool) -> None:
         if self._runner.graphs is not None:
-            self._runner.graphs.void()  # they know addresses
+            self._runner.graphs.void()  # they hold addresses
         self._memory.release(keep=not forget)
 
     def derive(self) -> None:

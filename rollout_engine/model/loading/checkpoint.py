@@ -15,7 +15,7 @@ STATE_FILE = "sharded.json"
 def read_entries(directory: Path) -> list[StoredTensor]:
     """Every tensor of the checkpoint, from the headers of its one file or of the shards its index names.
 
-    Raises `ConfigError` naming the file, and the tensor where one is at fault: absent or cut files, headers that
+    Raises `ConfigError` naming the file, and the tensor if one is at fault: absent or cut files, headers that
     contradict the bytes, an index that contradicts the shards, files that are being rewritten.
     """
     if is_checkpoint(directory):

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face module: builds and admits it, fills every weight, and reads what the engine needs to know."""
+"""Loads a Hugging Face module: builds and admits it, fills every weight, and collects the engine's data about it."""
 
 import logging
 import os
@@ -235,9 +235,9 @@ def _check_length(hf_config: PretrainedConfig, limit: int | None, asked: int | N
 
 
 def _served_length(limit: int | None, asked: int | None) -> int:
-    """Most positions served: the checkpoint's own limit, or `asked` where it has none.
+    """Most positions served: the checkpoint's own limit, or `asked` if it has none.
 
-    Call it after `admit`, whose refusals come first. Raises `ConfigError` where there is neither.
+    Call it after `admit`, whose refusals take precedence. Raises `ConfigError` if there is neither.
     """
     if limit is not None:
         return limit

@@ -5,7 +5,7 @@
     rank-1-of-2.safetensors
     sharded.json                         `ShardedState`: the dtype, and digests of config.json and of every tensor
 
-All of it is written to a directory beside the one that is asked for, which takes its name once it is on the disk.
+All of it is written to a directory next to the one that is asked for, which takes its name once it is on the disk.
 """
 
 import fnmatch
@@ -40,7 +40,7 @@ _NOT_COPIED = ("*.index.json", STATE_FILE)
 _AGAIN = "Save the state again (save_sharded_state, or rollout-engine shard)."
 
 WriteShards: TypeAlias = Callable[[Path], Sequence[list[TensorSpec]]]
-"""Has every rank write its file into a directory; returns what each has written."""
+"""Has every rank write its file into a directory; returns the tensors that each has written."""
 
 
 class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +51,13 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
     """Dtype of the engine that was saved."""
     config_digest: str
     has_columns: bool = False
-    """Whether the ranks have columns of some weights, as they do where sums are split."""
+    """Whether the ranks have columns of some weights, as they do if sums are split."""
     shards: list[WeightManifest]
     """The tensors of each rank's file; the version is the policy's when it was saved."""
 
     @classmethod
     def read(cls, directory: Path, num_ranks: int) -> "ShardedState":
-        """The state in a directory. Raises `ConfigError` where there is none, or one of another number of ranks."""
+        """The state in a directory. Raises `ConfigError` if there is none, or one of another number of ranks."""
         path = directory / STATE_FILE
         if not os.path.lexists(path):
             raise ConfigError(
@@ -110,7 +110,7 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
     def load(self, directory: Path, rank: int, targets: Mapping[str, Tensor]) -> None:
         """Fill `targets`, every weight of a rank once, from its file.
 
-        Raises `ConfigError`, naming the file, and the tensor where one is at fault, unless it holds exactly these
+        Raises `ConfigError`, naming the file, and the tensor if one is at fault, unless it holds exactly these
         weights, each with its digest.
         """
         path = directory / shard_name(rank, len(self.shards))
@@ -150,7 +150,7 @@ def write_shard(
         forms: (dtype, shape) of all names of `live`, and perhaps others.
         live: the rank's weights, each once; one at a time is asked for.
 
-    Raises `RequestError` where the file cannot be written.
+    Raises `RequestError` if the file cannot be written.
     """
     path = directory / shard_name(rank, num_ranks)
     with _refusing(path):
@@ -162,7 +162,7 @@ def save_state(
 ) -> None:
     """Write a sharded state to `path`, which may be an empty directory but not another one.
 
-    `path` has all of it when this returns, and nothing after an error. Raises `RequestError` where it cannot be
+    `path` has all of it when this returns, and nothing after an error. Raises `RequestError` if it cannot be
     written, or the files of the model are not those that were loaded.
     """
     require_new(path)
@@ -189,7 +189,7 @@ def save_state(
 
 
 def require_new(path: Path) -> None:
-    """Raise `RequestError` where something is at `path`, unless it is an empty directory."""
+    """Raise `RequestError` if `path` exists, unless it is an empty directory."""
     with _refusing(path):
         is_new = not os.path.lexists(path) or (path.is_dir() and not os.listdir(path))
     if not is_new:

@@ -13,7 +13,7 @@ _FILE = "tokenizer.json"
 def first_difference(one: Path, two: Path) -> str | None:
     """The first token id that means different tokens in two directories, as half a sentence about the first.
 
-    None where there is none, and where one of them has no tokenizer.json to compare.
+    None if there is none, and if one of them has no tokenizer.json to compare.
     """
     tokens, others = _tokens_of(one), _tokens_of(two)
     if tokens is None or others is None:

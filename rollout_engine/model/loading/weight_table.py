@@ -64,8 +64,8 @@ class WeightTable(NamedTuple):
     ) -> None:
         """Fill every view from a checkpoint, converting between floating dtypes (to nearest, ties to even).
 
-        `names`: those that it may have in place of the table's, and besides. `parts`: fill these instead, which hold
-        something of every view. Raises `ConfigError` before anything is written when a name is missing or unexpected,
+        `names`: names that it may have instead of the table's, or in addition. `parts`: fill these instead; they hold
+        a part of every view. Raises `ConfigError` before anything is written when a name is missing or unexpected,
         or a shape or dtype differs.
         """
         with as_config_errors():
@@ -150,7 +150,7 @@ def _convertible(entry: StoredTensor, view: Tensor) -> bool:
 
 
 def _fill(part: Part, entry: StoredTensor) -> None:
-    """Read a part of a tensor of a checkpoint, without a copy where both have the same layout."""
+    """Read a part of a tensor of a checkpoint, without a copy if both have the same layout."""
     view, region = part
     is_plain = view.device.type == "cpu" and view.is_contiguous() and view.dtype == entry.dtype
     if is_plain and region.columns is None:

@@ -23,7 +23,7 @@ _active = threading.local()
 
 
 class AttentionStep(Protocol):
-    """Attention of one step: writes its keys and values, and computes what its queries read."""
+    """Attention of one step: writes its keys and values, and computes the outputs of its queries."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sinks: Tensor | None = None
@@ -67,7 +67,7 @@ def rollout_attention(
     """Hugging Face's attention interface: q [B, H, T, D], k and v [B, Hk, T, D] -> ([B, T, H, Dv], None).
 
     Outside a step, `position_ids` that start again within a row mark packed sequences (`model.packed_rows`).
-    `s_aux` [H] are attention sinks. `dense`: what computes outside a step, where it is not the CPU. `step`: who
+    `s_aux` [H] are attention sinks. `dense`: computes outside a step, unless on the CPU. `step`: who
     attends, whether this thread is in a step or not.
     """
     if attention_mask is not None or not getattr(module, "is_causal", True):
@@ -96,11 +96,11 @@ def rollout_attention(
 
 
 class PositionsMissingError(ConfigError):
-    """A model does not tell its attention which tokens belong together."""
+    """A model does not pass positions to its attention, so packed sequences cannot be separated."""
 
 
 def _packed(module: nn.Module, query: Tensor, key: Tensor, position_ids: Tensor | None) -> PackedSequences | None:
-    """The packed sequences of a trainer's batch, None where every row is one."""
+    """The packed sequences of a trainer's batch, None if every row is one."""
     batch, _, length, _ = query.shape
     if key.shape[2] != length:
         raise ConfigError(

@@ -45,7 +45,7 @@ class DecoderLayer(NamedTuple):
     attention_norm: nn.Module
     qkv: list[nn.Module]
     head_norms: list[nn.Module]
-    """RMSNorms of the heads of q and k; none where the architecture has none."""
+    """RMSNorms of the heads of q and k; none if the architecture has none."""
     out: nn.Module
     mlp_norm: nn.Module
     mlp: MLP | Mixture
@@ -61,7 +61,7 @@ class DecoderStructure(NamedTuple):
     layers: list[DecoderLayer]
     norm: nn.Module
     head: nn.Module | None
-    """The output head; None where a head classifies."""
+    """The output head; None if a head classifies."""
     query_factors: QueryFactors | None
     """Multiplies the queries of every layer after their rotation; None: nothing does."""
 
@@ -96,7 +96,7 @@ def _tried_positions(module: PreTrainedModel) -> Tensor:
 
 
 def _common_factors(layers: Sequence[DecoderLayer], positions: Tensor) -> QueryFactors | None:
-    """The factors of queries of all layers. Raises `UnsupportedStructure` where they differ."""
+    """The factors of queries of all layers. Raises `UnsupportedStructure` if they differ."""
     found = [layer.query_factors for layer in layers]
     values = [torch.ones(len(positions)) if each is None else each.computed(positions, torch.float32) for each in found]
     require(all(torch.equal(each, values[0]) for each in values), "its layers scale queries differently")

@@ -1,4 +1,4 @@
-"""Recognises routers, experts and mixtures that compute what `experts` does, by trial like `module_patterns`."""
+"""Recognises routers, experts and mixtures that compute the same as `experts`, by trial like `module_patterns`."""
 
 import itertools
 import math

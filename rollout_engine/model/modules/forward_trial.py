@@ -1,4 +1,4 @@
-"""Runs the forward of one module over parts of known results, and records what it reads and where it differs."""
+"""Runs the forward of one module over parts of known results, and records its reads and its differences."""
 
 import inspect
 from collections.abc import Callable

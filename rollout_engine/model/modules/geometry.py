@@ -34,7 +34,7 @@ class LayerGeometry(msgspec.Struct, frozen=True):
     scale: float
     """Scores are q @ k * scale."""
     sliding_window: int | None
-    """Key j is visible to query i where 0 <= i - j < sliding_window; None: every j <= i."""
+    """Key j is visible to query i if 0 <= i - j < sliding_window; None: every j <= i."""
     softcap: float | None
     """c: scores become c * tanh(scores / c)."""
     has_sinks: bool
@@ -159,7 +159,7 @@ def _check_call(
 
 
 def _probe_mask(*args: Any, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any) -> _Mask:
-    """Replaces mask construction: evaluates `mask_function(batch, head, q, kv)` where kinds of mask differ."""
+    """Replaces mask construction: tries `mask_function(batch, head, q, kv)` at indices that separate kinds of mask."""
     size = local_size or 0
     edges = {size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1} if size else set()
     queries = sorted({0, 1, 2, 3 * (size or 64), _FAR} | edges)

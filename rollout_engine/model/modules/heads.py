@@ -1,4 +1,4 @@
-"""Heads that classify, in place of the output head of a causal LM: which one a checkpoint has, and where it is.
+"""Heads that classify, in place of the output head of a causal LM: which one a checkpoint has, and its place.
 
 A module with such a head is a base model, and one linear on its hidden states: a row of logits for the last token of a
 sequence, or for each token.
@@ -39,7 +39,7 @@ def with_labels(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def trunk_of(module: nn.Module) -> nn.Module:
-    """The module that computes a step of `module`: the whole of a causal LM, the base model where a head classifies."""
+    """The module that computes a step of `module`: the whole of a causal LM, the base model if a head classifies."""
     is_causal_lm = not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is not None
     return module if is_causal_lm else cast(nn.Module, module.base_model)
 
@@ -70,9 +70,9 @@ def pooling_info(module: PreTrainedModel, kind: HeadKind | None) -> PoolingInfo:
 
 @torch.no_grad()
 def check_head(module: PreTrainedModel, kind: HeadKind) -> None:
-    """Raise `ConfigError` unless transformers computes what `head_of` does of the base model's hidden states.
+    """Raise `ConfigError` unless transformers computes the same as `head_of` from the base model's hidden states.
 
-    Weights must be loaded. Attention is replaced by zeros: it is not what is compared.
+    Weights must be loaded. Attention is replaced by zeros: it is not compared.
     """
     head = head_of(module)
     assert head is not None, "a module with a head that classifies"

@@ -1,4 +1,4 @@
-"""Recognises attention, layers, bases and heads whose forwards compute what Llama's do, by trial.
+"""Recognises attention, layers, bases and heads whose forwards compute the same as Llama's, by trial.
 
     a forward may depend on                 the trial sees anything else, because
     its parts, in Llama's formula           known functions replace parts, and inputs are small and large
@@ -42,7 +42,7 @@ class AttentionPattern(NamedTuple):
     """How an attention module computes."""
 
     reason: str | None
-    """Why it does not only rotate q and k, attend as its geometry says, and project; None if it does so."""
+    """Why it does not only rotate q and k, attend by its geometry, and project; None if it does so."""
     query_factors: "QueryFactors | None" = None
     """Multiplies its queries after the rotation, by their positions, as in Ministral 3; None: nothing does."""
 
@@ -68,7 +68,7 @@ def base_reason(base: nn.Module) -> str | None:
 
 
 def head_reason(model: nn.Module) -> str | None:
-    """Why a causal LM's logits are not its head's products of what its base returns; None if they are."""
+    """Why a causal LM's logits are not its head's products of the states that its base returns; None if they are."""
     return unmatched_reason("head", model, _run_head)
 
 

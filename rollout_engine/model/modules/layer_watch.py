@@ -23,7 +23,7 @@ class LayerWatch:
     def watch(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
         """Call `watcher(layer, hidden)` with a copy of every layer's output [T, H]; returns a function that stops it.
 
-        A watcher that raises is logged and not called again; the forward goes on.
+        A watcher that raises is logged and not called again; the forward continues.
         """
         if not self._layers:
             raise LifecycleError(f"watch_layers: {self._name} has no list of decoder layers to watch.")
@@ -57,6 +57,6 @@ def _hook(
 
 
 def layers_of(module: nn.Module, count: int) -> list[nn.Module]:
-    """The module list of `count` decoder layers; empty where there is none."""
+    """The module list of `count` decoder layers; empty if there is none."""
     lists = (child for child in module.modules() if isinstance(child, nn.ModuleList))
     return next((list(found) for found in lists if len(found) == count), [])

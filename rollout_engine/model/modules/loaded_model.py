@@ -20,13 +20,13 @@ class ModelFiles(NamedTuple):
 
 
 class LoadedModel(NamedTuple):
-    """A causal LM or a classifier on one device, in eval mode, and what the engine needs to know about it."""
+    """A causal LM or a classifier on one device, in eval mode, and the engine's data about it."""
 
     module: PreTrainedModel
     """Attention goes to `ATTENTION_NAME`; q/k/v and gate/up parameters are slices of one buffer each."""
     dtype: torch.dtype
     stored_dtype: torch.dtype | None
-    """The dtype of the checkpoint's weights, where it is known."""
+    """The dtype of the checkpoint's weights, if it is known."""
     geometry: list[LayerGeometry]
     """The geometry of each attention layer, in order."""
     eos_token_ids: list[int]
@@ -36,7 +36,7 @@ class LoadedModel(NamedTuple):
     vocab_size: int
     """Width of the logits; token ids are below it."""
     targets: dict[str, Tensor]
-    """Live storage by name, the module's names and the checkpoint's: where a weight update writes."""
+    """Live storage by name, the module's names and the checkpoint's: a weight update writes there."""
     aliases: list[list[str]]
     """Names of `targets` that denote the same storage: tied weights, or both namings of one weight."""
     names: Any
@@ -45,7 +45,7 @@ class LoadedModel(NamedTuple):
     head_kind: HeadKind | None = None
     """The head that classifies in place of the output head; None in a causal LM."""
     cut: Any = None
-    """The rank's part of it, a `ranks.cut.ModelCut`; None where one process has it all."""
+    """The rank's part of it, a `ranks.cut.ModelCut`; None if one process has it all."""
 
     @property
     def num_ranks(self) -> int:

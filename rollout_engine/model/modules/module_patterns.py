@@ -94,7 +94,7 @@ def copy_with(module: nn.Module, **attributes: object) -> nn.Module:
 
 @torch.no_grad()
 def agree(module: nn.Module, ours: Callable[..., Any], *inputs: Tensor) -> bool:
-    """Whether `module` takes these inputs and gives what `ours` does: all but equal, and mostly equal when rounded."""
+    """Whether `module` takes these inputs and agrees with `ours`: almost equal, and mostly equal when rounded."""
     if len(inspect.signature(module.forward).parameters) != len(inputs):
         return False
     try:

@@ -10,7 +10,7 @@ from rollout_engine.model.modules.shared_rows import SharedRows
 
 
 class NextTokens(NamedTuple):
-    """Logits of M next tokens of a batch [B, T], and where they belong."""
+    """Logits of M next tokens of a batch [B, T], and their places in it."""
 
     logits: Tensor
     """[M, V]."""
@@ -26,14 +26,14 @@ class NextTokens(NamedTuple):
         return token_logprobs(self.logits, self.token_ids, temperature, kernel)
 
     def spread(self, values: Tensor, length: int) -> Tensor:
-        """Values [M] -> [B, length], 0 where no next token is wanted."""
+        """Values [M] -> [B, length], 0 if no next token is wanted."""
         values = values if self.places is None else values.index_select(0, self.places)
         result = values.new_zeros(len(self.wanted), length)
         return result.index_put(self.wanted.nonzero(as_tuple=True), values)
 
 
 def next_tokens(logits: Tensor, input_ids: Tensor, wanted: Tensor) -> NextTokens:
-    """Next tokens of input_ids int64 [B, T], with logits [B, L, V], where `wanted` bool [B, L]."""
+    """Next tokens of input_ids int64 [B, T], with logits [B, L, V], at which `wanted`, bool [B, L], is true."""
     return NextTokens(logits[wanted], input_ids[:, 1 : wanted.shape[1] + 1][wanted], wanted)
 
 
@@ -45,7 +45,7 @@ def right_padded_next_tokens(model: nn.Module, input_ids: Tensor, real: Tensor) 
 
 
 def shared_next_tokens(model: nn.Module, input_ids: Tensor, real: Tensor) -> NextTokens:
-    """Do as `right_padded_next_tokens`, but compute once what rows begin with alike, and no padding."""
+    """Do as `right_padded_next_tokens`, but compute common beginnings of rows once, and no padding."""
     rows = SharedRows.of(input_ids, real)
     with sharing_prefixes():
         logits = logits_at(rows.sources, model, input_ids=rows.input_ids, position_ids=rows.position_ids)

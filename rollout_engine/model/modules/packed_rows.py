@@ -4,7 +4,7 @@
     position_ids   0  1  2  0  1  0
 
 Hugging Face's padding-free collators mark them like this. In a batch of one row a sequence may also begin at a later
-position: then it goes on behind the first tokens of the sequence before it, and these are computed once for both.
+position: then it continues the first tokens of the sequence before it, and these are computed once for both.
 
     input_ids      7  3  9  4  8  5      sequences 7 3 9 4 · 7 3 8 5
     position_ids   0  1  2  3  2  3
@@ -28,13 +28,13 @@ class PackedSequences(NamedTuple):
     lengths: tuple[int, ...]
     """They add up to S."""
     tokens: Tensor | None = None
-    """int64 [S]: where each token of each sequence stands among the B * T; None: they stand in this order."""
+    """int64 [S]: index among the B * T of each token of each sequence; None: they stand in this order."""
     places: Tensor | None = None
-    """int64 [B * T]: where each of them stands first in `tokens`."""
+    """int64 [B * T]: index of the first occurrence of each of them in `tokens`."""
 
 
 def packed_sequences(position_ids: Tensor | None, batch: int, length: int) -> PackedSequences | None:
-    """The sequences in position_ids int64 [B or 1, T], row after row; None where every row is one sequence.
+    """The sequences in position_ids int64 [B or 1, T], row after row; None if every row is one sequence.
 
     A sequence begins with each row, and wherever a position does not follow the one before it.
     """
@@ -51,7 +51,7 @@ def packed_sequences(position_ids: Tensor | None, batch: int, length: int) -> Pa
 
 
 def starts_of(position_ids: Tensor) -> Tensor:
-    """bool [B, T]: where position_ids [B, T] begin a sequence."""
+    """bool [B, T]: whether position_ids [B, T] begin a sequence."""
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return starts
@@ -128,5 +128,5 @@ def _with_prefixes(first: list[int], begins: list[int], lengths: Tensor, device:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """A counter of in-place writes; None where torch does not count them."""
+    """A counter of in-place writes; None if torch does not count them."""
     return None if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""The number of positions of a model, and those at which its configuration may change what it computes."""
+"""The number of positions of a model, and those at which its configuration may change its computation."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -15,7 +15,7 @@ _LEAST_ROWS = 1024
 
 
 def rotary_limit(config: PretrainedConfig) -> int | None:
-    """Most positions of a batch with constant rotary frequencies; None where they never change."""
+    """Most positions of a batch with constant rotary frequencies; None if they never change."""
     ropes = getattr(config, "rope_parameters", None) or {}
     limits = []
     for rope in [ropes, *ropes.values()]:
@@ -30,7 +30,7 @@ def rotary_limit(config: PretrainedConfig) -> int | None:
 class RotaryTable:
     """Rotary cosines and sines of positions, computed once by a Hugging Face module and looked up from then on.
 
-    It grows with the positions that are asked for. The module computes each batch where frequencies may depend on it:
+    It grows with the positions that are asked for. The module computes a batch if frequencies may depend on it:
     past `limit`, the `rotary_limit`, and in a module that is not of transformers.
     """
 
@@ -50,7 +50,7 @@ class RotaryTable:
     def table(self, end: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines [P, head_dim] of positions 0 to P - 1, P >= `end`, with the dtype and device of `like`.
 
-        None where they may depend on the batch.
+        None if they may depend on the batch.
         """
         if self._limit is not None and end > self._limit:
             return None

@@ -1,8 +1,8 @@
 """Routers of mixtures of experts: found in a Hugging Face module, their choices recorded, and choices given to them.
 
 A router is a module with `weight` [E, H] and `top_k` that returns (..., experts int [T, k]). Its weights of experts are
-its own also where it is given the experts: only its `torch.topk` over all experts returns the given ones, with their
-probabilities, and what the architecture does before and after that stays as it is, gradients included.
+its own even if it is given the experts: only its `torch.topk` over all experts returns the given ones, with their
+probabilities, and the architecture's own operations before and after that are unchanged, gradients included.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ def routers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def routing_info(routers: Sequence[nn.Module]) -> RoutingInfo | None:
-    """Sizes of these routers; None where there are none, or they are not all alike."""
+    """Sizes of these routers; None if there are none, or they are not all alike."""
     found: set[tuple[int, Any]] = {(_num_experts(router), router.top_k) for router in routers}
     if len(found) != 1:
         return None
@@ -56,14 +56,14 @@ class Passes:
 
     num_forwards = 0
     num_recomputed = 0
-    """Those in a backward, which computes layers again under gradient checkpointing."""
+    """Forwards in a backward, which computes layers again under gradient checkpointing."""
 
 
 @contextmanager
 def replaying(routers: Sequence[nn.Module], experts: Tensor) -> Iterator[Passes]:
     """Inside, routers choose `experts` int64 [T, number of routers, k] for the T tokens of a forward.
 
-    Where they are negative, a router chooses by itself. Raises `RequestError` in a forward of another number of tokens.
+    If they are negative, a router chooses its own. Raises `RequestError` in a forward of another number of tokens.
     """
     passes = Passes()
     with ExitStack() as hooks:

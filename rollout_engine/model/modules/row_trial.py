@@ -30,7 +30,7 @@ _HARMLESS = set(
     _unsafe_view
     """.split()
 )
-"""Operations of aten, besides all views. With `alpha` some elements of `add` are fused products."""
+"""Operations of aten, in addition to all views. With `alpha` some elements of `add` are fused products."""
 _TRIED = set(
     """
     cos erf exp exp_ gelu hardswish log log_softmax logsumexp mean native_layer_norm norm pow rsqrt sigmoid silu sin
@@ -72,7 +72,7 @@ def unproven_operations(module: nn.Module) -> list[str]:
             module(input_ids=tokens, use_cache=False)
             with watch:
                 module(input_ids=tokens, use_cache=False)
-    except (ConfigError, BrokenTurnsError):  # the second: another rank has failed, which says nothing of this module
+    except (ConfigError, BrokenTurnsError):  # the second: another rank has failed, which is no result about this module
         raise
     except Exception as problem:  # foreign modules may fail in any way
         return [f"its forward, which fails on two tokens ({type(problem).__name__}: {problem})"]
@@ -120,7 +120,7 @@ def _keeps_rows(
 ) -> bool:
     """Whether rows of `func(x, ...)` for x [..., R, D] are the same bits in windows of any height; tried once a kind.
 
-    It is tried in float32, where rounding does not hide the last bits, and in the dtype seen. An operation that cannot
+    It is tried in float32, whose rounding hides no last bits, and in the dtype seen. An operation that cannot
     be tried, because its first argument is no tensor or it uses more than the last dimension, is not proven.
     """
     if key not in _known_results:

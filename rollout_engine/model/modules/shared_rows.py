@@ -1,9 +1,9 @@
-"""A batch as one row of tokens, in which what several of its rows begin with stands once.
+"""A batch as one row of tokens, in which a beginning that several of its rows share stands once.
 
     rows                 7 3 9 4         input_ids      7  3  9  4  8  5
                          7 3 8 5         position_ids   0  1  2  3  2  3
 
-The samples of a prompt begin with it, so it is computed once for all of them. `packed_rows` says how attention reads
+The samples of a prompt begin with it, so it is computed once for all of them. `packed_rows` shows how attention reads
 such a row.
 """
 

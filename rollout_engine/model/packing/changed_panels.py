@@ -1,9 +1,9 @@
-"""The panels of packed weights that an update replaces, where all others stay in use.
+"""The panels of packed weights that an update replaces; all others stay in use.
 
 room        [ rows | rows | rows ]      choose: panels that new values only reach into begin as those in use
             [ panel| panel| panel]      pack
 few bytes   copied over the panels in use at the commit
-many        all other panels are copied beside them before; the commit swaps
+many        all other panels are copied next to them before; the commit swaps
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ class ChangedPanels:
 
     Args:
         likes: the matrices [N, K], on meta.
-        places: where new values go, with the ranges of their elements, row-major; None: all of the place.
+        places: destinations of new values, with the ranges of their elements, row-major; None: the whole place.
     """
 
     def __init__(self, likes: Sequence[Tensor], places: Iterable[tuple[Place, Ranges | None]] = ()) -> None:
@@ -56,7 +56,7 @@ class ChangedPanels:
         self._move(gemm.UNPACK, self._reached, live, room)
 
     def pack(self, live: Sequence[Tensor], room: Sequence[Tensor]) -> None:
-        """Pack what is staged; where it is much, also copy all other panels beside it."""
+        """Pack the staged values; if they are many, also copy all other panels next to them."""
         self._move(gemm.PACK, self.panels, room, room)
         self.is_swapped = self.num_bytes > max(COPIED_BYTES, COPIED_SHARE * sum(panels.nbytes for panels in room))
         if self.is_swapped:

@@ -1,6 +1,6 @@
 """Layers that multiply by weights rounded to int8 codes (`kernels.cpu.int8`).
 
-The weights that the engine was given stay beside the codes: digests and updates are those of the given
+The weights that the engine was given are kept in addition to the codes: digests and updates are those of the given
 ones. Embeddings, heads, norms and biases are not rounded.
 """
 
@@ -14,7 +14,7 @@ from rollout_engine.model.packing.linear_groups import linear_groups
 def round_layers(module: PreTrainedModel) -> None:
     """Make the linears of the layers, after `make_row_invariant`, multiply by int8 codes. Call `prove` after it.
 
-    Raises `ConfigError` where that is not possible.
+    Raises `ConfigError` if that is not possible.
     """
     if any(hasattr(child, "_groups") for child in module.modules()):
         raise ConfigError(

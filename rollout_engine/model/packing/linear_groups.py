@@ -85,7 +85,7 @@ class LinearGroup:
 
     On a trainer every product first digests the live weights and repacks them if they changed. Nothing else notices all
     writes: fused optimizers, `.data`, merges and swaps leave `Tensor._version` as it is. Reading a weight once costs
-    little beside multiplying many rows by it.
+    little compared with multiplying many rows by it.
     """
 
     def __init__(self, children: list[nn.Linear]) -> None:

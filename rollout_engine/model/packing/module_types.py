@@ -1,4 +1,4 @@
-"""What type checkers cannot see of Hugging Face modules: their tensors, and classes that are put in place of others."""
+"""Types that checkers cannot see in Hugging Face modules: their tensors, and classes that replace others."""
 
 from typing import TypeVar
 

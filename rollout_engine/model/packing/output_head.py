@@ -16,7 +16,7 @@ from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariant
 def set_float32_head(module: nn.Module, on: bool) -> None:
     """Make the head of a causal LM, after `make_row_invariant`, return float32 logits, or logits in its own dtype.
 
-    Raises `ConfigError` where that is not possible.
+    Raises `ConfigError` if that is not possible.
     """
     group = _group_of(module)
     if on:

@@ -1,7 +1,7 @@
 """The packed copies that a module's linears multiply by, all replaced at once.
 
-    staging(name) ... ──> pack(place) ──> swap()      the next values are staged and packed beside the copies in use,
-                                                      while steps go on; at a step boundary the two change places
+    staging(name) ... ──> pack(place) ──> swap()      the next values are staged and packed next to the copies in use,
+                                                      while steps continue; at a step boundary the two change places
 
 A weight that our own kernel multiplies by, and that nothing else reads, exists packed only: after
 `take_over` the module's parameter is on meta. Int8 codes do not give their weight back, which therefore stays.
@@ -35,7 +35,7 @@ up to a second per gigabyte."""
 class PackedWeights:
     """The packed weights of a module after `make_row_invariant`, with plans proven. Without groups calls are no-ops.
 
-    Linears stop checking whether a weight was written: only `swap` changes what they multiply by. `num_ranks`: how many
+    Linears stop checking whether a weight was written: only `swap` changes their operands. `num_ranks`: how many
     processes the model is cut over, of which each has such weights.
     """
 
@@ -77,7 +77,7 @@ class PackedWeights:
     def take_over(self, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Free the plain values of weights that exist packed only; call it once, when nothing reads them any more.
 
-        Returns `targets`, names and views of plain storage, with meta tensors where `holds` is true.
+        Returns `targets`, names and views of plain storage, with meta tensors if `holds` is true.
         """
         for name, view in targets.items():
             if stack := self._stacks.get(_storage(view)):
@@ -122,7 +122,7 @@ class PackedWeights:
 
     def carry(self) -> None:
         """Stage all packed values in use, for an update that overwrites only some of them."""
-        if not self._live:  # surrendered: they are packed where the next ones are staged
+        if not self._live:  # surrendered: they are packed in the place of the next ones
             self._unpack_next()
             return
         self._make_room()
@@ -155,9 +155,9 @@ class PackedWeights:
         return self._places[name].is_ordered
 
     def carry_changed(self, changed: Mapping[str, Ranges | None]) -> None:
-        """Prepare to stage these names only, before they are staged: keep the values beside them.
+        """Prepare to stage these names only, before they are staged: keep the other values of their panels.
 
-        Each comes with the ranges of its elements, row-major, that are staged, or None for all.
+        Each name has the ranges of its elements, row-major, that are staged, or None for all.
         """
         places = [(self._places[name], ranges) for name, ranges in changed.items() if self.holds(name)]
         self._changed = ChangedPanels(self._likes, places)
@@ -166,7 +166,7 @@ class PackedWeights:
         self._changed.carry(self._live, self._room)
 
     def pack_changed(self, place: Callable[[Tensor], Tensor], changed: set[int]) -> None:
-        """Make the next copies of what `carry_changed` was given, and of groups whose plain parameters change.
+        """Make the next copies of the weights given to `carry_changed`, and of groups whose plain parameters change.
 
         `changed`: addresses of the storages of such parameters, whose next values `place` returns. The copies in use
         are not touched.
@@ -185,7 +185,7 @@ class PackedWeights:
                 self._anew.append((group, operand, group.stacked_bias(next_values)))
 
     def swap_changed(self) -> None:
-        """Multiply by what `pack_changed` has made from now on; all other copies stay in use."""
+        """Multiply by the copies that `pack_changed` has made from now on; all other copies stay in use."""
         for group, operand, bias in self._anew:
             group.install(operand, bias)
         if self._changed.is_swapped:
@@ -204,7 +204,7 @@ class PackedWeights:
 
     @property
     def num_spare_bytes(self) -> int:
-        """Bytes held for the next copies, beside those in use."""
+        """Bytes held for the next copies, in addition to those in use."""
         return sum(panels.nbytes for panels in self._room)
 
     @property
@@ -234,7 +234,7 @@ class PackedWeights:
         """Drop the next copies, after a swap or instead of one, and free their memory if it is large."""
         self._next, self._changed, self._anew = [], ChangedPanels(self._likes), []
         if sum(panels.nbytes for panels in self._room) * self._num_ranks > _KEPT_BYTES:
-            release_pages(self._room)  # at once, whoever still has a view of it
+            release_pages(self._room)  # at once, even if there are still views of it
             self._room = []
 
     def make(self) -> None:
@@ -243,7 +243,7 @@ class PackedWeights:
             group.install(linear.pack(group.weight(), group.plan), group.stacked_bias())
 
     def release(self, *, forget: bool = False) -> None:
-        """Free what `make` can restore; nothing may run until then. `forget`: free all, until a complete update."""
+        """Free all that `make` can restore; nothing may run until then. `forget`: free all, until a complete update."""
         self._room, self._next = [], []
         for group in self._others:
             group.unpack()

@@ -1,7 +1,7 @@
 """Maps views of stacked matrices to places among packed panels.
 
 Thirty-two rows of a matrix, each padded to whole units, are the bytes of one panel (`kernels.cpu.gemm`). So the values
-of a parameter can be staged where its panels will be, with their own strides, and packed in place.
+of a parameter can be staged in the memory of its panels, with their own strides, and packed in place.
 """
 
 import math
@@ -26,7 +26,7 @@ class Stack(NamedTuple):
 
     @classmethod
     def of(cls, storage: torch.UntypedStorage, groups: Sequence[LinearGroup], start: int) -> "Stack | None":
-        """The stack of the groups whose weights are in `storage`; None where their layout is another."""
+        """The stack of the groups whose weights are in `storage`; None if their layout is another."""
         weights = sorted(((group.weight(), group) for group in groups), key=lambda pair: pair[0].data_ptr())
         like = weights[0][0].to("meta")
         places = [storage.data_ptr() + i * like.nbytes for i in range(len(weights))]
@@ -49,7 +49,7 @@ class Stack(NamedTuple):
         strides = [moved(stride) for stride in view.stride()]
         offset = int(view.storage_offset())
         last = offset + sum(steps)
-        # Where a step runs over the end of a row or matrix, padding is in between.
+        # If a step runs over the end of a row or matrix, padding is in between.
         reached = moved(offset) + sum((n - 1) * s for n, s in zip(view.shape, strides, strict=True))
         assert reached == moved(last), f"a view of shape {tuple(view.shape)} runs across matrices {self.like.shape}"
         first, offset = divmod(offset, size)
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the elements, row-major, come in the order of their addresses."""
+        """Whether the elements, row-major, are in the order of their addresses."""
         reach = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size > 1 and stride < reach:
@@ -92,7 +92,7 @@ class Place(NamedTuple):
                 continue
             low = self.offset if ranges is None else self._address(start)
             high = 1 + (self.offset + reach if ranges is None else self._address(end - 1))
-            if is_whole and high % padded_columns == like.shape[1]:  # what follows in that row is padding
+            if is_whole and high % padded_columns == like.shape[1]:  # the rest of that row is padding
                 high = -(-high // padded_columns) * padded_columns
             yield low, high, is_whole
 

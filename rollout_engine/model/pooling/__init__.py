@@ -1,1 +1,1 @@
-"""Pooling: hidden states of prompts, or what a head computes of them, as results of requests."""
+"""Pooling: hidden states of prompts, or the outputs of a head for them, as results of requests."""

@@ -17,14 +17,14 @@ from rollout_engine.base.messages import NewSequence, ScheduledSequence, Schedul
 from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
 
 _LEAST_LENGTH = 1e-12
-"""As in `torch.nn.functional.normalize`."""
+"""Least length to divide by, as in `torch.nn.functional.normalize`."""
 
 
 class Pooler:
     """Results of pooling requests, chunk by chunk."""
 
     def __init__(self, info: PoolingInfo, head: Callable[[Tensor], Tensor] | None) -> None:
-        """`head` turns hidden states [n, H] into logits [n, L]; None where the model has none."""
+        """`head` turns hidden states [n, H] into logits [n, L]; None if the model has none."""
         self._info, self._head = info, head
         self._prompts: dict[int, _Prompt] = {}
         self._pieces: list[_Piece] = []
@@ -68,7 +68,7 @@ class Pooler:
 
 
 class _Prompt:
-    """One prompt, and what it was pooled to so far."""
+    """One prompt, and its pooled result so far."""
 
     def __init__(self, sequence: NewSequence, params: PoolingParams, info: PoolingInfo) -> None:
         self.params = params

@@ -1,17 +1,17 @@
 """Cuts a module over ranks by the model's own tensor-parallel plan.
 
 Weights are cut by their output rows: every element of every product is then computed whole on one rank, so that no bit
-depends on the number of ranks. The plan says which products may follow one another without their whole outputs:
+depends on the number of ranks. The plan marks products that may follow one another without their whole outputs:
 
-    colwise     q, k, v: by heads; gate, up         the rank's own columns go on
+    colwise     q, k, v: by heads; gate, up         the rank's own columns are passed on
     rowwise     o, down                             reads whole rows, which are gathered; so is its result
     *_gather_output  *_rep  *_split_input           whole rows in and out
 
-Where a `Seat` splits sums, o and down, unless they have a bias, are cut by their input columns instead: they read the
+If a `Seat` splits sums, o and down, unless they have a bias, are cut by their input columns instead: they read the
 rank's own, and the ranks' results are added up. That is two exchanges a layer instead of four.
 
-Where the structure is not what the plan was written for, products take whole rows in and give whole rows out, which is
-always right. Experts are divided as wholes. What the plan leaves out (norms, routers) every rank has whole.
+If the plan was not written for this structure, products take whole rows in and give whole rows out, which is
+always right. Experts are divided as wholes. Modules that the plan leaves out (norms, routers) are whole on every rank.
 """
 
 import re
@@ -42,9 +42,9 @@ class LinearCut(NamedTuple):
     share: Share
     """The output features that the rank computes."""
     input_share: Share | None
-    """The input features that the rank has, where the products before have left each rank its own; None: it has all."""
+    """The input features that the rank has, if the products before have left each rank its own; None: it has all."""
     result: Literal["kept", "gathered", "added"]
-    """Whether each rank keeps its result, or all gather them, or add them up. Only where results are added does the
+    """Whether each rank keeps its result, or all gather them, or add them up. Only if results are added does the
     product read `input_share` alone; else all of its inputs are gathered first."""
 
 
@@ -60,11 +60,11 @@ class ModelCut(NamedTuple):
     columns: dict[str, Share]
     """The columns of each that is cut by columns."""
     geometry: list[LayerGeometry]
-    """Of the rank's own heads."""
+    """Geometry of the layers with the rank's own heads."""
     whole: dict[str, Tensor]
     """Every accepted name as a view of the weights as they were before, without values."""
     parts: dict[str, Part]
-    """What the rank holds under these names."""
+    """The parts that the rank holds, by name."""
 
 
 def cut_module(
@@ -76,7 +76,7 @@ def cut_module(
 ) -> ModelCut:
     """Replace the parameters of `module` by the rank's parts, uninitialised unless `keep_values`.
 
-    Raises `ConfigError` where it cannot be cut for so many ranks.
+    Raises `ConfigError` if it cannot be cut for this number of ranks.
     """
     plan = _plan_of(module)
     cut = ModelCut(seat, [], [], None, {}, {}, list(geometry), {}, {})
@@ -134,7 +134,7 @@ def _are_experts(child: nn.Module) -> bool:
 
 
 def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Module], plan: dict[int, str]) -> None:
-    """Cut by heads, where `parent` is built as Llama's attention is; else have every product give whole rows."""
+    """Cut by heads, if `parent` is built as Llama's attention is; else have every product give whole rows."""
     index: Any = parent.layer_idx
     layer = cut.geometry[index]
     parts: dict[str, Any] = dict(parent.named_children())
@@ -192,7 +192,7 @@ def _cut_block(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Module],
 
 
 def _last(cut: ModelCut, linear: nn.Linear, inputs: Share, what: str) -> LinearCut:
-    """The cut of a product that reads what each rank has computed of its `inputs`."""
+    """The cut of a product that reads the columns of its `inputs` that each rank has computed."""
     if cut.seat.splits_sums and linear.bias is None:
         return LinearCut(linear, Share.all(linear.out_features), inputs, "added")
     return LinearCut(linear, _share(linear.out_features, cut.seat, what), inputs, "gathered")
@@ -206,7 +206,7 @@ def _share(whole: int, seat: Seat, what: str) -> Share:
 
 
 def _row_parameters(cut: ModelCut) -> Iterator[tuple[nn.Module, str, Share]]:
-    """Module, attribute and rows of every parameter that is cut by rows; a tied one comes twice."""
+    """Module, attribute and rows of every parameter that is cut by rows; a tied one is yielded twice."""
     owners = [(each.module, each.share) for each in cut.linears if each.result != "added"] + cut.experts
     owners += [cut.embedding] if cut.embedding is not None else []
     for child, share in owners:

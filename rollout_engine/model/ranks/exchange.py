@@ -55,7 +55,7 @@ class Exchange(Meeting):
 
     @abstractmethod
     def merge_rows(self, rows: Tensor, own: Tensor) -> Tensor:
-        """The tensor [T, H] of which each rank has computed those `rows` [T, H] where `own`, bool [T], is true.
+        """The tensor [T, H] of which each rank has computed the `rows` [T, H] for which `own`, bool [T], is true.
 
         Every row is some rank's.
         """

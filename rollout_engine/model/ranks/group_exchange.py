@@ -1,8 +1,8 @@
 """Tensors that ranks exchange by a process group: between their devices, or between the CPUs of several machines.
 
 On devices the group is NCCL's. An exchange is launched like a kernel there: the host does not wait for it, and later
-work on the device finds what it brings. Between CPUs the group is gloo's, and the host waits. Values travel as bytes,
-so none is rounded, but where they are added up. Numbers and barriers of the hosts are a `Meeting`'s.
+work on the device finds its results. Between CPUs the group is gloo's, and the host waits. Values travel as bytes,
+so none is rounded, unless they are added up. Numbers and barriers of the hosts are a `Meeting`'s.
 """
 
 from collections.abc import Callable
@@ -87,7 +87,7 @@ class GroupExchange(Exchange):
         self._run(lambda group: group.broadcast([content], options))
 
     def _add_zeros(self, values: Tensor) -> Tensor:
-        """Every element's bytes from the rank that has them, where all others have zeros."""
+        """Every element's bytes from the rank that has them; all others have zeros there."""
         if values.numel():
             self._run(lambda group: group.allreduce([_bytes_of(values)]))
         return values
@@ -108,7 +108,7 @@ class ColumnGather(NamedTuple):
     exchange: GroupExchange
     share: Share
     sizes: list[int]
-    """Of every rank's columns."""
+    """Number of every rank's columns."""
 
     def __call__(self, part: Tensor) -> Tensor:
         rows, widest = part.reshape(-1, self.share.size), max(self.sizes)

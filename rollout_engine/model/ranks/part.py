@@ -21,7 +21,7 @@ class Region(NamedTuple):
     """Columns of the last dimension that it has, in each of its rows; None: all."""
 
     def within(self, start: int, stop: int) -> "Region":
-        """The region's elements in [start, stop) of the whole, maybe none; these are rows where columns are cut."""
+        """The region's elements in [start, stop) of the whole, maybe none; these are rows if columns are cut."""
         assert self.columns is None or start % self.columns.whole == stop % self.columns.whole == 0
         first, last = max(self.first, start), min(self.stop, stop)
         return self._replace(first=first, stop=last) if first < last else self._replace(first=start, stop=start)
@@ -32,7 +32,7 @@ class Region(NamedTuple):
         return found if self.columns is None else found.view(-1, self.columns.whole)[:, self.columns.rows]
 
     def pieces(self, held: Tensor, start: int, stop: int) -> "Iterator[tuple[Tensor, Region]]":
-        """Elements [start, stop) of the whole that are in `held`, which has the region's: (view of it, what it is)."""
+        """Elements [start, stop) of the whole that are in `held`, which has the region's: (view of it, its region)."""
         row, kept = (1, 1) if self.columns is None else (self.columns.whole, self.columns.size)
         found = self.within(start, stop)
         low, high = ((edge - self.first) // row * kept for edge in (found.first, found.stop))

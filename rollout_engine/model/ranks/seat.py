@@ -16,7 +16,7 @@ ELSEWHERE = "so they do on another rank"
 
 
 class Followers(Protocol):
-    """The ranks from 1 on, as rank 0 sees them. Each call returns at once; they meet rank 0 in what they compute."""
+    """The ranks from 1 on, as rank 0 sees them. Each call returns at once; they meet rank 0 in their exchanges."""
 
     def step(self, work: SchedulerOutput, token_ids: np.ndarray) -> None:
         """Run a step up to its logits; `token_ids`: those of its flat batch, int64 [T], as rank 0's runner has them."""
@@ -36,7 +36,7 @@ class Followers(Protocol):
 
 
 class Seat:
-    """A rank, and its end of what the ranks exchange. `followers`: those of rank 0; None of others.
+    """A rank, and its end of the exchange between ranks. `followers`: those of rank 0; None of others.
 
     `splits_sums`: products may be cut by their inputs, so that bits depend on the number of ranks.
     While an engine loads, all ranks run the same code and meet in it. Then rank 0 serves: it sends each step and each
@@ -62,7 +62,7 @@ class Seat:
 
     @contextmanager
     def lead(self, announce: Callable[[Followers], object]) -> Iterator[None]:
-        """Inside, the followers compute what `announce` sends them, once rank 0 serves. If it raises, they end."""
+        """Inside, the followers compute the steps that `announce` sends, once rank 0 serves. If it raises, they end."""
         if self.followers is None or not self._serves:
             yield
             return

@@ -41,7 +41,7 @@ class Share(NamedTuple):
 def share_of(whole: int, rank: int, num_ranks: int) -> Share:
     """The rows of `rank`: of all ranks together each row once, as evenly as whole panels allow.
 
-    Raises `ValueError` where there are fewer rows than ranks.
+    Raises `ValueError` if there are fewer rows than ranks.
     """
     if whole < num_ranks:
         raise ValueError(f"{whole} rows cannot be divided among {num_ranks} ranks")

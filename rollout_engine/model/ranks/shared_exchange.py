@@ -5,7 +5,7 @@
                a page each
 
 A tensor is gathered in three moves: each rank writes its part, all meet, each reads the whole. The next gathering uses
-the other place, so that nobody overwrites what another rank still reads: it has met the others once more by then.
+the other place, so that no rank overwrites values that another still reads: it has met the others once more by then.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""Connects the parts of a module that is cut over ranks: joins what ranks have of what a product reads and gives."""
+"""Connects the parts of a module that is cut over ranks: joins the ranks' parts of a product's inputs and outputs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from rollout_engine.model.ranks.share import Share
 def connect(module: Any, cut: ModelCut, *, replaced_experts: bool = True) -> None:
     """Make the forward of `module`, whose linears have been replaced, that of all ranks together.
 
-    `replaced_experts`: whether its experts have been too; else they are transformers' own, and what ranks give is
+    `replaced_experts`: whether its experts have been too; else they are transformers' own, and the ranks' outputs are
     added up.
     """
     for each in cut.linears:
@@ -38,9 +38,9 @@ class Joins(NamedTuple):
     """How the parts of ranks become whole rows around a product."""
 
     input: Callable[[Tensor], Tensor] | None
-    """Gathers what the product reads; None where it reads what the rank has."""
+    """Gathers the product's input; None if it reads the rank's own part."""
     output: Callable[[Tensor], Tensor] | None
-    """Gathers what it gives, or adds it up; None where each rank keeps its own."""
+    """Gathers the product's output, or adds it up; None if each rank keeps its own."""
 
 
 def joins_of(linear: nn.Module) -> Joins:
@@ -77,7 +77,7 @@ class OwnExperts:
 
     def before(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor] | None:
         """Hook before the forward of transformers' experts: number own ones from 0, and all others behind them."""
-        if not module._is_expert_parallel:  # it has been replaced since, by one that knows of ranks
+        if not module._is_expert_parallel:  # it has been replaced since, by one that handles ranks
             return None
         x, experts, weights = given
         is_own = self.is_own(experts)
@@ -102,7 +102,7 @@ class OwnExperts:
 
 
 class OwnRows:
-    """An embedding of which each rank has some rows: those of other ranks come from them."""
+    """An embedding of which each rank has some rows: those of other ranks are fetched from them."""
 
     def __init__(self, seat: Seat, share: Share) -> None:
         self._exchange, self._share = seat.exchange, share

@@ -1,1 +1,1 @@
-"""Sampling on the host, and what requests may ask for: logit edits, truncation, log-probs."""
+"""Sampling on the host, with the options of requests: logit edits, truncation, log-probs."""

@@ -1,6 +1,6 @@
 """Draws behind drafted tokens: of each sequence as many as its draft was right, and one more.
 
-Rows are drawn all at once, those behind a wrong token in vain: a row costs little. Logits are edited as if the drafted
+Rows are drawn all at once, those behind a wrong token unused: a row costs little. Logits are edited as if the drafted
 tokens before them were right. But a logits processor, which is code of the user's, is to see drawn tokens alone, so a
 sequence that has one draws its next token when the one before is known.
 """
@@ -69,7 +69,7 @@ def draw_behind_drafts(tasks: Sequence[DraftTask], draw: Callable[[list[Row]], M
 def rows_up_to(last_rows: np.ndarray, num_before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Expand each of `last_rows`, int64 [N], to the `num_before` rows right before it and itself.
 
-    Returns these rows, int64 [N + sum of `num_before`], and where among them each of the N begins, int64 [N].
+    Returns these rows, int64 [N + sum of `num_before`], and the index among them of the first row of each, int64 [N].
     """
     counts = num_before + 1
     ends = np.cumsum(counts)

@@ -54,7 +54,7 @@ def joined(parts: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
 
 
 def _column(parts: Iterable[list[float] | None], sizes: list[int]) -> list[float] | None:
-    """The column of all parts, zeros for those without it; None where none has it."""
+    """The column of all parts, zeros for those without it; None if none has it."""
     found = list(parts)
     if all(part is None for part in found):
         return None

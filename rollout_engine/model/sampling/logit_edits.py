@@ -3,7 +3,7 @@
     penalties -> logit_bias -> logits processors
               -> allowed_token_ids, bad_words, stop ids before min_tokens, grammar -> draw
 
-Masks come last, so nothing brings back a token that the request forbids. Edits depend on the sequence's params and
+Masks are applied last, so no edit restores a token that the request forbids. Edits depend on the sequence's params and
 tokens only, so the result does not depend on the batch, on preemption or on forks.
 """
 
@@ -53,7 +53,7 @@ class LogitEdits:
         self._processors = [processor for processor in processors if self._is_wanted(processor)]
         self.grammar = None
         self.draft: list[int] = []
-        """The last tokens of the sequence that may not come to stand there."""
+        """The last tokens of the sequence that are drafted, and may be rejected."""
         if params.structured_outputs is not None:
             assert grammars is not None, "every engine has a compiler of grammars"
             grammar = grammars.grammar(params.structured_outputs)
@@ -74,7 +74,7 @@ class LogitEdits:
         sibling: "LogitEdits | None" = None,
         grammars: GrammarCompiler | None = None,
     ) -> "LogitEdits | None":
-        """The edits of a sequence; None where its logits are never edited. Arguments as for the class."""
+        """The edits of a sequence; None if its logits are never edited. Arguments as for the class."""
         edits = cls(sequence, processors, vocab_size, sibling, grammars)
         return edits if edits.lasts or sequence.params.min_tokens else None
 
@@ -85,13 +85,13 @@ class LogitEdits:
 
     @property
     def need_host(self) -> bool:
-        """Whether the host has a say in the draw: logits processors and grammars are there."""
+        """Whether the host takes part in the draw: logits processors and grammars are there."""
         return self.grammar is not None or self.sees_drawn_tokens_alone
 
     def behind(self, draft: list[int]) -> "LogitEdits":
-        """The edits of the token behind some more tokens, which the sequence may not come to have.
+        """The edits of the token behind some more tokens, which are drafted and may be rejected.
 
-        Not where a logits processor edits the row.
+        Not allowed if a logits processor edits the row.
         """
         assert not self.sees_drawn_tokens_alone, "a logits processor sees drawn tokens alone"
         made, tokens = copy(self), self.sequence.token_ids

@@ -1,4 +1,4 @@
-"""Logits of a step's rows, all at once where they are few, else a bounded piece at a time.
+"""Logits of a step's rows, all at once if they are few, else a bounded piece at a time.
 
     hidden [R, H] ── head ──> logits [n, V] of n <= R rows ── draw ──> n tokens
 
@@ -17,7 +17,7 @@ from torch import Tensor
 _PIECE_NUMEL = 1 << 26
 """Logits that a step holds at a time: 128 MiB as bfloat16."""
 _DEVICE_PIECE_NUMEL = 1 << 28
-"""Larger on devices, where a launch costs more."""
+"""Larger on devices, because a launch costs more."""
 
 
 _ALIGNED_ROWS = 16
@@ -32,13 +32,13 @@ def max_rows(vocab_size: int, device: torch.device) -> int:
 
 
 def aligned_rows(count: int) -> int:
-    """`count`, at least 1, less what makes pieces of so many rows begin at addresses for which kernels are compiled
+    """Round `count`, at least 1, down so that no piece begins at an address for which kernels are compiled
     anew; too few rows stay as they are."""
     return max(1, count - count % _ALIGNED_ROWS if count > _ALIGNED_ROWS else count)
 
 
 def row_pieces(count: int, vocab_size: int, device: torch.device) -> list[slice]:
-    """Divide `count` rows into pieces of at most `max_rows`; one where they fit, or where there are none."""
+    """Divide `count` rows into pieces of at most `max_rows`; one if they fit, or if there are none."""
     size = max_rows(vocab_size, device)
     return [slice(start, min(start + size, count)) for start in range(0, count, size)] or [slice(0, 0)]
 
@@ -47,7 +47,7 @@ class LogitRows:
     """Logits of R rows; `take` computes those that have not been."""
 
     def __init__(self, hidden: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int) -> None:
-        """`head` turns `hidden` [R, H] into logits, at once where they fit in a piece."""
+        """`head` turns `hidden` [R, H] into logits, at once if they fit in a piece."""
         self._hidden, self._head = hidden, head
         self._logits = head(hidden) if len(hidden) <= max_rows(vocab_size, hidden.device) else None
         self._places: Tensor | None = None

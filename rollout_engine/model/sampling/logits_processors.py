@@ -45,7 +45,7 @@ class LogitsProcessor(Protocol):
     """The interface of classes in `logits_processors`. An exception ends only the sequence that it was raised for."""
 
     def __init__(self, vocab_size: int) -> None:
-        """Called once, in the process where the model runs."""
+        """Called once, in the process that runs the model."""
 
     def wants(self, params: SamplingParams) -> bool:
         """Whether `apply` edits sequences with `params`; asked once per sequence. Others cost nothing."""

@@ -1,8 +1,8 @@
-"""Logits of a Hugging Face causal LM that runs as a module, a bounded piece at a time where they are many.
+"""Logits of a Hugging Face causal LM that runs as a module, a bounded piece at a time if they are many.
 
 Between its base model and its logits, a causal LM may do more than one product: it scales, caps, adds. Only its own
-forward knows. So its head is that forward over hidden states that are given to it, in a twin of the module that shares
-everything with it but the base model. Where the two cannot be told apart, the forward runs again for each piece.
+forward has them all. So its head is that forward over given hidden states, in a twin of the module that shares
+everything with it but the base model. If the two cannot be separated, the forward runs again for each piece.
 """
 
 import copy
@@ -27,8 +27,8 @@ def module_logits(
 ) -> LogitRows:
     """Logits of these rows int64 [R] of a step, by `forward`, which runs `module`.
 
-    Many rows are left to be computed as they are taken, to the bits of one forward where a row's bits do not depend on
-    the other rows. Where the head cannot be told apart, `may_repeat` says whether `forward` may be called again until
+    Many rows are left to be computed as they are taken, to the bits of one forward if a row's bits do not depend on
+    the other rows. If the head cannot be separated, `may_repeat` is whether `forward` may be called again until
     the last row is taken, once for each piece, and watchers of layers see each call; else all rows are computed now.
     """
     if len(rows) <= max_rows(vocab_size, rows.device):
@@ -43,7 +43,7 @@ def module_logits(
 
 
 def _apart(module: nn.Module, forward: Forward, rows: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
-    """Hidden states [R, H] of these rows, and what makes logits of some of them; None if they cannot be told apart."""
+    """Hidden states [R, H] of these rows, and the head for some of them; None if they cannot be separated."""
     base = getattr(module, "base_model", module)
     place = next((name for name, child in module.named_children() if child is base), None)
     if place is None:
@@ -68,7 +68,7 @@ def _apart(module: nn.Module, forward: Forward, rows: Tensor) -> tuple[Tensor, C
         return logits
 
     found = None
-    with suppress(Exception):  # the module's own code, given what it does not know
+    with suppress(Exception):  # the module's own code, given inputs that it does not expect
         found = head(hidden[:1])
     return (hidden, head) if found is not None and _are_same(found, first) else None
 

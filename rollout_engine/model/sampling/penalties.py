@@ -1,6 +1,6 @@
 """Repetition, presence and frequency penalties.
 
-    seen in prompt or output   x -> x / repetition where x > 0, else x * repetition
+    seen in prompt or output   x -> x / repetition if x > 0, else x * repetition
     seen in the output         x -> x - frequency * (times in the output) - presence
 
 All in float32, in this order. Penalties depend on a sequence's tokens alone, so forked, preempted and replayed

@@ -32,7 +32,7 @@ class PromptScorer:
         kernel: RowStatsKernel = row_stats,
         fetch: Fetch = lambda tensor: lambda: tensor,
     ) -> None:
-        """`kernel` runs where the logits are, and `fetch` brings its results from there."""
+        """`kernel` runs on the logits' device, and `fetch` copies its results from there."""
         self._vocab_size, self._kernel, self._fetch = vocab_size, kernel, fetch
         self._prompts: dict[int, _Prompt] = {}
         self._pieces: list[_Piece] = []
@@ -92,7 +92,7 @@ class PromptScorer:
 
 
 _Arriving: TypeAlias = tuple[np.ndarray, Callable[[], Tensor]]
-"""Where figures go on the host, and a function that waits for them."""
+"""The host memory that figures are copied to, and a function that waits for them."""
 
 
 class _Prompt:

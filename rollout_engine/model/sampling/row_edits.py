@@ -13,7 +13,7 @@ from rollout_engine.model.sampling.logit_edits import LogitEdits
 
 
 class RowEdits(dict[int, LogitEdits]):
-    """The logit edits of a step's rows, by row; of every step that draws from the same sequences where they last."""
+    """The logit edits of a step's rows, by row; of every step that draws from the same sequences if they last."""
 
     lasts = False
     """Whether the same rows are edited whatever the positions of their tokens."""
@@ -31,7 +31,7 @@ class RowEdits(dict[int, LogitEdits]):
         return found
 
     def tries_first(self, truncates: np.ndarray) -> np.ndarray:
-        """bool [N]: the restricted rows that are drawn as if they were not, and again only where the grammar refuses.
+        """bool [N]: the restricted rows that are drawn as if they were not, and again only if the grammar refuses.
 
         `truncates`: bool [N], rows that rules truncate, as far as they keep allowed tokens alone.
         """
@@ -46,7 +46,7 @@ class RowEdits(dict[int, LogitEdits]):
 
     @cached_property
     def copied(self) -> dict[int, LogitEdits]:
-        """The other rows, which are drawn from an edited copy: by it the log-probs of mode "processed" are told."""
+        """The other rows, which are drawn from an edited copy: it gives the log-probs of mode "processed"."""
         return {
             row: each
             for row, each in self.items()

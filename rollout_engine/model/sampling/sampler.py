@@ -2,17 +2,17 @@
 
     every row         weights -> chunk sums -> one uniform finds the chunk, then the token     (`kernels.draw`)
     truncated rows    the same without weight for truncated tokens                            (`kernels.truncation`)
-    restricted rows   the same; again, by another uniform and without weight for tokens that the grammar forbids, where
-                      it refuses the token; only so where the row is truncated too            (`grammars.masks`)
+    restricted rows   the same; again, by another uniform and without weight for tokens that the grammar forbids, if
+                      it refuses the token; only so if the row is truncated too               (`grammars.masks`)
     edited rows       the same from a float32 copy of the row, after penalties, bias, masks    (`row_edits`)
     greedy rows       argmax, lowest id on ties; log-probs as at temperature 1
 
 The uniforms depend on (sequence seed, position) and every row is computed alone, so a token does not depend on the rest
 of the batch. Weights are those of `kernels.token_logprobs`, so the log-prob has the same bits at no extra cost.
 
-A token that is drawn from the whole row and kept where it is allowed, or else drawn from what is allowed, has the
-probability p + (1 - a) p / a = p / a, where a is what the allowed tokens have together: that of a draw from them alone.
-So the grammar is asked for one token, and for a mask only where it refuses that.
+A token that is drawn from the whole row and kept if it is allowed, or else drawn from the allowed tokens, has the
+probability p + (1 - a) p / a = p / a, a being the total probability of allowed tokens: that of a draw from them alone.
+So the grammar is asked for one token, and for a mask only if it refuses that.
 """
 
 from collections.abc import Iterator
@@ -119,15 +119,15 @@ class _Rows(NamedTuple):
         return _Rows(logits, self.temperatures[index], uniforms, self.greedy[index], rules)
 
     def for_second_draws(self, tries_first: np.ndarray) -> "_Rows":
-        """The rows with other uniforms where a token has been drawn first, bool [N]."""
+        """The rows with other uniforms if a token has been drawn first, bool [N]."""
         positions = self.uniforms.positions + torch.from_numpy(tries_first) * _SECOND_DRAW
         return self._replace(uniforms=self.uniforms._replace(positions=positions))
 
 
 def _sample_whole_rows(logits: Tensor, batch: SamplingBatch, edits: RowEdits) -> ModelRunnerOutput | None:
-    """The result of `sample` by rows that are prepared once for all steps; None where that takes more, or without C++.
+    """The result of `sample` by rows that are prepared once for all steps; None if a row needs more, or without C++.
 
-    It takes more where a row is truncated, edited by more than a grammar, asks for more than a token and its tempered
+    A row needs more if it is truncated, edited by more than a grammar, asks for more than a token and its tempered
     log-prob, or cannot be sampled.
     """
     if not batch.is_plain or batch.rules is not None or edits.copied:
@@ -153,7 +153,7 @@ def _restrict(
 ) -> dict[int, str]:
     """Draw the rows again whose tokens their grammars refuse. Returns row -> why it cannot be sampled.
 
-    Rows that do not try a token first, bool [N], are drawn from what is allowed in any case.
+    Rows that do not try a token first, bool [N], are drawn from the allowed tokens in any case.
     """
     refused = masked.refused(np.where(tries_first, stats.tokens.numpy(), -1))
     if refused is not None:
@@ -184,7 +184,7 @@ class _Distribution(NamedTuple):
 
 
 class _View(NamedTuple):
-    """Rows of the batch whose log-probs come from `rows_inside` of `distribution`."""
+    """Rows of the batch whose log-probs are those of `rows_inside` of `distribution`."""
 
     rows: Tensor
     rows_inside: Tensor
@@ -192,7 +192,7 @@ class _View(NamedTuple):
 
 
 def _distributions(rows: _Rows, stats: RowStats, kept: KeptTokens | None) -> tuple[_Distribution, _Distribution]:
-    """The whole rows, and what rules leave of them."""
+    """The whole rows, and the tokens that rules keep of them."""
     whole = _Distribution(rows.logits, rows.temperatures, stats.maximum, stats.log_total, None)
     return whole, whole if kept is None else whole._replace(log_total=kept.log_total, edges=(kept.floor, kept.last_tie))
 
@@ -291,7 +291,7 @@ def _mass_left(logits: Tensor, edges: tuple[Tensor, Tensor], whole: _Distributio
     place, ids = place[kept], ids[kept]
     logprobs = whole.logprobs(rows[place], ids[:, None])[:, 0].double().numpy()
     counts = np.bincount(place.numpy(), minlength=len(rows))
-    some = counts > 0  # none where the row cannot be sampled
+    some = counts > 0  # none if the row cannot be sampled
     starts = (np.cumsum(counts) - counts)[some]
     masses = np.zeros(len(rows))
     if len(starts):

@@ -21,7 +21,7 @@ _MODE_CODES = {"tempered": 0, "raw": _RAW, "processed": _PROCESSED}
 
 @dataclass(eq=False)
 class SamplingBatch:
-    """Sampling settings of N tasks as columns. What is derived from them is computed once, whatever the positions."""
+    """Sampling settings of N tasks as columns. Derived columns are computed once, whatever the positions."""
 
     temperature: np.ndarray
     """float64 [N]; 0 is greedy."""
@@ -105,7 +105,7 @@ class SamplingBatch:
 
     @cached_property
     def rules(self) -> Truncation | None:
-        """The truncation of each row; None where no row is truncated."""
+        """The truncation of each row; None if no row is truncated."""
         return self.rules_of(self.truncates) if self.truncates.any() else None
 
     def rules_of(self, some: np.ndarray) -> Truncation:

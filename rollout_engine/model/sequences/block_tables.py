@@ -1,4 +1,4 @@
-"""The block tables of all sequences a runner knows, as rows of one matrix. A step brings only new entries."""
+"""The block tables of all sequences a runner has, as rows of one matrix. A step brings only new entries."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""The sequences whose requests ask for routed experts, and the prompts of which they have not been told yet."""
+"""The sequences whose requests ask for routed experts, and the prompts whose experts have not been returned yet."""
 
 from collections.abc import Iterator
 

@@ -37,14 +37,14 @@ class SequenceStates(dict[int, NewSequence]):
         siblings: dict[int, LogitEdits] = {}
         for new in work.new:
             self[new.sequence_id] = new
-            sibling = siblings.get(id(new.params))  # the n sequences of a prompt come together
+            sibling = siblings.get(id(new.params))  # the n sequences of a prompt arrive together
             edits = LogitEdits.of(new, self._processors, self._vocab_size, sibling, self._grammars)
             if edits is not None:
                 self._edits[new.sequence_id] = siblings[id(new.params)] = edits
         self._prompts.add(work.new, work.scheduled)
 
     def edits_of(self, sequences: Sequence[NewSequence], positions: Sequence[int]) -> RowEdits:
-        """Index into `sequences` -> edits, where the logits of the token at `positions[index]` are edited."""
+        """Index into `sequences` -> edits, if the logits of the token at `positions[index]` are edited."""
         found = RowEdits()
         found.lasts = True
         for row, sequence in enumerate(sequences) if self._edits else ():

@@ -80,7 +80,7 @@ class ExactAdapter:
 
     @property
     def exact_adapter(self) -> str | None:
-        """The only active adapter, where the engine computes such: plain LoRA without biases and dropout."""
+        """The only active adapter, if the engine can compute it: plain LoRA without biases and dropout."""
         layer: Any = self
         active = [name for name in layer.active_adapters if name in layer.lora_A]
         if layer.disable_adapters or layer.merged or len(active) != 1:
@@ -99,6 +99,6 @@ def _exact_class(kind: type[nn.Module], kernel: Added) -> type[nn.Module]:
 
 
 def _is_lora(child: nn.Module) -> bool:
-    """Whether it is a linear layer with LoRA matrices beside it."""
+    """Whether it is a linear layer with LoRA matrices."""
     parts = ("lora_A", "lora_B", "lora_dropout", "scaling", "active_adapters", "disable_adapters", "merged")
     return isinstance(child._modules.get("base_layer"), nn.Linear) and all(hasattr(child, part) for part in parts)

@@ -3,7 +3,7 @@
     before   on the device it was enabled on · not compiled · no autocast · right-padded · positions count up from 0
     after    no random numbers were drawn
 
-The hooks are on the decoder below the head, which wrappers such as PEFT's call even where they bypass the causal LM.
+The hooks are on the decoder below the head, which wrappers such as PEFT's call even if they bypass the causal LM.
 """
 
 import inspect
@@ -37,7 +37,7 @@ def install_checks(decoder: nn.Module, device: torch.device) -> None:
 
 
 def warn_of_adapted_head(model: Any) -> None:
-    """Have `model`, a causal LM, log a warning once where its head computes an adapter."""
+    """Have `model`, a causal LM, log a warning once if its head computes an adapter."""
     head = model.get_output_embeddings()
     is_adapted = isinstance(head, nn.Module) and "base_layer" in head._modules
     if is_adapted and _warn_of_head not in head._forward_pre_hooks.values():
@@ -139,7 +139,7 @@ def _check_rows(given: dict[str, Any]) -> None:
 
 
 def _packed(positions: Tensor, mask: Tensor | None) -> bool:
-    """Whether any row holds several sequences. Raises `ValueError` where positions do not say which."""
+    """Whether any row holds several sequences. Raises `ValueError` if positions do not decide it."""
     if positions.dim() != 2 or positions.is_floating_point():
         shape = tuple(positions.shape)
         raise ValueError(f"position_ids must be integers [B, T], got {positions.dtype} of shape {shape}")

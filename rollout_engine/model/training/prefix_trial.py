@@ -14,9 +14,9 @@ _found: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """Whether rows that begin alike may be computed together. Raises what the model raises.
+    """Whether rows that begin alike may be computed together. Raises the model's own errors.
 
-    Not so where attention is not told of positions, or where anything else mixes the tokens of a row.
+    Not if attention is not given positions, or if anything else mixes the tokens of a row.
     """
     if model not in _found:
         _found[model] = _is_equal(model)

@@ -1,4 +1,4 @@
-"""Reads from a rollout what a trainer's call needs: ids, padding or ends of packed sequences, and the temperature."""
+"""Reads the inputs of a trainer's call from a rollout: ids, padding or ends of packed sequences, and temperature."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ def rollout_inputs(model: nn.Module, batch: Any, temperature: float | None, **ot
     """Read a rollout, padded or packed; `temperature=None`: that of its log-probs.
 
     Raises `RequestError` for a batch that lacks keys, for `others` that are given too, for a temperature that the batch
-    does not know, and if the model has the adapter that sampled, but another one is active. Where none is active, as
+    does not have, and if the model has the adapter that sampled, but another one is active. If none is active, as
     inside `model.disable_adapter()`, log-probs are those of the base.
     """
     for name, value in others.items():

@@ -12,7 +12,7 @@ def token_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
     """Returns (ids int64 [B, T], 0 at padding; mask bool [B, T], True at tokens).
 
     Ids may have any integer dtype; padding may be any number, -100 for example. A mask is bool, or ones and zeros.
-    Raises `ValueError` that names the argument, what was expected and what came.
+    Raises `ValueError` that names the argument, the expected and the given value.
     """
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not is_integral(input_ids) or input_ids.is_meta:
         raise argument_error("input_ids", input_ids, "a tensor of token ids (integers) [B, T]")
@@ -31,7 +31,7 @@ def token_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """Rows of the embedding, inside any wrapper of the causal LM; None where it has no plain embedding."""
+    """Rows of the embedding, inside any wrapper of the causal LM; None if it has no plain embedding."""
     owner: Any = next((child for child in model.modules() if hasattr(child, "get_input_embeddings")), None)
     return None if owner is None else getattr(owner.get_input_embeddings(), "num_embeddings", None)
 
