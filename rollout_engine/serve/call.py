@@ -126,7 +126,7 @@ class Call(ABC):
         """Tokens of the prompts and samples that were streamed."""
         return total_usage([*self.outputs.values()], self.counts_samples, self.num_sampled)
 
-    async def prepare(self, index: int, output: RequestOutput) -> None:
+    async def prepare(self, index: int, output: RequestOutput) -> None:  # noqa: B027 (few calls need it)
         """Await the parts of the next event that take long to write."""
 
     @abstractmethod

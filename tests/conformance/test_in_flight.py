@@ -22,7 +22,7 @@ from tests.conformance.scenarios import SCENARIOS, TRACES
 KIND = "fleet of two"
 NAMES = [name for name, verb in VERBS.items() if verb.crosses]
 LOADS = (1, 2)
-ONE_IDLE = {"wait_for_requests_to_drain", "reset_prefix_cache"}
+ONE_IDLE = {"wait_for_requests_to_drain", "reset_prefix_cache", "get_cache_usage"}
 """Verbs that are played with nothing in flight on replica 0, which would answer another way than the fleet."""
 ARGUMENTS = {"wait_for_requests_to_drain": {"drain_timeout": 0.3}}
 BEFORE = {

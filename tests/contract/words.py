@@ -18,7 +18,7 @@ class Words(NamedTuple):
 
 
 def words_of(source: Source) -> Iterator[Words]:
-    """What a reader reads in a file, without its code: names in backticks are left out."""
+    """What a reader reads in a file, without its code: code in backticks is left out."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield Words(node.lineno, _without_code(node.value.value))
@@ -32,4 +32,4 @@ def words_of(source: Source) -> Iterator[Words]:
 
 
 def _without_code(text: str) -> str:
-    return re.sub(r"`[^`]*`|'[^']*'", "X", text)
+    return re.sub(r"`[^`]*`", lambda code: "X" + "\n" * code[0].count("\n"), text)
