@@ -7,7 +7,7 @@ import pytest
 
 from tests.contract.words import words_of
 
-# Pattern -> (words to write instead, how many there may be). Those left are mostly right ("where" of a place, "what to do"),
+# Pattern -> (words to write instead, how many there may be). Those left are mostly right ("where" of a place),
 # or stand in errors. A change that takes some out lowers the number.
 ACCENT = {
     r"where": ("if or when, for a condition; of a place, its name", 61),
