@@ -139,9 +139,9 @@ class Call(ABC):
     ) -> Any:
         """One event. `index`: of the prompt; `usage`: the field with the usage so far, if the client wants it."""
 
-    @abstractmethod
     def write_last_event(self, usage: dict[str, Any]) -> Any:
-        """The event behind all others, without any sample."""
+        """The event behind all others, without any sample; in a dialect without one of its own, the usage alone."""
+        return usage
 
     def write_head(self, request_id: str, kind: str, choices: list[Any], more: dict[str, Any]) -> dict[str, Any]:
         """A response of OpenAI's dialect. `kind`: its "object"."""
