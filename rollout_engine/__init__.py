@@ -19,6 +19,7 @@ from rollout_engine.base.version import VERSION
 if TYPE_CHECKING:  # editors and type checkers read these; a test compares them with `_NAMES`
     from rollout_engine import exact as exact
     from rollout_engine import testing as testing
+    from rollout_engine.base import errors as errors
     from rollout_engine.base.config import EngineConfig as EngineConfig
     from rollout_engine.base.errors import CallTimeoutError as CallTimeoutError
     from rollout_engine.base.errors import ChecksumError as ChecksumError
@@ -162,6 +163,7 @@ _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _MODULES = {
     "advantages": "rollout_engine.batches.advantages",
+    "errors": "rollout_engine.base.errors",
     "exact": "rollout_engine.exact",
     "routing": "rollout_engine.exact.routing",
     "testing": "rollout_engine.testing",

@@ -6,7 +6,8 @@ import errno
 import pytest
 
 from envs_adapters import Observation
-from rollout_engine import RolloutPolicy, SamplingParams, read_jsonl, replay, rollout_log
+from rollout_engine import RolloutPolicy, SamplingParams, read_jsonl, replay
+from rollout_engine.rollouts import log as rollout_log
 from rollout_engine.testing import tiny_checkpoint
 
 PROMPTS = ["one", "another", "a third"]

@@ -55,9 +55,12 @@ class SamplingBatch:
             return np.array(list(values), dtype)[row]
 
         kinds = distinct.values()
+        rules = [truncation_of(p) for p in kinds]
         return cls(
             temperature=column(np.float64, (p.temperature for p in kinds)),
-            truncation=tuple(map(column, map(type, NO_TRUNCATION), zip(*map(truncation_of, kinds), strict=True))),
+            truncation=tuple(
+                column(type(idle), [values[rule] for values in rules]) for rule, idle in enumerate(NO_TRUNCATION)
+            ),
             seeds=np.array(seeds, np.uint64).view(np.int64),
             positions=np.array(positions, np.int64),
             modes=column(np.int8, (_MODE_CODES[p.logprobs_mode] for p in kinds)),

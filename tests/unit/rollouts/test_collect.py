@@ -235,10 +235,10 @@ def test_a_paused_engine_is_told_and_the_collector_goes_on_after_it(rig, make_ri
 
 
 def test_a_paused_engine_that_turns_requests_away_is_asked_again_later(rig, make_rig):
-    collector, config = collect(rig, max_in_flight=1), rig.core._config
+    collector, config = collect(rig, max_in_flight=1), rig.core.config
 
     def pause(group):
-        rig.core._config = msgspec.structs.replace(config, admission="reject")
+        rig.core.config = msgspec.structs.replace(config, admission="reject")
         rig.policy.pause_generation(mode="keep")
 
     collector._listeners = GroupListeners(pause)

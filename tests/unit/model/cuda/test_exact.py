@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout_engine import SamplingParams, exact
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.exact import trainer as exact_trainer
 from rollout_engine.kernels.triton import tiling
 from rollout_engine.model.cuda import runner
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
@@ -55,7 +56,7 @@ def enable(monkeypatch, device):
 
     def on_device(model):
         with monkeypatch.context() as patch:
-            patch.setattr(exact, "arithmetic_of", lambda _: ARITHMETIC)
+            patch.setattr(exact_trainer, "arithmetic_of", lambda _: ARITHMETIC)
             return exact.enable(model.to(device))
 
     return on_device

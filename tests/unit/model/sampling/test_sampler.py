@@ -182,6 +182,12 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_company(vocab_size, dtype):
         assert _result(shuffled, place, batch.num_top[row]) == expected
 
 
+def test_a_step_that_draws_nothing_has_every_column_empty():
+    batch = SamplingBatch.from_tasks([], [], [])
+    assert [len(column) for column in batch.truncation] == [0] * len(TRUNCATION_RULES)
+    assert batch.truncates.shape == (0,)
+
+
 def test_kernels_have_the_rules_of_sampling_params_in_their_order():
     assert Truncation._fields == ("temperature", *TRUNCATION_RULES)
     rules = _batch([SamplingParams(top_k=3), SamplingParams(top_p=0.5), SamplingParams(min_p=0.1)]).rules
