@@ -31,7 +31,7 @@ class DaemonThread:
         self._has_started = False
 
     def submit(self, function: Callable[[], object]) -> None:
-        """Run a function that raises nothing; on the caller's thread, at once, if the system starts no thread."""
+        """Run a function that raises nothing; here, at once, where the system starts no thread."""
         with self._lock:
             if not self._has_started:
                 try:
@@ -43,7 +43,7 @@ class DaemonThread:
         self._queue.put(function)
 
     def close(self) -> None:
-        """Let the thread end when it has run all functions submitted."""
+        """Let the thread end when it has run what it was given."""
         with self._lock:
             if self._has_started:
                 self._queue.put(None)
@@ -66,7 +66,7 @@ class Grammar:
         return self.compiled.done() or time.monotonic() >= self._deadline
 
     def start(self) -> tuple[Vocabulary, Any]:
-        """The vocabulary, and an `LLMatcher` at the beginning. Waits until they are there. Raises `GrammarError`."""
+        """The vocabulary, and a matcher of `Vocabulary.begin`. Waits where it is on its way. Raises `GrammarError`."""
         try:
             vocabulary, matcher = self.compiled.result(max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:
@@ -97,7 +97,7 @@ class GrammarCompiler:
         self._thread = DaemonThread("grammars")
 
     def grammar(self, given: Mapping[str, Any]) -> Grammar:
-        """The grammar of structured outputs; begins to compile it if it is new. Any thread may ask."""
+        """The grammar of structured outputs; begins to compile it where it is not known. Any thread may ask."""
         text = text_of(given)
         with self._lock:
             found = self._known.get(text)
@@ -117,7 +117,7 @@ class GrammarCompiler:
         try:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
-            grammar.compiled.set_result((self._vocabulary, self._vocabulary.compile(given)))
+            grammar.compiled.set_result((self._vocabulary, self._vocabulary.begin(given)))
         except (GrammarError, RequestError) as problem:
             grammar.compiled.set_exception(GrammarError(str(problem)))
         except BaseException as problem:  # a tokenizer's files may raise anything, and a panic of Rust is no Exception

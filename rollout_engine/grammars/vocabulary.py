@@ -2,14 +2,15 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.grammars.native import NativeTokens, is_text, names_of, native_tokens
 from rollout_engine.grammars.sources import FREE_TOKENS, AddedToken, source_of
 
 _LIMITS = {"max_lexer_states": 1 << 15, "step_max_items": 20_000, "verbose_errors": False}
@@ -17,11 +18,11 @@ _LIMITS = {"max_lexer_states": 1 << 15, "step_max_items": 20_000, "verbose_error
 
 
 class GrammarError(Exception):
-    """A grammar cannot be compiled, or cannot continue; the message is the reason."""
+    """A grammar cannot be compiled, or does not go on; the message says why."""
 
 
 def require_llguidance(given: object) -> ModuleType:
-    """Import llguidance. Raises `RequestError`, naming the extra, if it is not installed."""
+    """The package. Raises `RequestError`, naming the extra, where it is not installed."""
     try:
         import llguidance
     except ImportError as problem:
@@ -31,25 +32,19 @@ def require_llguidance(given: object) -> ModuleType:
     return module
 
 
-@cache
-def executor_of(num_threads: int) -> Any:
-    """An `LLExecutor`, which fills the masks of many sequences on threads of its own."""
-    return require_llguidance("a grammar").LLExecutor(num_threads)
+class MaskBits:
+    """Tokens as the bits of a mask, uint32 [words]."""
 
-
-class StopBits(NamedTuple):
-    """The tokens that end a sequence, and others."""
-
-    others: np.ndarray
-    """Tokens that end no sequence, as the bits of a mask, uint32 [words]."""
-    stops: np.ndarray
-    """Tokens that end the sequence, likewise."""
-    can_be_told: bytes
-    """For each token 1 if a matcher decides without a mask whether it is allowed: it is text, and ends no sequence."""
+    def __init__(self, text: np.ndarray, stops: np.ndarray) -> None:
+        self.text = text
+        """Tokens that end no sequence."""
+        self.stops = stops
+        """Tokens that end the sequence."""
+        self.text_address, self.stops_address = text.ctypes.data, stops.ctypes.data
 
 
 class Vocabulary:
-    """Tokens and their bytes. Raises `GrammarError` for a tokenizer whose tokens' bytes cannot be determined."""
+    """Tokens and their bytes. Raises `GrammarError` for a tokenizer whose tokens have none that can be told."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`tokenizer`: as `tokenizer.json` has it."""
@@ -69,40 +64,62 @@ class Vocabulary:
         self.num_words = -(-size // 32)
         """Words of 32 bits in a mask."""
         self.eos_token_ids = list(self._tokens.eos_tokens)
-        """Tokens whose bits llguidance sets when a grammar accepts."""
+        """Tokens whose bits llguidance sets where a grammar accepts."""
         self._limits = module.LLParserLimits(**_LIMITS)
-        self._bits: dict[tuple[int, ...], StopBits] = {}
-        self._is_text = np.array([self._has_text(token_id) for token_id in range(size)])
+        self._bits: dict[tuple[int, ...], MaskBits] = {}
 
-    def stop_bits(self, stop_ids: tuple[int, ...]) -> StopBits:
-        """The bits of a sequence that these tokens end."""
+    @cached_property
+    def native(self) -> NativeTokens | None:
+        """The tokens as C++ reads them; None where grammars are followed in Python."""
+        return native_tokens(self._tokens, self._names, _LIMITS, self._limits)
+
+    @cached_property
+    def plain(self) -> np.ndarray:
+        """The tokens that are text, as a mask, uint32 [words]."""
+        is_plain = np.zeros(self.num_words * 32, np.uint8)
+        is_plain[: len(self._names)] = [is_text(name) for name in self._names]
+        return np.packbits(is_plain, bitorder="little").view(np.uint32)
+
+    @cached_property
+    def _names(self) -> list[bytes]:
+        return names_of(self._tokens)
+
+    def bits(self, stop_ids: tuple[int, ...]) -> MaskBits:
+        """The bits of the tokens that end a sequence, and of the others."""
         found = self._bits.get(stop_ids)
         if found is None:
-            stops, ends = (np.zeros(self.num_words * 32, np.bool_) for _ in range(2))
-            stops[list(stop_ids)] = True
-            ends[[*stop_ids, *self.eos_token_ids]] = True
-            others, stop_bits = (np.packbits(each, bitorder="little").view(np.uint32) for each in (~ends, stops))
-            can_be_told = (self._is_text & ~ends[: len(self._is_text)]).tobytes()
-            found = self._bits[stop_ids] = StopBits(others, stop_bits, can_be_told)
+            found = self._bits[stop_ids] = self._made_bits(stop_ids)
         return found
+
+    def _made_bits(self, stop_ids: tuple[int, ...]) -> MaskBits:
+        stops, ends = (np.zeros(self.num_words * 32, np.uint8) for _ in range(2))
+        stops[list(stop_ids)] = 1
+        ends[[*stop_ids, *self.eos_token_ids]] = 1
+        stop_bits, end_bits = (np.packbits(each, bitorder="little").view(np.uint32) for each in (stops, ends))
+        return MaskBits(~end_bits, stop_bits)
 
     def compile(self, given: Mapping[str, Any]) -> Any:
         """An `LLMatcher` at the beginning of the grammar. Raises `GrammarError`."""
         module = require_llguidance(given)
+        return self._checked(
+            given, lambda source: module.LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
+        )
+
+    def begin(self, given: Mapping[str, Any]) -> Any:
+        """A `NativeMatcher` at the beginning of the grammar, or an `LLMatcher` where `native` is None.
+
+        Raises `GrammarError`.
+        """
+        return self.compile(given) if self.native is None else self._checked(given, self.native.compile)
+
+    def _checked(self, given: Mapping[str, Any], compiled: Callable[[str], Any]) -> Any:
         try:
-            source = source_of(given, self._added)
-            matcher = module.LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
+            matcher = compiled(source_of(given, self._added))
         except Exception as problem:
             raise GrammarError(str(problem)) from problem
         if matcher.is_error():
             raise GrammarError(readable(matcher.get_error()))
         return matcher
-
-    def _has_text(self, token_id: int) -> bool:
-        """Whether a token is text that is not empty, and no special token."""
-        text: bytes = self._tokens.decode_bytes([token_id])
-        is_named = text == b"<[%d]>" % token_id  # llguidance writes a token without text so
-        return bool(text) and not is_named and not self._tokens.is_special_token(token_id)
 
 
 def readable(error: str) -> str:

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "grammar.h"
 #include "openmp.h"
 #include "truncation.h"
 #include "vec.h"
@@ -340,6 +341,44 @@ int64_t draw(const Rows& a) {
     return unusable;
 }
 
+// Added to a position for the uniform number of a second draw, as in model/sampling/sampler.py.
+constexpr uint64_t SECOND_DRAW = 1ull << 62;
+
+// Draws rows again whose tokens grammars refuse.
+struct Restriction {
+    const Rows* rows;  // with seeds and positions
+    const grammar::Arguments* grammars;
+    const int64_t* row_at;       // [places], the row that is drawn there; negative: none
+    const uint8_t* tries_first;  // [rows]: 0 where its token does not count; null: all do
+    uint32_t* masks;             // [threads, words], scratch
+};
+
+template <typename T>
+void restrict_rows(const Restriction& r) {
+    const Rows& a = *r.rows;
+    const grammar::Arguments& g = *r.grammars;
+#pragma omp parallel num_threads(g.threads) if (g.threads > 1)
+    {
+        grammar::Stopwatch watch;
+        uint32_t* mask = r.masks + omp_get_thread_num() * g.words;
+        const Scratch scratch = own_scratch(a);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < g.sequences; i++) {
+            grammar::Sequence(g, i, watch).follow([&](int64_t place, grammar::Sequence& at) {
+                const int64_t row = r.row_at[place];
+                if (row < 0) return grammar::ALLOWED;
+                const bool is_tried = !r.tries_first || r.tries_first[row];
+                const grammar::Verdict verdict = at.judge(is_tried ? a.token[row] : -1, mask);
+                if (verdict == grammar::NOT_ALLOWED) {
+                    const uint64_t position = a.position[row] + (is_tried ? SECOND_DRAW : 0);
+                    redraw_row<T>(a, row, mask, uniform_of(a.seed[row], position), scratch);
+                }
+                return verdict;
+            });
+        }
+    }
+}
+
 template <typename T>
 void score(const Rows& a) {
 #pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
@@ -361,6 +400,10 @@ void gradient(const Rows& a) {
 extern "C" int64_t sampling_draw(const Rows* a) { return a->is_bf16 ? draw<bf16>(*a) : draw<float>(*a); }
 extern "C" void sampling_score(const Rows* a) { a->is_bf16 ? score<bf16>(*a) : score<float>(*a); }
 extern "C" void sampling_gradient(const Rows* a) { a->is_bf16 ? gradient<bf16>(*a) : gradient<float>(*a); }
+
+extern "C" void sampling_restrict(const Restriction* r) {
+    r->rows->is_bf16 ? restrict_rows<bf16>(*r) : restrict_rows<float>(*r);
+}
 
 extern "C" void sampling_uniforms(const uint64_t* seeds, const uint64_t* positions, int64_t n, double* uniforms) {
     for (int64_t i = 0; i < n; i++) uniforms[i] = uniform_of(seeds[i], positions[i]);

@@ -80,6 +80,11 @@ class PreparedRows:
             self._alive += [rules, scratch]
 
     @property
+    def has_seeds(self) -> bool:
+        """Whether uniforms are given by what they depend on."""
+        return self.args.uniform is None
+
+    @property
     def address(self) -> int:
         """Address of the arguments that describe the rows."""
         return ctypes.addressof(self.args)
@@ -105,13 +110,8 @@ class PreparedRows:
         self.num_unusable = _library().sampling_draw(self.address)
         return self.stats, self.kept
 
-    def redraw(self, masks: TokenMasks, positions: Tensor | None = None) -> None:
-        """C++ side of `kernels.draw.redraw`. Raises `ValueError` for masks that it cannot read.
-
-        `positions`: int64 [N], those of the uniforms; None: as given before.
-        """
-        if positions is not None:
-            self.args.position = address("positions", positions, torch.int64, (self.num_rows,))
+    def redraw(self, masks: TokenMasks) -> None:
+        """C++ side of `kernels.draw.redraw`. Raises `ValueError` for masks that it cannot read."""
         self.args.mask, self.args.mask_row = _mask_addresses(masks, self.num_rows, self.args.vocab_size)
         self.args.mask_words = masks.bits.shape[1]
         _library().sampling_draw(self.address)

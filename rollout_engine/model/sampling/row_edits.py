@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rollout_engine.grammars.masks import Asked, GrammarBatch, forbid
-from rollout_engine.kernels.row_stats import TokenMasks
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 
 
@@ -72,6 +70,9 @@ class MaskedRows:
         places = (first_of[id(state)] + len(edits[row].draft) for row, state in self._states.items())
         self.places = np.fromiter(places, np.int64, len(edits))
         """int64 [M], the place of each row in the batch."""
+        self.row_at = np.full(self.batch.num_places, -1)
+        """int64 [places], the row of each place; -1 for none."""
+        self.row_at[self.places] = self.rows
 
     def masks(self, tried: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Masks of `GrammarBatch.masks`, and bool [M]: whether a row's is filled.
@@ -83,15 +84,6 @@ class MaskedRows:
             tried[self.places] = given
         masks, is_filled = self.batch.masks(tried)
         return masks, is_filled[self.places]
-
-    def refused(self, tokens: np.ndarray) -> TokenMasks | None:
-        """Masks for the rows of N whose tokens, int64 [N], are refused or negative; None if there are none."""
-        masks, is_refused = self.masks(tokens[self.rows])
-        if not is_refused.any():
-            return None
-        places = np.full(len(tokens), -1)
-        places[self.rows[is_refused]] = self.places[is_refused]
-        return TokenMasks(torch.from_numpy(masks.view(np.int32)), torch.from_numpy(places))
 
     def failures(self) -> dict[int, str]:
         """Row -> why it cannot be sampled."""

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from rollout_engine.base.messages import ModelRunnerOutput
-from rollout_engine.kernels.draw import draw, redraw
-from rollout_engine.kernels.row_stats import KeptTokens, RowStats, Truncation, UniformsOf
+from rollout_engine.kernels.draw import draw, prepare, redraw
+from rollout_engine.kernels.row_stats import KeptTokens, RowStats, TokenMasks, Truncation, UniformsOf
 from rollout_engine.kernels.token_logprobs import logprobs_at, row_blocks, row_stats
 from rollout_engine.kernels.truncation import is_kept, most_likely
 from rollout_engine.model.sampling.row_edits import MaskedRows, RowEdits, edit
@@ -41,7 +41,7 @@ _EDITED_NUMEL = 1 << 23
 """Logits that are copied to be edited at a time."""
 _NO_EDITS = RowEdits()
 _SECOND_DRAW = 1 << 62
-"""Added to a position for the uniform of a second draw."""
+"""Added to a position for the uniform of a second draw, as in sampling.cpp."""
 
 
 def sample(
@@ -137,10 +137,7 @@ def _sample_whole_rows(logits: Tensor, batch: SamplingBatch, edits: RowEdits) ->
     stats, _ = rows.draw()
     can_be_sampled = not rows.num_unusable
     if can_be_sampled and (masked := edits.masked) is not None:
-        refused = masked.refused(stats.tokens.numpy())
-        if refused is not None:
-            rows.redraw(refused, torch.from_numpy(batch.positions + _SECOND_DRAW))
-        can_be_sampled = not masked.batch.has_failed
+        can_be_sampled = masked.batch.restrict(rows, masked.row_at, None) and not masked.batch.has_failed
     rows.release()
     tokens = stats.tokens.tolist()
     if not can_be_sampled or (edits.masked is not None and min(tokens) < 0):
@@ -155,9 +152,15 @@ def _restrict(
 
     Rows that do not try a token first, bool [N], are drawn from the allowed tokens in any case.
     """
-    refused = masked.refused(np.where(tries_first, stats.tokens.numpy(), -1))
-    if refused is not None:
-        redraw(*rows.for_second_draws(tries_first), refused, stats, kept)
+    prepared = prepare(*rows, (stats, kept))
+    if prepared is None or not masked.batch.restrict(prepared, masked.row_at, tries_first):
+        tried = np.where(tries_first, stats.tokens.numpy(), -1)[masked.rows]
+        masks, is_refused = masked.masks(tried)
+        if is_refused.any():
+            places = np.full(len(tries_first), -1)
+            places[masked.rows[is_refused]] = masked.places[is_refused]
+            found = TokenMasks(torch.from_numpy(masks.view(np.int32)), torch.from_numpy(places))
+            redraw(*rows.for_second_draws(tries_first), found, stats, kept)
     failed = masked.failures()
     if stats.tokens.min() < 0:
         failed = dict.fromkeys((stats.tokens < 0).nonzero()[:, 0].tolist(), NONE_LEFT) | failed

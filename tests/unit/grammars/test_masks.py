@@ -8,11 +8,12 @@ import pytest
 import regex
 import torch
 
-from rollout_engine.grammars import masks
+from rollout_engine.grammars import masks, native
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.masks import Asked, GrammarBatch, forbid
 from rollout_engine.grammars.state import GrammarState
-from rollout_engine.grammars.vocabulary import GrammarError
+from rollout_engine.grammars.tokenizer_file import serialized
+from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary
 from rollout_engine.testing import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -28,8 +29,13 @@ PATTERNS = [
 ]
 
 
-@pytest.fixture
-def compiler(vocabulary):
+@pytest.fixture(params=["C++", "Python"])
+def compiler(request, vocabulary):
+    if request.param == "Python":
+        vocabulary = Vocabulary(serialized(TOKENIZER), 259, [END])
+        vocabulary.native = None
+    else:
+        assert vocabulary.native is not None
     made = GrammarCompiler(lambda: vocabulary)
     yield made
     made.close()
@@ -180,25 +186,6 @@ def test_masks_of_many_sequences_are_those_of_each_alone(compiler):
     assert [state.failure is None for state in states].count(False) == 1
 
 
-def test_masks_filled_on_several_threads_are_those_of_each_alone(compiler, thread_count):
-    thread_count(2)
-    patterns = [*PATTERNS, "[0-9]+x", "a|b{3}", "x{9}"]
-    states = [state_of(compiler, pattern) for pattern in patterns]
-    found, is_filled = GrammarBatch([Asked(state, list(PROMPT)) for state in states]).masks()
-    assert is_filled.all() and len(states) > masks._LEAST_TOGETHER
-    for mask, pattern in zip(found, patterns, strict=True):
-        alone, _ = GrammarBatch([Asked(state_of(compiler, pattern), list(PROMPT))]).masks()
-        assert np.array_equal(mask, alone[0])
-
-
-def test_slow_masks_are_found_among_those_filled_on_several_threads(compiler, monkeypatch, thread_count):
-    thread_count(2)
-    monkeypatch.setattr(masks, "MAX_MASK_SECONDS", 0.0)
-    states = [state_of(compiler, "[0-9]+") for _ in range(masks._LEAST_TOGETHER)]
-    found, _ = GrammarBatch([Asked(state, list(PROMPT)) for state in states]).masks()
-    assert (found == 0xFFFFFFFF).all() and all("give a simpler grammar" in state.failure for state in states)
-
-
 def test_masks_filled_step_after_step_are_those_of_each_step_alone_while_sequences_end(compiler):
     rng, patterns = random.Random(5), ["[0-9]{2,30}", "a|b{3}", "x{9}", "("]
     states, tokens = [state_of(compiler, pattern) for pattern in patterns], [list(PROMPT) for _ in patterns]
@@ -215,6 +202,27 @@ def test_masks_filled_step_after_step_are_those_of_each_step_alone_while_sequenc
             if known[-1] == STOP:
                 ended.add(row)
     assert {1, 2} <= ended and [state.failure is not None for state in states] == [False, False, False, True]
+
+
+def test_cpp_and_python_allow_the_same_tokens_of_json(vocabulary):
+    """Texts that a grammar forces come token by token as the tokenizer divides them, which is Python's work in both."""
+    other = Vocabulary(serialized(TOKENIZER), 259, [END])
+    other.native = None
+    person = {"type": "object", "properties": {"name": {"type": "string"}, "of": {"enum": ["ab", "ac", 1]}}}
+    given = {"json": person | {"required": ["of"], "additionalProperties": False}}
+    pair = []
+    for each in (vocabulary, other):
+        made = GrammarCompiler(lambda each=each: each)
+        pair.append([GrammarState(made.grammar(given), 0, (END,)) for _ in range(20)])
+        made.close()
+    tokens, rng = [[] for _ in range(20)], random.Random(4)
+    both = [GrammarBatch([Asked(*each) for each in zip(states, tokens, strict=True)]) for states in pair]
+    for _ in range(60):
+        ours, its = (masks.masks()[0] for masks in both)
+        assert np.array_equal(ours, its)
+        for known, mask in zip(tokens, ours, strict=True):
+            known.append(rng.choice(sorted(allowed(mask) & {*ASCII, STOP, END})))
+    assert any(END in known for known in tokens)
 
 
 def test_a_grammar_that_does_not_compile_fails_the_sequence_alone(compiler):
@@ -240,6 +248,21 @@ def test_the_same_grammar_is_compiled_once(compiler):
     assert compiler.grammar({"json": {"type": "object", "properties": {"a": True, "b": True}}}) is first
     other_order = {"json": {"type": "object", "properties": {"b": True, "a": True}}}
     assert compiler.grammar(other_order) is not first
+
+
+@pytest.mark.parametrize("fault", ["a function is missing", "other tokens are taken"])
+def test_without_c_functions_that_agree_python_follows_grammars_and_the_log_says_so(monkeypatch, caplog, fault):
+    if fault == "a function is missing":
+        monkeypatch.setattr(native, "functions", lambda library: library.llg_matcher_of_no_version)
+    else:
+        monkeypatch.setattr(native.NativeMatcher, "consume_token", lambda matcher, token_id: False)
+    found = Vocabulary(serialized(TOKENIZER), 259, [END])
+    assert found.native is None
+    [said] = [record.message for record in caplog.records]
+    assert said.startswith("Grammars are followed in Python, which is slower, without llguidance's C functions: ")
+    made = GrammarCompiler(lambda: found)
+    assert allowed(mask_of(state_of(made, "[ab]"), PROMPT)) & set(ASCII) == set(TOKENIZER.encode("ab"))
+    made.close()
 
 
 def test_forbidden_tokens_get_no_logit():

@@ -102,5 +102,5 @@ def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused():
 )
 def test_an_error_shows_the_users_text_alone(vocabulary, given, said):
     with pytest.raises(GrammarError) as caught:
-        vocabulary.compile(given)
+        vocabulary.begin(given)
     assert str(caught.value) == said
