@@ -203,7 +203,7 @@ class WeightsTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True)
     chunk_megabytes: Rate = 64.0
     """The part that a node has before it begins to pass it on."""
     latency_seconds: Amount = 0.001
-    """Of a chunk from node to node, in addition to its transfer."""
+    """Delay of a chunk from node to node, in addition to its transfer."""
     stage_gigabytes_per_second: Rate = 10.0
     """How fast one replica reads them."""
     node_read_gigabytes_per_second: Rate = 40.0

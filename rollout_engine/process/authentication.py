@@ -1,4 +1,4 @@
-"""Who may connect to a core: a peer that has the token in the core's directory, or over TCP one that has its keys.
+"""Authentication of peers: a core accepts the token in its directory, or over TCP keys that it has.
 
     client   PLAIN, with the token     ──>   zmq   ──> Authenticator.answer   in the core
              CURVE, with keys, on TCP  ──>

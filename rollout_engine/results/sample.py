@@ -39,7 +39,7 @@ class RoutedColumn:
     def stacked(self, start: int) -> np.ndarray | None:
         """Those that came with the sampled tokens from `start` on, the prompt's with the first: [n, L, k].
 
-        None where no token was sampled.
+        None if no token was sampled.
         """
         if not self._rows:
             return None

@@ -49,7 +49,7 @@ class RolloutArguments(msgspec.Struct, frozen=True):
     """Arguments of `rollout`, `arollout` and `collect` as they were given; `RolloutPolicy.rollout` describes them."""
 
     prompts: Any = None
-    """Of `collect`, the dataset."""
+    """The dataset of `collect`."""
     sampling_params: Any = None
     num_samples: int | None = None
     columns: Columns | None = None

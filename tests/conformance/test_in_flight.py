@@ -103,7 +103,7 @@ def check(engine, verb):
 
 @contextmanager
 def at_work(engine, loads):
-    """Requests that compute, so many on each replica; aborted in the end."""
+    """Requests that compute, `loads` of them on each replica; aborted in the end."""
     frontend, calls = engine.frontend, engine.frontend.client.calls
     streams = [
         frontend.add_request("hello", ENDLESS, None, lambda stream: None, replica_index=index)

@@ -29,7 +29,8 @@ from rollout_engine.process.wire import PROTOCOL
 logger = logging.getLogger("rollout_engine")
 
 ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "false"}
-"""Of an actor's process. Ray kills the children of an actor that ends, but one has to remove the core's files."""
+"""Environment of an actor's process. Ray would kill the children of an actor that ends, and with them the guard,
+which has to remove the core's files."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
