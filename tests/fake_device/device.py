@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rollout_engine.kernels import dense_attention
 from sync.tensor_check import _device_is_supported
 from tests.fake_device.accesses import Accesses
 from tests.fake_device.calls import Calls
@@ -97,8 +98,9 @@ class FakeDevice:
                 run(thread)
 
         patch.setattr(threading.Thread, "run", run_thread)
-        _device_is_supported.cache_clear()
-        self._stack.callback(_device_is_supported.cache_clear)
+        for known in (_device_is_supported, dense_attention._unpacked):  # of another device, or of none
+            known.cache_clear()
+            self._stack.callback(known.cache_clear)
         self._stack.enter_context(Calls(self))
         self._stack.enter_context(Operators(self))
         return self

@@ -66,7 +66,7 @@ def on_device(monkeypatch, engines):
 
     @contextmanager
     def enter(**options):
-        key = tuple(options.items())
+        key = engines["checkpoint"], *options.items()
         if key not in engines:
             device = FakeDevice(seed=3)
             with device:
