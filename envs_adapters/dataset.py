@@ -138,9 +138,9 @@ class DatasetEnv:
             for answer in filter(iscoroutine, answers):
                 answer.close()
             raise
-        return self._awaited(answers) if any(map(isawaitable, answers)) else self._end(answers)
+        return self._await_answers(answers) if any(map(isawaitable, answers)) else self._end(answers)
 
-    async def _awaited(self, answers: list[Any]) -> Observation:
+    async def _await_answers(self, answers: list[Any]) -> Observation:
         async def value(answer: Any) -> Any:
             return await answer if isawaitable(answer) else answer
 

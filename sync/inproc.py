@@ -30,7 +30,7 @@ class InprocSender(HeldOfferSender):
 
     def read(self, name: str) -> Tensor:
         """The offered tensor in the receiver's dtype, on its own device. `SyncError` after `close`."""
-        offer, _ = self._offered()
+        offer, _ = self._require_offer()
         return offer.cast(offer.index[name])
 
 

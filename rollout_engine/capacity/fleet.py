@@ -86,7 +86,7 @@ class SimulatedFleet:
                 case Stop(index):
                     self.replicas.pop(index).stop()
                 case Tell(ended):
-                    self._told(end.sequence_id for end in ended)
+                    self._report_aborts(end.sequence_id for end in ended)
                 case Fail(reason):
                     raise EngineDeadError(f"The simulated fleet is dead after {self._events.now:.0f} s: {reason}.")
 
@@ -102,7 +102,7 @@ class SimulatedFleet:
             engine,
             self._events,
             self.timeline,
-            self._ended,
+            self._report_ends,
             lambda: self.on_idle() if self.is_draining else None,
         )
         replica.is_draining = self.is_draining
@@ -192,12 +192,12 @@ class SimulatedFleet:
         if job.first_token_at < 0:
             job.first_token_at = self._events.now
 
-    def _ended(self, replica: SimulatedReplica, sequences: list[EngineSequence]) -> None:
+    def _report_ends(self, replica: SimulatedReplica, sequences: list[EngineSequence]) -> None:
         ended = [SequenceEnd(sequence.sequence_id, "length") for sequence in sequences]
         self._do(self.brain.received(replica.index, EngineCoreOutputs(replica.engine.version, ended=ended)))
-        self._told(end.sequence_id for end in ended)
+        self._report_aborts(end.sequence_id for end in ended)
 
-    def _told(self, sequence_ids: Iterable[int]) -> None:
+    def _report_aborts(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
             job, _ = self._workload.find(sequence_id)
             job.num_left -= 1

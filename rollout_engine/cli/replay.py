@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None:
             raise RequestError.for_field(f"--{name}", getattr(arguments, name), "absent without --explain")
     if arguments.sample is not None:
-        samples = _chosen(samples, arguments.sample)
+        samples = _choose_samples(samples, arguments.sample)
     if overrides.sampling:
         raise RequestError(f"{next(iter(overrides.sampling))}: the lines themselves say how they were sampled.")
     for sample in samples:
@@ -88,7 +88,7 @@ def _one_file(path: Path) -> Path:
 def _explain(arguments: argparse.Namespace, samples: list[dict[str, Any]]) -> int:
     if arguments.sample is None:
         raise RequestError("--explain needs --sample K: the line of the sample, the first being 0.")
-    [sample] = _chosen(samples, arguments.sample)
+    [sample] = _choose_samples(samples, arguments.sample)
     directory = arguments.trace or (sample.get("engine") or {}).get("step_trace")
     if directory is None:
         raise RequestError(
@@ -99,7 +99,7 @@ def _explain(arguments: argparse.Namespace, samples: list[dict[str, Any]]) -> in
     return 0
 
 
-def _chosen(samples: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+def _choose_samples(samples: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
     if not 0 <= index < len(samples):
         raise RequestError.for_field("--sample", index, f"from 0 to {len(samples) - 1}")
     return [samples[index]]

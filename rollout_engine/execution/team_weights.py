@@ -61,9 +61,9 @@ class TeamWeights:
 
     def describe(self, names: Iterable[str]) -> list[TensorSpec]:
         """Specs of live values, which are digested as they pass through the window."""
-        return [self._described(name) for name in names]
+        return [self._describe_tensor(name) for name in names]
 
-    def _described(self, name: str) -> TensorSpec:
+    def _describe_tensor(self, name: str) -> TensorSpec:
         digest, (dtype, shape) = Digest(), self.metadata[name]
         for piece in self._read(name):
             digest.update(tensor_bytes(piece))

@@ -134,7 +134,7 @@ class WeightServer:
 
         def apply(update: _Update, steps: UpdateSteps) -> UpdateReport:
             with as_weight_errors():
-                receiver = self._connected(rendezvous)
+                receiver = self._connect_receiver(rendezvous)
             try:
                 update.attach(receiver)
                 accepted = partial(update.ready.set_result, True)
@@ -198,7 +198,7 @@ class WeightServer:
         self._last[client_index] = update
         return update
 
-    def _connected(self, rendezvous: Rendezvous) -> WeightReceiver:
+    def _connect_receiver(self, rendezvous: Rendezvous) -> WeightReceiver:
         if self._receiver is None or self._receiver[0] != rendezvous:
             if self._receiver is not None:
                 self._receiver[1].close()

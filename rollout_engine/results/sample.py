@@ -155,7 +155,7 @@ class Sample:
         core can abort it."""
         if self._text is not None:
             new, self._num_read = self._token_ids[self._num_read :], len(self._token_ids)
-            self._decoded(partial(self._text.push, new))
+            self._try_decode(partial(self._text.push, new))
         return self._is_ended_by_text()
 
     def finish(self, end: SequenceEnd) -> None:
@@ -163,7 +163,7 @@ class Sample:
         self.finish_reason, self._stop_reason, self.error = end.finish_reason, end.stop_reason, end.error
         self.read_text()
         if self._text is not None:
-            self._decoded(self._text.finish)
+            self._try_decode(self._text.finish)
         self._is_ended_by_text()
 
     def render(self, *, only_new: bool) -> CompletionOutput:
@@ -177,7 +177,7 @@ class Sample:
             assert column is None or len(column) == num_tokens, f"{len(column)} values for {num_tokens} tokens"
         start = self.num_rendered if only_new else 0
         first_char = self._num_rendered_chars if only_new else 0
-        text = "" if self._text is None else self._decoded(self._text.text) or ""
+        text = "" if self._text is None else self._try_decode(self._text.text) or ""
         self.num_rendered, self._num_rendered_chars = num_tokens, len(text)
         return CompletionOutput(
             index=self._index,
@@ -215,7 +215,7 @@ class Sample:
             return False
         return True
 
-    def _decoded(self, decode: Callable[[], _T]) -> _T | None:
+    def _try_decode(self, decode: Callable[[], _T]) -> _T | None:
         """Call `decode`. If it raises, the sample fails: its tokens stay, its text is empty."""
         try:
             return decode()

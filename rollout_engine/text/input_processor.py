@@ -221,7 +221,7 @@ class InputProcessor:
         params, bad_words = self._prepare(as_sampling_params(params))
         fields = as_fields(prompt)
         text, token_ids = self._encode(fields, truncates=params.truncate_prompt_tokens is not None)
-        token_ids = self._truncated(token_ids, params)
+        token_ids = self._truncate_prompt(token_ids, params)
         if not token_ids:
             raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
         max_tokens = self._room(len(token_ids), params)
@@ -330,7 +330,7 @@ class InputProcessor:
             text, token_ids = self.codec.encode_chat(fields["messages"], most=most, **options)
         return text, as_token_ids(token_ids, f"{kind} as token ids", self._vocab_size)
 
-    def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+    def _truncate_prompt(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """Return the part of a prompt that `truncate_prompt_tokens` keeps."""
         most = params.truncate_prompt_tokens
         if most == -1:

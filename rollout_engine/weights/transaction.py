@@ -185,7 +185,7 @@ class WeightUpdater:
 
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Copy tensors of the manifest into the shadow, in any order and number of calls; the last of a name counts."""
-        update, batch = self._opened("stage"), WriteBatch(self._writer)
+        update, batch = self._require_open("stage"), WriteBatch(self._writer)
         with self.weights.beside_steps():
             try:
                 for name, tensor in pairs:
@@ -205,7 +205,7 @@ class WeightUpdater:
 
         `check` is called as each tensor arrives; an exception it raises ends the transfer.
         """
-        update = self._opened("receive")
+        update = self._require_open("receive")
 
         def place(name: str) -> Tensor:
             check(name)
@@ -225,7 +225,7 @@ class WeightUpdater:
 
         Returns the total digest of the staged tensors. Steps may run in another thread: nothing they read is touched.
         """
-        update = self._opened("verify")
+        update = self._require_open("verify")
         update.check()
         self._measure_change(update)
         start = time.perf_counter()
@@ -241,7 +241,7 @@ class WeightUpdater:
         Call it while no forward is running. Raises `LifecycleError` before `verify`, or for a `version` that is not the
         open one; `DirtyWeightsError` when it fails half-way, which leaves `dirty` set.
         """
-        update = self._opened("commit")
+        update = self._require_open("commit")
         manifest = update.manifest
         if not update.verified:
             raise LifecycleError("commit: the open update is not verified; call verify first.")
@@ -330,7 +330,7 @@ class WeightUpdater:
         """Bytes that an update with a shadow would allocate."""
         return self.weights.num_bytes_to_shadow()
 
-    def _opened(self, verb: str) -> StagedUpdate:
+    def _require_open(self, verb: str) -> StagedUpdate:
         if self._open is None:
             raise LifecycleError(f"{verb}: no update is open; call begin first.")
         return self._open

@@ -79,14 +79,14 @@ def _late_commit(patch: MonkeyPatch) -> None:
 
 @fault("the load of a request that moves is not given back")
 def _load_stays(patch: MonkeyPatch) -> None:
-    moved = Brain._moved
+    moved = Brain._move_requests
 
     def keep(brain: Brain, replica: Any) -> Any:
         with MonkeyPatch.context() as inner:
             inner.setattr(brain.balancer, "ended", lambda *_: None)
             return moved(brain, replica)
 
-    patch.setattr(Brain, "_moved", keep)
+    patch.setattr(Brain, "_move_requests", keep)
 
 
 @fault("what a core says after its end was noticed counts")

@@ -63,7 +63,7 @@ class Brain:
         self, request: EngineCoreRequest, session_id: str | None = None, replica: int | None = None
     ) -> list[Action]:
         """Take a request. It waits if no replica serves. `replica`: one that serves, and is to get it."""
-        return self._placed(self.ledger.add(request, session_id), replica)
+        return self._place(self.ledger.add(request, session_id), replica)
 
     def aborted(self, sequence_ids: Iterable[int]) -> list[Action]:
         """End sequences. Ids that are unknown, or have ended, are a no-op."""
@@ -79,7 +79,7 @@ class Brain:
     def received(self, replica: int, outputs: EngineCoreOutputs) -> list[Action]:
         """Note the outputs of a replica's step, after removing those that it must no longer report."""
         self._forget(self.ledger.received(replica, outputs))
-        return self._drained(replica)
+        return self._end_drained(replica)
 
     def refused(
         self, sequence_id: int, replica: int | None = None, *, others_may: bool = False
@@ -97,9 +97,9 @@ class Brain:
         if holder is not None and others_may and not entry.refused_by.issuperset({*self.serving} - {holder}):
             moved = self._move(entry, holder, has_refused=True)
             self.ledger.refused(holder, sequence_id)
-            return None, [Abort(holder, live), *self._drained(holder), *moved]
+            return None, [Abort(holder, live), *self._end_drained(holder), *moved]
         self._forget(self.ledger.end(live))
-        rest: list[Action] = [] if holder is None else [Abort(holder, live), *self._drained(holder)]
+        rest: list[Action] = [] if holder is None else [Abort(holder, live), *self._end_drained(holder)]
         return entry.request.first_sequence_id, rest
 
     def started(self, replica: int, policy_version: int, now: float) -> list[Action]:
@@ -167,7 +167,7 @@ class Brain:
         self._leave(found, now)
         found.problem, found.num_failures = problem, found.num_failures + 1
         again = self._end(found) if found.state is ReplicaState.DRAINING else self._restart(found, now)
-        return [*again, *self._moved(found)]
+        return [*again, *self._move_requests(found)]
 
     def computed(self, replica: int, policy_version: int, now: float) -> list[Action]:
         """Note that a replica has computed with weights of this version, and no update is under way.
@@ -201,7 +201,7 @@ class Brain:
             was_there = replica.lives
             self._leave(replica, now)
             replica.state = ReplicaState.DRAINING if was_there else ReplicaState.DEAD
-            actions += self._drained(index)
+            actions += self._end_drained(index)
         for index in range(len(self.replicas), len(self.replicas) + num_replicas - len(keep)):
             self.replicas[index] = Replica(index)
             actions.append(Start(index, now))
@@ -211,7 +211,7 @@ class Brain:
         """Raise AssertionError if a request is nowhere, or at a replica that must not have it."""
         _check_fleet(self.ledger, list(self._waiting), list(self.replicas.values()), self.policy_version)
 
-    def _placed(self, entry: Entry, replica: int | None = None) -> list[Action]:
+    def _place(self, entry: Entry, replica: int | None = None) -> list[Action]:
         """Send the rest of a request to this replica, or the one that the balancer names, or let it wait."""
         requests, ends = self.ledger.rest(entry)
         actions: list[Action] = [Tell(ends)] if ends else []
@@ -231,7 +231,7 @@ class Brain:
         self.balancer.began(replica, entry.num_kv_tokens)
         return [*actions, *(Send(replica, request) for request in requests)]
 
-    def _moved(self, replica: Replica) -> list[Action]:
+    def _move_requests(self, replica: Replica) -> list[Action]:
         """Move the requests of a replica to others."""
         actions: list[Action] = []
         for entry in self.ledger.of_replica(replica.index):
@@ -243,14 +243,14 @@ class Brain:
     ) -> list[Action]:
         self.ledger.moves(entry, replica_lives=replica_lives, has_refused=has_refused)
         self.balancer.ended(replica, entry.num_kv_tokens)
-        return self._placed(entry)
+        return self._place(entry)
 
     def _serve(self, replicas: Iterable[Replica], now: float) -> list[Action]:
         for replica in replicas:
             replica.state, replica.synced_at, replica.num_missed = ReplicaState.SYNCED, now, 0
             self.balancer.add(replica.index)
         waiting, self._waiting = self._waiting, deque()
-        return [action for entry in waiting for action in self._placed(entry)]
+        return [action for entry in waiting for action in self._place(entry)]
 
     def _stale(self, replica: Replica, now: float) -> list[Action]:
         """Take a replica out of service; its requests continue at others."""
@@ -258,11 +258,11 @@ class Brain:
         if replica.state is ReplicaState.SYNCED:
             replica.state = ReplicaState.STALE
         had = [id for entry in self.ledger.of_replica(replica.index) for id in entry.live]
-        return [*([Abort(replica.index, had)] if had else []), *self._moved(replica)]
+        return [*([Abort(replica.index, had)] if had else []), *self._move_requests(replica)]
 
     def _missed_commit(self, replica: Replica, now: float) -> list[Action]:
         moved = self._stale(replica, now)
-        return [*moved, *(self._drained(replica.index) or [CatchUp(replica.index, now)])]
+        return [*moved, *(self._end_drained(replica.index) or [CatchUp(replica.index, now)])]
 
     def _leave(self, replica: Replica, now: float) -> None:
         if replica.state is ReplicaState.SYNCED:
@@ -278,7 +278,7 @@ class Brain:
         replica.state = ReplicaState.STARTING
         return [Start(replica.index, now + backoff(replica.num_failures))]
 
-    def _drained(self, replica: int) -> list[Action]:
+    def _end_drained(self, replica: int) -> list[Action]:
         found = self.replicas[replica]
         if found.state is not ReplicaState.DRAINING or self.ledger.of_replica(replica):
             return []

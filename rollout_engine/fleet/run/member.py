@@ -80,7 +80,7 @@ class Member:
     def deliver(self, outputs: EngineCoreOutputs) -> None:
         """Pass the outputs of a step on."""
         assert self._owner is not None
-        self._owner.received(self, _shifted(outputs, self._first) if self._first else outputs)
+        self._owner.received(self, _offset_ids(outputs, self._first) if self._first else outputs)
 
     def refuse(self, first_sequence_id: int, error: RolloutEngineError) -> None:
         """Pass a refusal on."""
@@ -93,7 +93,7 @@ class Member:
         self._owner.lost(self, error)
 
 
-def _shifted(outputs: EngineCoreOutputs, first: int) -> EngineCoreOutputs:
+def _offset_ids(outputs: EngineCoreOutputs, first: int) -> EngineCoreOutputs:
     """The same outputs with `first` taken from every sequence id."""
     given = outputs.id_logprobs
     return msgspec.structs.replace(

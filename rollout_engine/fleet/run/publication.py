@@ -105,7 +105,7 @@ class Publication:
         client, options = member.client, UpdateOptions(reset_version=True, draft=self._draft)
         try:
             if self.stage(member, newest.path, newest.version, options) != (newest.version, newest.digest):
-                raise _changed(newest)
+                raise _make_changed_error(newest)
             client.commit_weights(options.timeout)
         except BaseException:
             client.drop_staged_weights()
@@ -142,6 +142,6 @@ class Publication:
             raise type(problem)(f"On node {member.replica.node}: {problem}") from problem
 
 
-def _changed(published: Published) -> WeightUpdateError:
+def _make_changed_error(published: Published) -> WeightUpdateError:
     what = f"{published.path} holds other weights than those of version {published.version} that another replica read"
     return WeightUpdateError(f"{what}: leave them there as long as the fleet serves them, or update it again.")
