@@ -101,7 +101,7 @@ class Updates:
         now = self._events.now
         num_missed = update.num_members - len(update.took)
         self.records.append(UpdateRecord(now - update.began_at, update.drained_at - update.began_at, num_missed))
-        self._fleet.committed(update.took, update.version)
+        self._fleet.record_commit(update.took, update.version)
         self._fleet.is_draining = False
         for replica in [*self._fleet.replicas.values()]:
             replica.resume()

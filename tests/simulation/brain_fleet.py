@@ -71,7 +71,7 @@ class EventSupervisor:
             return
         member = self.make(index)
         self._world.note(f"{core_of(member).name} has started")
-        if not fleet.started(member, lambda: True):
+        if not fleet.add_replica(member, lambda: True):
             member.replica.end()
 
 
@@ -285,7 +285,7 @@ def restart_all(world: World, client: FleetClient, indexes: list[int]) -> None:
             restart_all(world, client, others)
 
     with client._lock:
-        client._dispatcher.do(client._brain.restarted(index, world.monotonic()))
+        client._dispatcher.do(client._brain.restart_replica(index, world.monotonic()))
     look()
 
 

@@ -91,13 +91,13 @@ def _load_stays(patch: MonkeyPatch) -> None:
 
 @fault("what a core says after its end was noticed counts")
 def _former_outputs(patch: MonkeyPatch) -> None:
-    received = FleetClient.received
+    received = FleetClient.deliver_outputs
 
     def as_present(client: FleetClient, member: Member, outputs: EngineCoreOutputs) -> None:
         if member.index in client._members:
             received(client, client._members[member.index], outputs)
 
-    patch.setattr(FleetClient, "received", as_present)
+    patch.setattr(FleetClient, "deliver_outputs", as_present)
 
 
 @fault("a caught-up notice of a replica that was started anew counts for the new one")

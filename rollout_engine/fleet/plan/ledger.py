@@ -78,7 +78,7 @@ class Ledger:
         """The entry of a live sequence."""
         return self._entries.get(sequence_id)
 
-    def received(self, replica: int, outputs: EngineCoreOutputs) -> list[Entry]:
+    def record_outputs(self, replica: int, outputs: EngineCoreOutputs) -> list[Entry]:
         """Note a replica's outputs for sequences that it has; returns the entries that have ended with them.
 
         Removed from `outputs` are rows and ends of sequences that were taken from the replica, and the
@@ -112,11 +112,11 @@ class Ledger:
             self._foreign.setdefault(entry.replica, {}).update(came)
         entry.replica, entry.attempt = None, entry.attempt + 1
 
-    def lost(self, replica: int) -> None:
+    def record_loss(self, replica: int) -> None:
         """Note that a replica sends nothing any more."""
         self._foreign.pop(replica, None)
 
-    def refused(self, replica: int, first_sequence_id: int) -> bool:
+    def record_refusal(self, replica: int, first_sequence_id: int) -> bool:
         """Note that a replica did not take a request. Returns whether that was taken from it before."""
         foreign = self._foreign.get(replica, {})
         refused = [sequence_id for sequence_id, first in foreign.items() if first == first_sequence_id]
@@ -124,7 +124,7 @@ class Ledger:
             del foreign[sequence_id]
         return bool(refused)
 
-    def aborted(self, sequence_ids: Iterable[int]) -> dict[int | None, list[int]]:
+    def record_abort(self, sequence_ids: Iterable[int]) -> dict[int | None, list[int]]:
         """Note that live sequences are to end. Returns them by replica; those under None are at none."""
         found: dict[int | None, list[int]] = {}
         for sequence_id in dict.fromkeys(sequence_ids):
