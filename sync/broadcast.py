@@ -125,7 +125,7 @@ class BroadcastEnd:
             raise self._too_late()
 
     def _start_transfer(self, start: Callable[[Any], Any]) -> Any:
-        group = self.group.joined()
+        group = self.group.wait_for_ranks()
         try:
             return start(group)
         except RuntimeError as problem:

@@ -124,7 +124,7 @@ class SimulatedFleet:
         self._events.plan(self._events.now + self._file.failures.detection_seconds, self._detect, replica)
 
     def _detect(self, replica: SimulatedReplica) -> None:
-        sequences = [*replica.engine.sequences(), *replica.held()]
+        sequences = [*replica.engine.sequences(), *replica.list_held()]
         num_tokens = sum(replica.engine.num_sampled(each) for each in sequences)
         self.counts.num_moved += sum(len(entry.live) for entry in self.brain.ledger.of_replica(replica.index))
         if self._file.failures.requests == "continue":

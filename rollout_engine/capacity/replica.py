@@ -64,7 +64,7 @@ class SimulatedReplica:
         for request in held:
             self.add(request)
 
-    def held(self) -> list[EngineSequence]:
+    def list_held(self) -> list[EngineSequence]:
         """Sequences of requests that are held."""
         return [sequence for request in self._held for sequence in request.sequences]
 

@@ -74,14 +74,14 @@ class Updates:
         if index not in update.pending or replica is None:
             return
 
-        def committed() -> None:
+        def commit() -> None:
             if index in update.pending and self._fleet.replicas.get(index) is replica:
                 update.pending.discard(index)
                 update.took.add(index)
                 self._look_for_end(update)
 
         recompute = self._file.training.kv == "recompute"
-        replica.commit(update.version, self._file.weights.commit_seconds, committed, recompute=recompute)
+        replica.commit(update.version, self._file.weights.commit_seconds, commit, recompute=recompute)
 
     def _drop_replica(self, index: int) -> None:
         update = self._update

@@ -18,7 +18,7 @@ from typing import Any
 from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.batches.rollout_files import read_jsonl
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
-from rollout_engine.cli.terminal import announced, number_of
+from rollout_engine.cli.terminal import announce, number_of
 from rollout_engine.rollouts.explain import explain
 from rollout_engine.rollouts.policy import RolloutPolicy
 from rollout_engine.rollouts.replay import replay, require_log
@@ -56,9 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {name: logged[name] for name in ("dtype", "fp32_head", "deterministic")}
     options["quantization"] = logged.get("quantization")  # lines of older versions have none
     options |= {"logits_processors": tuple(logged["logits_processors"])} | overrides.engine
-    with announced(f"loading {arguments.model or logged['model']}"):
+    with announce(f"loading {arguments.model or logged['model']}"):
         policy = _policy(arguments.model, logged["model"], options)
-    with policy, announced(f"making {number_of(len(samples), 'sample')} again"):
+    with policy, announce(f"making {number_of(len(samples), 'sample')} again"):
         reports = replay(policy, samples, arguments.weights)
     for report in reports:
         if len(reports) == 1 or not report.is_equal:

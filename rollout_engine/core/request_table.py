@@ -72,7 +72,7 @@ class RequestTable:
         found = self._sequences.get(sequence_id)
         return None if found is None or found.ended else found
 
-    def known(self, sequence_ids: Iterable[int]) -> set[int]:
+    def filter_known(self, sequence_ids: Iterable[int]) -> set[int]:
         """The ids of these that a sequence of an unfinished request has."""
         return self._sequences.keys() & sequence_ids
 

@@ -140,7 +140,7 @@ class Frontend:
         """
         self.client.require_usable()
         self.spans.check_headers(trace_headers)
-        route = Route.checked(session_id, replica_index)
+        route = Route.from_options(session_id, replica_index)
         checked = self.inputs.check(prompt, params)  # without the lock: a long text takes its time
         with held(), self._admitting:
             return self._queue(checked, request_id, wake, priority, route, trace_headers, num_kept, seed)
@@ -168,7 +168,7 @@ class Frontend:
         self.client.require_usable()
         self.spans.check_headers(trace_headers)
         if not isinstance(session_id, list | tuple):
-            Route.checked(session_id, replica_index)
+            Route.from_options(session_id, replica_index)
         streams: list[Stream] = []
         with held():
             try:
@@ -181,7 +181,7 @@ class Frontend:
                 with self._admitting:
                     for index, each in enumerate(checked):
                         try:
-                            route = Route.checked(sessions[index], replica_index)
+                            route = Route.from_options(sessions[index], replica_index)
                             kept, seed = (given[index] if given else None for given in (num_kept, seeds))
                             streams.append(
                                 self._queue(each, None, wake, priorities[index], route, trace_headers, kept, seed)

@@ -132,18 +132,18 @@ def _check_keywords(name: str, function: Callable[..., Any]) -> Callable[..., An
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def awaited(self: object, /, *args: Any, **kwargs: Any) -> Any:
+        async def call_async(self: object, /, *args: Any, **kwargs: Any) -> Any:
             check(kwargs)
             return await function(self, *args, **kwargs)
 
-        return awaited
+        return call_async
 
     @functools.wraps(function)
-    def called(self: object, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self: object, /, *args: Any, **kwargs: Any) -> Any:
         check(kwargs)
         return function(self, *args, **kwargs)
 
-    return called
+    return call
 
 
 class Face:

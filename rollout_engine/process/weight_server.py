@@ -186,7 +186,7 @@ class WeightServer:
         last = self._last.get(client_index)
         if last is not None and last.report.done():
             del self._last[client_index]  # if this one is refused, its end must not return that one's report
-        UpdateOptions.checked(**msgspec.structs.asdict(options))
+        UpdateOptions.from_values(**msgspec.structs.asdict(options))
         update = _Update(is_live)
         steps = UpdateSteps(self._driver, options, lambda: time.sleep(_POLL_SECONDS), update.check)
         steps.begin()

@@ -36,7 +36,7 @@ class RoutedColumn:
         """Add those of one more token, [L, k]: of the one before a sampled token."""
         self._rows.append(row)
 
-    def stacked(self, start: int) -> np.ndarray | None:
+    def stack(self, start: int) -> np.ndarray | None:
         """Those that came with the sampled tokens from `start` on, the prompt's with the first: [n, L, k].
 
         None if no token was sampled.
@@ -184,7 +184,7 @@ class Sample:
             text=text[first_char:],
             token_ids=self._token_ids[start:],
             logprobs=_from(start, self._logprobs),
-            top_logprobs=None if self._top_logprobs is None else self._top_logprobs.stacked(start),
+            top_logprobs=None if self._top_logprobs is None else self._top_logprobs.stack(start),
             cumulative_logprob=None if self._logprobs is None else self._sum_logprobs(),
             kept_logprob_mass=_from(start, self._kept_logprob_mass),
             finish_reason=self.finish_reason,
@@ -194,7 +194,7 @@ class Sample:
             error=self.error,
             sampled_ranks=None if self._sampled_ranks is None else np.array(self._sampled_ranks[start:], np.int32),
             token_id_logprobs=self._id_logprobs_from(start),
-            routed_experts=None if self._routed_experts is None else self._routed_experts.stacked(start),
+            routed_experts=None if self._routed_experts is None else self._routed_experts.stack(start),
             quantization=self._quantization,
         )
 
@@ -262,7 +262,7 @@ class TopLogprobs:
         self._ids.append(ids[: self._k])
         self._logprobs.append(logprobs[: self._k])
 
-    def stacked(self, start: int) -> tuple[np.ndarray, np.ndarray]:
+    def stack(self, start: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids int32 [T, k], log-probs float32 [T, k]) of positions from `start` on."""
         shape = (len(self._ids) - start, self._k)
         ids = np.array(self._ids[start:], dtype=np.int32).reshape(shape)

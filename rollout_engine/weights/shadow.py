@@ -87,7 +87,7 @@ class Shadow:
             pairs += _bytes_in(self._places[address], _bytes_of(live), runs)
         self._copy_some = self._memory.prepare_copy(pairs)
 
-    def completed(self, view: Tensor) -> Tensor:
+    def complete_view(self, view: Tensor) -> Tensor:
         """The next values of a view after `plan_some`: parts that were not staged are taken from the live ones."""
         runs = byte_runs(view)
         place, live = self.of(view), view.untyped_storage()

@@ -118,7 +118,7 @@ class WeightUpdater:
         """Names that, with these of a source, are every weight; none once a whole update may be made of them."""
         return self._checks.missing(names, self.weights.metadata)
 
-    def unused(self, names: Iterable[str]) -> list[str]:
+    def list_unused(self, names: Iterable[str]) -> list[str]:
         """Those of a source's names that checkpoints of the model may have, and the model does not use."""
         given = list(names)
         used = {name for _, name in self.names.used(((name, name) for name in given), self.weights.metadata)}
@@ -262,7 +262,7 @@ class WeightUpdater:
         self.version, self.dirty, self.forgotten = manifest.version, False, False
 
     @contextmanager
-    def versioned(self) -> Iterator[None]:
+    def count_version(self) -> Iterator[None]:
         """Count the committed version inside: committed weights under an old version would be `dirty`."""
         try:
             yield

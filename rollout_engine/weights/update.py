@@ -130,7 +130,7 @@ def apply_update(
                 check()  # it may have been called off while it waited
                 stalled = stalled or time.perf_counter()
                 updater.commit(manifest.version)
-                with updater.versioned():
+                with updater.count_version():
                     num_in_flight = steps.commit_version(manifest.version)
                 resumed = time.perf_counter()
             digest = updater.confirm()

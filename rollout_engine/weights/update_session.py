@@ -160,7 +160,7 @@ class UpdateSession:
                 with self._at_boundary() as core:
                     start = time.perf_counter()
                     self._updater.commit(version)
-                    with self._updater.versioned():
+                    with self._updater.count_version():
                         core.commit_version(version, kv)
                     update.stall_seconds = time.perf_counter() - start
                 digest = self._updater.confirm()

@@ -34,7 +34,7 @@ from rollout_engine.fleet.run.processes import ProcessProvider
 from rollout_engine.fleet.run.provider import Provider, check_count
 from rollout_engine.fleet.run.replica_health import ReplicaHealth
 from rollout_engine.fleet.run.supervisor import Supervisor, start_replicas
-from rollout_engine.fleet.run.updates import FleetUpdates, drained
+from rollout_engine.fleet.run.updates import FleetUpdates, drain_requests
 from sync.base import WeightSource
 from sync.owner_process import OwnerProcess
 
@@ -151,7 +151,7 @@ class FleetClient:
         with self._updates.one_at_a_time(), self._adapters.unchanged(options.timeout):
             with self._lock:
                 members = dict(self._members)
-            with drained(self, options) as options:
+            with drain_requests(self, options) as options:
                 ended = partial(self._draft_ended if options.draft else self._update_ended, members)
                 live = self.policy_version
                 return self._updates.push(members, source, version, options, live, ended)

@@ -78,7 +78,7 @@ class Publication:
         if self._sender is not None and self._is_own(path):
             self._sender.take_back()
 
-    def completed(self, member: Member, part: WeightSource) -> WeightSource:
+    def complete_source(self, member: Member, part: WeightSource) -> WeightSource:
         """All of the newest weights, those of `part` in their place: a replica that starts later needs all of them.
 
         `member`: a replica, which has the names. Raises `WeightUpdateError` if the other weights cannot be read here.

@@ -97,9 +97,9 @@ class DecodeGraphs:
             text = "%d of %d CUDA graphs were captured; steps that fit none run without, more slowly. First problem: %s"
             problem = next(iter(self._problems.values()))
             logger.warning(text, len(self._graphs), len(self._list_wanted()), problem)
-        logger.info("%s graphs captured in %.1f s, %.0f MiB.", self.described(), *self._measure_costs())
+        logger.info("%s graphs captured in %.1f s, %.0f MiB.", self.describe_count(), *self._measure_costs())
 
-    def described(self) -> str:
+    def describe_count(self) -> str:
         """How many graphs there are, of those wanted: "52 of 52"."""
         return f"{len(self._graphs)} of {len(self._list_wanted())}"
 
