@@ -360,7 +360,7 @@ class EngineCore:
         if preparation is None:
             self._scheduler.add(request)
         else:
-            self._requests.prepare(request, preparation)
+            self._requests.hold_until_prepared(request, preparation)
 
     def _abort_in_flight(self) -> None:
         for request in self._requests.in_flight:

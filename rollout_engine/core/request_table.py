@@ -81,7 +81,7 @@ class RequestTable:
         taken, self._held = list(self._held.values()), {}
         return taken
 
-    def prepare(self, request: Request, preparation: Preparation) -> None:
+    def hold_until_prepared(self, request: Request, preparation: Preparation) -> None:
         """Keep a request back until `preparation` is complete."""
         self._preparing[request.source.first_sequence_id] = preparation
 

@@ -31,7 +31,7 @@ class TeamAdapters:
         self._told: set[int] = set()
         """Numbers of the adapters that the other ranks may hold, installed or not."""
 
-    def prepare(self, request: LoRARequest) -> PreparedAdapter:
+    def prepare_adapter(self, request: LoRARequest) -> PreparedAdapter:
         with naming_adapter(request):
             linears = read_adapter(request)
             prepared = self._own.check_adapter(linears)

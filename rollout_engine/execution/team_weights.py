@@ -96,8 +96,8 @@ class TeamWeights:
     def num_bytes(self, names: Iterable[str]) -> int:
         return sum(math.prod(self.metadata[name][1]) * self._dtypes[name].itemsize for name in names)
 
-    def prepare(self) -> None:
-        self._team.ask("prepare_weights", self._own.prepare)
+    def prepare_weights(self) -> None:
+        self._team.ask("prepare_weights", self._own.prepare_weights)
 
     def start(self, *, inplace: bool, lacking: Lacking | None, carried: Iterable[str] | None) -> None:
         assert lacking is None, "updates of a team bring all they announce"

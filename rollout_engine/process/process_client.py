@@ -158,7 +158,7 @@ class ProcessClient:
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """Carry out one whole weight update. Blocks."""
         self.require_usable()
-        return self._weights.push(source, version, options)
+        return self._weights.push_to_core(source, version, options)
 
     def stage_weights(self, path: str, version: int | None, options: UpdateOptions) -> tuple[int, str]:
         """Have the core stage weights that it reads at an absolute path, and hold it; returns version and digest.

@@ -76,7 +76,7 @@ class WeightClient:
         """Whether the sender's weights are the draft model's."""
         self._num_groups = 0
 
-    def push(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+    def push_to_core(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """Carry out one whole update; blocks. Raises as `Frontend.update_weights`, and `EngineDeadError`."""
         transport = DEFAULT if options.transport is None else options.transport
         if isinstance(source, str | os.PathLike):

@@ -59,7 +59,7 @@ class WeightHolder(Protocol):
         """Bytes of these weights as plain values."""
         ...
 
-    def prepare(self) -> None:
+    def prepare_weights(self) -> None:
         """Take memory back that was released, before an update is begun."""
         ...
 
@@ -163,7 +163,7 @@ class HeldWeights:
     def num_bytes(self, names: Iterable[str]) -> int:
         return sum(self._live[name].nbytes for name in names)
 
-    def prepare(self) -> None:
+    def prepare_weights(self) -> None:
         self._prepare()
 
     def start(self, *, inplace: bool, lacking: Lacking | None, carried: Iterable[str] | None) -> None:

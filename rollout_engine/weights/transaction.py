@@ -175,7 +175,7 @@ class WeightUpdater:
         self._checks.check(manifest, self.metadata(), partial=options.partial)
         if options.partial and self.dirty:
             raise DirtyWeightsError.for_verb("update_weights(partial=True)", forgotten=self.forgotten)
-        self.weights.prepare()
+        self.weights.prepare_weights()
         if self._is_live(manifest):
             return False
         if not options.reset_version:

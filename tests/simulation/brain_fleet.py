@@ -139,7 +139,7 @@ class _CatchUp:
 
 
 class UpdateRound:
-    """One update of a fleet, as `FleetUpdates.push` does it, with answers that come as events."""
+    """One update of a fleet, as `FleetUpdates.push_to_replicas` does it, with answers that come as events."""
 
     def __init__(self, world: World, client: FleetClient) -> None:
         self._world, self._client, self._updates = world, client, client._updates

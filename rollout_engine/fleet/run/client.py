@@ -154,7 +154,7 @@ class FleetClient:
             with drain_requests(self, options) as options:
                 ended = partial(self._draft_ended if options.draft else self._update_ended, members)
                 live = self.policy_version
-                return self._updates.push(members, source, version, options, live, ended)
+                return self._updates.push_to_replicas(members, source, version, options, live, ended)
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Return False: steps are computed by the replicas."""

@@ -72,7 +72,7 @@ class FleetUpdates:
         finally:
             self._updating.release()
 
-    def push(
+    def push_to_replicas(
         self,
         members: Mapping[int, Member],
         source: WeightSource,

@@ -98,7 +98,7 @@ class PreparedAdapter:
 class Adapters(Protocol):
     """The adapters of a model, which may be cut over ranks."""
 
-    def prepare(self, request: LoRARequest) -> PreparedAdapter:
+    def prepare_adapter(self, request: LoRARequest) -> PreparedAdapter:
         """Read an adapter and check it against the model. Raises `RequestError`. Steps may run meanwhile."""
         ...
 
@@ -133,7 +133,7 @@ class AdapterPool(ABC):
         """Whether no adapter is installed."""
         return not self._installed
 
-    def prepare(self, request: LoRARequest) -> PreparedAdapter:
+    def prepare_adapter(self, request: LoRARequest) -> PreparedAdapter:
         with naming_adapter(request):
             return self.check_adapter(read_adapter(request))
 
