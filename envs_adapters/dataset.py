@@ -158,8 +158,8 @@ class DatasetEnv:
 
 
 def _calls(reward_fn: Rewarding, weights: Sequence[float] | None) -> list[RewardCall]:
-    def found(function: Callable[..., Any] | str) -> Any:
+    def resolve(function: Callable[..., Any] | str) -> Any:
         return load(function) if isinstance(function, str) else function
 
     functions: Any = reward_fn
-    return reward_calls([*map(found, functions)] if is_listed(functions) else found(functions), weights)
+    return reward_calls([*map(resolve, functions)] if is_listed(functions) else resolve(functions), weights)

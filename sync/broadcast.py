@@ -34,7 +34,7 @@ from sync.errors import ManifestMismatch, SyncError, TransferTimeout
 from sync.groups import NEW_ENDS, WeightGroup
 from sync.manifest import TensorSpec, WeightManifest
 from sync.offer import HeldOfferSender
-from sync.pieces import Lacking, flagged, piece_flags
+from sync.pieces import Lacking, piece_flags, select_flagged
 from sync.source import NamedTensor
 from sync.tensor_check import CheckResult
 from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
@@ -82,7 +82,7 @@ class BroadcastEnd:
         """The pieces that any rank lacks; `lacking`: those that this one lacks, None: all. Waits for every rank."""
         flags = torch.frombuffer(piece_flags(lacking, specs) or bytearray(1), dtype=torch.uint8).to(self.device)
         self._reduce(flags, dist.ReduceOp.MAX)
-        return flagged(flags.tolist(), specs)
+        return select_flagged(flags.tolist(), specs)
 
     def broadcast(self, tensor: Tensor) -> Any:
         """Start the broadcast of rank 0's `tensor` into that of every other rank; returns the work to `finish`."""

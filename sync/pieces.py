@@ -88,7 +88,7 @@ def piece_flags(lacking: Lacking | None, specs: Sequence[TensorSpec]) -> bytearr
     return flags
 
 
-def flagged(flags: Sequence[int], specs: Sequence[TensorSpec]) -> Lacking:
+def select_flagged(flags: Sequence[int], specs: Sequence[TensorSpec]) -> Lacking:
     """The lacking pieces that `piece_flags` name."""
     lacking: dict[str, Part | None] = {}
     first = 0

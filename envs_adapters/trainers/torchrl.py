@@ -33,7 +33,7 @@ except ImportError as problem:
 
 from envs_adapters.trainers.torchrl_exact import ExactTransformersWrapper
 from envs_adapters.trainers.torchrl_prompts import MODES, InputMode, Prompt, PromptReader, pad_token_id
-from envs_adapters.trainers.torchrl_rows import Keys, Sample, Widths, row_of, samples_of, stacked
+from envs_adapters.trainers.torchrl_rows import Keys, Sample, Widths, row_of, samples_of, stack_rows
 from envs_adapters.trainers.torchrl_weights import EngineWeightSyncScheme
 
 __all__ = ["EnginePolicy", "EngineWeightSyncScheme", "ExactTransformersWrapper"]
@@ -205,7 +205,7 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
         widths = Widths.of(samples, pad_token_id(self.tokenizer)) if self.pad_output else None
         each = self.num_samples or 1
         rows = [row_of(sample, prompts[i // each], self._keys, widths) for i, sample in enumerate(samples)]
-        result = stacked(rows, shape)
+        result = stack_rows(rows, shape)
         return result if self.device is None else result.to(self.device)
 
     def __reduce__(self) -> tuple[Callable[..., "EnginePolicy"], tuple[Any, ...]]:

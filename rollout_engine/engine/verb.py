@@ -89,7 +89,7 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
         bound.apply_defaults()
         return bound.arguments if self.prepare is None else self.prepare(**bound.arguments)
 
-    def check(self, arguments: Mapping[str, Any]) -> Arguments:
+    def bind_arguments(self, arguments: Mapping[str, Any]) -> Arguments:
         """Arguments of the declared types. Raises `RequestError`."""
         if not self.crosses:
             return dict(arguments)

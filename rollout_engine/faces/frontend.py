@@ -315,7 +315,7 @@ class Frontend:
         num_kept: int | None = None,
         seed: int | None = None,
     ) -> Stream:
-        name = self._ids.make() if request_id is None else self._ids.check(request_id)
+        name = self._ids.make() if request_id is None else self._ids.check_id(request_id)
         request = self.inputs.admit(checked, priority=priority, seed=seed)
         # Registered before the core receives it.
         stream = self.streams.add(name, request, checked.text, wake, trace_headers, num_kept)

@@ -32,7 +32,7 @@ def in_parts(frames: Sequence[Frame], limits: Limits) -> Iterator[list[Frame]]:
     All but the first frame are not copied; the first one is, if there are several parts.
     """
     sizes = [len(frame) for frame in frames]
-    limits.check(sizes[0], sum(map(_pad_size, sizes)), len(sizes))
+    limits.check_sizes(sizes[0], sum(map(_pad_size, sizes)), len(sizes))
     if len(frames) <= _MAX_FRAMES_AT_ONCE and sum(sizes) <= PART_BYTES:
         return iter([[*frames]])
     return _parts([bytes(frames[0]), *frames[1:]], sizes)
@@ -118,7 +118,7 @@ class Assembler:
         try:
             if min(part.sizes) < 0:
                 raise ValueError("no frame has fewer than 0 bytes")
-            self._limits.check(part.sizes[0], num_bytes, len(part.sizes))
+            self._limits.check_sizes(part.sizes[0], num_bytes, len(part.sizes))
         except ValueError as problem:
             raise WireError(f"a message in parts: {problem}") from None
         self._buffer, self._sizes, self._num_bytes_left = np.empty(num_bytes, np.uint8), part.sizes, num_bytes

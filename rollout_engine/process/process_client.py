@@ -148,7 +148,7 @@ class ProcessClient:
             packed = pack(dict(arguments))
             struct_bytes = len(packed.body) + len(name) + _CALL_BYTES + _ARRAY_BYTES * len(packed.arrays)
             message_bytes = struct_bytes + sum(array.nbytes + _ARRAY_BYTES for array in packed.arrays)
-            self._socket.limits.check(struct_bytes, message_bytes, 1 + len(packed.arrays))
+            self._socket.limits.check_sizes(struct_bytes, message_bytes, 1 + len(packed.arrays))
         except (TypeError, ValueError, OverflowError) as problem:
             raise _unsendable(verb, arguments, problem) from None
         seconds = verb.seconds(arguments)

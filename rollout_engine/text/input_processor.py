@@ -20,7 +20,7 @@ from rollout_engine.base.sampling_params import (
 )
 from rollout_engine.base.seeds import mix, unsigned
 from rollout_engine.base.structs import plain
-from rollout_engine.grammars.tokenizer_file import serialized
+from rollout_engine.grammars.tokenizer_file import serialize_tokenizer
 from rollout_engine.grammars.trials import GrammarTrials
 from rollout_engine.text.conversations import CHAT_KEYS
 from rollout_engine.text.default_params import read_default_params
@@ -104,7 +104,7 @@ class InputProcessor:
         """Whether a `max_tokens` that does not fit is shortened instead of refused."""
         self.default_params = default_params
         """Reads the sampling settings that the checkpoint recommends."""
-        self._trials = GrammarTrials(lambda: serialized(codec.hf) if codec else "", vocab_size, eos_token_ids)
+        self._trials = GrammarTrials(lambda: serialize_tokenizer(codec.hf) if codec else "", vocab_size, eos_token_ids)
         self.close: Callable[[], object] = self._trials.close
         """Ends the process that tries grammars."""
         self._prepared: tuple[SamplingParams, SamplingParams, list[list[int]]] | None = None

@@ -86,7 +86,7 @@ def storage_runs(view: Tensor, part: Part | None) -> Runs:
     return np.array(part.runs, np.int64).reshape(-1, 2) + int(view.storage_offset()) * view.element_size()
 
 
-def merged(*several: Runs) -> Runs:
+def merge_runs(*several: Runs) -> Runs:
     """All runs in order, those that touch or overlap joined."""
     runs = _sort_runs(several)
     ends = np.maximum.accumulate(runs[:, 1])

@@ -172,7 +172,7 @@ class WeightUpdater:
         if self._open is not None:
             version = self._open.manifest.version
             raise LifecycleError(f"begin: an update to version {version} is open; commit or abort it first.")
-        self._checks.check(manifest, self.metadata(), partial=options.partial)
+        self._checks.check_manifest(manifest, self.metadata(), partial=options.partial)
         if options.partial and self.dirty:
             raise DirtyWeightsError.for_verb("update_weights(partial=True)", forgotten=self.forgotten)
         self.weights.prepare_weights()
@@ -226,7 +226,7 @@ class WeightUpdater:
         Returns the total digest of the staged tensors. Steps may run in another thread: nothing they read is touched.
         """
         update = self._require_open("verify")
-        update.check()
+        update.check_arrived()
         self._measure_change(update)
         start = time.perf_counter()
         names = self._checks.canonical if update.options.partial else update.specs

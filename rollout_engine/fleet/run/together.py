@@ -69,13 +69,13 @@ def _ask_next(
     except EngineDeadError:
         return _ask_next(verb, arguments, others, is_over, result)
 
-    def answered(answer: Future[Any]) -> None:
+    def take_answer(answer: Future[Any]) -> None:
         if not answer.cancelled() and isinstance(answer.exception(), EngineDeadError):
             _ask_next(verb, arguments, others, is_over, result)
         elif not answer.cancelled():
             copy_outcome(answer, result)
 
-    answer.add_done_callback(answered)
+    answer.add_done_callback(take_answer)
     result.add_done_callback(lambda result: answer.cancel() if result.cancelled() else None)
 
 
