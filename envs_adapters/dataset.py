@@ -138,9 +138,9 @@ class DatasetEnv:
             for answer in filter(iscoroutine, answers):
                 answer.close()
             raise
-        return self._awaited(answers) if any(map(isawaitable, answers)) else self._end(answers)
+        return self._await_answers(answers) if any(map(isawaitable, answers)) else self._end(answers)
 
-    async def _awaited(self, answers: list[Any]) -> Observation:
+    async def _await_answers(self, answers: list[Any]) -> Observation:
         async def value(answer: Any) -> Any:
             return await answer if isawaitable(answer) else answer
 
@@ -158,8 +158,8 @@ class DatasetEnv:
 
 
 def _calls(reward_fn: Rewarding, weights: Sequence[float] | None) -> list[RewardCall]:
-    def found(function: Callable[..., Any] | str) -> Any:
+    def resolve(function: Callable[..., Any] | str) -> Any:
         return load(function) if isinstance(function, str) else function
 
     functions: Any = reward_fn
-    return reward_calls([*map(found, functions)] if is_listed(functions) else found(functions), weights)
+    return reward_calls([*map(resolve, functions)] if is_listed(functions) else resolve(functions), weights)

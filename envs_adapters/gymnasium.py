@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from envs_adapters.base import Action, Observation, load
-from envs_adapters.gymnasium_text import ActionReader, marked, text_of
+from envs_adapters.gymnasium_text import ActionReader, mark_colours, text_of
 from envs_adapters.rows import check_function
 from rollout_engine.base.errors import ConfigError, refused
 
@@ -139,7 +139,7 @@ class GymnasiumEnv:
     def _text(self, observation: Any) -> str:
         if self._to_text is not None:
             return self._to_text(observation)
-        return marked(self._env.render()) if self._env.render_mode == "ansi" else text_of(observation)
+        return mark_colours(self._env.render()) if self._env.render_mode == "ansi" else text_of(observation)
 
 
 def _make(name: str, options: Mapping[str, Any], *, prints: bool) -> Any:

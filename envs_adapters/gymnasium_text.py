@@ -22,7 +22,7 @@ def text_of(observation: Any) -> str:
     return observation if isinstance(observation, str) else str(_plain(observation))
 
 
-def marked(printed: str) -> str:
+def mark_colours(printed: str) -> str:
     """Printed text with marks for its colour codes: [x] background, <x> colour, *x* bold."""
     parts, marks = list[str](), list[str]()
     for index, part in enumerate(_STYLE.split(printed)):

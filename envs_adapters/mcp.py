@@ -153,14 +153,14 @@ class ToolEnv:
 
 def _text(result: Mapping[str, Any]) -> str:
     """A call's result as text: parts that are no text are named."""
-    parts = [part["text"] if part.get("type") == "text" else _named(part) for part in result.get("content", ())]
+    parts = [part["text"] if part.get("type") == "text" else _name_part(part) for part in result.get("content", ())]
     if not parts and result.get("structuredContent") is not None:
         parts = [json.dumps(result["structuredContent"], ensure_ascii=False)]
     text = "\n".join(parts)
     return f"Error: {text}" if result.get("isError") and not text.startswith("Error") else text
 
 
-def _named(part: Mapping[str, Any]) -> str:
+def _name_part(part: Mapping[str, Any]) -> str:
     resource = part.get("resource") or {}
     if isinstance(resource.get("text"), str):
         return str(resource["text"])

@@ -35,7 +35,7 @@ class LocalEnv:
     def reset(self, seed: int) -> Observation | Awaitable[Observation]:
         """Start the episode."""
         method = self.env.reset_async if self._overrides("reset_async") else self.env.reset
-        return self._observed(method(seed=seed, **self._reset_options))
+        return self._observe(method(seed=seed, **self._reset_options))
 
     def step(self, action: Action) -> Observation | Awaitable[Observation]:
         """Hand the action over."""
@@ -43,7 +43,7 @@ class LocalEnv:
 
         made = deserialize_action(dict(action_data(self._to_action, action.text)), self._action_class)
         method = self.env.step_async if self._overrides("step_async") else self.env.step
-        return self._observed(method(made))
+        return self._observe(method(made))
 
     def close(self) -> None:
         """Close the environment."""
@@ -54,7 +54,7 @@ class LocalEnv:
 
         return getattr(type(self.env), method) is not getattr(Environment, method)
 
-    def _observed(self, value: Any) -> Observation | Awaitable[Observation]:
+    def _observe(self, value: Any) -> Observation | Awaitable[Observation]:
         if inspect.isawaitable(value):
             return self._await(value)
         observation = value.model_dump(mode="json", exclude={"reward", "done"})
@@ -62,7 +62,7 @@ class LocalEnv:
         return observation_of(data, self._to_text)
 
     async def _await(self, value: Awaitable[Any]) -> Observation:
-        observed = self._observed(await value)
+        observed = self._observe(await value)
         assert isinstance(observed, Observation)
         return observed
 

@@ -72,7 +72,7 @@ class SkyRLGymEnv:
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         messages, info = self._env.init([dict(message) for message in prompt])
-        return Observation(_checked(messages), info=info or {})
+        return Observation(_check_messages(messages), info=info or {})
 
     def step(self, action: Action) -> Observation:
         output = self._env.step(action.text)
@@ -84,7 +84,7 @@ class SkyRLGymEnv:
         info = dict(output.get("metadata") or {})
         if done:
             info["metrics"] = self._env.get_metrics()
-        messages = () if done else _checked(output["observations"])
+        messages = () if done else _check_messages(output["observations"])
         return Observation(messages, reward=float(output["reward"]), terminated=done, info=info)
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ def _make(name: str, row: Row, env_config: Mapping[str, Any], max_turns: int | N
     return skyrl_gym.make(known, env_config=OmegaConf.create(dict(env_config)), extras=extras)
 
 
-def _checked(messages: Any) -> Sequence[dict[str, Any]]:
+def _check_messages(messages: Any) -> Sequence[dict[str, Any]]:
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise ValueError(refused("observations", messages, "a list of messages"))
     return [dict(message) for message in messages]

@@ -91,7 +91,7 @@ class TextArenaEnv:
         with self._generators:
             self._env = textarena.make(self._name, **self._options)
             self._env.reset(num_players=self.num_seats, seed=seed)
-            self._game, self._wrapper = _unwrapped(self._env)
+            self._game, self._wrapper = _unwrap(self._env)
             return self._observe({})
 
     def step(self, action: Action) -> Observation:
@@ -102,7 +102,7 @@ class TextArenaEnv:
                 return self._observe(info)
             rewards, game = self._env.close()
             last = self._observe({**info, "game": game})
-        last.reward = self._checked(rewards)
+        last.reward = self._check_rewards(rewards)
         last.terminated = True
         return last
 
@@ -119,7 +119,7 @@ class TextArenaEnv:
         nothing_new = "" if "game" in info else _NOTHING_NEW
         return Observation(text.strip("\n") or nothing_new, reward={}, info=info, seat=seat)
 
-    def _checked(self, rewards: Any) -> dict[int, float]:
+    def _check_rewards(self, rewards: Any) -> dict[int, float]:
         """The rewards of a game; some games return something else after an invalid answer."""
         if not rewards or not all(isinstance(reward, Real) for reward in rewards.values()):
             raise ValueError(f"textarena:{self._name} has ended with {rewards!r} for rewards, which are no numbers.")
@@ -137,7 +137,7 @@ class TextArenaEnv:
         return f"[{name}] {words}"
 
 
-def _unwrapped(env: Any) -> tuple[Any, str]:
+def _unwrap(env: Any) -> tuple[Any, str]:
     """The game inside an environment, and the name of the wrapper that makes its observations."""
     from textarena.core import ObservationWrapper, Wrapper
 

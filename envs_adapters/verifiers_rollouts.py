@@ -67,14 +67,14 @@ class RolloutEnv:
             )
         self._said, tools = request
         self.tools = [_schema(tool) for tool in tools]
-        return Observation([_shown(message) for message in self._said], info={"row": self._index})
+        return Observation([_format_message(message) for message in self._said], info={"row": self._index})
 
     async def step(self, action: Action) -> Observation:
         """Answer the request; then show the next one, or the reward."""
         answer = self._response(action)
         assert self._answer is not None and self._rollout is not None
         self._answer.set_result(answer)
-        self._said.append(_compared(answer.message))
+        self._said.append(_extract_compared(answer.message))
         request = await self._next_request()
         if request is None:
             return self._end(self._rollout.result())
@@ -84,7 +84,7 @@ class RolloutEnv:
             advice = "an environment must keep what was said, and its tools"
             raise ValueError(f"verifiers:{self._name} rewrote the conversation: {advice}.")
         self._said = said
-        return Observation([_shown(message) for message in said[known:]], info={"row": self._index})
+        return Observation([_format_message(message) for message in said[known:]], info={"row": self._index})
 
     async def close(self) -> None:
         """Cancel a rollout that has not ended."""
@@ -99,7 +99,7 @@ class RolloutEnv:
             self._asks_twice = True
             raise RuntimeError(_ASKS_TWICE)
         self._answer = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait(([_compared(message) for message in prompt], list(tools or ())))
+        self._asked.put_nowait(([_extract_compared(message) for message in prompt], list(tools or ())))
         try:
             return await self._answer
         finally:
@@ -209,13 +209,13 @@ def _is_single_turn(env: Any) -> bool:
     return getattr(env, "max_turns", 0) == 1
 
 
-def _compared(message: Any) -> Message:
+def _extract_compared(message: Any) -> Message:
     """The parts of a message that must stay the same."""
     data: Message = message.model_dump(exclude_none=True)
     return {name: data[name] for name in ("role", "content", "tool_calls", "tool_call_id") if name in data}
 
 
-def _shown(message: Message) -> Message:
+def _format_message(message: Message) -> Message:
     """The message as chat templates take it."""
     shown = dict(message)
     if shown["role"] == "text":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sync.errors import ManifestMismatch
-from sync.lazy_tensor import LazyTensor, gathered, is_sharded
+from sync.lazy_tensor import LazyTensor, gather_whole, is_sharded
 from sync.plain_names import without_wrappers
 from sync.sendable import check_sendable
 
@@ -201,7 +201,7 @@ def _copy_of(module: nn.Module, made: dict[int, Any]) -> Any:
 
 def _whole_copy(tensor: Tensor, made: dict[int, Any]) -> Tensor:
     if id(tensor) not in made:
-        whole = gathered(tensor) if is_sharded(tensor) else tensor.detach()
+        whole = gather_whole(tensor) if is_sharded(tensor) else tensor.detach()
         whole = whole.clone()
         made[id(tensor)] = nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole
     copied: Tensor = made[id(tensor)]

@@ -34,7 +34,7 @@ from sync.errors import ManifestMismatch, SyncError, TransferTimeout
 from sync.groups import NEW_ENDS, WeightGroup
 from sync.manifest import TensorSpec, WeightManifest
 from sync.offer import HeldOfferSender
-from sync.pieces import Lacking, flagged, piece_flags
+from sync.pieces import Lacking, piece_flags, select_flagged
 from sync.source import NamedTensor
 from sync.tensor_check import CheckResult
 from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
@@ -82,13 +82,13 @@ class BroadcastEnd:
         """The pieces that any rank lacks; `lacking`: those that this one lacks, None: all. Waits for every rank."""
         flags = torch.frombuffer(piece_flags(lacking, specs) or bytearray(1), dtype=torch.uint8).to(self.device)
         self._reduce(flags, dist.ReduceOp.MAX)
-        return flagged(flags.tolist(), specs)
+        return select_flagged(flags.tolist(), specs)
 
     def broadcast(self, tensor: Tensor) -> Any:
         """Start the broadcast of rank 0's `tensor` into that of every other rank; returns the work to `finish`."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return self._started(lambda group: group.broadcast([tensor], options))
+        return self._start_transfer(lambda group: group.broadcast([tensor], options))
 
     def finish(self, work: Any) -> None:
         """Wait on this thread until `work` is done, on a device too. Ends the group, and raises `TransferTimeout` after
@@ -97,7 +97,7 @@ class BroadcastEnd:
             with self.group.step():
                 work.wait(timedelta(seconds=self.group.config.timeout))
         except RuntimeError as problem:
-            raise self._broken(problem) from None
+            raise self._break_group(problem) from None
 
     def reserve(self, num_bytes: int) -> None:
         """Allocate buffers of at least `num_bytes`, unless those of the last update suffice."""
@@ -116,7 +116,7 @@ class BroadcastEnd:
     def _reduce(self, tensor: Tensor, operation: Any) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = operation
-        self.finish(self._started(lambda group: group.allreduce([tensor], options)))
+        self.finish(self._start_transfer(lambda group: group.allreduce([tensor], options)))
         self._wait_for_device()
 
     def _wait_for_device(self) -> None:
@@ -124,14 +124,14 @@ class BroadcastEnd:
         if not self._settle(self.group.config.timeout):
             raise self._too_late()
 
-    def _started(self, start: Callable[[Any], Any]) -> Any:
-        group = self.group.joined()
+    def _start_transfer(self, start: Callable[[Any], Any]) -> Any:
+        group = self.group.wait_for_ranks()
         try:
             return start(group)
         except RuntimeError as problem:
-            raise self._broken(problem) from None
+            raise self._break_group(problem) from None
 
-    def _broken(self, problem: RuntimeError) -> SyncError:
+    def _break_group(self, problem: RuntimeError) -> SyncError:
         self.group.leave()
         text = str(problem)
         if "imed out" in text or "imeout" in text:
@@ -154,7 +154,7 @@ class BroadcastSender(HeldOfferSender):
         self.ready = end.group.ready
 
     def send(self) -> None:
-        offer, manifest = self._offered()
+        offer, manifest = self._require_offer()
         end = self._end
         with end.stream():
             end.agree(manifest, self._bucket_bytes)

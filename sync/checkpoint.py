@@ -175,7 +175,7 @@ def _read_header(file: SnapshotFile, check: Callable[[], None]) -> Iterator[Stor
     raw.pop("__metadata__", None)
     if len(raw) > MAX_NAMES:
         raise ManifestMismatch(f"{path} has {len(raw)} tensors: at most {MAX_NAMES} are read.")
-    declared = [(name, _checked(path, name, entry, size - 8 - length)) for name, entry in raw.items()]
+    declared = [(name, _check_entry(path, name, entry, size - 8 - length)) for name, entry in raw.items()]
     declared.sort(key=lambda pair: pair[1].data_offsets)
     end = 0
     for name, entry in declared:
@@ -186,7 +186,7 @@ def _read_header(file: SnapshotFile, check: Callable[[], None]) -> Iterator[Stor
         yield StoredTensor(name, entry.dtype, entry.shape, file, 8 + length + entry.data_offsets[0], check)
 
 
-def _checked(path: Path, name: str, raw: msgspec.Raw, num_bytes: int) -> _Declared:
+def _check_entry(path: Path, name: str, raw: msgspec.Raw, num_bytes: int) -> _Declared:
     """The entry of one tensor, after checks: shape and dtype fit its bytes, which are within `num_bytes` of data."""
     check_name(name)
     what = f"{path}: the header's entry of tensor '{name}' is not valid"

@@ -177,14 +177,14 @@ def _signed_markers(dtype: torch.dtype) -> tuple[int, ...]:
 
 def _loaded_kernel() -> Any:
     """Import Triton, and compile `_piece_kernel` and the functions that it calls."""
-    global tl, _added, _merged, _word, _piece_kernel
+    global tl, _add_stripes, _merge_state, _word, _piece_kernel
     with _LOADING:
         if tl is None:
             import triton
             import triton.language as language
 
             tl = language
-            _added, _merged, _word = triton.jit(_added), triton.jit(_merged), triton.jit(_word)
+            _add_stripes, _merge_state, _word = triton.jit(_add_stripes), triton.jit(_merge_state), triton.jit(_word)
             _piece_kernel = triton.jit(_piece_kernel)
     return _piece_kernel
 
@@ -214,38 +214,38 @@ def _piece_kernel(constants_ptr, pieces_ptr, tensors_ptr, results_ptr, PIECE: "t
         data = tl.load(words + block * 128 + inside)
         tl.store(copied_words + block * 128 + inside, data, mask=copies)
         marked |= ((data & mask) + carry) & sign
-        state = _added(state, data, keys)
+        state = _add_stripes(state, data, keys)
         state = (state ^ (state >> 47) ^ scramble) * 0x9E3779B1
     in_rest = stripe < (num_bytes - 1 - num_blocks * 1024) // 64
     data = tl.load(words + num_blocks * 128 + inside, mask=in_rest, other=0)
     tl.store(copied_words + num_blocks * 128 + inside, data, mask=in_rest & copies)
     marked |= ((data & mask) + carry) & sign
-    state = _added(state, data, tl.where(in_rest, keys, 0))
+    state = _add_stripes(state, data, tl.where(in_rest, keys, 0))
     nth = tl.arange(0, 8)[None, None, None, :]
     byte = num_bytes - 64 + word[:, None, :, None] * 8 + nth  # words that need not be aligned
     last_bytes = tl.load(start.to(tl.pointer_type(tl.uint8)) + byte)
     tl.store(copy.to(tl.pointer_type(tl.uint8)) + byte, last_bytes, mask=copies)
     last = tl.sum(last_bytes.to(tl.uint64) << (nth * 8).to(tl.uint64), 3)
     marked |= ((last & mask) + carry) & sign
-    state = _added(state, last, _word(constants_ptr + LAST + word[:, None, :]))
+    state = _add_stripes(state, last, _word(constants_ptr + LAST + word[:, None, :]))
     result = results_ptr + piece * NUM_RESULTS
     length = num_bytes.to(tl.uint64)
-    low = _merged(state, _word(constants_ptr + LOW + word), length * 0x9E3779B185EBCA87)
+    low = _merge_state(state, _word(constants_ptr + LOW + word), length * 0x9E3779B185EBCA87)
     inverse = (length * 0xC2B2AE3D27D4EB4F) ^ 0xFFFFFFFFFFFFFFFF
-    high = _merged(state, _word(constants_ptr + HIGH + word), inverse)
+    high = _merge_state(state, _word(constants_ptr + HIGH + word), inverse)
     tl.store(result, low.to(tl.int64, bitcast=True))
     tl.store(result + 1, high.to(tl.int64, bitcast=True))
     tl.store(result + 2, tl.max((marked != 0).to(tl.int64)))
 
 
-def _added(state, data, keys):
+def _add_stripes(state, data, keys):
     """Add stripes [4, n, 2], under keys of that shape, to `state` [4, 2]."""
     even, odd = tl.split(data)
     keyed = data ^ keys
     return state + tl.sum(tl.join(odd, even) + (keyed & 0xFFFFFFFF) * (keyed >> 32), 1)
 
 
-def _merged(state, keys, start):
+def _merge_state(state, keys, start):
     """Fold the state into 64 bits."""
     one, other = tl.split(state ^ keys)
     mixed = start + tl.sum((one * other) ^ tl.umulhi(one, other), 0)

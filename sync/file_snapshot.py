@@ -76,7 +76,7 @@ class SnapshotFile:
         try:
             named = os.stat(self.path)
         except OSError as problem:
-            raise self._changed(f"was removed ({problem.strerror})") from None
+            raise self._make_changed_error(f"was removed ({problem.strerror})") from None
         self._check(named)
         self._check(os.fstat(self._file))
 
@@ -90,9 +90,9 @@ class SnapshotFile:
             what = f"changed its size from {self.stamp.size} to {now.size} bytes"
         else:
             what = "was written to, moved or removed (its change time moved)"
-        raise self._changed(what)
+        raise self._make_changed_error(what)
 
-    def _changed(self, what: str) -> ChecksumMismatch:
+    def _make_changed_error(self, what: str) -> ChecksumMismatch:
         return ChecksumMismatch(f"{self.path} {what} while it was read. {_ADVICE}")
 
 

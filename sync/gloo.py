@@ -59,7 +59,7 @@ def run_patiently(group: WeightGroup, launch: Callable[[ProcessGroup], Work]) ->
 
     Raises `SyncError` if the group is not there, and `RuntimeError` if the step fails, or is left.
     """
-    backend = group.joined()
+    backend = group.wait_for_ranks()
     work = launch(backend)
     while True:
         try:

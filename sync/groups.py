@@ -81,13 +81,13 @@ class WeightGroup:
         self._thread.start()
 
     def ready(self) -> bool:
-        """Whether all ranks have joined. Raises as `joined` does once it is clear that they will not."""
+        """Whether all ranks have joined. Raises as `wait_for_ranks` does once it is clear that they will not."""
         if not self._settled.is_set() and time.monotonic() < self._deadline:
             return False
-        self.joined()
+        self.wait_for_ranks()
         return True
 
-    def joined(self) -> ProcessGroup:
+    def wait_for_ranks(self) -> ProcessGroup:
         """Wait until all ranks have joined. `TransferTimeout` if they do not; `SyncError` once the group is broken."""
         self._settled.wait(max(self._deadline - time.monotonic(), 0.0) + 1.0)
         if self._group is None:
@@ -146,7 +146,7 @@ class WeightGroup:
             store = self._store()
             self._await_all(store)
             group = self._connect(store, self.config)
-        except Exception as problem:  # shown by `joined`, on the thread of the caller
+        except Exception as problem:  # shown by `wait_for_ranks`, on the thread of the caller
             self._problem = problem
         with self._lock:
             earlier, self._group = self._group, self._group or group

@@ -22,7 +22,7 @@ from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
 class InprocSender(HeldOfferSender):
     """Offers a source to receivers in the same process."""
 
-    def offered(self, manifest: WeightManifest) -> Offer:
+    def get_offer(self, manifest: WeightManifest) -> Offer:
         """The offer that `manifest` describes. `SyncError` after `close`, and if something else is on offer."""
         if self._held is None or self._held[1].digest != manifest.digest:
             raise SyncError(f"Version {manifest.version} is not, or no longer, on offer.")
@@ -30,7 +30,7 @@ class InprocSender(HeldOfferSender):
 
     def read(self, name: str) -> Tensor:
         """The offered tensor in the receiver's dtype, on its own device. `SyncError` after `close`."""
-        offer, _ = self._offered()
+        offer, _ = self._require_offer()
         return offer.cast(offer.index[name])
 
 
@@ -45,9 +45,9 @@ class InprocReceiver(WeightReceiver):
     def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
         """Yield each tensor in manifest order. `SyncError` when another version is on offer."""
         for spec in manifest.tensors:
-            offer = self._sender.offered(manifest)
+            offer = self._sender.get_offer(manifest)
             yield spec.name, offer.cast(offer.index[spec.name])
-        self._sender.offered(manifest).check()
+        self._sender.get_offer(manifest).check()
 
     def receive_into(
         self,
@@ -61,8 +61,8 @@ class InprocReceiver(WeightReceiver):
         for spec in manifest.tensors:
             if lacking is not None and spec.name not in lacking:
                 continue
-            offer = self._sender.offered(manifest)
+            offer = self._sender.get_offer(manifest)
             part = lacking[spec.name] if lacking else None
             offer.write_batched(offer.index[spec.name], shadow[spec.name], batch, part)
-        self._sender.offered(manifest).check()
+        self._sender.get_offer(manifest).check()
         return batch.results()

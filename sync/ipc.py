@@ -63,13 +63,13 @@ class HandleSender(HeldOfferSender):
         self._buffers: list[Tensor] = []
 
     def send(self) -> None:
-        offer, manifest = self._offered()
+        offer, manifest = self._require_offer()
         request = self.channel.expect(Request, latest=True)  # earlier ones are of engines that gave up
         self._check(request, manifest)
         in_place = self._in_place(offer)
         buckets = plan_buckets([spec for spec in manifest.tensors if spec.name not in in_place], self._bucket_bytes)
         self._reserve(largest_bucket(buckets))
-        shared = self._shared(request.transfer, in_place)
+        shared = self._share(request.transfer, in_place)
         self.channel.await_device(self._memory.mark())
         self.channel.send(shared)
         for k, bucket in enumerate(buckets):
@@ -106,7 +106,7 @@ class HandleSender(HeldOfferSender):
             if tensor is not None and tensor.numel() and self._memory.shares(tensor)
         }
 
-    def _shared(self, transfer: int, in_place: Mapping[str, Tensor]) -> Shared:
+    def _share(self, transfer: int, in_place: Mapping[str, Tensor]) -> Shared:
         storages = [tensor.untyped_storage() for tensor in [*self._buffers, *in_place.values()]]
         handles = [self._memory.export(storage) for storage in storages]
         numbers = {handle: number for number, handle in enumerate(dict.fromkeys(handles))}

@@ -130,7 +130,7 @@ class Channel:
 
     def send(self, message: Message, *, waits: bool = True) -> None:
         """Send `message`. `TransferTimeout` if no peer takes it, or not at once and this does not wait."""
-        with self._used():
+        with self._lock_socket():
             if not self._is_ready(zmq.POLLOUT, self._timeout if waits else 0.0):
                 raise TransferTimeout(f"No engine connected to take weights within {self._timeout:g} s.")
             self._socket.send(msgspec.msgpack.encode(message))
@@ -142,9 +142,9 @@ class Channel:
         """
         deadline = time.monotonic() + self._timeout
         found: _Expected | None = None
-        with self._used():
+        with self._lock_socket():
             while (left := deadline - time.monotonic()) > 0 and self._is_ready(zmq.POLLIN, 0 if found else left):
-                message = self._received()
+                message = self._receive_message()
                 belongs = message is not None and transfer in (None, message.transfer)
                 if belongs and isinstance(message, Refused):
                     raise ManifestMismatch(message.reason)
@@ -174,7 +174,7 @@ class Channel:
         self._close_unused()
 
     @contextlib.contextmanager
-    def _used(self) -> Iterator[None]:
+    def _lock_socket(self) -> Iterator[None]:
         """Have the socket to oneself. Raises `SyncError` once the channel is closed."""
         try:
             with self._in_use:
@@ -206,7 +206,7 @@ class Channel:
             raise SyncError(_CLOSED)
         return self._socket in ready
 
-    def _received(self) -> Message | None:
+    def _receive_message(self) -> Message | None:
         """The next message; None for a frame that is none."""
         try:
             message: Message = msgspec.msgpack.decode(self._socket.recv(), type=self._accepts)

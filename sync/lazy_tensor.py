@@ -51,7 +51,7 @@ class GatheredTensor(LazyTensor):
     def materialize(self) -> Tensor:
         """Gather it. Raises `GatherFailed`."""
         self.was_begun = True
-        return gathered(self._sharded)
+        return gather_whole(self._sharded)
 
 
 class FileTensor(LazyTensor):
@@ -113,7 +113,7 @@ def is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def gathered(sharded: Tensor) -> Tensor:
+def gather_whole(sharded: Tensor) -> Tensor:
     """A DTensor whole and detached. Collective: every rank has to call it. Raises `GatherFailed`."""
     with torch.no_grad():
         try:

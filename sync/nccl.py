@@ -94,7 +94,7 @@ def _end(config: GroupConfig, device_name: str) -> BroadcastEnd:
         Otherwise torch's watchdog thread would end this process, trainer or engine, a minute after a late step, even
         one that was aborted.
         """
-        return _connected(store, config, device, config.timeout, {"TORCH_NCCL_BLOCKING_WAIT": "1"})
+        return _connect_group(store, config, device, config.timeout, {"TORCH_NCCL_BLOCKING_WAIT": "1"})
 
     return BroadcastEnd(WeightGroup(config, connect), device, stream=on_stream, settle=settle)
 
@@ -105,10 +105,10 @@ def connect_ahead(store: Store, config: GroupConfig, *, device: torch.device) ->
     torch's watchdog ends no process that has it: its owner notices how the others end, and aborts it.
     """
     variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
-    return _connected(store, config, device, _NEVER_SECONDS, variables)
+    return _connect_group(store, config, device, _NEVER_SECONDS, variables)
 
 
-def _connected(
+def _connect_group(
     store: Store, config: GroupConfig, device: torch.device, seconds: float, variables: dict[str, str]
 ) -> ProcessGroup:
     """A group with this deadline for each step, made with these variables in the environment."""

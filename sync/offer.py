@@ -176,7 +176,7 @@ class HeldOfferSender(WeightSender):
     def close(self) -> None:
         self._held = None
 
-    def _offered(self) -> tuple[Offer, WeightManifest]:
+    def _require_offer(self) -> tuple[Offer, WeightManifest]:
         if self._held is None:
             raise SyncError("Nothing is on offer: call offer first; once closed, make another sender.")
         return self._held

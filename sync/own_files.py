@@ -83,7 +83,7 @@ def read_regular(path: AnyPath, max_bytes: int) -> bytes:
     with os.fdopen(open_regular(path), "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise _refused(path, f"it has more than {max_bytes} bytes")
+        raise _make_refusal(path, f"it has more than {max_bytes} bytes")
     return content
 
 
@@ -123,7 +123,7 @@ def read_small(path: AnyPath, max_bytes: int, *, dir_fd: int | None = None) -> b
     with opened_file(path, dir_fd=dir_fd) as file:
         size = os.fstat(file).st_size
         if size > max_bytes:
-            raise _refused(path, f"it has {size} bytes; at most {max_bytes} are read")
+            raise _make_refusal(path, f"it has {size} bytes; at most {max_bytes} are read")
         with os.fdopen(file, "rb", closefd=False) as stream:
             return stream.read(max_bytes)
 
@@ -132,7 +132,7 @@ def _check_file(status: os.stat_result, path: AnyPath) -> None:
     _check_kind(status, path, stat.S_IFREG)
     _check_owner(status, path, OTHERS_WRITE)
     if status.st_nlink > 1:
-        raise _refused(path, f"it has {status.st_nlink} names (hard links), by any of which it could change")
+        raise _make_refusal(path, f"it has {status.st_nlink} names (hard links), by any of which it could change")
 
 
 def _check_directory(status: os.stat_result, path: AnyPath, closed_to: int) -> None:
@@ -143,17 +143,17 @@ def _check_directory(status: os.stat_result, path: AnyPath, closed_to: int) -> N
 def _check_kind(status: os.stat_result, path: AnyPath, kind: int) -> None:
     found = stat.S_IFMT(status.st_mode)
     if found != kind:
-        raise _refused(path, f"it is {_KINDS.get(found, 'of an unknown kind')}, not {_KINDS[kind]}")
+        raise _make_refusal(path, f"it is {_KINDS.get(found, 'of an unknown kind')}, not {_KINDS[kind]}")
 
 
 def _check_owner(status: os.stat_result, path: AnyPath, closed_to: int) -> None:
     if status.st_uid != os.geteuid():
-        raise _refused(path, f"it belongs to user {status.st_uid}, this process to user {os.geteuid()}")
+        raise _make_refusal(path, f"it belongs to user {status.st_uid}, this process to user {os.geteuid()}")
     if status.st_mode & closed_to:
         rights = "may write to it" if closed_to == OTHERS_WRITE else "have rights to it"
         advice = "chmod go-w" if closed_to == OTHERS_WRITE else "chmod 0700"
-        raise _refused(path, f"others {rights} (mode {stat.S_IMODE(status.st_mode):04o}; {advice} mends that)")
+        raise _make_refusal(path, f"others {rights} (mode {stat.S_IMODE(status.st_mode):04o}; {advice} mends that)")
 
 
-def _refused(path: AnyPath, why: str) -> OSError:
+def _make_refusal(path: AnyPath, why: str) -> OSError:
     return OSError(errno.EPERM, why, os.fspath(path))

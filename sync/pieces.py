@@ -88,7 +88,7 @@ def piece_flags(lacking: Lacking | None, specs: Sequence[TensorSpec]) -> bytearr
     return flags
 
 
-def flagged(flags: Sequence[int], specs: Sequence[TensorSpec]) -> Lacking:
+def select_flagged(flags: Sequence[int], specs: Sequence[TensorSpec]) -> Lacking:
     """The lacking pieces that `piece_flags` name."""
     lacking: dict[str, Part | None] = {}
     first = 0
@@ -150,16 +150,16 @@ def sections(out: Tensor, start: int, end: int) -> Iterator[tuple[Tensor, int, i
     size = out[0].numel()
     first, last = -(-start // size), end // size
     if first > last:  # all in one row
-        yield from _shifted(out[last], last * size, start, end)
+        yield from _split_shifted(out[last], last * size, start, end)
         return
     if start < first * size:
-        yield from _shifted(out[first - 1], (first - 1) * size, start, first * size)
+        yield from _split_shifted(out[first - 1], (first - 1) * size, start, first * size)
     if first < last:
         yield out[first:last], first * size, last * size
     if last * size < end:
-        yield from _shifted(out[last], last * size, last * size, end)
+        yield from _split_shifted(out[last], last * size, last * size, end)
 
 
-def _shifted(row: Tensor, origin: int, start: int, end: int) -> Iterator[tuple[Tensor, int, int]]:
+def _split_shifted(row: Tensor, origin: int, start: int, end: int) -> Iterator[tuple[Tensor, int, int]]:
     for view, low, high in sections(row, start - origin, end - origin):
         yield view, low + origin, high + origin

@@ -166,7 +166,7 @@ class ShmReceiver(WeightReceiver):
         it was overwritten meanwhile."""
         manifest.check()
         bucket = one_bucket(manifest.tensors)
-        mapping = self._mapped(_HEADER_BYTES + bucket.num_bytes)
+        mapping = self._map_memory(_HEADER_BYTES + bucket.num_bytes)
         wanted = _Header(manifest.version, manifest.digest)
         if (found := _read_header(mapping)) != wanted:
             what = "nothing complete" if found is None else f"version {found.version}"
@@ -203,9 +203,9 @@ class ShmReceiver(WeightReceiver):
         """Release the mapping; it ends with the last tensor that is a view of it."""
         self._mapping, self._inode = None, -1
 
-    def _mapped(self, num_bytes: int) -> mmap.mmap:
+    def _map_memory(self, num_bytes: int) -> mmap.mmap:
         """The mapping of at least `num_bytes`, made anew when the memory has grown or belongs to another sender."""
-        memory = self._opened()
+        memory = self._open_memory()
         try:
             status = os.fstat(memory)
             if status.st_size < num_bytes:
@@ -219,7 +219,7 @@ class ShmReceiver(WeightReceiver):
             os.close(memory)
         return self._mapping
 
-    def _opened(self) -> int:
+    def _open_memory(self) -> int:
         """A descriptor of the announced memory, after a check that it is this user's and sealed."""
         try:
             check_private(self._path.parent)

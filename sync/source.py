@@ -33,7 +33,7 @@ def read_source(source: WeightSource) -> list[SourcePair]:
         check_sendable(name, tensor)
     names = plain_names([name for name, _ in pairs])
     check_distinct(names, "The source")
-    return list(zip(names, (_detached(tensor) for _, tensor in pairs), strict=True))
+    return list(zip(names, (_detach(tensor) for _, tensor in pairs), strict=True))
 
 
 def join_gathers(source: WeightSource) -> None:
@@ -84,7 +84,7 @@ def tied_groups(tensors: Sequence[SourcePair]) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def _detached(tensor: SourceTensor) -> SourceTensor:
+def _detach(tensor: SourceTensor) -> SourceTensor:
     if isinstance(tensor, LazyTensor):
         return tensor
     return GatheredTensor(tensor) if is_sharded(tensor) else tensor.detach()

@@ -133,7 +133,7 @@ class StoreReceiver(WeightReceiver):
 
     def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
         """Yield each tensor, read ahead of the consumer. `SyncError` when another version is current in the store."""
-        lease = self._leased(manifest)
+        lease = self._lease_version(manifest)
         largest = max((spec.num_bytes for spec in manifest.tensors), default=0)
         specs = iter(manifest.tensors)
         ahead: deque[tuple[TensorSpec, Tensor, Future[None]]] = deque()
@@ -160,7 +160,7 @@ class StoreReceiver(WeightReceiver):
         lacking: Lacking | None = None,
     ) -> dict[str, CheckResult]:
         """Read each tensor straight to its place in `shadow`."""
-        lease = self._leased(manifest)
+        lease = self._lease_version(manifest)
 
         def read(spec: TensorSpec) -> CheckResult:
             out = shadow[spec.name]
@@ -172,7 +172,7 @@ class StoreReceiver(WeightReceiver):
         results = in_threads(read, wanted, self._num_threads, [spec.num_bytes for spec in wanted])
         return {spec.name: result for spec, result in zip(wanted, results, strict=True)}
 
-    def _leased(self, manifest: WeightManifest) -> Lease:
+    def _lease_version(self, manifest: WeightManifest) -> Lease:
         lease = lease_current(self._directory)
         current = checked_manifest(lease)
         if current != manifest:
@@ -247,7 +247,7 @@ def _staging(versions: Path, keep: str | None) -> Iterator[Path]:
             if not _is_own_directory(versions / name):
                 _remove(versions / name)
                 continue
-            free = _unleased(versions / name)
+            free = _lock_unleased(versions / name)
             if free is None:
                 continue
             if lock is None:
@@ -258,7 +258,7 @@ def _staging(versions: Path, keep: str | None) -> Iterator[Path]:
                 os.close(free)
         if lock is None:
             staging.mkdir(mode=0o700)
-            lock = _unleased(staging)
+            lock = _lock_unleased(staging)
         yield staging
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -268,7 +268,7 @@ def _staging(versions: Path, keep: str | None) -> Iterator[Path]:
             os.close(lock)
 
 
-def _unleased(version: Path) -> int | None:
+def _lock_unleased(version: Path) -> int | None:
     """An exclusive lock on the version's lease, or None while a reader holds it."""
     if not _is_own_file(version / LEASE):
         _remove(version / LEASE)

@@ -73,7 +73,7 @@ class TensorWriter:
         if is_plain(out) and is_plain(tensor):
             copy = self._find_copy() if out.dtype == tensor.dtype else None
             if copy is not None:
-                return _copied(out, tensor, copy, check_finite=check_finite)
+                return _copy_tensor(out, tensor, copy, check_finite=check_finite)
             check.update(tensor_bytes(out), _writer(out, tensor))
         elif not is_plain(out) and (upload := self._find_upload(out)) is not None:
             values = _in_a_row(tensor.detach().cpu())
@@ -234,7 +234,7 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def _copied(out: Tensor, tensor: Tensor, copy: Copy, *, check_finite: bool) -> CheckResult:
+def _copy_tensor(out: Tensor, tensor: Tensor, copy: Copy, *, check_finite: bool) -> CheckResult:
     """Copy by `copy`. The digest is the source's: reading it brings each piece into the cache for the copy."""
     memory, to, source, width = tensor_bytes(tensor), out.data_ptr(), tensor.data_ptr(), out.itemsize
     digest, largest = Digest(), 0

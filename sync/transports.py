@@ -30,12 +30,12 @@ def make_sender(name: str, **options: Any) -> WeightSender:
 
     Raises `SyncError` for a name or an option that does not exist.
     """
-    return _made(_ends_of(name)[0], name, options)
+    return _make_end(_ends_of(name)[0], name, options)
 
 
 def make_receiver(name: str, **options: Any) -> WeightReceiver:
     """The engine's end of transport `name`; "inproc" takes `sender=`, the other end. Raises as `make_sender` does."""
-    return _made(_ends_of(name)[1], name, options)
+    return _make_end(_ends_of(name)[1], name, options)
 
 
 def _ends_of(name: str) -> tuple[Callable[..., WeightSender], Callable[..., WeightReceiver]]:
@@ -44,7 +44,7 @@ def _ends_of(name: str) -> tuple[Callable[..., WeightSender], Callable[..., Weig
     return _ENDS[name]
 
 
-def _made(end: Callable[..., _End], name: str, options: dict[str, Any]) -> _End:
+def _make_end(end: Callable[..., _End], name: str, options: dict[str, Any]) -> _End:
     try:
         return end(**options)
     except TypeError as problem:

@@ -16,25 +16,25 @@ class InspectExtension(WorkerExtension):
     @rpc
     def get_tensor_digests(self, names: list[str] | None = None) -> dict[str, str]:
         """Name -> digest of the values, as a weight manifest has it."""
-        return {spec.name: spec.digest for spec in describe_all(self._chosen(names).items())}
+        return {spec.name: spec.digest for spec in describe_all(self._choose_tensors(names).items())}
 
     @rpc
     def get_weight_norms(self, names: list[str] | None = None) -> dict[str, float]:
         """Name -> Euclidean norm, summed in float64."""
         norms = torch.linalg.vector_norm
-        return {n: norms(t, dtype=torch.float64).item() for n, t in self._chosen(names).items()}
+        return {n: norms(t, dtype=torch.float64).item() for n, t in self._choose_tensors(names).items()}
 
     @rpc
     def get_weight_rows(self, name: str, count: int = 100) -> list[Any]:
         """The first `count` rows of one weight as lists of numbers; of a vector, its first values."""
-        return self._chosen([name])[name][:count].tolist()
+        return self._choose_tensors([name])[name][:count].tolist()
 
     @rpc
     def get_block_tables(self) -> dict[int, list[int]]:
         """Sequence id -> KV blocks, in the order of its tokens. `engine.get_sequence_ids` gives a request's ids."""
         return self.worker.block_tables()
 
-    def _chosen(self, names: list[str] | None) -> Mapping[str, Tensor]:
+    def _choose_tensors(self, names: list[str] | None) -> Mapping[str, Tensor]:
         live = self.worker.live_weights()
         if names is None:
             return live

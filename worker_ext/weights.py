@@ -60,7 +60,7 @@ class WeightSyncExtension(WorkerExtension):
     @rpc
     def check_nccl_group_ready(self) -> bool:
         """Whether all ranks of the group (gloo's too) have joined. Raises once it is clear that they will not."""
-        group: Any = self._joined()
+        group: Any = self._join_group()
         return bool(group.ready())
 
     @rpc_beside_steps
@@ -87,7 +87,7 @@ class WeightSyncExtension(WorkerExtension):
         """
         self.worker.update.manifest("receive_weights")
         if transport is None:
-            self.worker.update.receive(self._joined())
+            self.worker.update.receive(self._join_group())
             return
         receiver = make_receiver(transport, **options or {})
         try:
@@ -111,7 +111,7 @@ class WeightSyncExtension(WorkerExtension):
         if tensor is not None:
             self.worker.update.stage([(name, tensor)])
         else:
-            self.worker.update.receive(self._joined(), WeightManifest.of(manifest.version, [spec]))
+            self.worker.update.receive(self._join_group(), WeightManifest.of(manifest.version, [spec]))
 
     @rpc_beside_steps
     def verify_weights(self) -> str:
@@ -154,7 +154,7 @@ class WeightSyncExtension(WorkerExtension):
             self._group.close()
             self._group = None
 
-    def _joined(self) -> WeightReceiver:
+    def _join_group(self) -> WeightReceiver:
         if self._group is None:
             raise SyncError("There is no weight group: call init_weight_update_group first, or name a transport.")
         return self._group

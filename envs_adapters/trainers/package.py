@@ -21,7 +21,7 @@ class Package(NamedTuple):
 
     def check(self) -> None:
         """Log a warning unless this release is installed. Raises `ConfigError` if the package is not."""
-        installed = self.installed()
+        installed = self.find_version()
         if not f"{installed}.".startswith(f"{self.release}."):
             logger.warning(
                 "%s %s is installed, and this adapter is tested with %s %s. Where it misbehaves: pip install %r",
@@ -32,7 +32,7 @@ class Package(NamedTuple):
                 self._requirement,
             )
 
-    def installed(self) -> str:
+    def find_version(self) -> str:
         """The version that is installed. Raises `ConfigError` if there is none."""
         try:
             return importlib.metadata.version(self.distribution)
@@ -43,11 +43,11 @@ class Package(NamedTuple):
         """The error for a package that is not installed."""
         return ConfigError(f"{self.title} is not installed: pip install 'rollout-engine[{self.distribution}]'.")
 
-    def changed(self, what: str) -> ConfigError:
+    def make_missing_error(self, what: str) -> ConfigError:
         """The error for a package that lacks a name its adapter needs; `what` is the name and its place."""
         return ConfigError(
             f"{what}, which this adapter needs; it is tested with {self.title} {self.release}, and {self.title} "
-            f"{self.installed()} is installed. pip install {self._requirement!r}"
+            f"{self.find_version()} is installed. pip install {self._requirement!r}"
         )
 
     @property

@@ -33,7 +33,7 @@ except ImportError as problem:
 
 from envs_adapters.trainers.torchrl_exact import ExactTransformersWrapper
 from envs_adapters.trainers.torchrl_prompts import MODES, InputMode, Prompt, PromptReader, pad_token_id
-from envs_adapters.trainers.torchrl_rows import Keys, Sample, Widths, row_of, samples_of, stacked
+from envs_adapters.trainers.torchrl_rows import Keys, Sample, Widths, row_of, samples_of, stack_rows
 from envs_adapters.trainers.torchrl_weights import EngineWeightSyncScheme
 
 __all__ = ["EnginePolicy", "EngineWeightSyncScheme", "ExactTransformersWrapper"]
@@ -118,7 +118,7 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
             raise ConfigError("pad_output=True pads what the next turn reads as tokens of its prompt. Leave it out.")
         self.generate_kwargs = dict(generate_kwargs or {})
         self._params = sampling_params(self.generate_kwargs)
-        self.num_samples = _agreed(num_samples, self._params.n)
+        self.num_samples = _reconcile_counts(num_samples, self._params.n)
         self.inplace = _checked_inplace(inplace, self.num_samples)
         self.pad_output, self.device, self._seed, self._calls = pad_output, device, seed, itertools.count()
         self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
@@ -205,7 +205,7 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
         widths = Widths.of(samples, pad_token_id(self.tokenizer)) if self.pad_output else None
         each = self.num_samples or 1
         rows = [row_of(sample, prompts[i // each], self._keys, widths) for i, sample in enumerate(samples)]
-        result = stacked(rows, shape)
+        result = stack_rows(rows, shape)
         return result if self.device is None else result.to(self.device)
 
     def __reduce__(self) -> tuple[Callable[..., "EnginePolicy"], tuple[Any, ...]]:
@@ -214,17 +214,17 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
                 f"A policy with seed={self._seed} cannot be pickled: its copies would all draw the same samples. Leave "
                 "the seed out, or give the collector a policy_factory that makes each policy with a seed of its own."
             )
-        return _unpickled, (type(self), self.connection, self._options)
+        return _rebuild_policy, (type(self), self.connection, self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.get_new_version()
 
 
-def _unpickled(kind: type[EnginePolicy], connection: Connection, options: dict[str, Any]) -> EnginePolicy:
+def _rebuild_policy(kind: type[EnginePolicy], connection: Connection, options: dict[str, Any]) -> EnginePolicy:
     return kind(connection, **options)
 
 
-def _agreed(num_samples: int | None, n: int) -> int | None:
+def _reconcile_counts(num_samples: int | None, n: int) -> int | None:
     if num_samples is not None and num_samples < 1:
         raise ConfigError(refused("num_samples", num_samples, "at least 1"))
     if n == 1 or num_samples == n:

@@ -120,9 +120,9 @@ def row_of(sample: Sample, asked: Prompt, keys: Keys, widths: Widths | None) -> 
     return row
 
 
-def stacked(rows: list[TensorDict], shape: tuple[int, ...]) -> TensorDict:
+def stack_rows(rows: list[TensorDict], shape: tuple[int, ...]) -> TensorDict:
     """Rows as a lazy stack of this shape, the last index running fastest."""
     if len(shape) == 1:
         return lazy_stack(rows)
     size = len(rows) // shape[0]
-    return lazy_stack([stacked(rows[start : start + size], shape[1:]) for start in range(0, len(rows), size)])
+    return lazy_stack([stack_rows(rows[start : start + size], shape[1:]) for start in range(0, len(rows), size)])

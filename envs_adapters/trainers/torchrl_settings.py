@@ -33,11 +33,11 @@ def sampling_params(*generate_kwargs: Mapping[str, Any]) -> SamplingParams:
     """
     settings: dict[str, Any] = {"logprobs_mode": "raw"}
     for given in generate_kwargs:
-        settings |= _renamed(given)
+        settings |= _rename_settings(given)
     return SamplingParams(**settings, logprobs=0)
 
 
-def _renamed(generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_settings(generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The same settings under our names."""
     settings: dict[str, Any] = {}
     for name, value in generate_kwargs.items():

@@ -19,14 +19,14 @@ _OURS = frozenset("n seed logprobs logprobs_mode prompt_logprobs output_kind sto
 def require(owner: object, names: Iterable[str]) -> None:
     """Raise `ConfigError` unless `owner` has these attributes."""
     if missing := [name for name in names if not hasattr(owner, name)]:
-        raise TRL.changed(f"{type(owner).__name__} has no {', '.join(missing)}")
+        raise TRL.make_missing_error(f"{type(owner).__name__} has no {', '.join(missing)}")
 
 
 def require_use(function: Callable[..., Any], names: Iterable[str]) -> None:
     """Raise `ConfigError` unless the source of a method of TRL's uses these names."""
     code = inspect.unwrap(function).__code__
     if missing := [name for name in names if name not in code.co_names]:
-        raise TRL.changed(f"{code.co_qualname} does not use {', '.join(missing)}")
+        raise TRL.make_missing_error(f"{code.co_qualname} does not use {', '.join(missing)}")
 
 
 def sampling_params(trainer: Any) -> SamplingParams:

@@ -350,4 +350,4 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         try:
             return cls(**(file.content | kwargs))
         except ConfigError as problem:
-            raise file.located(problem, kwargs) from None
+            raise file.add_location(problem, kwargs) from None

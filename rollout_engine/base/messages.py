@@ -349,7 +349,7 @@ class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The weights are the draft model's."""
 
     @classmethod
-    def checked(cls, **values: Any) -> "UpdateOptions":
+    def from_values(cls, **values: Any) -> "UpdateOptions":
         """Check types and values. Raises `WeightUpdateError` naming the option that is not allowed."""
         values, defaults = plain(values), cls()
         for name, kind in (("mode", UpdateMode), ("kv", KvMode), ("staging", Staging)):

@@ -49,7 +49,7 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
         try:
             made: Any = msgspec.convert(given, cls, strict=True)
         except msgspec.ValidationError as problem:
-            raise cls._refused(given, Misfit.of(problem)) from None
+            raise cls._make_refusal(given, Misfit.of(problem)) from None
         except UnicodeEncodeError:
             name = next(name for name, value in given.items() if "\\ud" in ascii(value))
             raise cls._error(refused(name, given[name], "Unicode text"), name, given[name]) from None
@@ -71,7 +71,7 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
         peers = peer_option(cls.peers, name)
         return peers or unknown_name(f"{cls.__name__} option", name, cls.__struct_fields__)
 
-    def _refused(cls, given: dict[str, Any], misfit: Misfit) -> Exception:
+    def _make_refusal(cls, given: dict[str, Any], misfit: Misfit) -> Exception:
         """Make the error for a value of the wrong type."""
         place = _PLACE.match(misfit.path)
         if place is None:
@@ -86,7 +86,7 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
             bound = f"one of {', '.join(map(repr, choices))}"
         else:
             words = "" if misfit.expected and not misfit.got else allowed_words(annotation, place[2].count("["))
-            bound = words or (_bound(value, misfit) if misfit.expected else misfit.text)
+            bound = words or (_describe_bound(value, misfit) if misfit.expected else misfit.text)
         return cls._error(refused(name + place[2], value, bound), name, value)
 
     def _error(cls, text: str, name: str, value: object) -> Exception:
@@ -142,7 +142,7 @@ def _sendable_bound(value: Any) -> str:
     return ""
 
 
-def _bound(value: Any, misfit: Misfit) -> str:
+def _describe_bound(value: Any, misfit: Misfit) -> str:
     """Describe the allowed types of a field, for an error caused by `value`."""
     kinds = misfit.describe_types(_WORDS)
     if misfit.in_key or "[...]" in misfit.path:

@@ -53,7 +53,7 @@ class TomlFile(NamedTuple):
                 break
         return self.path
 
-    def located(self, problem: ConfigError, elsewhere: Mapping[str, Any]) -> ConfigError:
+    def add_location(self, problem: ConfigError, elsewhere: Mapping[str, Any]) -> ConfigError:
         """The same error with the file, and the line of the key that it names.
 
         `elsewhere`: options that were not read from the file; their errors stay as they are.

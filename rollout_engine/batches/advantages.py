@@ -177,7 +177,7 @@ def _by_group(
     A group's rewards are those of its episodes that count; the results are spread to the episodes' rows.
     """
     flat = _checked_rewards(rewards, group_ids)
-    is_counted = _counted(mask, group_ids).to(flat.device)
+    is_counted = _select_counted(mask, group_ids).to(flat.device)
     episode = _episode_of_row(episode_ids, group_ids).to(flat.device)
     group_ids = group_ids.to(flat.device)
     _, sizes = group_ids[_first_rows(episode)].unique(return_counts=True)
@@ -224,7 +224,7 @@ def _checked_rewards(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return flat
 
 
-def _counted(mask: Tensor | None, group_ids: Tensor) -> Tensor:
+def _select_counted(mask: Tensor | None, group_ids: Tensor) -> Tensor:
     """bool [B]: the mask as given, or else all but the rows of failed episodes."""
     if mask is None:
         note = episodes_note(group_ids)

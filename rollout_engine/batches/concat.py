@@ -55,7 +55,7 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
     parts = _complete([dict(leaves(batch)) for batch in listed])
     joined = _joined_packed(listed, parts) if is_packed(listed[0]) else _joined_padded(listed, parts)
     if group_ids == "renumber":
-        joined["group_id"] = _renumbered([batch["group_id"] for batch in listed])
+        joined["group_id"] = _renumber_groups([batch["group_id"] for batch in listed])
     size = [] if is_packed(listed[0]) else [len(joined["group_id"])]
     batch = RolloutBatch({}, batch_size=size, device=listed[0].device)
     for key, value in joined.items():
@@ -90,7 +90,7 @@ def _joined_padded(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -
             span = SPAN_OF_KEY.get(key) or _guessed_span(key, values, batches)
             width = max(width_of(batch, span) for batch in batches)
             fill = pad_token_id if key in _TOKENS else _FILL.get(key, 0)
-            values = [_widened(value, width, fill, left=span == "prompt") for value in values]
+            values = [_widen(value, width, fill, left=span == "prompt") for value in values]
         joined[key] = torch.cat(values, 0)
     return joined
 
@@ -122,16 +122,16 @@ def _guessed_span(key: Key, values: list[Tensor], batches: list[TensorDictBase])
 def _same_turns(values: list[Tensor]) -> list[Tensor]:
     """Rewards of turns, padded to the most turns of all."""
     most = max(value.shape[1] for value in values)
-    return [_widened(value, most, 0, left=False) for value in values]
+    return [_widen(value, most, 0, left=False) for value in values]
 
 
-def _widened(value: Tensor, width: int, fill: int, *, left: bool) -> Tensor:
+def _widen(value: Tensor, width: int, fill: int, *, left: bool) -> Tensor:
     missing = width - value.shape[1]
     sides = [missing, 0] if left else [0, missing]
     return torch.nn.functional.pad(value, [0, 0] * (value.dim() - 2) + sides, value=fill)
 
 
-def _renumbered(group_ids: list[Tensor]) -> Tensor:
+def _renumber_groups(group_ids: list[Tensor]) -> Tensor:
     """Group ids 0, 1, 2, ... in order of appearance."""
     numbers: dict[tuple[int, int], int] = {}
     pairs = [(i, group) for i, ids in enumerate(group_ids) for group in ids.tolist()]

@@ -142,7 +142,7 @@ def line_of(sample: dict[str, Any], converted: Converted | None = None) -> str:
         try:
             line = f"{{{', '.join(f'{_dumps(name)}: {_dumps(value)}' for name, value in given.items())}}}"
         except (TypeError, ValueError) as problem:
-            raise _refused(given) from problem
+            raise _make_refusal(given) from problem
     # Half a surrogate pair has no UTF-8, but JSON has an escape for it.
     return line.encode(errors="backslashreplace").decode()
 
@@ -162,7 +162,7 @@ def _convert(name: str, value: Any, converted: Converted | None) -> Any:
     return value
 
 
-def _refused(sample: dict[str, Any]) -> RequestError:
+def _make_refusal(sample: dict[str, Any]) -> RequestError:
     """The error that names the part of a sample that cannot be written."""
     for name, value in sample.items():
         try:
@@ -183,14 +183,14 @@ def _numbers(value: Any) -> str | None:
     return None
 
 
-def _listed(value: Any) -> Any:
+def _to_lists(value: Any) -> Any:
     """Convert arrays, tensors and their scalars to lists and numbers."""
     if not hasattr(value, "tolist"):
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
     return value.tolist()
 
 
-_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_listed).encode
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_to_lists).encode
 
 
 def _value(key: Key, value: Any, batch: TensorDictBase, where: Places, row: int) -> Any:

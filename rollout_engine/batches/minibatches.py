@@ -42,7 +42,7 @@ def minibatches(
         raise RequestError.for_field("size", size, bound)
     if shuffle or generator is not None:
         groups = [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
-    return (_sequences(batch, torch.tensor(rows)) for rows in _filled(groups, size))
+    return (_sequences(batch, torch.tensor(rows)) for rows in _fill_minibatches(groups, size))
 
 
 def _groups(batch: TensorDictBase) -> list[list[int]]:
@@ -53,7 +53,7 @@ def _groups(batch: TensorDictBase) -> list[list[int]]:
     return list(groups.values())
 
 
-def _filled(groups: list[list[int]], size: int) -> Iterator[list[int]]:
+def _fill_minibatches(groups: list[list[int]], size: int) -> Iterator[list[int]]:
     rows: list[int] = []
     for group in groups:
         if len(rows) + len(group) > size:

@@ -80,8 +80,8 @@ def rollout_batch(
     """
     check_layout(layout)
     samples = [sample for output in outputs for sample in output.outputs]
-    rows = _repeated(range(len(outputs)), outputs)
-    prompts = _repeated([np.array(output.prompt_token_ids, np.int64) for output in outputs], outputs)
+    rows = _repeat_values(range(len(outputs)), outputs)
+    prompts = _repeat_values([np.array(output.prompt_token_ids, np.int64) for output in outputs], outputs)
     responses = [np.array(sample.token_ids, np.int64) for sample in samples]
     num_prompt, num_response = (np.array([*map(len, parts)], np.int64) for parts in (prompts, responses))
     masks = _masks(num_prompt, num_response, layout, turns)
@@ -94,7 +94,7 @@ def rollout_batch(
     batch["num_prompt_tokens"] = _tensor(num_prompt)
     if oversampled:
         batch["num_dropped"] = torch.tensor([outputs[row].num_dropped for row in rows], dtype=torch.int64)
-    batch["truncated"] = ~(done := _done(samples))
+    batch["truncated"] = ~(done := _make_done(samples))
     batch["finish_reason"] = NonTensorStack(*(sample.finish_reason for sample in samples))
     batch["text", "prompt"] = NonTensorStack(*(outputs[row].prompt for row in rows))
     batch["text", "response"] = NonTensorStack(*(sample.text for sample in samples))
@@ -136,7 +136,7 @@ def _masks(
     if turns is None:
         return masks
     turn = np.full(masks.after.shape, -1)
-    turn[masks.after] = _joined(list(turns), np.int64)
+    turn[masks.after] = _join_parts(list(turns), np.int64)
     return masks._replace(assistant=turn >= 0, turn=turn)
 
 
@@ -162,13 +162,13 @@ def _token_keys(
     pad_token_id: int,
 ) -> dict[str, Any]:
     full = [part for pair in zip(prompts, responses, strict=True) for part in pair]
-    logprobs = _joined([_logprobs(sample) for sample in samples], np.float32)
+    logprobs = _join_parts([_logprobs(sample) for sample in samples], np.float32)
     policy_version, kv_min_version = _versions(samples)
     keys: dict[str, Any] = {
         "tokens": {
-            "prompt": _placed(masks.prompt, _joined(prompts, np.int64), pad_token_id),
-            "response": _placed(masks.response, _joined(responses, np.int64), pad_token_id),
-            "full": _placed(masks.full, _joined(full, np.int64), pad_token_id),
+            "prompt": _place_values(masks.prompt, _join_parts(prompts, np.int64), pad_token_id),
+            "response": _place_values(masks.response, _join_parts(responses, np.int64), pad_token_id),
+            "full": _place_values(masks.full, _join_parts(full, np.int64), pad_token_id),
         },
         "masks": {
             "all_attention_mask": _tensor(masks.full),
@@ -177,20 +177,20 @@ def _token_keys(
             "response": _tensor(masks.response),
         },
         "log_probs": {
-            "response": _placed(masks.response, logprobs, 0.0),
-            "full": _placed(masks.after, logprobs, 0.0),
+            "response": _place_values(masks.response, logprobs, 0.0),
+            "full": _place_values(masks.after, logprobs, 0.0),
         },
-        "policy_version": _placed(masks.after, policy_version, -1),
-        "kv_min_version": _placed(masks.after, kv_min_version, -1),
+        "policy_version": _place_values(masks.after, policy_version, -1),
+        "kv_min_version": _place_values(masks.after, kv_min_version, -1),
     }
     if masks.turn is not None:
         keys["masks"]["turn"] = _tensor(masks.turn)
     if any(sample.kept_logprob_mass is not None for sample in samples):
         kept = [_or_zeros(sample.kept_logprob_mass, sample) for sample in samples]
-        keys["kept_logprob_mass"] = _placed(masks.response, _joined(kept, np.float32), 0.0)
+        keys["kept_logprob_mass"] = _place_values(masks.response, _join_parts(kept, np.float32), 0.0)
     if any(sample.routed_experts is not None for sample in samples):
         num_tokens = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-        keys["routed_experts"] = _placed(masks.full, _routed_experts(samples, num_tokens), -1)
+        keys["routed_experts"] = _place_values(masks.full, _routed_experts(samples, num_tokens), -1)
     return keys
 
 
@@ -224,7 +224,7 @@ def _versions(samples: list[CompletionOutput]) -> tuple[np.ndarray, np.ndarray]:
     return policy_version, kv_min_version
 
 
-def _done(samples: list[CompletionOutput]) -> Tensor:
+def _make_done(samples: list[CompletionOutput]) -> Tensor:
     return torch.tensor([sample.finish_reason == "stop" for sample in samples], dtype=torch.bool).unsqueeze(-1)
 
 
@@ -232,15 +232,15 @@ def _nan_for_none(values: Iterable[float | None]) -> Tensor:
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32).unsqueeze(-1)
 
 
-def _repeated(values: Sequence[Any], outputs: Sequence[RequestOutput]) -> list[Any]:
+def _repeat_values(values: Sequence[Any], outputs: Sequence[RequestOutput]) -> list[Any]:
     return [value for value, output in zip(values, outputs, strict=True) for _ in output.outputs]
 
 
-def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+def _join_parts(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype), *parts])
 
 
-def _placed(mask: np.ndarray, flat: np.ndarray, fill: float) -> Tensor:
+def _place_values(mask: np.ndarray, flat: np.ndarray, fill: float) -> Tensor:
     placed = np.full(mask.shape + flat.shape[1:], fill, flat.dtype)
     placed[mask] = flat
     return _tensor(placed)

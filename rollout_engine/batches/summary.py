@@ -57,25 +57,25 @@ class RolloutBatch(TensorDict):  # type: ignore[misc]
         found = super().__getitem__(index)
         if isinstance(index, str) and index == _GROUPS:
             attach(found, _episodes_note(self))
-        return self._noted(found)
+        return self._add_note(found)
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         """A copy, as of `TensorDict.clone`."""
-        return self._noted(super().clone(*args, **kwargs))
+        return self._add_note(super().clone(*args, **kwargs))
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """The batch on another device or in another dtype, as of `TensorDict.to`."""
-        return self._noted(super().to(*args, **kwargs))
+        return self._add_note(super().to(*args, **kwargs))
 
     def split(self, *args: Any, **kwargs: Any) -> Any:
         """Parts of the batch, as of `TensorDict.split`."""
-        return tuple(map(self._noted, super().split(*args, **kwargs)))
+        return tuple(map(self._add_note, super().split(*args, **kwargs)))
 
     def memmap(self, *args: Any, **kwargs: Any) -> Any:
         """A plain TensorDict of memory-mapped tensors; arguments as for `TensorDict.memmap`."""
         return _plain(self).memmap(*args, **kwargs)
 
-    def _noted(self, part: Any) -> Any:
+    def _add_note(self, part: Any) -> Any:
         return with_note(part, [self]) if isinstance(part, RolloutBatch) else part
 
     def memmap_like(self, *args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str,
         advantages = one_per_sequence("advantages", advantages, num)
     prompts, responses, _ = places(batch)
     pad = padding_token(batch) or 0
-    logprobs, sampled = _rows(batch["log_probs", "response"], responses), _sampled(batch)
+    logprobs, sampled = _rows(batch["log_probs", "response"], responses), _split_sampled_mask(batch)
     inputs = {
         "prompt_ids": _rows(batch["tokens", "prompt"], prompts, pad, "left"),
         "prompt_mask": _rows(batch["masks", "prompt"], prompts, 0, "left").long(),
@@ -73,7 +73,7 @@ def to_trl_rollout(batch: TensorDictBase) -> dict[str, list[Any]]:
         "completion_ids": [batch["tokens", "response"][place].tolist() for place in responses],
         "logprobs": [batch["log_probs", "response"][place].tolist() for place in responses],
     }
-    sampled = _sampled(batch)
+    sampled = _split_sampled_mask(batch)
     if not all(mask.all() for mask in sampled):
         lists["env_mask"] = [mask.long().tolist() for mask in sampled]
     return lists
@@ -83,7 +83,7 @@ def _rows(value: Tensor, spans: list[Any], fill: int = 0, side: str = "right") -
     return pad_sequence([value[place] for place in spans], batch_first=True, padding_value=fill, padding_side=side)
 
 
-def _sampled(batch: TensorDictBase) -> list[Tensor]:
+def _split_sampled_mask(batch: TensorDictBase) -> list[Tensor]:
     """all_assistant_mask of each sequence's response, bool."""
     mask, starts = batch["masks", "all_assistant_mask"], batch["num_prompt_tokens"].tolist()
     return [mask[place][start:] for place, start in zip(places(batch).full, starts, strict=True)]

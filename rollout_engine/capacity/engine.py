@@ -149,7 +149,7 @@ class SimulatedEngine:
             counts.num_prefilled += num_tokens
             if sequence.num_computed == sequence.num_tokens:
                 self._prefilling.remove(sequence)
-                self._prefilled(sequence)
+                self._finish_prefill(sequence)
 
     def _schedule_prefills(self) -> list[tuple[EngineSequence, int]]:
         """Prompt tokens of the next step, and new sequences in the batch, oldest first."""
@@ -212,7 +212,7 @@ class SimulatedEngine:
         pool.num_held += num_missing
         return True
 
-    def _prefilled(self, sequence: EngineSequence) -> None:
+    def _finish_prefill(self, sequence: EngineSequence) -> None:
         """A sequence's context is computed: it has its next token. If that was the prompt's, its siblings fork off."""
         request = sequence.request
         self._pool.num_held -= sequence.num_own

@@ -62,14 +62,14 @@ class SimulatedFleet:
         """Send jobs, by number."""
         for number in numbers:
             self._workload.jobs[number].submitted_at = self._events.now
-            self._do(self.brain.added(self._workload.request(number)))
+            self._do(self.brain.add_request(self._workload.request(number)))
 
-    def committed(self, took: set[int], version: int) -> None:
+    def record_commit(self, took: set[int], version: int) -> None:
         """Note that these replicas have committed a version, and that the others have missed it."""
         for index in self.brain.living:
             if index not in took and index in self.replicas:
                 self._tell_tokens(self.replicas[index])
-        self._do(self.brain.committed(took, version, self._events.now))
+        self._do(self.brain.note_commit(took, version, self._events.now))
 
     def _do(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -86,7 +86,7 @@ class SimulatedFleet:
                 case Stop(index):
                     self.replicas.pop(index).stop()
                 case Tell(ended):
-                    self._told(end.sequence_id for end in ended)
+                    self._report_aborts(end.sequence_id for end in ended)
                 case Fail(reason):
                     raise EngineDeadError(f"The simulated fleet is dead after {self._events.now:.0f} s: {reason}.")
 
@@ -102,7 +102,7 @@ class SimulatedFleet:
             engine,
             self._events,
             self.timeline,
-            self._ended,
+            self._report_ends,
             lambda: self.on_idle() if self.is_draining else None,
         )
         replica.is_draining = self.is_draining
@@ -111,7 +111,7 @@ class SimulatedFleet:
             rate = 1 / (_SECONDS_PER_HOUR * self._file.failures.mtbf_hours)
             at = self._events.now + self._failure_times.expovariate(rate)
             self._events.plan(at, self._fail, replica)
-        self._do(self.brain.started(index, -1 if version else 0, self._events.now))
+        self._do(self.brain.note_start(index, -1 if version else 0, self._events.now))
         self._note_service(index)
 
     def _fail(self, replica: SimulatedReplica) -> None:
@@ -124,7 +124,7 @@ class SimulatedFleet:
         self._events.plan(self._events.now + self._file.failures.detection_seconds, self._detect, replica)
 
     def _detect(self, replica: SimulatedReplica) -> None:
-        sequences = [*replica.engine.sequences(), *replica.held()]
+        sequences = [*replica.engine.sequences(), *replica.list_held()]
         num_tokens = sum(replica.engine.num_sampled(each) for each in sequences)
         self.counts.num_moved += sum(len(entry.live) for entry in self.brain.ledger.of_replica(replica.index))
         if self._file.failures.requests == "continue":
@@ -132,7 +132,7 @@ class SimulatedFleet:
             self.counts.num_carried_tokens += num_tokens
         else:
             self.counts.num_lost_tokens += num_tokens
-        self._do(self.brain.lost(replica.index, "it failed", self._events.now))
+        self._do(self.brain.note_loss(replica.index, "it failed", self._events.now))
         self.on_lost(replica.index)
 
     def _tell_tokens(self, replica: SimulatedReplica) -> None:
@@ -148,7 +148,7 @@ class SimulatedFleet:
             outputs = EngineCoreOutputs(
                 replica.engine.version, sequence_ids=[*left], token_ids=zeros, kv_min_versions=zeros
             )
-            self._do(self.brain.received(replica.index, outputs))
+            self._do(self.brain.note_outputs(replica.index, outputs))
             left = {sequence_id: count - 1 for sequence_id, count in left.items()}
 
     def _catch_up(self, index: int) -> None:
@@ -171,7 +171,7 @@ class SimulatedFleet:
         if index in self.replicas:
             self.replicas[index].abort(sequence_ids)
             ended = [SequenceEnd(sequence_id, "abort") for sequence_id in sequence_ids]
-            self._do(self.brain.received(index, EngineCoreOutputs(0, ended=ended)))
+            self._do(self.brain.note_outputs(index, EngineCoreOutputs(0, ended=ended)))
 
     def _engine_request(self, request: EngineCoreRequest) -> EngineRequest:
         job, first = self._workload.find(request.first_sequence_id)
@@ -192,12 +192,12 @@ class SimulatedFleet:
         if job.first_token_at < 0:
             job.first_token_at = self._events.now
 
-    def _ended(self, replica: SimulatedReplica, sequences: list[EngineSequence]) -> None:
+    def _report_ends(self, replica: SimulatedReplica, sequences: list[EngineSequence]) -> None:
         ended = [SequenceEnd(sequence.sequence_id, "length") for sequence in sequences]
-        self._do(self.brain.received(replica.index, EngineCoreOutputs(replica.engine.version, ended=ended)))
-        self._told(end.sequence_id for end in ended)
+        self._do(self.brain.note_outputs(replica.index, EngineCoreOutputs(replica.engine.version, ended=ended)))
+        self._report_aborts(end.sequence_id for end in ended)
 
-    def _told(self, sequence_ids: Iterable[int]) -> None:
+    def _report_aborts(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
             job, _ = self._workload.find(sequence_id)
             job.num_left -= 1

@@ -67,7 +67,7 @@ def read_cases(path: Path | None, overrides: Sequence[str]) -> list[Case]:
     compared = content.pop("compare", {})
     if not isinstance(compared, dict):
         raise ConfigError(where + refused("compare", compared, 'a table, as [compare] with "fleet.balancer" = [...]'))
-    base = _made(content, where)
+    base = _make_fleet_file(content, where)
     if base.costs.file:
         content["costs"] = _measured_before(Path(base.costs.file), path)
     if base.costs.measure and (numbers := [key for key in _flat(compared) if key.startswith("costs.")]):
@@ -121,10 +121,10 @@ def _case(content: Mapping[str, Any], settings: dict[str, Any], where: str) -> C
     changed = msgspec.json.decode(msgspec.json.encode(content))  # a copy down to its leaves
     for key, value in settings.items():
         set_key(changed, key, value)
-    return Case(settings, _made(changed, where))
+    return Case(settings, _make_fleet_file(changed, where))
 
 
-def _made(content: Mapping[str, Any], where: str) -> FleetFile:
+def _make_fleet_file(content: Mapping[str, Any], where: str) -> FleetFile:
     for name in content:
         if name not in (*TABLES, "seed"):
             raise ConfigError(where + unknown_name("table", name, (*TABLES, "compare", "seed")))

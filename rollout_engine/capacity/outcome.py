@@ -130,7 +130,10 @@ _COLUMNS: dict[str, Callable[[Outcome], str]] = {
 def table(outcomes: Sequence[tuple[dict[str, Any], Outcome]]) -> str:
     """A row for each case: its settings, then its figures. Columns that are 0 or missing everywhere are left out."""
     rows = [
-        {**{key: _shown(value) for key, value in case.items()}, **{key: make(o) for key, make in _COLUMNS.items()}}
+        {
+            **{key: _format_value(value) for key, value in case.items()},
+            **{key: make(o) for key, make in _COLUMNS.items()},
+        }
         for case, o in outcomes
     ]
     empty = {key for key in _COLUMNS if all(row[key] in ("-", "0", "0.0%", "0.00") for row in rows)}
@@ -144,5 +147,5 @@ def _seconds(quantiles: Quantiles | None, name: str) -> str:
     return "-" if quantiles is None else f"{getattr(quantiles, name):,.1f} s"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -64,7 +64,7 @@ class SimulatedReplica:
         for request in held:
             self.add(request)
 
-    def held(self) -> list[EngineSequence]:
+    def list_held(self) -> list[EngineSequence]:
         """Sequences of requests that are held."""
         return [sequence for request in self._held for sequence in request.sequences]
 
@@ -100,9 +100,9 @@ class SimulatedReplica:
     def _wake(self) -> None:
         if not self._is_waking and self._stalled_until != float("inf"):
             self._is_waking = True
-            self._events.plan(max(self._events.now, self._stalled_until), self._woken)
+            self._events.plan(max(self._events.now, self._stalled_until), self._finish_waking)
 
-    def _woken(self) -> None:
+    def _finish_waking(self) -> None:
         self._is_waking = False
         if self._events.now < self._stalled_until:
             self._wake()
@@ -121,7 +121,7 @@ class SimulatedReplica:
         assert self.engine.run is not None
         self._plan, self._num_steps = self._plan + 1, num_steps
         at = self._begun_at + self.engine.run.seconds_of(num_steps)
-        self._events.plan(max(at, self._events.now), self._over, self._plan, num_steps)
+        self._events.plan(max(at, self._events.now), self._finish_steps, self._plan, num_steps)
 
     def _cut(self) -> None:
         """Let the run end with the step in progress."""
@@ -130,7 +130,7 @@ class SimulatedReplica:
         if num_steps < self._num_steps:
             self._plan_end(num_steps)
 
-    def _over(self, plan: int, num_steps: int) -> None:
+    def _finish_steps(self, plan: int, num_steps: int) -> None:
         if plan != self._plan:
             return
         self._finish(num_steps)

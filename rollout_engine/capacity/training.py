@@ -41,7 +41,7 @@ class Updates:
         self._file, self._fleet, self._events, self._fan_out = file, fleet, events, fan_out
         self._update: Update | None = None
         self._done: Callable[[], None] = lambda: None
-        fleet.on_lost, fleet.on_idle = self._lost, self._look_for_drain
+        fleet.on_lost, fleet.on_idle = self._drop_replica, self._look_for_drain
 
     def begin(self, version: int, done: Callable[[], None]) -> None:
         """Begin an update; `done` is called with its last commit."""
@@ -66,24 +66,24 @@ class Updates:
         update.pending, update.num_members = set(living), max(len(living), 1)
         for index in living:
             at = self._events.now + self._fan_out.staged_seconds(index)
-            self._events.plan(at, self._staged, update, index)
+            self._events.plan(at, self._finish_staging, update, index)
         self._look_for_end(update)
 
-    def _staged(self, update: Update, index: int) -> None:
+    def _finish_staging(self, update: Update, index: int) -> None:
         replica = self._fleet.replicas.get(index)
         if index not in update.pending or replica is None:
             return
 
-        def committed() -> None:
+        def commit() -> None:
             if index in update.pending and self._fleet.replicas.get(index) is replica:
                 update.pending.discard(index)
                 update.took.add(index)
                 self._look_for_end(update)
 
         recompute = self._file.training.kv == "recompute"
-        replica.commit(update.version, self._file.weights.commit_seconds, committed, recompute=recompute)
+        replica.commit(update.version, self._file.weights.commit_seconds, commit, recompute=recompute)
 
-    def _lost(self, index: int) -> None:
+    def _drop_replica(self, index: int) -> None:
         update = self._update
         if update is not None and index in update.pending | update.took:
             update.pending.discard(index)
@@ -101,7 +101,7 @@ class Updates:
         now = self._events.now
         num_missed = update.num_members - len(update.took)
         self.records.append(UpdateRecord(now - update.began_at, update.drained_at - update.began_at, num_missed))
-        self._fleet.committed(update.took, update.version)
+        self._fleet.record_commit(update.took, update.version)
         self._fleet.is_draining = False
         for replica in [*self._fleet.replicas.values()]:
             replica.resume()
@@ -150,9 +150,9 @@ class Trainer:
         self.staleness += [batch - version for job in jobs for version in job.oldest]
         self.batch_seconds.append(seconds)
         at = self._events.now + self._file.training.train_seconds
-        self._events.plan(at, self._updates.begin, batch + 1, self._updated)
+        self._events.plan(at, self._updates.begin, batch + 1, self._finish_update)
 
-    def _updated(self) -> None:
+    def _finish_update(self) -> None:
         self._num_trained += 1
         self._is_training = False
         self.begin()
@@ -190,8 +190,8 @@ class Arrivals:
     def _plan_update(self) -> None:
         if self._file.training.train_seconds:
             at = self._events.now + self._file.training.train_seconds
-            self._events.plan(at, self._updates.begin, self._version + 1, self._updated)
+            self._events.plan(at, self._updates.begin, self._version + 1, self._finish_update)
 
-    def _updated(self) -> None:
+    def _finish_update(self) -> None:
         self._version += 1
         self._plan_update()

@@ -57,7 +57,7 @@ class OneProcess:
         self._processes.append(process)
         if not self.close.alive:
             self.end(process)
-            raise self._closed()
+            raise self._make_closed_error()
         return process, True
 
     def end(self, process: Child) -> int:
@@ -68,7 +68,7 @@ class OneProcess:
         try:
             self._processes.remove(process)
         except ValueError:
-            raise self._closed() from None
+            raise self._make_closed_error() from None
         return process.end() or 0
 
     def _start(self) -> Child:
@@ -82,7 +82,7 @@ class OneProcess:
             what = f"A process that {self._work} cannot start ({problem})"
             raise RetryableError(f"{what}: end processes, or allow more, and send the request again.") from problem
 
-    def _closed(self) -> LifecycleError:
+    def _make_closed_error(self) -> LifecycleError:
         return LifecycleError(f"{self._field}: the engine was shut down while it was tried; make a new one.")
 
 

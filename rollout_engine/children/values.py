@@ -220,13 +220,13 @@ class _Reader:
             content = values.tobytes()
             if code == _BYTES:
                 return content
-            return self._divided(content, lengths[0], str, "utf-8") if lengths else str(content, "utf-8")
+            return self._divide(content, lengths[0], str, "utf-8") if lengths else str(content, "utf-8")
         if values.ndim != 1 or values.dtype.str not in ("<i4", "<i8", "<f8"):
             raise ValueError(f"no list is {values.dtype} {values.shape}")
         self._count(len(values))
-        return self._divided(values.tolist(), lengths[0], list) if lengths else values.tolist()
+        return self._divide(values.tolist(), lengths[0], list) if lengths else values.tolist()
 
-    def _divided(self, values: Any, lengths: np.ndarray, kind: Callable[..., Any], *options: str) -> list[Any]:
+    def _divide(self, values: Any, lengths: np.ndarray, kind: Callable[..., Any], *options: str) -> list[Any]:
         fits = lengths.ndim == 1 and lengths.dtype == np.int32 and lengths.min(initial=0) >= 0
         if not fits or lengths.sum(dtype=np.int64) != len(values):
             raise ValueError(f"no parts of {len(values)} have lengths {lengths.dtype} {lengths.shape}")

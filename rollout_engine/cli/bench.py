@@ -25,7 +25,7 @@ from rollout_engine.base.errors import RequestError
 from rollout_engine.base.locations import find_directory
 from rollout_engine.cli import ceilings, machine
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
-from rollout_engine.cli.terminal import announced
+from rollout_engine.cli.terminal import announce
 
 SAMPLING = {"n": 8, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 """Sampling settings of a measured round, unless others are given."""
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     if params.max_tokens is None:
         raise RequestError.for_field("max_tokens", None, "a number: every completion gets as many tokens")
     work = ceilings.Work(arguments.prompts, params.n, arguments.prompt_tokens, params.max_tokens)
-    with announced(f"loading {arguments.model}"):
+    with announce(f"loading {arguments.model}"):
         llm = rollout_engine.LLM(arguments.model, **(_ENGINE | overrides.engine))
     with llm:
         dtype = next(iter(llm.get_model_metadata().values()))[0]

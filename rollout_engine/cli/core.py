@@ -15,7 +15,7 @@ from types import FrameType
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, EngineDeadError
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
-from rollout_engine.cli.terminal import announced
+from rollout_engine.cli.terminal import announce
 from rollout_engine.process.core_launcher import CoreProcess
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HEARTBEAT_SECONDS, MAX_BACKLOG_BYTES, START_SECONDS
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
         keys=keys,
     )
     try:
-        with announced(f"starting a core of {arguments.model}"):
+        with announce(f"starting a core of {arguments.model}"):
             ready = process.wait_ready(START_SECONDS)
         _pass_signals_on(process)
         print(ready.address, flush=True)

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     overrides = parse_overrides(arguments.overrides)
     if arguments.model is None and overrides.engine:
         raise ConfigError("doctor: options are those of a model: name it first, as doctor MODEL dtype=float32.")
-    found, paths = _examined()
+    found, paths = _examine()
     if arguments.model is not None:
         paths += of_model(arguments.model, overrides.engine)
     found["paths"] = [path._asdict() for path in paths]
@@ -54,10 +54,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def examine() -> dict[str, Any]:
     """All findings by topic; `advice` is a list of sentences, empty if nothing can be improved."""
-    return _examined()[0]
+    return _examine()[0]
 
 
-def _examined() -> tuple[dict[str, Any], list[SpeedPath]]:
+def _examine() -> tuple[dict[str, Any], list[SpeedPath]]:
     found: dict[str, Any] = {
         "machine": machine.describe(),
         "kernels": _kernels(),
@@ -127,15 +127,15 @@ def _table(found: dict[str, Any]) -> str:
     for topic, value in found.items():
         rows = value.items() if isinstance(value, dict) else [("", value)]
         for i, (name, shown) in enumerate(rows):
-            lines.append(f"{topic if not i else '':12} {name:15} {_shown(shown)}".rstrip())
+            lines.append(f"{topic if not i else '':12} {name:15} {_format_value(shown)}".rstrip())
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_shown(item)}" for name, item in value.items())
+        return ", ".join(f"{name} {_format_value(item)}" for name, item in value.items())
     if isinstance(value, list):
-        return ", ".join(map(_shown, value)) or "none"
+        return ", ".join(map(_format_value, value)) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)

@@ -14,7 +14,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollout_engine.cli.terminal import announced, sampling
+from rollout_engine.cli.terminal import announce, sampling
 from rollout_engine.rollouts.evaluation.sweep_file import read_sweep_file
 from rollout_engine.rollouts.policy import RolloutPolicy
 
@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> None:
     file = read_sweep_file(arguments.file, arguments.overrides)
     sys.path.insert(0, str(arguments.file.parent.resolve()))  # functions that the file names
     file.check()
-    with file.located():
-        with announced(f"loading {file.model}"):
+    with file.locate_errors():
+        with announce(f"loading {file.model}"):
             policy = RolloutPolicy.from_pretrained(file.model, **file.engine)
         with policy, sampling(len(file.arguments["tasks"]), "task") as shown:
             report = policy.evaluate(**file.arguments, resume=not arguments.no_resume, use_tqdm=shown)

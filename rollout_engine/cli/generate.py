@@ -12,7 +12,7 @@ import rollout_engine
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.prompts import add_prompts, read_prompts
-from rollout_engine.cli.terminal import announced, sampling
+from rollout_engine.cli.terminal import announce, sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
     prompts = [each.prompt for each in given]
     if arguments.chat:
         prompts = [{"messages": [{"role": "user", "content": p}]} if isinstance(p, str) else p for p in prompts]
-    with announced(f"loading {arguments.model}"):
+    with announce(f"loading {arguments.model}"):
         llm = rollout_engine.LLM(arguments.model, **overrides.engine)
     with llm, sampling(len(prompts), "prompt") as shown:
         results = llm.generate(prompts, params, use_tqdm=shown)

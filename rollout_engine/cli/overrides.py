@@ -50,9 +50,9 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
         if name == "config":
             from_file |= _from_file(text)
         elif name in _ENGINE:
-            found.engine[name] = _converted(name, text, _ENGINE[name])
+            found.engine[name] = _convert(name, text, _ENGINE[name])
         elif name in _SAMPLING:
-            found.sampling[name] = _converted(name, text, _SAMPLING[name])
+            found.sampling[name] = _convert(name, text, _SAMPLING[name])
         else:
             raise ConfigError(unknown_name("option", name, (*_ENGINE, *_SAMPLING, "config")))
     return found._replace(engine=from_file | found.engine)
@@ -64,7 +64,7 @@ def _from_file(path: str) -> dict[str, Any]:
     return {name: value for name, value in TomlFile.read(path, EXAMPLE_FILE).content.items() if name != "model"}
 
 
-def _converted(name: str, text: str, kind: Any) -> Any:
+def _convert(name: str, text: str, kind: Any) -> Any:
     """`text` as a value of type `kind`; if it does not fit, its JSON value, for the field's own check to refuse."""
     value = _from_json(text)
     if _takes(kind, (list, tuple, dict)) and text.lstrip().startswith(("[", "{")):

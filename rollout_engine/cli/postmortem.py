@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     entries = [line for line in rest if not isinstance(line, LiveLine)]
     for line in entries[max(len(entries) - arguments.last, 0) :]:
-        print(_shown(line))
+        print(_format_line(line))
 
 
 def _print_stacks(file: Path, *, replays: bool) -> None:
@@ -72,7 +72,7 @@ def _print_replay(lines: list[Line], *, is_whole: bool) -> None:
     print(f"the scheduler fails alone: {found.failure}" if found.failure else "the scheduler alone does not fail")
 
 
-def _shown(line: Line) -> str:
+def _format_line(line: Line) -> str:
     match line:
         case AddLine(at, request):
             return f"{at:10.3f} s  request {request.id}: {request.num_tokens} tokens, n={request.n}"

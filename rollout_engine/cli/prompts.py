@@ -49,10 +49,10 @@ def _read(path: Path) -> list[GivenPrompt]:
         raise RequestError(f"--file {path} cannot be read: {problem}. Give a text file in UTF-8.") from None
     if path.suffix != ".jsonl":
         return [GivenPrompt(line, {}) for line in lines]
-    return [_decoded(f"{path}, prompt {i}", line) for i, line in enumerate(lines)]
+    return [_decode_line(f"{path}, prompt {i}", line) for i, line in enumerate(lines)]
 
 
-def _decoded(where: str, line: str) -> GivenPrompt:
+def _decode_line(where: str, line: str) -> GivenPrompt:
     try:
         prompt = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError) as problem:

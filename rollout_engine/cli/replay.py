@@ -18,7 +18,7 @@ from typing import Any
 from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.batches.rollout_files import read_jsonl
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
-from rollout_engine.cli.terminal import announced, number_of
+from rollout_engine.cli.terminal import announce, number_of
 from rollout_engine.rollouts.explain import explain
 from rollout_engine.rollouts.policy import RolloutPolicy
 from rollout_engine.rollouts.replay import replay, require_log
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None:
             raise RequestError.for_field(f"--{name}", getattr(arguments, name), "absent without --explain")
     if arguments.sample is not None:
-        samples = _chosen(samples, arguments.sample)
+        samples = _choose_samples(samples, arguments.sample)
     if overrides.sampling:
         raise RequestError(f"{next(iter(overrides.sampling))}: the lines themselves say how they were sampled.")
     for sample in samples:
@@ -56,9 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {name: logged[name] for name in ("dtype", "fp32_head", "deterministic")}
     options["quantization"] = logged.get("quantization")  # lines of older versions have none
     options |= {"logits_processors": tuple(logged["logits_processors"])} | overrides.engine
-    with announced(f"loading {arguments.model or logged['model']}"):
+    with announce(f"loading {arguments.model or logged['model']}"):
         policy = _policy(arguments.model, logged["model"], options)
-    with policy, announced(f"making {number_of(len(samples), 'sample')} again"):
+    with policy, announce(f"making {number_of(len(samples), 'sample')} again"):
         reports = replay(policy, samples, arguments.weights)
     for report in reports:
         if len(reports) == 1 or not report.is_equal:
@@ -88,7 +88,7 @@ def _one_file(path: Path) -> Path:
 def _explain(arguments: argparse.Namespace, samples: list[dict[str, Any]]) -> int:
     if arguments.sample is None:
         raise RequestError("--explain needs --sample K: the line of the sample, the first being 0.")
-    [sample] = _chosen(samples, arguments.sample)
+    [sample] = _choose_samples(samples, arguments.sample)
     directory = arguments.trace or (sample.get("engine") or {}).get("step_trace")
     if directory is None:
         raise RequestError(
@@ -99,7 +99,7 @@ def _explain(arguments: argparse.Namespace, samples: list[dict[str, Any]]) -> in
     return 0
 
 
-def _chosen(samples: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+def _choose_samples(samples: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
     if not 0 <= index < len(samples):
         raise RequestError.for_field("--sample", index, f"from 0 to {len(samples) - 1}")
     return [samples[index]]

@@ -13,7 +13,7 @@ import rollout_engine
 from rollout_engine.cli.out_file import check_out
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.prompts import add_prompts, read_prompts
-from rollout_engine.cli.terminal import announced, sampling
+from rollout_engine.cli.terminal import announce, sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.out is not None:
         check_out(arguments.out, "rollouts.jsonl")
     params = rollout_engine.SamplingParams(**overrides.sampling)
-    with announced(f"loading {arguments.model}"):
+    with announce(f"loading {arguments.model}"):
         policy = rollout_engine.RolloutPolicy.from_pretrained(arguments.model, **overrides.engine)
     with policy, sampling(len(given), "prompt") as shown:
         names = dict.fromkeys(name for each in given for name in each.columns)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
-from rollout_engine.cli.terminal import announced, number_of
+from rollout_engine.cli.terminal import announce, number_of
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.server import HttpServer, check_server
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
         **keys,
     )
     check_server(options)
-    with announced(f"starting {number_of(arguments.replicas, 'replica')} of {arguments.model}"):
+    with announce(f"starting {number_of(arguments.replicas, 'replica')} of {arguments.model}"):
         engine = AsyncLLM(arguments.model, num_replicas=arguments.replicas, **overrides.engine)
     try:
         server = HttpServer(engine, options)

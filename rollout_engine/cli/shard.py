@@ -14,7 +14,7 @@ from pathlib import Path
 from rollout_engine import LLM
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
-from rollout_engine.cli.terminal import announced
+from rollout_engine.cli.terminal import announce
 from rollout_engine.model.loading.sharded_state import ShardedState, require_new
 
 _SMALL = {"skip_tokenizer_init": True, "log_stats": False}
@@ -35,9 +35,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{names}: nothing is sampled; shard takes fields of EngineConfig.")
     directory = Path(os.path.abspath(arguments.directory))
     require_new(directory)  # before the model is loaded, which may take minutes
-    with announced(f"loading {arguments.model}"):
+    with announce(f"loading {arguments.model}"):
         engine = LLM(arguments.model, **(_SMALL | overrides.engine))
-    with engine, announced(f"writing {directory}"):
+    with engine, announce(f"writing {directory}"):
         engine.save_sharded_state(str(directory))
     num_ranks = len(list(directory.glob("rank-*.safetensors")))
     hint = f"{arguments.directory}: load it with load_format=sharded tensor_parallel_size={num_ranks}"

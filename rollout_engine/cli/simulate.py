@@ -88,7 +88,7 @@ def _with_measured_costs(cases: list[Case]) -> list[Case]:
     model = cases[0].file.costs.measure
     if not model:
         return cases
-    found = _measured(model, {}).fit.costs
+    found = _measure_costs(model, {}).fit.costs
     return [with_costs(case, CostsTable(**found._asdict())) for case in cases]
 
 
@@ -101,7 +101,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{names}: --measure samples by itself; give fields of EngineConfig.")
     if arguments.out is not None:
         check_out(arguments.out, "costs.toml")
-    measured = _measured(arguments.measure, overrides.engine)
+    measured = _measure_costs(arguments.measure, overrides.engine)
     if arguments.out is not None:
         write_out(arguments.out, measured_costs.as_toml(measured))
     if arguments.json:
@@ -110,7 +110,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         print(measured_costs.as_toml(measured), end="")
 
 
-def _measured(model: str, options: dict[str, Any]) -> measured_costs.Measured:
+def _measure_costs(model: str, options: dict[str, Any]) -> measured_costs.Measured:
     with _progress("measure", None, "work") as bar:
         return measured_costs.measure(model, options, bar.update)
 

@@ -43,7 +43,7 @@ class SpeedPath(NamedTuple):
 def speed_paths(kernels: Mapping[str, Any], cuda: str) -> list[SpeedPath]:
     """Examine this machine. `kernels` and `cuda` are the findings of `doctor`."""
     return [
-        _compiled(kernels),
+        _describe_compiled(kernels),
         *(_products(dtype) for dtype in _DTYPES),
         *(_attention(dtype) for dtype in _DTYPES[:2]),
         _threads(),
@@ -107,7 +107,7 @@ def row_plan(dtype: torch.dtype) -> dict[str, Any]:
     return {"kernel": plan.kernel, "rows at once": rows}
 
 
-def _compiled(kernels: Mapping[str, Any]) -> SpeedPath:
+def _describe_compiled(kernels: Mapping[str, Any]) -> SpeedPath:
     if kernels["loaded"]:
         return SpeedPath("C++ kernels", "fast", "built for this CPU, and loaded")
     if kernels["compiler"] is None:

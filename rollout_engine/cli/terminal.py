@@ -14,7 +14,7 @@ QUIET_SECONDS = 2.0
 
 
 @contextmanager
-def announced(work: str) -> Iterator[None]:
+def announce(work: str) -> Iterator[None]:
     """Write a line to standard error if the block takes longer than `QUIET_SECONDS`, and another when it has ended.
 
     `work` is the block's task, as "loading MODEL".
@@ -52,5 +52,5 @@ def number_of(count: int, noun: str) -> str:
 def sampling(number: int, noun: str) -> Iterator[bool]:
     """Yields whether to show a progress bar, on a terminal; elsewhere the block is announced."""
     shown = sys.stderr.isatty()
-    with nullcontext() if shown else announced(f"sampling {number_of(number, noun)}"):
+    with nullcontext() if shown else announce(f"sampling {number_of(number, noun)}"):
         yield shown

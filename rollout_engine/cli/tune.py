@@ -92,7 +92,7 @@ def as_toml(model: str, work: str, given: Options, found: Proposal) -> str:
     """The proposal as a file that `EngineConfig.load` reads: the model, the given options, and those found faster."""
     lines = [f"# Measured by rollout-engine tune on {machine.cpu_name()}, {machine.usable_cpus()} usable CPUs: {work}."]
     if found.together is not None:
-        outcome = _described(found.together) if found.options else "no faster in rounds of their own, left out"
+        outcome = _describe(found.together) if found.options else "no faster in rounds of their own, left out"
         lines.append(f"# All proposals together: {outcome}.")
     lines.append(f"model = {json.dumps(os.path.abspath(model) if os.path.isdir(model) else model)}")
     lines += [f"{name} = {_toml_value(value)}" for name, value in given.items() if value is not None]
@@ -103,9 +103,9 @@ def as_toml(model: str, work: str, given: Options, found: Proposal) -> str:
         if trial.option in found.options:
             value = found.options[trial.option]
             [chosen] = [each for each in compared if each.options == {trial.option: value}]
-            lines.append(f"{trial.option} = {_toml_value(value)}  # {_described(chosen)}")
+            lines.append(f"{trial.option} = {_toml_value(value)}  # {_describe(chosen)}")
         else:
-            lines.append(f"# {trial.option}: the default ({trial.default}){_kept(trial, compared)}")
+            lines.append(f"# {trial.option}: the default ({trial.default}){_describe_kept(trial, compared)}")
     return "\n".join(lines) + "\n"
 
 
@@ -124,21 +124,21 @@ def table(found: Proposal) -> str:
 def _row(each: Comparison) -> str:
     name, value = next(iter(each.options.items())) if len(each.options) == 1 else ("all of these", "")
     rates = (sorted(rates)[len(rates) // 2] for rates in (each.rates, each.default_rates))
-    return f"{name:24} {value!s:>8} {' '.join(f'{rate:10,.0f}' for rate in rates)}  {_described(each)}"
+    return f"{name:24} {value!s:>8} {' '.join(f'{rate:10,.0f}' for rate in rates)}  {_describe(each)}"
 
 
-def _described(each: Comparison) -> str:
+def _describe(each: Comparison) -> str:
     spread = f"{min(each.ratios):.2f} to {max(each.ratios):.2f} in {len(each.ratios)} pairs"
     kind = "faster" if each.is_faster else "slower" if each.is_slower else "within the noise"
     return f"{each.ratio:.2f} times ({spread}): {kind}"
 
 
-def _kept(trial: Trial, compared: Sequence[Comparison]) -> str:
+def _describe_kept(trial: Trial, compared: Sequence[Comparison]) -> str:
     if not compared:
         return f", not tried: {trial.left_out}"
     best = max(compared, key=lambda each: each.ratio)
     late = f"; {trial.left_out}" if trial.left_out else ""
-    return f", {best.options[trial.option]} is {_described(best)}{late}"
+    return f", {best.options[trial.option]} is {_describe(best)}{late}"
 
 
 def _as_json(model: str, work: str, found: Proposal) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Bundle(NamedTuple):
         return int(min(resources.get(name, 0.0) // amount for name, amount in self.resources.items()))
 
     def __str__(self) -> str:
-        return _shown(self.resources)
+        return _format_resources(self.resources)
 
 
 class RayCluster:
@@ -179,7 +179,10 @@ class RayCluster:
         )
 
     def _shown_room(self, free: Mapping[str, Mapping[str, float]]) -> str:
-        shown = [f"{self.node_name(node_id)}: {_shown(free[node_id])}" for node_id in list(free)[:_MAX_NODES_SHOWN]]
+        shown = [
+            f"{self.node_name(node_id)}: {_format_resources(free[node_id])}"
+            for node_id in list(free)[:_MAX_NODES_SHOWN]
+        ]
         if len(free) > _MAX_NODES_SHOWN:
             shown.append(f"{len(free) - _MAX_NODES_SHOWN} more nodes")
         return "; ".join(shown) or "no living node"
@@ -260,5 +263,5 @@ def _words(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {first_line}"
 
 
-def _shown(resources: Mapping[str, float]) -> str:
+def _format_resources(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(name, 0.0):g} {name}" for name in ("CPU", "GPU"))

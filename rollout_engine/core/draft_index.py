@@ -80,7 +80,7 @@ class DraftIndex:
             _, forgotten = self._kept.popitem(last=False)
             self.num_kept_tokens -= sum(map(len, forgotten))
 
-    def kept(self) -> Iterable[tuple[bytes, list["array[int]"]]]:
+    def list_prompts(self) -> Iterable[tuple[bytes, list["array[int]"]]]:
         """Key and runs of every prompt, the newest last."""
         return [(key, list(runs)) for key, runs in self._kept.items()]
 

@@ -140,7 +140,7 @@ class EngineCore:
     @recorded_entry
     def abort_sequences(self, sequence_ids: Collection[int]) -> EngineCoreOutputs:
         """End sequences; the outputs name them. An unknown or finished id is a no-op."""
-        known = self._requests.known(sequence_ids)
+        known = self._requests.filter_known(sequence_ids)
         for sequence_id in sorted(known, reverse=True):  # a leader last, so that no sibling has to take over
             sequence = self._requests.live(sequence_id)
             if sequence is not None:
@@ -360,7 +360,7 @@ class EngineCore:
         if preparation is None:
             self._scheduler.add(request)
         else:
-            self._requests.prepare(request, preparation)
+            self._requests.hold_until_prepared(request, preparation)
 
     def _abort_in_flight(self) -> None:
         for request in self._requests.in_flight:

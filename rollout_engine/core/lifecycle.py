@@ -103,7 +103,7 @@ class Lifecycle:
         self.require_alive("pause_generation")
         self._check_can_drain("pause_generation", mode, in_flight)
         if self.sleep_wanted and mode == "keep":
-            raise self._refused("pause_generation", "requests in flight are to finish first, for a sleep")
+            raise self._make_refusal("pause_generation", "requests in flight are to finish first, for a sleep")
         self.paused = mode
         self.draining = in_flight and mode == "wait"
 
@@ -111,7 +111,7 @@ class Lifecycle:
         """Lift the pause; no-op without one."""
         self._check_between("resume_generation")
         if self.asleep:
-            raise self._refused("resume_generation", "call wake_up() first")
+            raise self._make_refusal("resume_generation", "call wake_up() first")
         self.paused, self.draining = None, False
 
     def sleep(self, level: int, mode: PauseMode, *, in_flight: bool) -> None:
@@ -122,7 +122,7 @@ class Lifecycle:
         self._check_between("sleep", but_draining=True)
         self._check_can_drain("sleep", mode, in_flight)
         if self.draining and mode == "keep":
-            raise self._refused("sleep", "requests in flight are to finish first; use mode='wait' or mode='abort'")
+            raise self._make_refusal("sleep", "requests in flight are to finish first; use mode='wait' or mode='abort'")
         self.sleep_wanted = level
         self.draining = in_flight and mode == "wait"
 
@@ -155,7 +155,7 @@ class Lifecycle:
         """Begin an update, one at a time, onto resident weights. Steps continue. `verb`: the caller's method."""
         self._check_between(verb)
         if "weights" in self.asleep:
-            raise self._refused(verb, "the weights are not resident; call wake_up(['weights']) first")
+            raise self._make_refusal(verb, "the weights are not resident; call wake_up(['weights']) first")
         self.updating = True
 
     def end_update(self, *, dirty: bool | None) -> None:
@@ -169,7 +169,9 @@ class Lifecycle:
         """Admit nothing before the update has ended. Requests in flight may step on."""
         self._check_mode("update_weights", mode)
         if mode == "wait" and in_flight and not self.can_step:
-            raise self._refused("update_weights", "requests in flight cannot finish now; use mode='abort' or 'keep'")
+            raise self._make_refusal(
+                "update_weights", "requests in flight cannot finish now; use mode='abort' or 'keep'"
+            )
         self.closed_for_update = True
 
     def stop_for_update(self) -> None:
@@ -183,16 +185,16 @@ class Lifecycle:
     def require_alive(self, verb: str) -> None:
         """Raise `LifecycleError` when DEAD."""
         if self.dead:
-            raise self._refused(verb, "it was shut down; make a new engine")
+            raise self._make_refusal(verb, "it was shut down; make a new engine")
 
     def require_weights(self, verb: str) -> None:
         """Raise unless the weights can be computed with: `LifecycleError`, or `DirtyWeightsError`."""
         self.require_alive(verb)
         if "weights" in self.asleep:
-            raise self._refused(verb, "the weights are not resident; call wake_up() first")
+            raise self._make_refusal(verb, "the weights are not resident; call wake_up() first")
         self.require_clean(verb)
         if self.dirty:
-            raise self._refused(verb, "the weights are being written; wait until the update has ended")
+            raise self._make_refusal(verb, "the weights are being written; wait until the update has ended")
 
     def require_clean(self, verb: str) -> None:
         """Raise `DirtyWeightsError` if the weights are resident but incomplete, and no update is completing them."""
@@ -205,25 +207,25 @@ class Lifecycle:
         self.require_clean(verb)
         if self.paused is not None or self.sleep_wanted or self.asleep:
             call = "wake_up" if self.asleep or self.sleep_wanted else "resume_generation"
-            raise self._refused(verb, f"it would wait for ever; call {call}() first")
+            raise self._make_refusal(verb, f"it would wait for ever; call {call}() first")
 
     def _check_between(self, verb: str, *, but_draining: bool = False) -> None:
         """Raise during an update and (unless `but_draining`) while requests finish for a sleep."""
         self.require_alive(verb)
         if self.updating:
-            raise self._refused(verb, "wait until the update has ended")
+            raise self._make_refusal(verb, "wait until the update has ended")
         if self.sleep_wanted and not but_draining:
-            raise self._refused(verb, "requests in flight are finishing for a sleep; abort them to end it sooner")
+            raise self._make_refusal(verb, "requests in flight are finishing for a sleep; abort them to end it sooner")
 
     def _check_can_drain(self, verb: str, mode: PauseMode, in_flight: bool) -> None:
         if mode == "wait" and in_flight and (self.asleep or self.dirty):
-            raise self._refused(verb, "requests in flight cannot finish now; use mode='abort' or mode='keep'")
+            raise self._make_refusal(verb, "requests in flight cannot finish now; use mode='abort' or mode='keep'")
 
     def _check_mode(self, verb: str, mode: str) -> None:
         if mode not in MODES:
             raise LifecycleError(f"{verb}: mode={mode!r} is not allowed: must be 'abort', 'wait' or 'keep'.")
 
-    def _refused(self, verb: str, advice: str) -> LifecycleError:
+    def _make_refusal(self, verb: str, advice: str) -> LifecycleError:
         return LifecycleError(f"{verb}: not possible while the engine is {self.describe()}: {advice}.")
 
 

@@ -72,7 +72,7 @@ class RequestTable:
         found = self._sequences.get(sequence_id)
         return None if found is None or found.ended else found
 
-    def known(self, sequence_ids: Iterable[int]) -> set[int]:
+    def filter_known(self, sequence_ids: Iterable[int]) -> set[int]:
         """The ids of these that a sequence of an unfinished request has."""
         return self._sequences.keys() & sequence_ids
 
@@ -81,7 +81,7 @@ class RequestTable:
         taken, self._held = list(self._held.values()), {}
         return taken
 
-    def prepare(self, request: Request, preparation: Preparation) -> None:
+    def hold_until_prepared(self, request: Request, preparation: Preparation) -> None:
         """Keep a request back until `preparation` is complete."""
         self._preparing[request.source.first_sequence_id] = preparation
 

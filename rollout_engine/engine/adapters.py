@@ -20,7 +20,7 @@ def load_adapter(driver: EngineDriver, request: LoRARequest, verb: str) -> LoRAI
     Other values than those served last under its name are a new policy version, as other weights are.
     """
     pool = driver.executor.require_adapters(verb)
-    prepared = pool.prepare(request)
+    prepared = pool.prepare_adapter(request)
     with driver.boundary():
         core = driver.core
         if not core.adapters.check_values(request.name, request.revision, prepared.digest):
@@ -44,7 +44,7 @@ def update_adapter(driver: EngineDriver, request: LoRARequest, version: int | No
     """Load an adapter's values as policy version `version`, None: the next one. Raises as `update_weights`."""
     start = time.perf_counter()
     pool = driver.executor.require_adapters("update_weights")
-    prepared = pool.prepare(request)
+    prepared = pool.prepare_adapter(request)
     with driver.boundary():
         stalled, core = time.perf_counter(), driver.core
         known = core.adapters.find(request.name)

@@ -67,7 +67,7 @@ class Call:
     ) -> None:
         """`caller` is a client's index. After `deadline` (`time.monotonic`) the call does not begin any more, and is
         not waited for. Raises `RequestError` for arguments of other types than the verb's."""
-        self.verb, self.arguments = verb, verb.check(arguments)
+        self.verb, self.arguments = verb, verb.bind_arguments(arguments)
         self.future = CallFuture() if future is None else future
         self.caller, self.start = caller, time.perf_counter()
         self.deadline = deadline if verb.timeout else None

@@ -28,7 +28,7 @@ class Route(NamedTuple):
     """Index of the replica that computes the request first."""
 
     @classmethod
-    def checked(cls, session_id: object, replica_index: int | None = None) -> "Route":
+    def from_options(cls, session_id: object, replica_index: int | None = None) -> "Route":
         """Raise `RequestError` for a session id that is no text, or has no effect since a replica's index is given."""
         if session_id is None:
             return cls(None, replica_index)

@@ -46,7 +46,7 @@ def health(results: Sequence[Health]) -> Health:
         policy_version=min(each.policy_version for each in results),
         num_unfinished_requests=sum(each.num_unfinished_requests for each in results),
         num_steps=sum(each.num_steps for each in results),
-        io=reduce(_added, (each.io for each in results)),
+        io=reduce(_add_values, (each.io for each in results)),
         stuck="; ".join(each.stuck for each in results if each.stuck),
     )
 
@@ -66,11 +66,11 @@ def metrics(results: Sequence[CoreMetrics]) -> CoreMetrics:
 
 def counters(parts: Sequence[CoreStats]) -> CoreStats:
     """Sums over the engines; the longest of their last pauses."""
-    total = reduce(_added, parts)
+    total = reduce(_add_values, parts)
     return msgspec.structs.replace(total, last_pause_seconds=max(each.last_pause_seconds for each in parts))
 
 
-def _added(first: Any, second: Any) -> Any:
+def _add_values(first: Any, second: Any) -> Any:
     """The sum of two numbers, or of two structs, lists or dicts of numbers, entry by entry."""
     match first, second:
         case Histogram(), Histogram():
@@ -78,7 +78,7 @@ def _added(first: Any, second: Any) -> Any:
             return Histogram(first.bounds, counts, first.sum + second.sum)
         case msgspec.Struct(), msgspec.Struct():
             names = first.__struct_fields__
-            return type(first)(**{name: _added(getattr(first, name), getattr(second, name)) for name in names})
+            return type(first)(**{name: _add_values(getattr(first, name), getattr(second, name)) for name in names})
         case list(), list():
             return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
         case dict(), dict():

@@ -124,7 +124,7 @@ class History(Recorder):
     def record_schedule(self, work: SchedulerOutput, rows: list[Sequence], sampled: list[Sequence]) -> None:
         is_plain = rows == sampled
         again = is_plain and rows == self._rows
-        self._scheduled += (None if again else _scheduled(work),)
+        self._scheduled += (None if again else _record_scheduled(work),)
         self._rows = rows if is_plain else None
 
     def end_step(self, ended: Collection[SequenceEnd], problem: BaseException | None) -> None:
@@ -151,7 +151,7 @@ class History(Recorder):
         self.generations = [self.generations[-1], Generation(live, self._core.policy_version, is_first=False)]
 
 
-def _scheduled(work: SchedulerOutput) -> Scheduled:
+def _record_scheduled(work: SchedulerOutput) -> Scheduled:
     rows = ((row.sequence_id, row.num_computed_tokens, row.num_scheduled_tokens) for row in work.scheduled)
     samples = array("q", [task.sequence_id for task in work.samples])
     return Scheduled(work.step, work.policy_version, array("q", chain.from_iterable(rows)), samples)

@@ -52,7 +52,7 @@ def score_pairs(
     if len(prompts) != len(completions):
         bound = f"one for each of the {len(prompts)} prompts"
         raise RequestError.for_field("completion_token_ids", f"a list of {len(completions)}", bound)
-    pairs = [_checked(scorer.info, i, *pair) for i, pair in enumerate(zip(prompts, completions, strict=True))]
+    pairs = [_check_pair(scorer.info, i, *pair) for i, pair in enumerate(zip(prompts, completions, strict=True))]
     routed = _checked_routing(scorer, pairs, routed_experts)
     asked = [i for i, (_, completion) in enumerate(pairs) if completion]
     scores = [np.zeros(0, dtype=np.float32) for _ in pairs]
@@ -72,7 +72,7 @@ def score_pairs(
     return scores
 
 
-def _checked(sizes: Any, index: int, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
+def _check_pair(sizes: Any, index: int, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
     prompt_ids = as_token_ids(prompt, f"prompt_token_ids[{index}]", sizes.vocab_size)
     completion_ids = as_token_ids(completion, f"completion_token_ids[{index}]", sizes.vocab_size)
     if not prompt_ids:

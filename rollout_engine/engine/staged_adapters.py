@@ -21,7 +21,7 @@ class StagedAdapters:
 
     def stage(self, request: LoRARequest, verb: str) -> LoRAInfo:
         """Read an adapter and check it. Steps may run meanwhile. Raises as `add_lora`; `verb`: the user's."""
-        prepared = self._driver.executor.require_adapters(verb).prepare(request)
+        prepared = self._driver.executor.require_adapters(verb).prepare_adapter(request)
         staged = self._staged.setdefault(self._driver.caller, {})
         staged[prepared.digest] = prepared
         while len(staged) > self._driver.core.adapters.num_slots:  # a client that stages and never commits

@@ -13,7 +13,7 @@ from rollout_engine.execution.model_info import ModelInfo
 
 def make_core(config: EngineConfig, executor: InlineExecutor) -> EngineCore:
     """Make the core over a loaded model; with `config.step_trace` its steps are written there. Raises `ConfigError`."""
-    core = EngineCore(executor, core_config(config, executor.info), prepare=executor.prepare)
+    core = EngineCore(executor, core_config(config, executor.info), prepare=executor.prepare_grammar)
     if config.step_trace is not None:
         core.recorders.append(StepTrace(config.step_trace, config.step_trace_bytes, config.model))
     return core

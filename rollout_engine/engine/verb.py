@@ -89,7 +89,7 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
         bound.apply_defaults()
         return bound.arguments if self.prepare is None else self.prepare(**bound.arguments)
 
-    def check(self, arguments: Mapping[str, Any]) -> Arguments:
+    def bind_arguments(self, arguments: Mapping[str, Any]) -> Arguments:
         """Arguments of the declared types. Raises `RequestError`."""
         if not self.crosses:
             return dict(arguments)
@@ -148,7 +148,7 @@ def verb_of(function: Callable[..., Any], **options: Any) -> Verb:
         function=function,
         signature=inspect.Signature(parameters),
         arguments=arguments,
-        result=_awaited(hints["return"]),
+        result=_get_awaited_type(hints["return"]),
         **options,
     )
 
@@ -158,7 +158,7 @@ def _on_the_wire(hint: Any) -> Any:
     return str if get_origin(hint) is Literal else hint
 
 
-def _awaited(hint: Any) -> Any:
+def _get_awaited_type(hint: Any) -> Any:
     """Type of the result that callers get: that of a future or of a generator."""
     kinds = {Future: 0, Generator: 2}
     return get_args(hint)[kinds[get_origin(hint)]] if get_origin(hint) in kinds else hint

@@ -161,7 +161,7 @@ class InlineExecutor:
         self._wait_until_idle()
         return [self.profiler.stop()]
 
-    def prepare(self, params: SamplingParams) -> Callable[[float], bool] | None:
+    def prepare_grammar(self, params: SamplingParams) -> Callable[[float], bool] | None:
         """Begin to compile a request's grammar, concurrently with steps. Returns a wait for it, or None if unneeded."""
         if params.structured_outputs is None:
             return None

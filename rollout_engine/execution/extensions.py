@@ -110,9 +110,9 @@ class Extensions:
             raise RPCError(unknown_name("method of worker extensions", str(name)[:80], self._methods), method=str(name))
         arguments = self._bind(name, method, args, kwargs or {})
         with self._as_rpc_errors(name):
-            with as_weight_errors(), _watched(name, method.owner):
+            with as_weight_errors(), _watch_method(name, method.owner):
                 value = getattr(self._instances[method.owner], name)(**arguments)
-            return msgspec.convert(value, method.result, dec_hook=_unchanged)
+            return msgspec.convert(value, method.result, dec_hook=_pass_through)
 
     def call_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Result of `function(worker, *args, **kwargs)`. Raises as `call` for a method that runs."""
@@ -161,13 +161,13 @@ class Extensions:
                 raise RPCError(f"{name}: {unknown_name('argument', str(key)[:80], fields)}", method=name)
             given[key] = value
         try:
-            checked = msgspec.convert(given, method.arguments, strict=True, dec_hook=_unchanged)
+            checked = msgspec.convert(given, method.arguments, strict=True, dec_hook=_pass_through)
         except msgspec.ValidationError as problem:
             raise RPCError(f"{name}: {problem}.", method=name) from None
         return {field: getattr(checked, field) for field in fields}
 
 
-def _watched(name: str, owner: type[WorkerExtension]) -> AbstractContextManager[None]:
+def _watch_method(name: str, owner: type[WorkerExtension]) -> AbstractContextManager[None]:
     """Let a watchdog interrupt a method of the user's; the stock ones have deadlines of their own."""
     where = f"{owner.__module__}:{owner.__qualname__}"
     return nullcontext() if owner in STOCK else UserCode(lambda: f"method '{name}' of worker extension {where}")
@@ -210,7 +210,7 @@ def _signature_of(method: Any) -> tuple[type[msgspec.Struct], Any]:
     return arguments, hints["return"]
 
 
-def _unchanged(kind: Any, value: Any) -> Any:
+def _pass_through(kind: Any, value: Any) -> Any:
     """Pass arrays, tensors and other types that msgspec does not support as they are, if they are of the class."""
     kind = get_origin(kind) or kind
     if not isinstance(value, kind):

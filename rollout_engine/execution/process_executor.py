@@ -59,7 +59,7 @@ class ProcessExecutor(InlineExecutor):
         own, splits_sums = Joined.of(device.torch_device), device.splits_sums(config)
         team = RankTeam(config, launcher, exchange, own, runs_ahead=not device.is_host, splits_sums=splits_sums)
         try:
-            with _named(team):
+            with _name_broken_rank(team):
                 worker = LeadingWorker(config, team)
         except BaseException:
             team.shutdown()
@@ -81,7 +81,7 @@ class ProcessExecutor(InlineExecutor):
         wait = super().submit(work)
 
         def result() -> ModelRunnerOutput:
-            with _named(self._team):
+            with _name_broken_rank(self._team):
                 out = wait()
             self._team.require_alive()  # a device that lost the others computes on, with data that never arrived
             return out
@@ -89,7 +89,7 @@ class ProcessExecutor(InlineExecutor):
         return result
 
     def score(self, *args: Any, **options: Any) -> Iterator[dict[int, np.ndarray]]:
-        with _named(self._team):
+        with _name_broken_rank(self._team):
             yield from super().score(*args, **options)
 
     def collective_rpc(
@@ -128,7 +128,7 @@ class ProcessExecutor(InlineExecutor):
         self._team.shutdown()
 
     def _execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        with _named(self._team):
+        with _name_broken_rank(self._team):
             return super()._execute(work)
 
 
@@ -140,7 +140,7 @@ def _launcher_of(config: EngineConfig, device: Device) -> RankLauncher:
 
 
 @contextmanager
-def _named(team: RankTeam) -> Iterator[None]:
+def _name_broken_rank(team: RankTeam) -> Iterator[None]:
     """Raise, for broken turns inside, the error that names the rank that has broken them."""
     try:
         yield

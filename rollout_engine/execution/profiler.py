@@ -53,7 +53,7 @@ class Profiler:
             what = "start_profile: another engine of this process is being profiled"
             raise LifecycleError(f"{what}, and a process has one profiler: call its stop_profile() first.")
         try:
-            self._profile = _started(options)
+            self._profile = _start_profile(options)
         except BaseException:
             _TURN.release()
             path.unlink()
@@ -84,7 +84,7 @@ class Profiler:
 
     def mark(self, work: SchedulerOutput) -> AbstractContextManager[object]:
         """Show in the trace, while there is one, that a step runs inside this block."""
-        return _NOTHING if self._profile is None or not work.scheduled else self._marked(work)
+        return _NOTHING if self._profile is None or not work.scheduled else self._mark_step(work)
 
     def close(self) -> None:
         """End the profile of an engine that is shut down; its trace is kept."""
@@ -92,7 +92,7 @@ class Profiler:
             self._end()
 
     @contextmanager
-    def _marked(self, work: SchedulerOutput) -> Iterator[None]:
+    def _mark_step(self, work: SchedulerOutput) -> Iterator[None]:
         num_tokens = sum(row.num_scheduled_tokens for row in work.scheduled)
         with record_function(f"step {work.step}: {len(work.scheduled)} sequences, {num_tokens} tokens"):
             yield
@@ -122,9 +122,9 @@ class Profiler:
         """An empty file of a new name: host, process and time, so that those of many replicas do not clash."""
         chosen = self._directory if directory is None else directory
         if not chosen:
-            raise _refused(chosen, "Give start_profile(directory), or the engine EngineConfig(profiler_dir=...).")
+            raise _make_refusal(chosen, "Give start_profile(directory), or the engine EngineConfig(profiler_dir=...).")
         if directory and not os.path.isabs(directory):  # faces make it so: only a message of another's making is not
-            raise _refused(directory, "Its path must be absolute.")
+            raise _make_refusal(directory, "Its path must be absolute.")
         now = time.strftime("%Y%m%dT%H%M%S")
         name = f"rollout_engine-{platform.node()}-{os.getpid()}-{now}-{next(_NUMBERS)}.pt.trace.json"
         path = Path(os.path.abspath(chosen), name)
@@ -132,11 +132,11 @@ class Profiler:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(exist_ok=False)
         except (OSError, ValueError) as problem:
-            raise _refused(chosen, f"({problem})") from problem
+            raise _make_refusal(chosen, f"({problem})") from problem
         return path
 
 
-def _started(options: Mapping[str, Any]) -> profile:
+def _start_profile(options: Mapping[str, Any]) -> profile:
     from torch._C._profiler import _ExperimentalConfig
 
     if autograd_profiler._is_profiler_enabled:  # torch would end that one without a word
@@ -151,7 +151,7 @@ def _started(options: Mapping[str, Any]) -> profile:
     return made
 
 
-def _refused(directory: str | None, hint: str) -> RequestError:
+def _make_refusal(directory: str | None, hint: str) -> RequestError:
     bound = "a directory that the engine can write to"
     message = f"start_profile: {refused('directory', directory, bound, hint)}"
     return RequestError(message, field="directory", value=directory, bound=bound)

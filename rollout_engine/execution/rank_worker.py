@@ -131,7 +131,7 @@ class RankWorker:
     @_called
     def prepare_weights(self) -> None:
         """Take memory of weights back."""
-        self._held.prepare()
+        self._held.prepare_weights()
 
     @_called
     def start_weights(self, inplace: bool, carried: list[str] | None) -> None:

@@ -105,7 +105,7 @@ class _RayProcess:
     def __init__(self, cluster: RayCluster, actor: Any, name: str, order: bytes) -> None:
         self._cluster, self._actor, self._name = cluster, actor, name
         self._has_ended = False
-        place = self._begun(order)
+        place = self._begin_process(order)
         self.name = f"process {place.pid} on node {cluster.node_name(place.node_id)}"
         self._status = actor.wait_end.options(concurrency_group=_END).remote()
 
@@ -134,7 +134,7 @@ class _RayProcess:
         with suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._actor, no_restart=True)
 
-    def _begun(self, order: bytes) -> RankPlace:
+    def _begin_process(self, order: bytes) -> RankPlace:
         """Have the actor begin the process; ask again if the answer is lost: an actor starts one process."""
         deadline = time.monotonic() + _BEGIN_SECONDS
         while True:

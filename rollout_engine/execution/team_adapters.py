@@ -31,10 +31,10 @@ class TeamAdapters:
         self._told: set[int] = set()
         """Numbers of the adapters that the other ranks may hold, installed or not."""
 
-    def prepare(self, request: LoRARequest) -> PreparedAdapter:
+    def prepare_adapter(self, request: LoRARequest) -> PreparedAdapter:
         with naming_adapter(request):
             linears = read_adapter(request)
-            prepared = self._own.checked(linears)
+            prepared = self._own.check_adapter(linears)
         with self._preparing:
             gone = self._told - set(self._numbers.values())
             number = self._numbers[prepared] = next(self._count)

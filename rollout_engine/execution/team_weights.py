@@ -61,9 +61,9 @@ class TeamWeights:
 
     def describe(self, names: Iterable[str]) -> list[TensorSpec]:
         """Specs of live values, which are digested as they pass through the window."""
-        return [self._described(name) for name in names]
+        return [self._describe_tensor(name) for name in names]
 
-    def _described(self, name: str) -> TensorSpec:
+    def _describe_tensor(self, name: str) -> TensorSpec:
         digest, (dtype, shape) = Digest(), self.metadata[name]
         for piece in self._read(name):
             digest.update(tensor_bytes(piece))
@@ -96,8 +96,8 @@ class TeamWeights:
     def num_bytes(self, names: Iterable[str]) -> int:
         return sum(math.prod(self.metadata[name][1]) * self._dtypes[name].itemsize for name in names)
 
-    def prepare(self) -> None:
-        self._team.ask("prepare_weights", self._own.prepare)
+    def prepare_weights(self) -> None:
+        self._team.ask("prepare_weights", self._own.prepare_weights)
 
     def start(self, *, inplace: bool, lacking: Lacking | None, carried: Iterable[str] | None) -> None:
         assert lacking is None, "updates of a team bring all they announce"

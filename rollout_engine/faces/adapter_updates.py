@@ -11,7 +11,7 @@ from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.verbs import VERBS
-from sync.lazy_tensor import gathered, is_sharded
+from sync.lazy_tensor import gather_whole, is_sharded
 
 
 def update_adapter(client: EngineClient, source: Any, version: Any, options: UpdateOptions) -> UpdateReport:
@@ -47,7 +47,7 @@ def adapter_of(model: Any) -> LoRARequest:
     for full_name, tensor in model.state_dict().items():
         parts = full_name.split(".")
         if name in parts and any(part.startswith(("lora_", "modules_to_save")) for part in parts):
-            whole = gathered(tensor) if is_sharded(tensor) else tensor
+            whole = gather_whole(tensor) if is_sharded(tensor) else tensor
             tensors[_stored_name(full_name, name)] = whole.detach().cpu()
     return LoRARequest(name, tensors=tensors, config=configs[name])
 

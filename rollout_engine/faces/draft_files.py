@@ -103,7 +103,7 @@ def load_drafts(frontend: HasDrafts, path: str | os.PathLike[str], *, timeout: f
         try:
             samples = _read(file, frontend, max_tokens)
         except ValueError as problem:
-            raise _refused("load_drafts", source, _A_FILE, f"{problem} {_GO_ON}") from problem
+            raise _make_refusal("load_drafts", source, _A_FILE, f"{problem} {_GO_ON}") from problem
     _call(frontend, "add_kept_samples", samples=samples, timeout=timeout)
     return len(samples.lengths)
 
@@ -237,7 +237,7 @@ def _as_path(verb: str, path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path)
     except TypeError:
-        raise _refused(verb, path, "the path of a file") from None
+        raise _make_refusal(verb, path, "the path of a file") from None
 
 
 @contextmanager
@@ -248,10 +248,10 @@ def _os_errors(verb: str, path: Path, bound: str) -> Iterator[None]:
     except (OSError, ValueError) as problem:  # ValueError: a path with a NUL in it
         if isinstance(problem, RequestError):
             raise
-        raise _refused(verb, path, bound, f"{type(problem).__name__}: {problem}.") from problem
+        raise _make_refusal(verb, path, bound, f"{type(problem).__name__}: {problem}.") from problem
 
 
-def _refused(verb: str, path: object, bound: str, hint: str = "") -> RequestError:
+def _make_refusal(verb: str, path: object, bound: str, hint: str = "") -> RequestError:
     shown = str(path) if isinstance(path, Path) else path
     error = RequestError.for_field("path", shown, bound, hint)
     return RequestError(f"{verb}: {error}", field="path", value=shown, bound=bound)

@@ -140,7 +140,7 @@ class Frontend:
         """
         self.client.require_usable()
         self.spans.check_headers(trace_headers)
-        route = Route.checked(session_id, replica_index)
+        route = Route.from_options(session_id, replica_index)
         checked = self.inputs.check(prompt, params)  # without the lock: a long text takes its time
         with held(), self._admitting:
             return self._queue(checked, request_id, wake, priority, route, trace_headers, num_kept, seed)
@@ -168,7 +168,7 @@ class Frontend:
         self.client.require_usable()
         self.spans.check_headers(trace_headers)
         if not isinstance(session_id, list | tuple):
-            Route.checked(session_id, replica_index)
+            Route.from_options(session_id, replica_index)
         streams: list[Stream] = []
         with held():
             try:
@@ -181,7 +181,7 @@ class Frontend:
                 with self._admitting:
                     for index, each in enumerate(checked):
                         try:
-                            route = Route.checked(sessions[index], replica_index)
+                            route = Route.from_options(sessions[index], replica_index)
                             kept, seed = (given[index] if given else None for given in (num_kept, seeds))
                             streams.append(
                                 self._queue(each, None, wake, priorities[index], route, trace_headers, kept, seed)
@@ -315,7 +315,7 @@ class Frontend:
         num_kept: int | None = None,
         seed: int | None = None,
     ) -> Stream:
-        name = self._ids.make() if request_id is None else self._ids.check(request_id)
+        name = self._ids.make() if request_id is None else self._ids.check_id(request_id)
         request = self.inputs.admit(checked, priority=priority, seed=seed)
         # Registered before the core receives it.
         stream = self.streams.add(name, request, checked.text, wake, trace_headers, num_kept)

@@ -46,7 +46,7 @@ class LoadBalancer:
         overload_threshold: float = 1.5,
     ) -> None:
         self._balancer = Balancer(strategy, prefix_length=prefix_length, overload_threshold=overload_threshold)
-        self._faces, self._fleet = _checked(service_or_replicas)
+        self._faces, self._fleet = _check_faces(service_or_replicas)
         self._asks_for_kv = "kv-cache" in ((strategy,) if isinstance(strategy, str) else strategy)
         self._lock = threading.Lock()
         self._serving: set[int] = set()
@@ -102,7 +102,7 @@ class LoadBalancer:
         return round(usage * info.num_blocks * info.block_size)
 
 
-def _checked(given: Any) -> tuple[list[Face], FleetClient | None]:
+def _check_faces(given: Any) -> tuple[list[Face], FleetClient | None]:
     if isinstance(given, Face):
         client = given.frontend.client
         if isinstance(client, FleetClient):

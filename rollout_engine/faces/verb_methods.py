@@ -35,13 +35,13 @@ def blocking(function: Callable[Concatenate[EngineDriver, P], R]) -> Callable[Co
     verb = verbs.VERBS[function.__name__]
 
     def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
-        chosen, arguments = _bound(verb, args, kwargs)
+        chosen, arguments = _bind_arguments(verb, args, kwargs)
         return wait_for(self.frontend, chosen, arguments, lambda: self.frontend.client.call(chosen.name, arguments))
 
-    return _documented(method, function)
+    return _document(method, function)
 
 
-def _bound(verb: Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Verb, Arguments]:
+def _bind_arguments(verb: Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Verb, Arguments]:
     """The verb to call, with its arguments: a function given to `collective_rpc` has one of its own."""
     arguments = verb.bind(args, kwargs)
     return (verbs.VERBS["call_function"] if callable(arguments.get("method")) else verb), arguments
@@ -60,7 +60,7 @@ def awaitable(
     of_function = verbs.VERBS[function.__name__]
 
     async def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
-        verb, arguments = _bound(of_function, args, kwargs)
+        verb, arguments = _bind_arguments(of_function, args, kwargs)
         with self.frontend.span(verb, arguments):
             waker, done = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
             result = self.frontend.client.call(verb.name, arguments)
@@ -76,7 +76,7 @@ def awaitable(
                 result.cancel()  # its caller was cancelled, or it is too late: no caller waits for it any more
             return result.result()
 
-    return _documented(method, function)
+    return _document(method, function)
 
 
 def of_frontend(function: Callable[Concatenate[Frontend, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -85,7 +85,7 @@ def of_frontend(function: Callable[Concatenate[Frontend, P], R]) -> Callable[Con
     def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
         return function(self.frontend, *args, **kwargs)
 
-    return _documented(method, function)
+    return _document(method, function)
 
 
 def of_frontend_async(
@@ -96,10 +96,10 @@ def of_frontend_async(
     async def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
         return await run_in_thread(function, self.frontend, *args, **kwargs)
 
-    return _documented(method, function)
+    return _document(method, function)
 
 
-def _documented(method: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _document(method: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     functools.update_wrapper(method, function)
     del method.__wrapped__  # type: ignore[attr-defined]  # its first parameter is another
     signature = inspect.signature(function)
@@ -118,10 +118,10 @@ def check_methods(kind: type) -> None:
         if not name.startswith("_") and inspect.isfunction(function):
             parameters = inspect.signature(function).parameters.values()
             if not any(each.kind == each.VAR_KEYWORD for each in parameters):
-                setattr(kind, name, _checked(name, function))
+                setattr(kind, name, _check_keywords(name, function))
 
 
-def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _check_keywords(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     known = list(inspect.signature(function).parameters)[1:]
     names = frozenset(known)
 
@@ -132,18 +132,18 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def awaited(self: object, /, *args: Any, **kwargs: Any) -> Any:
+        async def call_async(self: object, /, *args: Any, **kwargs: Any) -> Any:
             check(kwargs)
             return await function(self, *args, **kwargs)
 
-        return awaited
+        return call_async
 
     @functools.wraps(function)
-    def called(self: object, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self: object, /, *args: Any, **kwargs: Any) -> Any:
         check(kwargs)
         return function(self, *args, **kwargs)
 
-    return called
+    return call
 
 
 class Face:

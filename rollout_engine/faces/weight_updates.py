@@ -88,7 +88,7 @@ def update_weights(
     nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`
     when requests do not finish in time.
     """
-    options = UpdateOptions.checked(
+    options = UpdateOptions.from_values(
         mode=mode, kv=kv, staging=staging, transport=transport, reset_version=reset_version,
         allow_nonfinite=allow_nonfinite, timeout=timeout, partial=partial, delta=delta, draft=draft,
     )  # fmt: skip

@@ -26,17 +26,17 @@ def source_of(given: Mapping[str, Any], added: Mapping[str, AddedToken]) -> str:
         schema = json.loads(value) if isinstance(value, str) else value
         lark = f"start: %json {json.dumps(schema)}"
     elif kind == "choice":
-        lark = f"start: {' | '.join(map(_quoted, value))}"
+        lark = f"start: {' | '.join(map(_quote, value))}"
     elif kind == "regex":
-        lark = f"start: /{_escaped(value)}/"
+        lark = f"start: /{_escape(value)}/"
     elif kind == "structural_tag":
         lark = _tags(value, added)
     else:
-        lark = _translated(value) if "::=" in value else value
+        lark = _translate(value) if "::=" in value else value
     return json.dumps({"grammars": [{"lark_grammar": f"{lark}\n{FREE_TOKENS}"}]})
 
 
-def _translated(grammar: str) -> str:
+def _translate(grammar: str) -> str:
     """A grammar in EBNF, as GBNF writes it, in Lark. Raises `ValueError` for a grammar that cannot be translated."""
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -68,7 +68,7 @@ def _tags(value: dict[str, Any], added: Mapping[str, AddedToken]) -> str:
             head = f"TEXT <[{added[trigger].token_id}]>"
         else:
             head = f"{name}_head"
-            rules.append(f"{head}[lazy]: TEXT {_quoted(trigger)}")
+            rules.append(f"{head}[lazy]: TEXT {_quote(trigger)}")
         rules.append(f"{name}: {head} ({' | '.join(bodies)})")
         options.append(name)
     others = [str(token.token_id) for text, token in added.items() if not token.is_special and text not in triggers]
@@ -102,17 +102,17 @@ def _text(text: str, added: Mapping[str, AddedToken]) -> str:
     while text:
         found = [(at, -len(name), name) for name in added if name and (at := text.find(name)) >= 0]
         at, _, name = min(found, default=(len(text), 0, ""))
-        parts += [_quoted(text[:at])] if at else []
+        parts += [_quote(text[:at])] if at else []
         parts += [f"<[{added[name].token_id}]>"] if name else []
         text = text[at + len(name) :]
     return " ".join(parts)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _escaped(pattern: str) -> str:
+def _escape(pattern: str) -> str:
     """A pattern between Lark's slashes: a slash in it that is not escaped yet gets a backslash, a line end its name."""
     out, is_escaped = [], False
     for char in pattern:

@@ -12,10 +12,10 @@ def tokenizer_text(name: str, field: str) -> str:
     Raises `GrammarError`, and `ConfigError` if it is not found.
     """
     directory = find_directory(name, weights=False, field=field)
-    return serialized(AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True))
+    return serialize_tokenizer(AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True))
 
 
-def serialized(hf: PreTrainedTokenizerBase) -> str:
+def serialize_tokenizer(hf: PreTrainedTokenizerBase) -> str:
     """A tokenizer as `tokenizer.json` has it, with the tokens that its other files add. Raises `GrammarError`."""
     if not hf.is_fast:
         raise GrammarError(f"the tokenizer {type(hf).__name__} is not one of the tokenizers package's")

@@ -101,7 +101,7 @@ class Vocabulary:
     def compile(self, given: Mapping[str, Any]) -> Any:
         """An `LLMatcher` at the beginning of the grammar. Raises `GrammarError`."""
         module = require_llguidance(given)
-        return self._checked(
+        return self._compile_checked(
             given, lambda source: module.LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
         )
 
@@ -110,9 +110,9 @@ class Vocabulary:
 
         Raises `GrammarError`.
         """
-        return self.compile(given) if self.native is None else self._checked(given, self.native.compile)
+        return self.compile(given) if self.native is None else self._compile_checked(given, self.native.compile)
 
-    def _checked(self, given: Mapping[str, Any], compiled: Callable[[str], Any]) -> Any:
+    def _compile_checked(self, given: Mapping[str, Any], compiled: Callable[[str], Any]) -> Any:
         try:
             matcher = compiled(source_of(given, self._added))
         except Exception as problem:

@@ -41,11 +41,11 @@ class FollowedFile:
         self._offset += len(content)
         self.is_behind = len(content) == _MOST_READ
         *whole, rest = content.split(b"\n")
-        lines = [line for line in map(self._ended, whole) if line.strip()]
+        lines = [line for line in map(self._end_line, whole) if line.strip()]
         self._keep(rest)
         return lines
 
-    def _ended(self, end: bytes) -> bytes:
+    def _end_line(self, end: bytes) -> bytes:
         """The whole line of which this is the last piece; empty for one that was too long."""
         line = b"" if self._skips else b"".join([*self._parts, end])
         self._drop()

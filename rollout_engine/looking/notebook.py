@@ -23,7 +23,7 @@ def html_of(head: str, samples: Sequence[Viewed], num_all: int, *, has_texts: bo
     `head`: lines of text above. `num_all`: how many samples there are, of which `samples` are the first.
     `has_texts`: the texts of tokens are known; otherwise tokens are boxes next to the text of the response.
     """
-    parts = [f"<div><pre style='margin:0 0 6px'>{_shown(head)}</pre>"]
+    parts = [f"<div><pre style='margin:0 0 6px'>{_to_html(head)}</pre>"]
     parts.append("<table><thead><tr>" + "".join(f"<th>{name}</th>" for name in _HEAD) + "</tr></thead><tbody>")
     for each, advantage in zip(samples[:_MOST_SAMPLES], advantages(samples), strict=False):
         parts += _row(each, advantage, has_texts)
@@ -50,13 +50,13 @@ def _row(each: Viewed, advantage: float | None, has_texts: bool) -> Iterator[str
         ", ".join(map(str, versions[:8])),
         str(sample.get("ended_by") or sample.get("finish_reason") or ""),
     )
-    yield "<tr>" + "".join(f"<td style='vertical-align:top'>{_shown(cell, 200)}</td>" for cell in cells)
-    start = _shown(" ".join(each.response[:300].split()), 100)
+    yield "<tr>" + "".join(f"<td style='vertical-align:top'>{_to_html(cell, 200)}</td>" for cell in cells)
+    start = _to_html(" ".join(each.response[:300].split()), 100)
     yield f"<td style='text-align:left;vertical-align:top'><details><summary>{start}</summary>"
     style = "white-space:pre-wrap;overflow-wrap:anywhere;margin:4px 0"
-    yield f"<div style='{style};opacity:.7'>{_shown(each.prompt)}</div><div style='{style}'>"
+    yield f"<div style='{style};opacity:.7'>{_to_html(each.prompt)}</div><div style='{style}'>"
     if not has_texts:
-        yield f"{_shown(each.response)}</div><div style='line-height:1'>"
+        yield f"{_to_html(each.response)}</div><div style='line-height:1'>"
     yield from (_token(each, place, has_texts) for place in range(min(len(each.pieces), _MOST_TOKENS)))
     if len(each.pieces) > _MOST_TOKENS:
         yield f" and {len(each.pieces) - _MOST_TOKENS} more tokens"
@@ -74,12 +74,12 @@ def _token(each: Viewed, place: int, has_texts: bool) -> str:
         part = 1 - math.exp(min(logprob, 0.0))
     else:
         told += ", not sampled"
-    text = _shown(each.pieces[place], 200) if has_texts else "&ensp;"
+    text = _to_html(each.pieces[place], 200) if has_texts else "&ensp;"
     border = "" if has_texts else ";border:1px solid rgba(128,128,128,.4)"
     return f"<span title='{escape(told)}' style='background:rgba(200,60,30,{part:.2f}){border}'>{text}</span>"
 
 
-def _shown(text: str, most: int = _MOST_CHARS) -> str:
+def _to_html(text: str, most: int = _MOST_CHARS) -> str:
     """Text as HTML that shows it."""
     cut = "" if len(text) <= most else f" … {len(text) - most} more characters"
     return escape(visible(text[:most]) + cut)

@@ -76,7 +76,7 @@ class RunWatch:
     def read(self) -> bool:
         """Read new lines. Returns whether there were any."""
         num_lines, was_behind = 0, self.is_behind
-        for path in self._found():
+        for path in self._find_files():
             file = self._files.setdefault(path, FollowedFile(path))
             for line in file.read():
                 num_lines += 1
@@ -120,7 +120,7 @@ class RunWatch:
         """Number of the newest step; None without any."""
         return self.steps[-1].step if self.steps else None
 
-    def _found(self) -> list[Path]:
+    def _find_files(self) -> list[Path]:
         patterns = (NAME, "rollouts*.jsonl")
         return sorted(path for pattern in patterns for path in self.directory.rglob(pattern))
 
@@ -135,7 +135,7 @@ class RunWatch:
         sample = parse_sample(line)
         try:
             last = self.samples[-1] if self.samples else None
-            watched = None if sample is None else _watched(sample, last, self._newest_versions.get(path, -1))
+            watched = None if sample is None else _watch_sample(sample, last, self._newest_versions.get(path, -1))
         except (TypeError, ValueError, OverflowError):  # lists of something else than numbers
             watched = None
         if watched is None:
@@ -150,7 +150,7 @@ class RunWatch:
             self._windows.append(LoggedStep(self.num_samples // _WINDOW - 1, 0.0, numbers))
 
 
-def _watched(sample: dict[str, Any], last: WatchedSample | None, newest_version: int) -> WatchedSample:
+def _watch_sample(sample: dict[str, Any], last: WatchedSample | None, newest_version: int) -> WatchedSample:
     """The numbers of a sample; `last`: the one before it, `newest_version`: the newest version before it."""
     where = f"group {sample['group_id']}, sample {sample['sample_index']}"
     turns = [turn for turn in sample.get("turns") or () if turn >= 0] or [-1]

@@ -235,7 +235,7 @@ class ClientSocket:
         while (frames := self._link.receive()) is not None:
             try:
                 message = self._assembler.read(frames)
-                self._clock.arrived(message, time.monotonic())
+                self._clock.adjust_times(message, time.monotonic())
                 farewell = self._take(message)
             except WireError as problem:
                 return f"it sent frames that are no message ({problem})"

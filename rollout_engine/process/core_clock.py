@@ -20,7 +20,7 @@ class CoreClock:
     def __init__(self) -> None:
         self._offsets: deque[float] = deque(maxlen=_NUM_READINGS)
 
-    def arrived(self, message: Any, now: float) -> None:
+    def adjust_times(self, message: Any, now: float) -> None:
         """Read the clock in a message, or put the times in it on this machine's clock."""
         match message:
             case Welcome(clock=clock) | Heartbeat(clock):
@@ -39,7 +39,7 @@ class CoreClock:
 class SharedClock(CoreClock):
     """The clock of a core on the same machine: it is this one's."""
 
-    def arrived(self, message: Any, now: float) -> None:
+    def adjust_times(self, message: Any, now: float) -> None:
         """Change nothing."""
 
     def departing(self, message: Any) -> Any:

@@ -32,7 +32,7 @@ def in_parts(frames: Sequence[Frame], limits: Limits) -> Iterator[list[Frame]]:
     All but the first frame are not copied; the first one is, if there are several parts.
     """
     sizes = [len(frame) for frame in frames]
-    limits.check(sizes[0], sum(map(_padded, sizes)), len(sizes))
+    limits.check_sizes(sizes[0], sum(map(_pad_size, sizes)), len(sizes))
     if len(frames) <= _MAX_FRAMES_AT_ONCE and sum(sizes) <= PART_BYTES:
         return iter([[*frames]])
     return _parts([bytes(frames[0]), *frames[1:]], sizes)
@@ -54,7 +54,7 @@ def receive(socket: zmq.Socket[bytes]) -> list[Frame]:
 
 
 def _parts(frames: list[Frame], sizes: list[int]) -> Iterator[list[Frame]]:
-    num_bytes_left = sum(map(_padded, sizes))
+    num_bytes_left = sum(map(_pad_size, sizes))
     for data in _pieces(frames):
         num_bytes_left -= len(data)
         array = "|u1", [len(data)], 1
@@ -68,7 +68,7 @@ def _pieces(frames: list[Frame]) -> Iterator[Frame]:
     piece: list[Frame] = []
     room = PART_BYTES
     for frame in frames:
-        for view in (memoryview(frame), memoryview(bytes(_padded(len(frame)) - len(frame)))):
+        for view in (memoryview(frame), memoryview(bytes(_pad_size(len(frame)) - len(frame)))):
             while len(view):
                 piece.append(view[:room])
                 room -= len(piece[-1])
@@ -114,11 +114,11 @@ class Assembler:
     def _begin(self, part: Part) -> None:
         """Make room for a message: memory that is not touched before its bytes arrive."""
         self._buffer, self._num_bytes_left = _EMPTY, 0
-        num_bytes = sum(map(_padded, part.sizes))
+        num_bytes = sum(map(_pad_size, part.sizes))
         try:
             if min(part.sizes) < 0:
                 raise ValueError("no frame has fewer than 0 bytes")
-            self._limits.check(part.sizes[0], num_bytes, len(part.sizes))
+            self._limits.check_sizes(part.sizes[0], num_bytes, len(part.sizes))
         except ValueError as problem:
             raise WireError(f"a message in parts: {problem}") from None
         self._buffer, self._sizes, self._num_bytes_left = np.empty(num_bytes, np.uint8), part.sizes, num_bytes
@@ -130,7 +130,7 @@ class Assembler:
         for size in self._sizes:
             frame = view[start : start + size]
             frames.append(frame if size > PART_BYTES else bytes(frame))  # else one array would keep all the others
-            start += _padded(size)
+            start += _pad_size(size)
         message = self._decoder.decode(frames)
         if isinstance(message, Part):
             raise WireError("a part has no parts")
@@ -138,5 +138,5 @@ class Assembler:
         return message
 
 
-def _padded(size: int) -> int:
+def _pad_size(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT

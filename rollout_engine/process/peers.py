@@ -53,7 +53,7 @@ class Peer:
         """Sizes of the multiparts of each message in the backlog, the last one first."""
         self.last_sent = 0.0
 
-    def push(self, multiparts: list[list[Frame]]) -> None:
+    def push_frames(self, multiparts: list[list[Frame]]) -> None:
         """Append the multiparts of a message to the backlog, those that are left to send."""
         self.backlog += multiparts
         sizes = [sum(map(len, frames)) for frames in reversed(multiparts)]
@@ -151,7 +151,7 @@ class Peers:
         except MessageTooLongError as problem:
             return self._cut_off(peer, f"a message to the client is too long: {problem}")
         if left:
-            peer.push(left)
+            peer.push_frames(left)
 
     def send_to(self, index: int, message: Any) -> None:
         """Send a message to the client with this index; if it has left, the message is dropped."""
@@ -214,7 +214,7 @@ class Peers:
         self._stats.num_clients_cut_off += 1
         logger.warning("client %d was cut off: %s", peer.index, reason)
         self.forget(peer)
-        peer.push([[bytes(frame) for frame in self._encoder.encode(Farewell(reason))]])
+        peer.push_frames([[bytes(frame) for frame in self._encoder.encode(Farewell(reason))]])
         self._leaving.append(peer)
 
 

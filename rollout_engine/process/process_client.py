@@ -148,7 +148,7 @@ class ProcessClient:
             packed = pack(dict(arguments))
             struct_bytes = len(packed.body) + len(name) + _CALL_BYTES + _ARRAY_BYTES * len(packed.arrays)
             message_bytes = struct_bytes + sum(array.nbytes + _ARRAY_BYTES for array in packed.arrays)
-            self._socket.limits.check(struct_bytes, message_bytes, 1 + len(packed.arrays))
+            self._socket.limits.check_sizes(struct_bytes, message_bytes, 1 + len(packed.arrays))
         except (TypeError, ValueError, OverflowError) as problem:
             raise _unsendable(verb, arguments, problem) from None
         seconds = verb.seconds(arguments)
@@ -158,7 +158,7 @@ class ProcessClient:
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """Carry out one whole weight update. Blocks."""
         self.require_usable()
-        return self._weights.push(source, version, options)
+        return self._weights.push_to_core(source, version, options)
 
     def stage_weights(self, path: str, version: int | None, options: UpdateOptions) -> tuple[int, str]:
         """Have the core stage weights that it reads at an absolute path, and hold it; returns version and digest.

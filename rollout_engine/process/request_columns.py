@@ -62,7 +62,7 @@ def request_of(message: AddRequest) -> EngineCoreRequest:
     if _ALLOWED in columns:
         params = msgspec.structs.replace(params, allowed_token_ids=columns.pop(_ALLOWED).tolist())
     if _WORDS in columns and _WORD_LENGTHS in columns:
-        words = _divided(columns.pop(_WORDS).tolist(), columns.pop(_WORD_LENGTHS).tolist())
+        words = _divide(columns.pop(_WORDS).tolist(), columns.pop(_WORD_LENGTHS).tolist())
     if columns:
         raise WireError(f"unknown columns: {', '.join(columns):.80}")
     lists = dict(prompt_token_ids=prompt, output_token_ids=output, bad_words=words)
@@ -91,7 +91,7 @@ def _check_size(what: str, num_bytes: int, limits: Limits, advice: str) -> None:
         raise MessageTooLongError(f"{what} take {num_bytes} bytes, and a message may take {most}; {advice}")
 
 
-def _divided(values: list[int], lengths: list[int]) -> list[list[int]]:
+def _divide(values: list[int], lengths: list[int]) -> list[list[int]]:
     if min(lengths, default=0) < 0 or sum(lengths) != len(values):
         raise WireError("column bad_words does not have the lengths that come with it")
     return [values[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]

@@ -76,7 +76,7 @@ class WeightClient:
         """Whether the sender's weights are the draft model's."""
         self._num_groups = 0
 
-    def push(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+    def push_to_core(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """Carry out one whole update; blocks. Raises as `Frontend.update_weights`, and `EngineDeadError`."""
         transport = DEFAULT if options.transport is None else options.transport
         if isinstance(source, str | os.PathLike):
@@ -143,7 +143,7 @@ class WeightClient:
     def _push(self, source: WeightSource, version: int | None, transport: str, options: UpdateOptions) -> UpdateReport:
         live, metadata, names = self._ask("get_live_weights", options.timeout, draft=options.draft)
         with as_weight_errors():
-            rendezvous, sender = self._connected(transport, metadata, options.timeout)
+            rendezvous, sender = self._connect_sender(transport, metadata, options.timeout)
             pairs = names.used(read_source(source), metadata)
             check_source(pairs, metadata)
             self._cast_notice.warn_if_cast(pairs, metadata)
@@ -163,7 +163,7 @@ class WeightClient:
         report: UpdateReport = self._ask("end_weight_update", options.timeout)
         return report
 
-    def _connected(self, transport: str, metadata: Metadata, timeout: float) -> tuple[Rendezvous, WeightSender]:
+    def _connect_sender(self, transport: str, metadata: Metadata, timeout: float) -> tuple[Rendezvous, WeightSender]:
         if self._sender is None or self._rendezvous is None or self._rendezvous.transport != transport:
             self._disconnect()
             if not self._directory:

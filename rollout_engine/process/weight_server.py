@@ -134,11 +134,11 @@ class WeightServer:
 
         def apply(update: _Update, steps: UpdateSteps) -> UpdateReport:
             with as_weight_errors():
-                receiver = self._connected(rendezvous)
+                receiver = self._connect_receiver(rendezvous)
             try:
                 update.attach(receiver)
                 accepted = partial(update.ready.set_result, True)
-                return apply_update(updater, manifest, receiver, steps, options, update.check, accepted)
+                return apply_update(updater, manifest, receiver, steps, options, update.raise_if_called_off, accepted)
             except BaseException:
                 self._receiver = None
                 receiver.close()
@@ -155,7 +155,7 @@ class WeightServer:
 
         def apply(update: _Update, steps: UpdateSteps) -> UpdateReport:
             hold = partial(update.hold, time.monotonic() + options.timeout)
-            return update_from_source(updater, path, steps, options, version, update.check, hold)
+            return update_from_source(updater, path, steps, options, version, update.raise_if_called_off, hold)
 
         return self._start(client_index, options, apply, is_live=lambda report: (report.version, report.digest)).ready
 
@@ -186,9 +186,9 @@ class WeightServer:
         last = self._last.get(client_index)
         if last is not None and last.report.done():
             del self._last[client_index]  # if this one is refused, its end must not return that one's report
-        UpdateOptions.checked(**msgspec.structs.asdict(options))
+        UpdateOptions.from_values(**msgspec.structs.asdict(options))
         update = _Update(is_live)
-        steps = UpdateSteps(self._driver, options, lambda: time.sleep(_POLL_SECONDS), update.check)
+        steps = UpdateSteps(self._driver, options, lambda: time.sleep(_POLL_SECONDS), update.raise_if_called_off)
         steps.begin()
         try:
             run_in_background(update.run, partial(steps.run, partial(apply, update, steps)), name="weight-update")
@@ -198,7 +198,7 @@ class WeightServer:
         self._last[client_index] = update
         return update
 
-    def _connected(self, rendezvous: Rendezvous) -> WeightReceiver:
+    def _connect_receiver(self, rendezvous: Rendezvous) -> WeightReceiver:
         if self._receiver is None or self._receiver[0] != rendezvous:
             if self._receiver is not None:
                 self._receiver[1].close()
@@ -219,21 +219,21 @@ class _Update:
         self._receiver: WeightReceiver | None = None
 
     def attach(self, receiver: WeightReceiver) -> None:
-        """Let `call_off` close this receiver, which ends a wait in it. Raises as `check`."""
+        """Let `call_off` close this receiver, which ends a wait in it. Raises as `raise_if_called_off`."""
         self._receiver = receiver
-        self.check()
+        self.raise_if_called_off()
 
-    def check(self) -> None:
+    def raise_if_called_off(self) -> None:
         """Raise `TransferTimeout` if the update was called off."""
         if self._called_off.is_set():
             raise TransferTimeout("The client left, or gave up, before the update was complete.")
 
     def hold(self, deadline: float, version: int, digest: str) -> None:
-        """Report that it is staged, and wait until it may commit. Raises as `check`, also at `deadline`."""
+        """Report it as staged, and wait until it may commit. Raises as `raise_if_called_off`, or at `deadline`."""
         self.ready.set_result((version, digest))
         if not self._may_go_on.wait(deadline - time.monotonic()):
             raise TransferTimeout(f"Version {version} was staged, and its commit did not come in time.")
-        self.check()
+        self.raise_if_called_off()
 
     def go_on(self) -> Future[UpdateReport]:
         """Let it commit. Any thread may call it."""

@@ -49,7 +49,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, tag="limits", forbid_unk
     struct_bytes: Annotated[int, msgspec.Meta(ge=1 << 12)] = MAX_STRUCT_BYTES
     message_bytes: Annotated[int, msgspec.Meta(ge=1 << 12)] = MAX_MESSAGE_BYTES
 
-    def check(self, struct_bytes: int, message_bytes: int, num_frames: int = 1) -> None:
+    def check_sizes(self, struct_bytes: int, message_bytes: int, num_frames: int = 1) -> None:
         """Raise `MessageTooLongError` for a message of these sizes."""
         for count, most, what in (
             (struct_bytes, self.struct_bytes, "bytes beside its arrays of numbers; give long data as arrays or bytes"),

@@ -97,7 +97,7 @@ class OutputProcessor:
             request = self._requests.pop(request_id)
             if request.num_live:
                 self._on_closed(request, error)
-                self._timer.discarded(request.sequence_ids)
+                self._timer.forget_sequences(request.sequence_ids)
             for sequence_id in request.sequence_ids:
                 del self._owners[sequence_id]
                 self._live.pop(sequence_id, None)
@@ -110,7 +110,7 @@ class OutputProcessor:
         for sequence_id, num_cached_tokens in outputs.num_cached_tokens.items():
             if sequence_id in self._owners:
                 self._owners[sequence_id].num_cached_tokens = num_cached_tokens
-                self._timer.scheduled(self._owners[sequence_id].metrics, outputs.start_time)
+                self._timer.record_start(self._owners[sequence_id].metrics, outputs.start_time)
         for sequence_id, logprobs in outputs.prompt_logprobs.items():
             if sequence_id in self._owners:
                 self._owners[sequence_id].prompt_logprobs = logprobs
@@ -191,9 +191,11 @@ class OutputProcessor:
     def _end(self, sequence_id: int, live_version: int) -> None:
         request, sample = self._owners[sequence_id], self._live.pop(sequence_id)
         request.num_live -= 1
-        self._timer.ended(sequence_id, sample.finish_reason, sample.policy_versions, live_version)
+        self._timer.record_sequence_end(sequence_id, sample.finish_reason, sample.policy_versions, live_version)
         if request.num_live == 0:
-            self._timer.finished(request.metrics, request.num_prompt_tokens, request.num_tokens, request.params)
+            self._timer.record_request_end(
+                request.metrics, request.num_prompt_tokens, request.num_tokens, request.params
+            )
             self._on_closed(request, None)
 
     def _end_surplus(self, requests: Iterable[OpenRequest], live_version: int) -> list[int]:

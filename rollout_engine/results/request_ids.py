@@ -16,7 +16,7 @@ class RequestIds:
         self._is_unfinished = is_unfinished
         self._num_made = 0
 
-    def check(self, request_id: Any) -> str:
+    def check_id(self, request_id: Any) -> str:
         """Return the id if a new request can have it. Raises `RequestError`."""
         if not isinstance(request_id, str) or not request_id:
             raise RequestError.for_field("request_id", request_id, "a non-empty string")

@@ -19,7 +19,7 @@ class RequestTimer:
         self._of_last_step: tuple[list[int], float] = ([], 0.0)
         """The sequences of the last step, and when it began: not yet in `_last_token`."""
 
-    def scheduled(self, metrics: RequestMetrics, start: float) -> None:
+    def record_start(self, metrics: RequestMetrics, start: float) -> None:
         """Record that a step on a request's prompt began at `start`; only the first such step counts."""
         if metrics.scheduled_time is not None:
             return
@@ -42,7 +42,7 @@ class RequestTimer:
                 self.stats.inter_token_seconds.observe(at - last, times)
         self._of_last_step = (sequence_ids, at)
 
-    def ended(
+    def record_sequence_end(
         self, sequence_id: int, reason: FinishReason | None, policy_versions: set[int], live_version: int
     ) -> None:
         """Record the end of a sequence. `policy_versions`: those that sampled its tokens."""
@@ -53,7 +53,7 @@ class RequestTimer:
         if policy_versions:
             self.stats.staleness.observe(staleness(live_version, policy_versions))
 
-    def finished(
+    def record_request_end(
         self, metrics: RequestMetrics, num_prompt_tokens: int, num_generation_tokens: int, params: SamplingParams
     ) -> None:
         """Record the end of a request's last sample."""
@@ -80,7 +80,7 @@ class RequestTimer:
         if num_generation_tokens > num_samples:
             self.stats.token_seconds.observe((end - first) * num_samples / (num_generation_tokens - num_samples))
 
-    def discarded(self, sequence_ids: Iterable[int]) -> None:
+    def forget_sequences(self, sequence_ids: Iterable[int]) -> None:
         """Forget these sequences: no reader is left."""
         self._note_last_step()
         for sequence_id in sequence_ids:

@@ -36,7 +36,7 @@ class RoutedColumn:
         """Add those of one more token, [L, k]: of the one before a sampled token."""
         self._rows.append(row)
 
-    def stacked(self, start: int) -> np.ndarray | None:
+    def stack(self, start: int) -> np.ndarray | None:
         """Those that came with the sampled tokens from `start` on, the prompt's with the first: [n, L, k].
 
         None if no token was sampled.
@@ -155,7 +155,7 @@ class Sample:
         core can abort it."""
         if self._text is not None:
             new, self._num_read = self._token_ids[self._num_read :], len(self._token_ids)
-            self._decoded(partial(self._text.push, new))
+            self._try_decode(partial(self._text.push, new))
         return self._is_ended_by_text()
 
     def finish(self, end: SequenceEnd) -> None:
@@ -163,7 +163,7 @@ class Sample:
         self.finish_reason, self._stop_reason, self.error = end.finish_reason, end.stop_reason, end.error
         self.read_text()
         if self._text is not None:
-            self._decoded(self._text.finish)
+            self._try_decode(self._text.finish)
         self._is_ended_by_text()
 
     def render(self, *, only_new: bool) -> CompletionOutput:
@@ -177,14 +177,14 @@ class Sample:
             assert column is None or len(column) == num_tokens, f"{len(column)} values for {num_tokens} tokens"
         start = self.num_rendered if only_new else 0
         first_char = self._num_rendered_chars if only_new else 0
-        text = "" if self._text is None else self._decoded(self._text.text) or ""
+        text = "" if self._text is None else self._try_decode(self._text.text) or ""
         self.num_rendered, self._num_rendered_chars = num_tokens, len(text)
         return CompletionOutput(
             index=self._index,
             text=text[first_char:],
             token_ids=self._token_ids[start:],
             logprobs=_from(start, self._logprobs),
-            top_logprobs=None if self._top_logprobs is None else self._top_logprobs.stacked(start),
+            top_logprobs=None if self._top_logprobs is None else self._top_logprobs.stack(start),
             cumulative_logprob=None if self._logprobs is None else self._sum_logprobs(),
             kept_logprob_mass=_from(start, self._kept_logprob_mass),
             finish_reason=self.finish_reason,
@@ -194,7 +194,7 @@ class Sample:
             error=self.error,
             sampled_ranks=None if self._sampled_ranks is None else np.array(self._sampled_ranks[start:], np.int32),
             token_id_logprobs=self._id_logprobs_from(start),
-            routed_experts=None if self._routed_experts is None else self._routed_experts.stacked(start),
+            routed_experts=None if self._routed_experts is None else self._routed_experts.stack(start),
             quantization=self._quantization,
         )
 
@@ -215,7 +215,7 @@ class Sample:
             return False
         return True
 
-    def _decoded(self, decode: Callable[[], _T]) -> _T | None:
+    def _try_decode(self, decode: Callable[[], _T]) -> _T | None:
         """Call `decode`. If it raises, the sample fails: its tokens stay, its text is empty."""
         try:
             return decode()
@@ -262,7 +262,7 @@ class TopLogprobs:
         self._ids.append(ids[: self._k])
         self._logprobs.append(logprobs[: self._k])
 
-    def stacked(self, start: int) -> tuple[np.ndarray, np.ndarray]:
+    def stack(self, start: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids int32 [T, k], log-probs float32 [T, k]) of positions from `start` on."""
         shape = (len(self._ids) - start, self._k)
         ids = np.array(self._ids[start:], dtype=np.int32).reshape(shape)

@@ -154,7 +154,7 @@ class RolloutCollector:
                 return
             self._open[task.index] = task
             self._next.popleft()
-            self._control.started(task.index)
+            self._control.note_start(task.index)
             self._stats.num_started += 1
 
     def _has_next(self) -> bool:
@@ -168,7 +168,7 @@ class RolloutCollector:
 
     def _complete(self, group: Group) -> None:
         self._groups[group.index] = group
-        self._control.completed(group.index, group.oldest_version)
+        self._control.note_completion(group.index, group.oldest_version)
         self._batcher.tell(self._listeners, group, self._layout)
 
     def _deliver(self, indexes: list[int]) -> RolloutBatch:

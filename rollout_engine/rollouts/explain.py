@@ -111,16 +111,16 @@ def _origin(trace: Trace, sequence: TracedSequence, position: int, version: int)
     """The origin of the token at `position` of a sequence; None if it is not in the trace."""
     for step in trace.steps:
         if step.version == version:
-            for start, num_drawn in _drawn(step, sequence.id):
+            for start, num_drawn in _list_draws(step, sequence.id):
                 if start <= position < start + num_drawn:
                     place = position - start
                     draft_place = place + 1 if place < num_drawn - 1 else 0  # the last one is no guess
-                    computed = list(_computed(trace, sequence, step))
+                    computed = list(_list_computed(trace, sequence, step))
                     return Origin(trace.name, step, sequence, position, draft_place, 0, computed)
     return None
 
 
-def _drawn(step: TracedStep, sequence_id: int) -> Iterator[tuple[int, int]]:
+def _list_draws(step: TracedStep, sequence_id: int) -> Iterator[tuple[int, int]]:
     """(position, number) of the tokens that a step drew for a sequence."""
     if step.problem:
         return
@@ -130,7 +130,7 @@ def _drawn(step: TracedStep, sequence_id: int) -> Iterator[tuple[int, int]]:
             yield row.start + row.num_tokens - row.num_drafts, step.drawn[index] if step.drawn else 1
 
 
-def _computed(trace: Trace, sequence: TracedSequence, last: TracedStep) -> Iterator[Computed]:
+def _list_computed(trace: Trace, sequence: TracedSequence, last: TracedStep) -> Iterator[Computed]:
     """Each time that the sequence, or the one that it was forked from, was computed from the beginning.
 
     A time before the oldest step of the trace is not among them.
@@ -192,7 +192,7 @@ def _text(sample: Sample, place: int, origin: Origin, names: Mapping[int, str]) 
         + (f"; besides it {told}" if told else "")
     )
     for i, each in enumerate(origin.computed):
-        lines.append("  " + _told(each, sequence, i, origin.computed[i - 1] if i else None))
+        lines.append("  " + _describe_computed(each, sequence, i, origin.computed[i - 1] if i else None))
     if not origin.computed:
         lines.append("  its prompt was computed before the oldest step of the trace")
     if origin.num_others:
@@ -202,7 +202,7 @@ def _text(sample: Sample, place: int, origin: Origin, names: Mapping[int, str]) 
     return "\n".join(lines)
 
 
-def _told(each: Computed, sequence: TracedSequence, number: int, before: Computed | None) -> str:
+def _describe_computed(each: Computed, sequence: TracedSequence, number: int, before: Computed | None) -> str:
     steps = f"step {each.steps[0]}" if len(each.steps) == 1 else f"steps {', '.join(map(str, each.steps[:12]))}"
     by = "" if each.by == sequence.id else f" by sequence {each.by}, for all samples of its prompt"
     cached = (

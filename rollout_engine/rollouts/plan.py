@@ -63,7 +63,7 @@ class RolloutArguments(msgspec.Struct, frozen=True):
     options: Mapping[str, Any] = {}
     """`ChatOptions`, and in a rollout `EpisodeOptions`."""
 
-    def checked(self) -> "RolloutArguments":
+    def normalize(self) -> "RolloutArguments":
         """The same with Python's own numbers. Raises `RequestError` for a number out of bounds."""
         return msgspec.structs.replace(
             self,
@@ -90,7 +90,7 @@ class RolloutArguments(msgspec.Struct, frozen=True):
 def prompt_tasks(arguments: RolloutArguments) -> list[GroupTask]:
     """Make one task for each prompt. Raises `RequestError` if the arguments do not fit together."""
     prompts = _as_list(arguments.prompts)
-    arguments, params, columns = arguments.checked(), arguments.sampling_params, arguments.columns or {}
+    arguments, params, columns = arguments.normalize(), arguments.sampling_params, arguments.columns or {}
     if not isinstance(params, list | tuple):
         params = [as_sampling_params(params)] * len(prompts)
     _same_length("sampling_params", params, prompts)
@@ -116,7 +116,7 @@ def row_tasks(arguments: RolloutArguments) -> Iterator[GroupTask]:
         raise RequestError.for_field("dataset", dataset, "an iterable of prompts, or of rows with a prompt")
     if isinstance(params, list | tuple):
         raise RequestError.for_field("sampling_params", params, "one for all rows")
-    arguments = arguments.checked()
+    arguments = arguments.normalize()
     return _row_tasks(arguments, *arguments.params_of(as_sampling_params(params), 0))
 
 

@@ -38,7 +38,9 @@ class Difference(msgspec.Struct, frozen=True):
     """Token id and log-prob, as they are now; None if it ends now."""
 
     def __str__(self) -> str:
-        return f"token {self.place} of the response was {_told(self.logged)} and is {_told(self.made)}"
+        return (
+            f"token {self.place} of the response was {_describe_token(self.logged)} and is {_describe_token(self.made)}"
+        )
 
 
 class ReplayReport(msgspec.Struct):
@@ -258,5 +260,5 @@ def _add_cause(report: ReplayReport, cause: str) -> None:
         report.causes.append(cause)
 
 
-def _told(token: tuple[int, float] | None) -> str:
+def _describe_token(token: tuple[int, float] | None) -> str:
     return "not there" if token is None else f"{token[0]} with log-prob {token[1]:.9g}"

@@ -62,7 +62,7 @@ class RewardModel:
         ids = [None] * len(prompts) if completion_ids is None else completion_ids
         if not len(prompts):
             return []
-        whole = [_joined(i, *each) for i, each in enumerate(zip(prompts, completions, ids, strict=True))]
+        whole = [_join_prompt(i, *each) for i, each in enumerate(zip(prompts, completions, ids, strict=True))]
         found = self.llm.encode(whole, self._params, use_tqdm=False)
         rewards = []
         for index, output in enumerate(found):
@@ -92,7 +92,7 @@ class RewardModel:
             )
 
 
-def _joined(index: int, prompt: Any, completion: Any, completion_ids: Sequence[int] | None) -> dict[str, Any]:
+def _join_prompt(index: int, prompt: Any, completion: Any, completion_ids: Sequence[int] | None) -> dict[str, Any]:
     """The prompt to pool: one of any form, and its completion."""
     fields = dict(prompt) if isinstance(prompt, Mapping) and "role" not in prompt else {"prompt": prompt}
     not_ours = ("prompt", "messages", "prompt_token_ids", "lora_request")  # the adapter is one of the policy's

@@ -155,7 +155,7 @@ class RolloutRun:
                 with allowed():
                     rewards = self._caller.start(task.index, task.prompt, output, task.columns)
                 self._rewarding.append((task, output, rewards))
-        return complete + self._rewarded()
+        return complete + self._take_rewarded()
 
     def abort(self, indexes: Collection[int]) -> None:
         """End the unfinished groups of these prompts without a result."""
@@ -190,7 +190,7 @@ class RolloutRun:
             for columns in {tuple(task.columns) for task in tasks}:
                 self._caller.check_columns(columns)
 
-    def _rewarded(self) -> list[Group]:
+    def _take_rewarded(self) -> list[Group]:
         if self._rewarding and not self._running and not self._cancelled:
             with allowed():
                 wait([rewards for _, _, rewards in self._rewarding], return_when=FIRST_COMPLETED)

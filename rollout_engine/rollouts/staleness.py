@@ -58,11 +58,11 @@ class StalenessControl:
             room = min(room, self._max_in_flight - len(self.running))
         return max(room, 0)
 
-    def started(self, index: int) -> None:
+    def note_start(self, index: int) -> None:
         """Note that a group has started under the live version."""
         self.running[index] = self._version
 
-    def completed(self, index: int, oldest: int | None) -> None:
+    def note_completion(self, index: int, oldest: int | None) -> None:
         """Note that a group is complete. `oldest`: version of its oldest token; None without any token."""
         started = self.running.pop(index)
         self.complete[index] = started if oldest is None else oldest

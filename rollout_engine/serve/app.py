@@ -230,14 +230,14 @@ class _Answer:
 
     async def _write(self, reply: Reply) -> None:
         try:
-            data = _encoded(reply.body)
+            data = _encode_body(reply.body)
         except (
             ValueError,
             TypeError,
             RecursionError,
         ) as problem:  # no client waits for an answer that cannot be written
             reply = self._problem(problem)
-            data = _encoded(reply.body)
+            data = _encode_body(reply.body)
         await self._begin(reply.status, reply.content_type, reply.headers, len(data))
         await self._send({"type": "http.response.body", "body": b"" if self._scope["method"] == "HEAD" else data})
 
@@ -275,7 +275,7 @@ class _Answer:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-def _encoded(body: Any) -> bytes:
+def _encode_body(body: Any) -> bytes:
     if body is None or isinstance(body, bytes):
         return body or b""
     return body.encode() if isinstance(body, str) else _encode(body)

@@ -57,9 +57,9 @@ def read_body(route: Route, data: bytes, query: str) -> Any:
     try:
         if not query:
             return _decoder(route.body).decode(data or b"{}")
-        return _converted(route, {**_fields(query), **_object(data)}, strict=False)
+        return _convert(route, {**_fields(query), **_object(data)}, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _converted(route, {**_fields(query), **_object(data)}, strict=not query)
+        return _convert(route, {**_fields(query), **_object(data)}, strict=not query)
 
 
 def _check_values(data: bytes) -> None:
@@ -152,6 +152,6 @@ def _reword(kind: type[Any], field: str, fields: Mapping[str, Any], misfit: Misf
     return f"{field} is not allowed: must be {expected}, not {_JSON_TYPES.get(misfit.got, misfit.got)}."
 
 
-def _converted(route: Route, fields: Mapping[str, Any], *, strict: bool) -> Any:
+def _convert(route: Route, fields: Mapping[str, Any], *, strict: bool) -> Any:
     assert route.body is not None
     return read_fields(route.body, fields, route.path, ignored=route.ignored, neutral=route.neutral, strict=strict)

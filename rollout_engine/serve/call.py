@@ -104,7 +104,7 @@ class Call(ABC):
             await self.start(generation)
             while (found := await generation.next()) is not None:
                 index, output = found
-                await self.prepare(index, output)
+                await self.prepare_output(index, output)
                 for samples in [output.outputs] if self.joins_samples else [[each] for each in output.outputs]:
                     self.num_sampled += sum(len(sample.token_ids) for sample in samples)
                     self.outputs[index] = output
@@ -126,7 +126,7 @@ class Call(ABC):
         """Tokens of the prompts and samples that were streamed."""
         return total_usage([*self.outputs.values()], self.counts_samples, self.num_sampled)
 
-    async def prepare(self, index: int, output: RequestOutput) -> None:  # noqa: B027 (few calls need it)
+    async def prepare_output(self, index: int, output: RequestOutput) -> None:  # noqa: B027 (few calls need it)
         """Await the parts of the next event that take long to write."""
 
     @abstractmethod

@@ -30,7 +30,7 @@ class Connection(Protocol):
     def resume_reading(self) -> None:
         """Continue to receive the request's body."""
 
-    def answered(self) -> None:
+    def finish_answer(self) -> None:
         """Continue with the next request: the answer is complete."""
 
     def close_after(self, *, has_body: bool) -> None:
@@ -150,7 +150,7 @@ class HttpExchange:
             self._wake()
             if not self.keep_alive:
                 connection.close_after(has_body=self.has_body)
-            connection.answered()
+            connection.finish_answer()
 
     def _head_of(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
         fields = dict(headers)

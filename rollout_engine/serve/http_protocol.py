@@ -185,7 +185,7 @@ class HttpConnection(asyncio.Protocol):
         self._has_header = False
         self._arriving.end_body()
 
-    def answered(self) -> None:
+    def finish_answer(self) -> None:
         """Answer the next request, or wait for it."""
         self._answering = None
         if self.transport.is_closing() or self._is_lingering:

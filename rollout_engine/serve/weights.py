@@ -280,7 +280,7 @@ async def _abort(served: Served, body: CommonBody) -> None:
 
 async def _commit_if_complete(served: Served, body: CommonBody) -> Reply:
     if not (body.partial or served.updates.waits_for_end) and await served.updates.have_arrived_late():
-        return _committed(await served.updates.commit_late())
+        return _reply_committed(await served.updates.commit_late())
     missing = [] if body.partial else await served.updates.missing()
     if missing or served.updates.waits_for_end:
         message = (
@@ -288,10 +288,10 @@ async def _commit_if_complete(served: Served, body: CommonBody) -> Reply:
         )
         live = str(served.weight_version)
         return Reply({"success": True, "message": message, "num_missing": len(missing), "weight_version": live})
-    return _committed(await served.updates.commit(body.weight_version, partial=body.partial))
+    return _reply_committed(await served.updates.commit(body.weight_version, partial=body.partial))
 
 
-def _committed(report: UpdateReport) -> Reply:
+def _reply_committed(report: UpdateReport) -> Reply:
     return Reply({**report_fields(report), "weight_version": str(report.version)})
 
 

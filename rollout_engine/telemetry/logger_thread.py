@@ -30,7 +30,7 @@ class LoggerThread:
         self._changed = threading.Condition()
         self._busy = self._closing = self._has_failed = False
         self._thread: threading.Thread | None = None
-        self._is_attached = self._guarded(stat_logger.attach, read)
+        self._is_attached = self._guard_call(stat_logger.attach, read)
 
     def log(self, metrics: EngineMetrics, seconds: float) -> None:
         """Queue a call of the logger. Never waits."""
@@ -67,7 +67,7 @@ class LoggerThread:
     def _wake(self) -> threading.Thread | None:
         self._changed.notify_all()
         if self._thread is None:
-            self._guarded(self._start)
+            self._guard_call(self._start)
         return self._thread
 
     def _start(self) -> None:
@@ -75,8 +75,8 @@ class LoggerThread:
 
     def _run(self) -> None:
         while (call := self._next()) is not None:
-            self._guarded(self._logger.log, *call)
-        self._guarded(self._logger.close)
+            self._guard_call(self._logger.log, *call)
+        self._guard_call(self._logger.close)
 
     def _next(self) -> tuple[EngineMetrics, float] | None:
         """Wait for the arguments of the logger's next call; None: close it."""
@@ -87,7 +87,7 @@ class LoggerThread:
             self._busy = bool(self._waiting)
             return self._waiting.popleft() if self._waiting else None
 
-    def _guarded(self, call: Callable[..., object], *arguments: object) -> bool:
+    def _guard_call(self, call: Callable[..., object], *arguments: object) -> bool:
         """Make a call and log its first error. Returns whether it raised none."""
         try:
             call(*arguments)

@@ -24,23 +24,23 @@ class ProgressBar:
         """Tokens of complete prompts or groups."""
         self._bar: Any = None
         if shown:
-            self._bar = self._guarded(lambda: tqdm(total=total, desc=desc, unit=unit, initial=num_done))
+            self._bar = self._guard_call(lambda: tqdm(total=total, desc=desc, unit=unit, initial=num_done))
 
     def describe(self, desc: str) -> None:
         """Show another description in front of the bar."""
         if self._bar is not None:
-            self._guarded(lambda: self._bar.set_description(desc))
+            self._guard_call(lambda: self._bar.set_description(desc))
 
     def update(self, num_tokens: int) -> None:
         """Count one more as complete, with `num_tokens` tokens."""
         self._num_tokens += num_tokens
         if self._bar is not None:
-            self._guarded(lambda: self._show(self._num_tokens))
+            self._guard_call(lambda: self._show(self._num_tokens))
 
     def count(self, num_open_tokens: Callable[[], int]) -> None:
         """Show the tokens of unfinished prompts or groups too, at most every `REFRESH_SECONDS`."""
         if self._bar is not None and time.monotonic() - self._shown_at > REFRESH_SECONDS:
-            self._guarded(lambda: self._show(self._num_tokens + num_open_tokens(), num_complete=0))
+            self._guard_call(lambda: self._show(self._num_tokens + num_open_tokens(), num_complete=0))
 
     def __enter__(self) -> Self:
         return self
@@ -49,7 +49,7 @@ class ProgressBar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._guarded(self._bar.close)
+            self._guard_call(self._bar.close)
 
     def _show(self, num_tokens: int, num_complete: int = 1) -> None:
         self._shown_at = time.monotonic()
@@ -58,7 +58,7 @@ class ProgressBar:
         if num_complete:
             self._bar.update(num_complete)
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
+    def _guard_call(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except Exception as problem:  # a closed terminal, a full disk

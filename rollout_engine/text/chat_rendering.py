@@ -72,7 +72,7 @@ class ChatRenderer:
 
         shown = self._with_parts_as_read(template, messages, render)
         try:
-            shown, text = _rendered(shown, render)
+            shown, text = _render_messages(shown, render)
         except Exception as problem:  # a template is a program: it may raise anything
             raise RequestError(
                 f"The chat template cannot render these messages: {type(problem).__name__}: {problem}",
@@ -128,7 +128,7 @@ class ChatRenderer:
         known = self._written.get(template, set())
         given = ((each["role"], key) for each in messages for key in ("content", "tool_calls") if key in each)
         for role, key in [each for each in dict.fromkeys(given) if each not in known]:
-            changed = _reworded(messages, role) if key == "content" else _without_calls(messages, role)
+            changed = _reword_messages(messages, role) if key == "content" else _without_calls(messages, role)
             if text == _try(render, changed):
                 index = next(i for i, each in enumerate(messages) if each["role"] == role and key in each)
                 raise _left_out(messages, index, key)
@@ -136,7 +136,7 @@ class ChatRenderer:
                 known.clear()
             known.add((role, key))
         _remember(self._written, template, known)
-        if not _is_in_order(messages, text) and (marked := _try(render, _marked(messages))) is not None:
+        if not _is_in_order(messages, text) and (marked := _try(render, _mark_messages(messages))) is not None:
             written = set(re.findall(rf"{_MARK}\d{{9}}", marked))
             for index, message in enumerate(messages):
                 if message["role"] != "assistant" and _mark(index) not in written:
@@ -173,7 +173,7 @@ def _mark(index: int) -> str:
     return f"{_MARK}{index:09}"
 
 
-def _marked(messages: Messages) -> Messages:
+def _mark_messages(messages: Messages) -> Messages:
     """Return a conversation in which all messages, answers aside, end with a mark of their own."""
     return [m if m["role"] == "assistant" else _say_otherwise(m, _mark(i)) for i, m in enumerate(messages)]
 
@@ -211,7 +211,7 @@ def text_of(content: str | Sequence[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _rendered(messages: Messages, render: Render) -> tuple[Messages, str]:
+def _render_messages(messages: Messages, render: Render) -> tuple[Messages, str]:
     """Return the messages and their text; arguments of tool calls are JSON text if the template fails on objects."""
     try:
         return messages, render(messages)
@@ -250,7 +250,7 @@ def _with_texts(messages: Messages) -> Messages:
     return [{**message, "content": text_of(message["content"])} for message in messages]
 
 
-def _reworded(messages: Messages, role: str) -> Messages:
+def _reword_messages(messages: Messages, role: str) -> Messages:
     """Return a conversation in which messages of a role have other words and calls."""
     return [_say_otherwise(message) if message["role"] == role else message for message in messages]
 

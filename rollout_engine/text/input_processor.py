@@ -20,7 +20,7 @@ from rollout_engine.base.sampling_params import (
 )
 from rollout_engine.base.seeds import mix, unsigned
 from rollout_engine.base.structs import plain
-from rollout_engine.grammars.tokenizer_file import serialized
+from rollout_engine.grammars.tokenizer_file import serialize_tokenizer
 from rollout_engine.grammars.trials import GrammarTrials
 from rollout_engine.text.conversations import CHAT_KEYS
 from rollout_engine.text.default_params import read_default_params
@@ -104,7 +104,7 @@ class InputProcessor:
         """Whether a `max_tokens` that does not fit is shortened instead of refused."""
         self.default_params = default_params
         """Reads the sampling settings that the checkpoint recommends."""
-        self._trials = GrammarTrials(lambda: serialized(codec.hf) if codec else "", vocab_size, eos_token_ids)
+        self._trials = GrammarTrials(lambda: serialize_tokenizer(codec.hf) if codec else "", vocab_size, eos_token_ids)
         self.close: Callable[[], object] = self._trials.close
         """Ends the process that tries grammars."""
         self._prepared: tuple[SamplingParams, SamplingParams, list[list[int]]] | None = None
@@ -221,7 +221,7 @@ class InputProcessor:
         params, bad_words = self._prepare(as_sampling_params(params))
         fields = as_fields(prompt)
         text, token_ids = self._encode(fields, truncates=params.truncate_prompt_tokens is not None)
-        token_ids = self._truncated(token_ids, params)
+        token_ids = self._truncate_prompt(token_ids, params)
         if not token_ids:
             raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
         max_tokens = self._room(len(token_ids), params)
@@ -330,7 +330,7 @@ class InputProcessor:
             text, token_ids = self.codec.encode_chat(fields["messages"], most=most, **options)
         return text, as_token_ids(token_ids, f"{kind} as token ids", self._vocab_size)
 
-    def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+    def _truncate_prompt(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """Return the part of a prompt that `truncate_prompt_tokens` keeps."""
         most = params.truncate_prompt_tokens
         if most == -1:

@@ -66,11 +66,11 @@ class LongTexts:
         """Token ids of a text, and whether these are all; of one with more than `most` tokens they may be the first."""
         if not self.cuts_anywhere:
             with self._encoding:
-                return _encoded(self._tokenizer, text, add_special_tokens), True
+                return _encode_text(self._tokenizer, text, add_special_tokens), True
         begin, end = self._special_ids() if add_special_tokens else ([], [])
         token_ids, num_read = begin, 0
         for piece in pieces(text):
-            token_ids += _encoded(self._tokenizer, piece, False)
+            token_ids += _encode_text(self._tokenizer, piece, False)
             num_read += len(piece)
             if most is not None and len(token_ids) > most and num_read < len(text):
                 return token_ids, False
@@ -83,7 +83,7 @@ class LongTexts:
         return whole[:start], whole[start + len(plain) :]
 
 
-def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+def _encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """The ids of a text, as those of a batch: other threads run meanwhile."""
     return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 

@@ -84,7 +84,7 @@ def chosen_prompts(prompts: Any, token_ids: Any) -> Any:
 
 def as_fields(prompt: Any) -> dict[str, Any]:
     """Return any prompt as a dictionary. Raises `RequestError` for unknown keys and values of the wrong form."""
-    fields = _keyed(prompt)
+    fields = _to_dict(prompt)
     for key in fields:
         if key not in PROMPT_KEYS:
             raise RequestError(_unknown_key(str(key), fields), field=str(key), value=fields[key])
@@ -175,12 +175,12 @@ def as_token_ids(value: Any, field: str, vocab_size: int) -> list[int]:
 
 def _with(options: Mapping[str, Any], prompt: Any) -> Any:
     try:
-        return {**options, **_keyed(prompt)}
+        return {**options, **_to_dict(prompt)}
     except RequestError:
         return prompt  # refused with its index when all prompts are checked
 
 
-def _keyed(prompt: Any) -> dict[str, Any]:
+def _to_dict(prompt: Any) -> dict[str, Any]:
     """Return any prompt as a dictionary without checking its values."""
     if isinstance(prompt, Mapping):
         if is_message(prompt):

@@ -58,7 +58,7 @@ class TextCodec:
         """
         if config.skip_tokenizer_init:
             return None
-        codec = cls.from_pretrained(*_named(config), directory)
+        codec = cls.from_pretrained(*_locate_tokenizer(config), directory)
         if config.chat_template is not None:
             codec.hf.chat_template = config.chat_template
             check_template(codec.hf)
@@ -234,11 +234,11 @@ def tokenizer_directory(config: EngineConfig) -> Path | None:
     """The local directory of an engine's tokenizer; None with `skip_tokenizer_init`. Raises `ConfigError`."""
     if config.skip_tokenizer_init:
         return None
-    name, field = _named(config)
+    name, field = _locate_tokenizer(config)
     return find_directory(name, weights=False, field=field)
 
 
-def _named(config: EngineConfig) -> tuple[str, str]:
+def _locate_tokenizer(config: EngineConfig) -> tuple[str, str]:
     """The directory or hub id of an engine's tokenizer, and the option that gave it."""
     return (config.tokenizer, "tokenizer") if config.tokenizer else (config.model, "model")
 

@@ -86,9 +86,9 @@ def storage_runs(view: Tensor, part: Part | None) -> Runs:
     return np.array(part.runs, np.int64).reshape(-1, 2) + int(view.storage_offset()) * view.element_size()
 
 
-def merged(*several: Runs) -> Runs:
+def merge_runs(*several: Runs) -> Runs:
     """All runs in order, those that touch or overlap joined."""
-    runs = _sorted(several)
+    runs = _sort_runs(several)
     ends = np.maximum.accumulate(runs[:, 1])
     begins = np.ones(len(runs), bool)
     begins[1:] = runs[1:, 0] > ends[:-1]
@@ -112,11 +112,11 @@ def gaps(runs: Runs, covered: Runs) -> Runs:
     return np.array(found, np.int64).reshape(-1, 2)
 
 
-def _sorted(several: Sequence[Runs]) -> Runs:
+def _sort_runs(several: Sequence[Runs]) -> Runs:
     runs = np.concatenate([np.empty((0, 2), np.int64), *several])
     return runs[runs[:, 0].argsort(kind="stable")]
 
 
 def _overlap(*several: Runs) -> bool:
-    runs = _sorted(several)
+    runs = _sort_runs(several)
     return bool((runs[1:, 0] < runs[:-1, 1]).any())

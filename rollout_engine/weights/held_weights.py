@@ -59,7 +59,7 @@ class WeightHolder(Protocol):
         """Bytes of these weights as plain values."""
         ...
 
-    def prepare(self) -> None:
+    def prepare_weights(self) -> None:
         """Take memory back that was released, before an update is begun."""
         ...
 
@@ -163,7 +163,7 @@ class HeldWeights:
     def num_bytes(self, names: Iterable[str]) -> int:
         return sum(self._live[name].nbytes for name in names)
 
-    def prepare(self) -> None:
+    def prepare_weights(self) -> None:
         self._prepare()
 
     def start(self, *, inplace: bool, lacking: Lacking | None, carried: Iterable[str] | None) -> None:
@@ -189,7 +189,7 @@ class HeldWeights:
             parts = {name: part for name, part in lacking.items() if not self._packed.holds(name)}
             self._shadow.plan_some((self._live[name], storage_runs(self._live[name], parts[name])) for name in parts)
             changed = {self._live[name].untyped_storage().data_ptr() for name in parts}
-            self._packed.pack_changed(self._shadow.completed, changed)
+            self._packed.pack_changed(self._shadow.complete_view, changed)
         else:
             self._packed.pack(lambda view: self._plain_place(view, inplace=inplace))
             self._shadow.plan([] if inplace else self._plain(names))

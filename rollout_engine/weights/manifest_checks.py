@@ -37,7 +37,7 @@ class ManifestChecks:
         used = self.names.used(((name, None) for name in names), live)
         return self._coverage.missing({self._owner(name) for name, _ in used if name in live})
 
-    def check(self, manifest: WeightManifest, live: Metadata, *, partial: bool) -> None:
+    def check_manifest(self, manifest: WeightManifest, live: Metadata, *, partial: bool) -> None:
         """Raise `ManifestMismatch` unless the manifest sends every weight once, in the form of `live`.
 
         `partial`: it may leave weights out, but has to send some.

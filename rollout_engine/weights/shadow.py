@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from rollout_engine.model.backend import ShadowMemory
-from rollout_engine.weights.coverage import Runs, byte_runs, gaps, merged
+from rollout_engine.weights.coverage import Runs, byte_runs, gaps, merge_runs
 
 _ALIGNMENT = 512
 """Bytes, as torch aligns storages on a device: copies move up to 16 at a time."""
@@ -82,18 +82,18 @@ class Shadow:
         pairs: list[tuple[Tensor, Tensor]] = []
         self._staged = {}
         for address, members in by_storage.items():
-            self._staged[address] = merged(*(runs for _, runs in members))
+            self._staged[address] = merge_runs(*(runs for _, runs in members))
             live, runs = members[0][0].untyped_storage(), self._staged[address]
             pairs += _bytes_in(self._places[address], _bytes_of(live), runs)
         self._copy_some = self._memory.prepare_copy(pairs)
 
-    def completed(self, view: Tensor) -> Tensor:
+    def complete_view(self, view: Tensor) -> Tensor:
         """The next values of a view after `plan_some`: parts that were not staged are taken from the live ones."""
         runs = byte_runs(view)
         place, live = self.of(view), view.untyped_storage()
         staged = self._staged.get(live.data_ptr(), _NO_RUNS)
         held = self._places[live.data_ptr()]
-        for target, source in _bytes_in(held, _bytes_of(live), gaps(merged(runs), staged)):
+        for target, source in _bytes_in(held, _bytes_of(live), gaps(merge_runs(runs), staged)):
             target.copy_(source)
         return place
 
@@ -122,7 +122,7 @@ class Shadow:
         for view in views:
             by_storage.setdefault(view.untyped_storage().data_ptr(), []).append(view)
         for address, members in by_storage.items():
-            runs = merged(*map(byte_runs, members))
+            runs = merge_runs(*map(byte_runs, members))
             yield from _bytes_in(self._places[address], _bytes_of(members[0].untyped_storage()), runs)
 
 

@@ -29,7 +29,7 @@ class StagedUpdate:
         self.lacking = lacking
         self.staged = {name: CheckResult(spec.digest, True) for name, spec in self.specs.items() if name not in lacking}
 
-    def check(self) -> None:
+    def check_arrived(self) -> None:
         """Raise `ChecksumMismatch` unless every tensor arrived, unchanged and finite."""
         if absent := [name for name in self.specs if name not in self.staged]:
             what = counted(absent, "tensor", "tensors")

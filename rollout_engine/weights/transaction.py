@@ -118,7 +118,7 @@ class WeightUpdater:
         """Names that, with these of a source, are every weight; none once a whole update may be made of them."""
         return self._checks.missing(names, self.weights.metadata)
 
-    def unused(self, names: Iterable[str]) -> list[str]:
+    def list_unused(self, names: Iterable[str]) -> list[str]:
         """Those of a source's names that checkpoints of the model may have, and the model does not use."""
         given = list(names)
         used = {name for _, name in self.names.used(((name, name) for name in given), self.weights.metadata)}
@@ -172,10 +172,10 @@ class WeightUpdater:
         if self._open is not None:
             version = self._open.manifest.version
             raise LifecycleError(f"begin: an update to version {version} is open; commit or abort it first.")
-        self._checks.check(manifest, self.metadata(), partial=options.partial)
+        self._checks.check_manifest(manifest, self.metadata(), partial=options.partial)
         if options.partial and self.dirty:
             raise DirtyWeightsError.for_verb("update_weights(partial=True)", forgotten=self.forgotten)
-        self.weights.prepare()
+        self.weights.prepare_weights()
         if self._is_live(manifest):
             return False
         if not options.reset_version:
@@ -185,7 +185,7 @@ class WeightUpdater:
 
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Copy tensors of the manifest into the shadow, in any order and number of calls; the last of a name counts."""
-        update, batch = self._opened("stage"), WriteBatch(self._writer)
+        update, batch = self._require_open("stage"), WriteBatch(self._writer)
         with self.weights.beside_steps():
             try:
                 for name, tensor in pairs:
@@ -205,7 +205,7 @@ class WeightUpdater:
 
         `check` is called as each tensor arrives; an exception it raises ends the transfer.
         """
-        update = self._opened("receive")
+        update = self._require_open("receive")
 
         def place(name: str) -> Tensor:
             check(name)
@@ -225,8 +225,8 @@ class WeightUpdater:
 
         Returns the total digest of the staged tensors. Steps may run in another thread: nothing they read is touched.
         """
-        update = self._opened("verify")
-        update.check()
+        update = self._require_open("verify")
+        update.check_arrived()
         self._measure_change(update)
         start = time.perf_counter()
         names = self._checks.canonical if update.options.partial else update.specs
@@ -241,7 +241,7 @@ class WeightUpdater:
         Call it while no forward is running. Raises `LifecycleError` before `verify`, or for a `version` that is not the
         open one; `DirtyWeightsError` when it fails half-way, which leaves `dirty` set.
         """
-        update = self._opened("commit")
+        update = self._require_open("commit")
         manifest = update.manifest
         if not update.verified:
             raise LifecycleError("commit: the open update is not verified; call verify first.")
@@ -262,7 +262,7 @@ class WeightUpdater:
         self.version, self.dirty, self.forgotten = manifest.version, False, False
 
     @contextmanager
-    def versioned(self) -> Iterator[None]:
+    def count_version(self) -> Iterator[None]:
         """Count the committed version inside: committed weights under an old version would be `dirty`."""
         try:
             yield
@@ -330,7 +330,7 @@ class WeightUpdater:
         """Bytes that an update with a shadow would allocate."""
         return self.weights.num_bytes_to_shadow()
 
-    def _opened(self, verb: str) -> StagedUpdate:
+    def _require_open(self, verb: str) -> StagedUpdate:
         if self._open is None:
             raise LifecycleError(f"{verb}: no update is open; call begin first.")
         return self._open

@@ -114,7 +114,7 @@ def apply_update(
         with _aborting_at_end(updater, manifest.version):
             if not updater.begin(manifest, options, inplace=inplace):
                 digest = updater.digest() if options.partial else manifest.digest
-                return _unchanged(manifest.version, digest, time.perf_counter() - start)
+                return _report_unchanged(manifest.version, digest, time.perf_counter() - start)
             stalled = 0.0
             if inplace:
                 steps.drain(options.mode, deadline)
@@ -130,7 +130,7 @@ def apply_update(
                 check()  # it may have been called off while it waited
                 stalled = stalled or time.perf_counter()
                 updater.commit(manifest.version)
-                with updater.versioned():
+                with updater.count_version():
                     num_in_flight = steps.commit_version(manifest.version)
                 resumed = time.perf_counter()
             digest = updater.confirm()
@@ -151,7 +151,7 @@ def apply_update(
     )
 
 
-def _unchanged(version: int, digest: str, seconds: float) -> UpdateReport:
+def _report_unchanged(version: int, digest: str, seconds: float) -> UpdateReport:
     """The report of an update to weights that are live already."""
     return UpdateReport(version, digest, 0, 0, seconds, 0.0, 0, changed_share=0.0)
 

@@ -99,7 +99,7 @@ class UpdateSession:
         return self._updater.digest()
 
     def manifest(self, verb: str) -> WeightManifest:
-        return self._opened(verb).manifest
+        return self._require_open(verb).manifest
 
     def begin(
         self, manifest: WeightManifest, *, reset_version: bool, timeout: float = 300.0, partial: bool = False
@@ -160,7 +160,7 @@ class UpdateSession:
                 with self._at_boundary() as core:
                     start = time.perf_counter()
                     self._updater.commit(version)
-                    with self._updater.versioned():
+                    with self._updater.count_version():
                         core.commit_version(version, kv)
                     update.stall_seconds = time.perf_counter() - start
                 digest = self._updater.confirm()
@@ -204,7 +204,7 @@ class UpdateSession:
         self._updater.abort()
         self._end(dirty=None, failure=failure)
 
-    def _opened(self, verb: str) -> "_OpenUpdate":
+    def _require_open(self, verb: str) -> "_OpenUpdate":
         expired = self._expired.pop(self._caller.get(), None)
         if expired is not None:
             raise TransferTimeout(f"{verb}: {expired}")
@@ -244,7 +244,7 @@ class UpdateSession:
     def _verb(self, verb: str) -> "Iterator[_OpenUpdate]":
         """Runs one verb of the open update, and notes the class of the error it raises."""
         with self._exclusive(verb):
-            update = self._opened(verb)
+            update = self._require_open(verb)
             try:
                 yield update
             except Exception as problem:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from envs_adapters import Action, make_env
-from envs_adapters.gymnasium_text import ActionReader, marked, text_of
+from envs_adapters.gymnasium_text import ActionReader, mark_colours, text_of
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.rollouts.policy import RolloutPolicy
@@ -214,7 +214,7 @@ def test_an_action_is_read_where_it_ends_the_answer(text, action):
     ],
 )
 def test_colours_become_marks(printed, text):
-    assert marked(printed) == text
+    assert mark_colours(printed) == text
 
 
 def test_observations_are_written_short():

@@ -82,8 +82,8 @@ class ReplicaDeaths:
         """
         with (
             mock.patch.object(brain, "_PROVEN_SECONDS", 0.0),
-            mock.patch.object(self._client, "lost", self._noted("lost")),
-            mock.patch.object(self._client, "started", self._noted("started")),
+            mock.patch.object(self._client, "handle_loss", self._noted("lost")),
+            mock.patch.object(self._client, "add_replica", self._noted("started")),
         ):
             for number in strikes:
                 await self._strike(number, expected)

@@ -75,13 +75,15 @@ def test_of_more_tokens_than_an_engine_keeps_the_prompts_seen_last_are_taken(che
     engine.save_drafts(tmp_path / "all")
     with make(checkpoint, speculation=SpeculationConfig(max_rollout_tokens=45)) as llm:
         assert llm.load_drafts(tmp_path / "all") == 4  # of ten tokens each
-        assert [key for key, _ in llm.frontend.client.driver.core.draft_index.kept()] == [*map(prompt_key, prompts[2:])]
+        assert [key for key, _ in llm.frontend.client.driver.core.draft_index.list_prompts()] == [
+            *map(prompt_key, prompts[2:])
+        ]
 
 
 def test_the_format_is_what_its_module_says(engine, saved):
     magic, header, content = saved.read_bytes().split(b"\n", 2)
     assert magic == b"rollout-engine drafts 1"
-    index = engine.frontend.client.driver.core.draft_index.kept()
+    index = engine.frontend.client.driver.core.draft_index.list_prompts()
     token_ids = [token for _, runs in index for run in runs for token in run]
     assert np.frombuffer(content[-4 * len(token_ids) :], "<u4").tolist() == token_ids
     assert content.startswith(b"".join(key for key, _ in index))
@@ -110,13 +112,13 @@ def changed(content, place, by=1):
     ],
 )
 def test_any_other_file_is_refused_and_changes_nothing(engine, saved, tmp_path, change, match):
-    before = engine.frontend.client.driver.core.draft_index.kept()
+    before = engine.frontend.client.driver.core.draft_index.list_prompts()
     saved.write_bytes(change(saved.read_bytes()))
     with pytest.raises(
         RequestError, match=rf"load_drafts: path=.*must be a file that save_drafts has written.*{match}"
     ):
         engine.load_drafts(saved)
-    assert engine.frontend.client.driver.core.draft_index.kept() == before
+    assert engine.frontend.client.driver.core.draft_index.list_prompts() == before
 
 
 def test_every_damaged_byte_is_noticed(engine, saved):

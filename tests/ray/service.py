@@ -73,17 +73,17 @@ def published(engine):
 @contextlib.contextmanager
 def noted_losses(client):
     """Yields a list of (replica, time) of each loss of a replica that the client notes in the block."""
-    losses, lost = [], client.lost
+    losses, lost = [], client.handle_loss
 
     def note(member, error):
         losses.append((member.index, time.monotonic()))
         lost(member, error)
 
-    client.lost = note
+    client.handle_loss = note
     try:
         yield losses
     finally:
-        client.lost = lost
+        client.handle_loss = lost
 
 
 async def noted(losses, index):

@@ -71,7 +71,7 @@ class EventSupervisor:
             return
         member = self.make(index)
         self._world.note(f"{core_of(member).name} has started")
-        if not fleet.started(member, lambda: True):
+        if not fleet.add_replica(member, lambda: True):
             member.replica.end()
 
 
@@ -139,7 +139,7 @@ class _CatchUp:
 
 
 class UpdateRound:
-    """One update of a fleet, as `FleetUpdates.push` does it, with answers that come as events."""
+    """One update of a fleet, as `FleetUpdates.push_to_replicas` does it, with answers that come as events."""
 
     def __init__(self, world: World, client: FleetClient) -> None:
         self._world, self._client, self._updates = world, client, client._updates
@@ -285,7 +285,7 @@ def restart_all(world: World, client: FleetClient, indexes: list[int]) -> None:
             restart_all(world, client, others)
 
     with client._lock:
-        client._dispatcher.do(client._brain.restarted(index, world.monotonic()))
+        client._dispatcher.do(client._brain.restart_replica(index, world.monotonic()))
     look()
 
 

@@ -79,25 +79,25 @@ def _late_commit(patch: MonkeyPatch) -> None:
 
 @fault("the load of a request that moves is not given back")
 def _load_stays(patch: MonkeyPatch) -> None:
-    moved = Brain._moved
+    moved = Brain._move_requests
 
     def keep(brain: Brain, replica: Any) -> Any:
         with MonkeyPatch.context() as inner:
             inner.setattr(brain.balancer, "ended", lambda *_: None)
             return moved(brain, replica)
 
-    patch.setattr(Brain, "_moved", keep)
+    patch.setattr(Brain, "_move_requests", keep)
 
 
 @fault("what a core says after its end was noticed counts")
 def _former_outputs(patch: MonkeyPatch) -> None:
-    received = FleetClient.received
+    received = FleetClient.deliver_outputs
 
     def as_present(client: FleetClient, member: Member, outputs: EngineCoreOutputs) -> None:
         if member.index in client._members:
             received(client, client._members[member.index], outputs)
 
-    patch.setattr(FleetClient, "received", as_present)
+    patch.setattr(FleetClient, "deliver_outputs", as_present)
 
 
 @fault("a caught-up notice of a replica that was started anew counts for the new one")

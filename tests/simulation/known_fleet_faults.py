@@ -31,13 +31,13 @@ def _late_is_never(patch: MonkeyPatch) -> None:
 
 @fault("a sequence id that is given twice to abort ends twice")
 def _ends_twice(patch: MonkeyPatch) -> None:
-    aborted = Ledger.aborted
+    aborted = Ledger.record_abort
 
     def twice(book: Ledger, sequence_ids: Any) -> Any:
         found = aborted(book, sequence_ids)
         return {replica: [*ids, *ids] if replica is None else ids for replica, ids in found.items()}
 
-    patch.setattr(Ledger, "aborted", twice)
+    patch.setattr(Ledger, "record_abort", twice)
 
 
 @fault("a replica for which no thread can start is ended inside the lock that its own thread waits for")
@@ -67,7 +67,7 @@ def _foreign_counts(patch: MonkeyPatch) -> None:
 
 @fault("the last tokens of a lost replica are computed again")
 def _tokens_forgotten(patch: MonkeyPatch) -> None:
-    received = Ledger.received
+    received = Ledger.record_outputs
 
     def forget(book: Ledger, replica: int, outputs: EngineCoreOutputs) -> list[Entry]:
         ended = received(book, replica, outputs)
@@ -75,7 +75,7 @@ def _tokens_forgotten(patch: MonkeyPatch) -> None:
             book._pending.pop()
         return ended
 
-    patch.setattr(Ledger, "received", forget)
+    patch.setattr(Ledger, "record_outputs", forget)
 
 
 @fault("the samples of a lost replica go on with each other's seeds")
@@ -90,12 +90,12 @@ def _stale_serves(patch: MonkeyPatch) -> None:
 
 @fault("a replica that starts later serves with the weights of its checkpoint")
 def _checkpoint_serves(patch: MonkeyPatch) -> None:
-    started = Brain.started
+    started = Brain.note_start
 
     def as_newest(brain: Brain, replica: int, policy_version: int, now: float) -> list[Any]:
         return started(brain, replica, brain.policy_version, now)
 
-    patch.setattr(Brain, "started", as_newest)
+    patch.setattr(Brain, "note_start", as_newest)
 
 
 @fault("a fleet does not hear that a core is about to end")

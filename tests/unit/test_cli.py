@@ -205,16 +205,16 @@ def always_slow(monkeypatch):
 
 
 def test_work_that_takes_long_is_announced_and_other_work_is_not(capsys, monkeypatch):
-    with terminal.announced("quick"):
+    with terminal.announce("quick"):
         pass
     assert not capsys.readouterr().err
     monkeypatch.setattr(terminal, "QUIET_SECONDS", 0.0)
     shown = ""
-    with terminal.announced("slow"):
+    with terminal.announce("slow"):
         while not shown:  # while it works
             shown = capsys.readouterr().err
     assert shown == "slow ...\n" and capsys.readouterr().err == "slow: done in 0 s\n"
-    with pytest.raises(KeyError), terminal.announced("failing"):
+    with pytest.raises(KeyError), terminal.announce("failing"):
         raise KeyError
 
 

@@ -170,7 +170,7 @@ def test_doctor_tells_what_falls_back_and_how_to_fix_it(monkeypatch, capsys):
 
 def test_doctor_names_the_command_for_an_extra_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(doctor, "_extras", lambda: {"math-verify": {"math-verify": False}, "view": {"rich": True}})
-    _, paths = doctor._examined()
+    _, paths = doctor._examine()
     [missing] = [path for path in paths if path.what.startswith("extra")]
     assert (missing.what, missing.fix) == ("extra math-verify", 'pip install "rollout-engine[math-verify]"')
 

@@ -11,7 +11,7 @@ from rollout_engine.engine.verb_table import VERBS
 def get_kept_samples(driver: EngineDriver, *, timeout: float | None = None) -> KeptSamples:
     """The finished samples that the engine keeps to draft from; of a fleet, those of all replicas."""
     index = driver.core.draft_index
-    return KeptSamples.of([] if index is None else index.kept())
+    return KeptSamples.of([] if index is None else index.list_prompts())
 
 
 @VERBS.add(public=False, combine=combine.nothing)

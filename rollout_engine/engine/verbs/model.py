@@ -243,7 +243,7 @@ def get_missing_weights(driver: EngineDriver, names: list[str], *, timeout: floa
 def get_unused_names(driver: EngineDriver, names: list[str], *, timeout: float | None = None) -> list[str]:
     """Those of a source's names that checkpoints of the model may have, and the model does not use."""
     with as_weight_errors():
-        return driver.executor.updater.unused(names)
+        return driver.executor.updater.list_unused(names)
 
 
 def _require_whole_weights(driver: EngineDriver, verb: str) -> None:

@@ -59,16 +59,16 @@ class Brain:
         """Whether no replica is left, and none will start."""
         return all(replica.state is ReplicaState.DEAD for replica in self.replicas.values())
 
-    def added(
+    def add_request(
         self, request: EngineCoreRequest, session_id: str | None = None, replica: int | None = None
     ) -> list[Action]:
         """Take a request. It waits if no replica serves. `replica`: one that serves, and is to get it."""
-        return self._placed(self.ledger.add(request, session_id), replica)
+        return self._place(self.ledger.add(request, session_id), replica)
 
-    def aborted(self, sequence_ids: Iterable[int]) -> list[Action]:
+    def abort_sequences(self, sequence_ids: Iterable[int]) -> list[Action]:
         """End sequences. Ids that are unknown, or have ended, are a no-op."""
         actions: list[Action] = []
-        for replica, ids in self.ledger.aborted(sequence_ids).items():
+        for replica, ids in self.ledger.record_abort(sequence_ids).items():
             if replica is not None:
                 actions.append(Abort(replica, ids))
             else:
@@ -76,12 +76,12 @@ class Brain:
                 actions.append(Tell([SequenceEnd(sequence_id, "abort") for sequence_id in ids]))
         return actions
 
-    def received(self, replica: int, outputs: EngineCoreOutputs) -> list[Action]:
+    def note_outputs(self, replica: int, outputs: EngineCoreOutputs) -> list[Action]:
         """Note the outputs of a replica's step, after removing those that it must no longer report."""
-        self._forget(self.ledger.received(replica, outputs))
-        return self._drained(replica)
+        self._forget(self.ledger.record_outputs(replica, outputs))
+        return self._end_drained(replica)
 
-    def refused(
+    def note_refusal(
         self, sequence_id: int, replica: int | None = None, *, others_may: bool = False
     ) -> tuple[int | None, list[Action]]:
         """Note that a replica, by default the one that has it, did not take the request that begins with a sequence.
@@ -90,19 +90,19 @@ class Brain:
         None if it continues elsewhere, or has ended.
         """
         entry = self.ledger.get(sequence_id)
-        was_taken = replica is not None and self.ledger.refused(replica, sequence_id)
+        was_taken = replica is not None and self.ledger.record_refusal(replica, sequence_id)
         if entry is None or was_taken or replica not in (None, entry.replica):
             return None, []
         holder, live = entry.replica, list(entry.live)
         if holder is not None and others_may and not entry.refused_by.issuperset({*self.serving} - {holder}):
             moved = self._move(entry, holder, has_refused=True)
-            self.ledger.refused(holder, sequence_id)
-            return None, [Abort(holder, live), *self._drained(holder), *moved]
+            self.ledger.record_refusal(holder, sequence_id)
+            return None, [Abort(holder, live), *self._end_drained(holder), *moved]
         self._forget(self.ledger.end(live))
-        rest: list[Action] = [] if holder is None else [Abort(holder, live), *self._drained(holder)]
+        rest: list[Action] = [] if holder is None else [Abort(holder, live), *self._end_drained(holder)]
         return entry.request.first_sequence_id, rest
 
-    def started(self, replica: int, policy_version: int, now: float) -> list[Action]:
+    def note_start(self, replica: int, policy_version: int, now: float) -> list[Action]:
         """Note that a replica's engine has started, with weights of this version."""
         found = self.replicas[replica]
         if found.state is not ReplicaState.STARTING:  # scaled away meanwhile
@@ -120,7 +120,7 @@ class Brain:
             return self._serve([found], now)
         return [*self._stale(found, now), CatchUp(replica, now)]
 
-    def committed(self, replicas: Iterable[int], policy_version: int, now: float) -> list[Action]:
+    def note_commit(self, replicas: Iterable[int], policy_version: int, now: float) -> list[Action]:
         """Note that these replicas have committed the weights of an update; the others that live have missed it."""
         self.policy_version = policy_version
         actions: list[Action] = []
@@ -134,7 +134,7 @@ class Brain:
             replica.has(policy_version)
         return [*actions, *self._serve([each for each in ready if each.state is ReplicaState.STALE], now)]
 
-    def strayed(self, replicas: Iterable[int], now: float, *, can_catch_up: bool) -> list[Action]:
+    def note_unknown_weights(self, replicas: Iterable[int], now: float, *, can_catch_up: bool) -> list[Action]:
         """Note that these replicas have unknown weights: an update failed there, and no other one took it.
 
         `can_catch_up`: whether there was an update before; else they restart, with the weights of the checkpoint.
@@ -142,12 +142,12 @@ class Brain:
         actions: list[Action] = []
         for replica in (self.replicas[index] for index in replicas):
             if not (can_catch_up or replica.state is ReplicaState.DRAINING):
-                actions += self.restarted(replica.index, now)
+                actions += self.restart_replica(replica.index, now)
             elif replica.lives:
                 actions += self._missed_commit(replica, now)
         return actions
 
-    def missed(self, replica: int, problem: str, now: float) -> list[Action]:
+    def note_failed_catch_up(self, replica: int, problem: str, now: float) -> list[Action]:
         """Note that a replica could not catch up. It tries again, later each time, and is given up in the end."""
         found = self.replicas[replica]
         if found.state is not ReplicaState.STALE:
@@ -159,7 +159,7 @@ class Brain:
         found.num_failures += 1
         return [Stop(replica), *self._restart(found, now)]
 
-    def lost(self, replica: int, problem: str, now: float) -> list[Action]:
+    def note_loss(self, replica: int, problem: str, now: float) -> list[Action]:
         """Note a replica whose engine is gone or could not start: its requests continue elsewhere, and it restarts."""
         found = self.replicas[replica]
         if found.state is ReplicaState.DEAD:
@@ -167,9 +167,9 @@ class Brain:
         self._leave(found, now)
         found.problem, found.num_failures = problem, found.num_failures + 1
         again = self._end(found) if found.state is ReplicaState.DRAINING else self._restart(found, now)
-        return [*again, *self._moved(found)]
+        return [*again, *self._move_requests(found)]
 
-    def computed(self, replica: int, policy_version: int, now: float) -> list[Action]:
+    def note_version(self, replica: int, policy_version: int, now: float) -> list[Action]:
         """Note that a replica has computed with weights of this version, and no update is under way.
 
         If that is not the fleet's version, something else than an update has changed them: it is restarted.
@@ -180,19 +180,19 @@ class Brain:
         what = f"it computes with weights of version {policy_version}, which no update of the fleet has given it"
         found.problem = f"{what} (version {self.policy_version} is the newest): a worker extension, perhaps"
         logger.error("replica %d is started anew: %s", replica, found.problem)
-        return self.restarted(replica, now)
+        return self.restart_replica(replica, now)
 
-    def restarted(self, replica: int, now: float) -> list[Action]:
+    def restart_replica(self, replica: int, now: float) -> list[Action]:
         """Restart the engine of a living replica; its requests continue elsewhere. It does not count as a failure."""
         found = self.replicas[replica]
         if found.state not in (ReplicaState.STALE, ReplicaState.SYNCED):
             return []
         moved = self._stale(found, now)
         found.state, found.policy_version, found.num_missed = ReplicaState.STARTING, -1, 0
-        self.ledger.lost(replica)
+        self.ledger.record_loss(replica)
         return [*moved, Stop(replica), Start(replica, now)]
 
-    def scaled(self, num_replicas: int, now: float) -> list[Action]:
+    def scale_to(self, num_replicas: int, now: float) -> list[Action]:
         """Scale to `num_replicas`: new ones start; those with the highest indexes end after their requests."""
         keep = self.wanted
         actions: list[Action] = []
@@ -201,7 +201,7 @@ class Brain:
             was_there = replica.lives
             self._leave(replica, now)
             replica.state = ReplicaState.DRAINING if was_there else ReplicaState.DEAD
-            actions += self._drained(index)
+            actions += self._end_drained(index)
         for index in range(len(self.replicas), len(self.replicas) + num_replicas - len(keep)):
             self.replicas[index] = Replica(index)
             actions.append(Start(index, now))
@@ -211,7 +211,7 @@ class Brain:
         """Raise AssertionError if a request is nowhere, or at a replica that must not have it."""
         _check_fleet(self.ledger, list(self._waiting), list(self.replicas.values()), self.policy_version)
 
-    def _placed(self, entry: Entry, replica: int | None = None) -> list[Action]:
+    def _place(self, entry: Entry, replica: int | None = None) -> list[Action]:
         """Send the rest of a request to this replica, or the one that the balancer names, or let it wait."""
         requests, ends = self.ledger.rest(entry)
         actions: list[Action] = [Tell(ends)] if ends else []
@@ -231,7 +231,7 @@ class Brain:
         self.balancer.began(replica, entry.num_kv_tokens)
         return [*actions, *(Send(replica, request) for request in requests)]
 
-    def _moved(self, replica: Replica) -> list[Action]:
+    def _move_requests(self, replica: Replica) -> list[Action]:
         """Move the requests of a replica to others."""
         actions: list[Action] = []
         for entry in self.ledger.of_replica(replica.index):
@@ -243,14 +243,14 @@ class Brain:
     ) -> list[Action]:
         self.ledger.moves(entry, replica_lives=replica_lives, has_refused=has_refused)
         self.balancer.ended(replica, entry.num_kv_tokens)
-        return self._placed(entry)
+        return self._place(entry)
 
     def _serve(self, replicas: Iterable[Replica], now: float) -> list[Action]:
         for replica in replicas:
             replica.state, replica.synced_at, replica.num_missed = ReplicaState.SYNCED, now, 0
             self.balancer.add(replica.index)
         waiting, self._waiting = self._waiting, deque()
-        return [action for entry in waiting for action in self._placed(entry)]
+        return [action for entry in waiting for action in self._place(entry)]
 
     def _stale(self, replica: Replica, now: float) -> list[Action]:
         """Take a replica out of service; its requests continue at others."""
@@ -258,11 +258,11 @@ class Brain:
         if replica.state is ReplicaState.SYNCED:
             replica.state = ReplicaState.STALE
         had = [id for entry in self.ledger.of_replica(replica.index) for id in entry.live]
-        return [*([Abort(replica.index, had)] if had else []), *self._moved(replica)]
+        return [*([Abort(replica.index, had)] if had else []), *self._move_requests(replica)]
 
     def _missed_commit(self, replica: Replica, now: float) -> list[Action]:
         moved = self._stale(replica, now)
-        return [*moved, *(self._drained(replica.index) or [CatchUp(replica.index, now)])]
+        return [*moved, *(self._end_drained(replica.index) or [CatchUp(replica.index, now)])]
 
     def _leave(self, replica: Replica, now: float) -> None:
         if replica.state is ReplicaState.SYNCED:
@@ -272,13 +272,13 @@ class Brain:
 
     def _restart(self, replica: Replica, now: float) -> list[Action]:
         replica.policy_version, replica.num_missed = -1, 0
-        self.ledger.lost(replica.index)
+        self.ledger.record_loss(replica.index)
         if replica.num_failures >= MAX_FAILURES:
             return self._end(replica)
         replica.state = ReplicaState.STARTING
         return [Start(replica.index, now + backoff(replica.num_failures))]
 
-    def _drained(self, replica: int) -> list[Action]:
+    def _end_drained(self, replica: int) -> list[Action]:
         found = self.replicas[replica]
         if found.state is not ReplicaState.DRAINING or self.ledger.of_replica(replica):
             return []
@@ -287,7 +287,7 @@ class Brain:
     def _end(self, replica: Replica) -> list[Action]:
         """End a replica for good. Requests that wait fail with the last one."""
         replica.state = ReplicaState.DEAD
-        self.ledger.lost(replica.index)
+        self.ledger.record_loss(replica.index)
         return [Fail(problems_of(self.replicas.values()))] if self.is_dead else []
 
     def _forget(self, ended: Iterable[Entry]) -> None:

@@ -78,7 +78,7 @@ class Ledger:
         """The entry of a live sequence."""
         return self._entries.get(sequence_id)
 
-    def received(self, replica: int, outputs: EngineCoreOutputs) -> list[Entry]:
+    def record_outputs(self, replica: int, outputs: EngineCoreOutputs) -> list[Entry]:
         """Note a replica's outputs for sequences that it has; returns the entries that have ended with them.
 
         Removed from `outputs` are rows and ends of sequences that were taken from the replica, and the
@@ -95,7 +95,7 @@ class Ledger:
             self._num_pending += len(outputs.sequence_ids)
             if self._num_pending > _MOST_PENDING:
                 self._sort()
-        return self._ended(end.sequence_id for end in outputs.ended)
+        return self._end_sequences(end.sequence_id for end in outputs.ended)
 
     def moves(self, entry: Entry, *, replica_lives: bool, has_refused: bool = False) -> None:
         """Take a request from its replica. That replica's later outputs for it are dropped, until its ends there.
@@ -112,11 +112,11 @@ class Ledger:
             self._foreign.setdefault(entry.replica, {}).update(came)
         entry.replica, entry.attempt = None, entry.attempt + 1
 
-    def lost(self, replica: int) -> None:
+    def record_loss(self, replica: int) -> None:
         """Note that a replica sends nothing any more."""
         self._foreign.pop(replica, None)
 
-    def refused(self, replica: int, first_sequence_id: int) -> bool:
+    def record_refusal(self, replica: int, first_sequence_id: int) -> bool:
         """Note that a replica did not take a request. Returns whether that was taken from it before."""
         foreign = self._foreign.get(replica, {})
         refused = [sequence_id for sequence_id, first in foreign.items() if first == first_sequence_id]
@@ -124,7 +124,7 @@ class Ledger:
             del foreign[sequence_id]
         return bool(refused)
 
-    def aborted(self, sequence_ids: Iterable[int]) -> dict[int | None, list[int]]:
+    def record_abort(self, sequence_ids: Iterable[int]) -> dict[int | None, list[int]]:
         """Note that live sequences are to end. Returns them by replica; those under None are at none."""
         found: dict[int | None, list[int]] = {}
         for sequence_id in dict.fromkeys(sequence_ids):
@@ -135,7 +135,7 @@ class Ledger:
 
     def end(self, sequence_ids: Iterable[int]) -> list[Entry]:
         """Remove sequences; returns the entries that have ended with them."""
-        return self._ended(sequence_ids)
+        return self._end_sequences(sequence_ids)
 
     def rest(self, entry: Entry) -> tuple[list[EngineCoreRequest], list[SequenceEnd]]:
         """Requests for the rest that another replica has to compute, and the ends of samples without a rest.
@@ -153,7 +153,7 @@ class Ledger:
             if end is not None:
                 ends.append(end)
             else:
-                requests.append(_continued(entry, sequence_id, tokens))
+                requests.append(_make_continuation(entry, sequence_id, tokens))
         return requests, ends
 
     def check_integrity(self) -> None:
@@ -164,7 +164,7 @@ class Ledger:
         self._sort()
         assert self._tokens.keys() <= self._entries.keys(), "tokens are kept of sequences that have ended"
 
-    def _ended(self, sequence_ids: Iterable[int]) -> list[Entry]:
+    def _end_sequences(self, sequence_ids: Iterable[int]) -> list[Entry]:
         ended = []
         for sequence_id in sequence_ids:
             entry = self._entries.pop(sequence_id, None)
@@ -219,7 +219,7 @@ def _end_of(entry: Entry, sequence_id: int, tokens: list[int]) -> SequenceEnd | 
     return SequenceEnd(sequence_id, "length") if len(tokens) >= request.max_tokens else None
 
 
-def _continued(entry: Entry, sequence_id: int, tokens: list[int]) -> EngineCoreRequest:
+def _make_continuation(entry: Entry, sequence_id: int, tokens: list[int]) -> EngineCoreRequest:
     """The request for the rest of one sample."""
     source = entry.request
     return msgspec.structs.replace(

@@ -59,7 +59,7 @@ class FleetAdapters:
         ended: Callable[[Mapping[int, Member], Mapping[int, UpdateReport], Iterable[int]], None],
     ) -> None:
         """`is_over`: whether the fleet itself is gone. `ended` is called, inside the lock, with the members of a change
-        and as that of `FleetUpdates.push`."""
+        and as that of `FleetUpdates.push_to_replicas`."""
         self._brain, self._members, self._lock = brain, members, lock
         self._is_over, self._ended = is_over, ended
         self._table = AdapterTable(max_loras)

@@ -48,7 +48,7 @@ class FleetCalls:
 
         A call on one that is lost meanwhile goes to another one.
         """
-        verb = _checked(name, arguments)
+        verb = _check_call(name, arguments)
         with self._lock:
             take_back = self._supervisor.note_order(name, arguments)
             clients = [member.client for _, member in sorted(self._members.items())]
@@ -82,7 +82,7 @@ class FleetCalls:
         def by_replica(results: Sequence[Any]) -> dict[int, Any]:
             return dict(zip(members, results, strict=True))
 
-        verb = msgspec.structs.replace(_checked(name, arguments), combine=by_replica, needs_all=True)
+        verb = msgspec.structs.replace(_check_call(name, arguments), combine=by_replica, needs_all=True)
         return call_all(verb, arguments, [member.client for member in members.values()], self._is_over)
 
     def on_one(self, replica: int, name: str, arguments: Mapping[str, Any]) -> CallFuture:
@@ -95,7 +95,7 @@ class FleetCalls:
             member = self._members.get(replica)
             if member is None:
                 raise RetryableError(self._not_now(replica, "cannot answer"))
-        verb = msgspec.structs.replace(_checked(name, arguments), combine=lambda results: results[0], needs_all=True)
+        verb = msgspec.structs.replace(_check_call(name, arguments), combine=lambda results: results[0], needs_all=True)
         return call_all(verb, arguments, [member.client], self._is_over)
 
     def require_serving(self, replica: int, argument: str = "replica_index") -> None:
@@ -143,7 +143,7 @@ class FleetCalls:
         return f"{argument}={replica}: that replica is {found.state} and {what} at the moment{problem}; {advice}."
 
 
-def _checked(name: str, arguments: Mapping[str, Any]) -> Verb:
+def _check_call(name: str, arguments: Mapping[str, Any]) -> Verb:
     if arguments.get("method") in _WEIGHT_METHODS:
         what = f"collective_rpc: {arguments['method']} would change weights past the fleet"
         raise LifecycleError(f"{what}, and a replica that starts later would not have them: use update_weights.")

@@ -33,8 +33,8 @@ from rollout_engine.fleet.run.metrics import FleetMetrics
 from rollout_engine.fleet.run.processes import ProcessProvider
 from rollout_engine.fleet.run.provider import Provider, check_count
 from rollout_engine.fleet.run.replica_health import ReplicaHealth
-from rollout_engine.fleet.run.supervisor import Supervisor, started
-from rollout_engine.fleet.run.updates import FleetUpdates, drained
+from rollout_engine.fleet.run.supervisor import Supervisor, start_replicas
+from rollout_engine.fleet.run.updates import FleetUpdates, drain_requests
 from sync.base import WeightSource
 from sync.owner_process import OwnerProcess
 
@@ -67,7 +67,7 @@ class FleetClient:
         self._metrics = FleetMetrics(self._brain, self._members, self._lock)
         with self._lock:
             for member in members:
-                self.started(member, lambda: True)
+                self.add_replica(member, lambda: True)
 
     @classmethod
     def start(
@@ -86,7 +86,7 @@ class FleetClient:
         """
         check_count(num_replicas)
         provider = ProcessProvider() if provider is None else provider
-        with started(provider, config, num_replicas, meanwhile) as (config, members):
+        with start_replicas(provider, config, num_replicas, meanwhile) as (config, members):
             return cls(config, provider, members, Balancer() if balancer is None else balancer)
 
     @property
@@ -120,16 +120,16 @@ class FleetClient:
             if request.lora:
                 self._adapters.use(request.lora)
             try:
-                self._dispatcher.do(self._brain.added(request, session_id, replica), raises=True)
+                self._dispatcher.do(self._brain.add_request(request, session_id, replica), raises=True)
             except BaseException:
-                self._dispatcher.do(self._brain.refused(request.first_sequence_id)[1])
+                self._dispatcher.do(self._brain.note_refusal(request.first_sequence_id)[1])
                 raise
 
     def abort(self, sequence_ids: list[int]) -> None:
         """End sequences; unknown ids are a no-op."""
         self._require_own_process()
         with self._lock:
-            self._dispatcher.do(self._brain.aborted(sequence_ids))
+            self._dispatcher.do(self._brain.abort_sequences(sequence_ids))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
         """Call a verb on every replica, or on one if any can answer for all: `Verb.combine`.
@@ -151,10 +151,10 @@ class FleetClient:
         with self._updates.one_at_a_time(), self._adapters.unchanged(options.timeout):
             with self._lock:
                 members = dict(self._members)
-            with drained(self, options) as options:
+            with drain_requests(self, options) as options:
                 ended = partial(self._draft_ended if options.draft else self._update_ended, members)
                 live = self.policy_version
-                return self._updates.push(members, source, version, options, live, ended)
+                return self._updates.push_to_replicas(members, source, version, options, live, ended)
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Return False: steps are computed by the replicas."""
@@ -181,7 +181,7 @@ class FleetClient:
                 self._supervisor.check(num_more, num_present)  # it may take seconds: outputs are still delivered
             with self._lock:
                 self.require_usable()
-                self._dispatcher.do(self._brain.scaled(num_replicas, time.monotonic()))
+                self._dispatcher.do(self._brain.scale_to(num_replicas, time.monotonic()))
 
     def restart(self) -> None:
         """Restart the engine of every replica, one after the other; the others serve meanwhile. Blocks.
@@ -191,7 +191,7 @@ class FleetClient:
         for index in list(self._brain.wanted):
             self.require_usable()
             with self._lock:
-                self._dispatcher.do(self._brain.restarted(index, time.monotonic()))
+                self._dispatcher.do(self._brain.restart_replica(index, time.monotonic()))
             _wait_until_settled(self._brain.replicas[index], self.require_usable)
 
     def check_integrity(self) -> None:
@@ -219,7 +219,7 @@ class FleetClient:
         self._updates.close()
         self._dispatcher.fail_all(self.dead_error or EngineDeadError("The engine is shut down; make a new one."))
 
-    def started(self, member: Member, is_current: Callable[[], bool]) -> bool:
+    def add_replica(self, member: Member, is_current: Callable[[], bool]) -> bool:
         """Add a replica that has an engine, if the state that it was put into `is_current`."""
         with self._lock:
             if not is_current() or self._supervisor.is_closed:
@@ -227,9 +227,9 @@ class FleetClient:
             version = self._updates.version_of(member)
             self._members[member.index] = member
             member.join(self)
-            self._dispatcher.do(self._brain.started(member.index, version, time.monotonic()))
+            self._dispatcher.do(self._brain.note_start(member.index, version, time.monotonic()))
             if (problem := member.client.ending) is not None:  # since before it was joined: not reported here
-                self.lost(member, problem)
+                self.handle_loss(member, problem)
             self._bring_drafts()
             return True
 
@@ -237,7 +237,7 @@ class FleetClient:
         """Note that a replica did not start."""
         logger.warning("replica %d did not start: %s", index, problem)
         with self._lock:
-            self._dispatcher.do(self._brain.lost(index, str(problem), time.monotonic()))
+            self._dispatcher.do(self._brain.note_loss(index, str(problem), time.monotonic()))
 
     def lags(self, member: Member) -> bool:
         """Whether a replica still has to catch up: an update may have overtaken it."""
@@ -257,32 +257,34 @@ class FleetClient:
         logger.warning("replica %d did not catch up: %s", member.index, problem)
         with self._lock:
             if self._members.get(member.index) is member:
-                self._dispatcher.do(self._brain.missed(member.index, str(problem), time.monotonic()))
+                self._dispatcher.do(self._brain.note_failed_catch_up(member.index, str(problem), time.monotonic()))
 
-    def received(self, member: Member, outputs: EngineCoreOutputs) -> None:
+    def deliver_outputs(self, member: Member, outputs: EngineCoreOutputs) -> None:
         """Deliver the outputs of a replica's step."""
         with self._lock:
             if self._members.get(member.index) is member:
-                actions = self._brain.received(member.index, outputs)
+                actions = self._brain.note_outputs(member.index, outputs)
                 self._dispatcher.deliver(outputs)
                 self._dispatcher.do(actions)
                 if not self._updates.is_updating:
-                    self._dispatcher.do(self._brain.computed(member.index, outputs.policy_version, time.monotonic()))
+                    self._dispatcher.do(
+                        self._brain.note_version(member.index, outputs.policy_version, time.monotonic())
+                    )
 
-    def refused(self, member: Member, sequence_id: int, error: RolloutEngineError) -> None:
+    def handle_refusal(self, member: Member, sequence_id: int, error: RolloutEngineError) -> None:
         """Note that a replica did not take a request: others are tried, or the user gets the error."""
         with self._lock:
             if self._members.get(member.index) is member:
                 self._dispatcher.refuse(member.index, sequence_id, error)
 
-    def lost(self, member: Member, error: EngineDeadError) -> None:
+    def handle_loss(self, member: Member, error: EngineDeadError) -> None:
         """Continue without a replica."""
         with self._lock:
             if self._members.get(member.index) is member:
                 logger.error("replica %d is lost: %s", member.index, error)
                 del self._members[member.index]
                 self._supervisor.retire(member)
-                self._dispatcher.do(self._brain.lost(member.index, str(error), time.monotonic()))
+                self._dispatcher.do(self._brain.note_loss(member.index, str(error), time.monotonic()))
 
     def _update_ended(
         self, members: Mapping[int, Member], reports: Mapping[int, UpdateReport], in_doubt: Iterable[int]
@@ -292,10 +294,10 @@ class FleetClient:
             now, same = time.monotonic(), {index for index in members if self._members.get(index) is members[index]}
             if reports:
                 version = next(iter(reports.values())).version
-                actions = self._brain.committed(same & reports.keys(), version, now)
+                actions = self._brain.note_commit(same & reports.keys(), version, now)
             else:
                 strayed = sorted(same.intersection(in_doubt))
-                actions = self._brain.strayed(strayed, now, can_catch_up=self._updates.has_any)
+                actions = self._brain.note_unknown_weights(strayed, now, can_catch_up=self._updates.has_any)
             self._dispatcher.do(actions)
 
     def _draft_ended(

@@ -60,7 +60,7 @@ class Dispatcher:
     def refuse(self, replica: int, sequence_id: int, error: RolloutEngineError, *, raises: bool = False) -> None:
         """Try others with a request that a replica could not take just now; report one that none takes to the user."""
         others_may = isinstance(error, RetryableError)
-        first, actions = self._brain.refused(sequence_id, replica, others_may=others_may)
+        first, actions = self._brain.note_refusal(sequence_id, replica, others_may=others_may)
         self.do(actions, raises=raises)
         if first is not None and raises:
             raise error

@@ -19,13 +19,13 @@ from rollout_engine.process.client_routing import first_sequence_of
 class Owner(Protocol):
     """Callbacks for a replica's outputs, refusals and death, in the fleet's own ids, on the member's thread."""
 
-    def received(self, member: "Member", outputs: EngineCoreOutputs) -> None:
+    def deliver_outputs(self, member: "Member", outputs: EngineCoreOutputs) -> None:
         """Take the outputs of a step."""
 
-    def refused(self, member: "Member", sequence_id: int, error: RolloutEngineError) -> None:
+    def handle_refusal(self, member: "Member", sequence_id: int, error: RolloutEngineError) -> None:
         """Take the error of a request that the member's core did not take."""
 
-    def lost(self, member: "Member", error: EngineDeadError) -> None:
+    def handle_loss(self, member: "Member", error: EngineDeadError) -> None:
         """Take the error of a core that is gone."""
 
 
@@ -80,20 +80,20 @@ class Member:
     def deliver(self, outputs: EngineCoreOutputs) -> None:
         """Pass the outputs of a step on."""
         assert self._owner is not None
-        self._owner.received(self, _shifted(outputs, self._first) if self._first else outputs)
+        self._owner.deliver_outputs(self, _offset_ids(outputs, self._first) if self._first else outputs)
 
     def refuse(self, first_sequence_id: int, error: RolloutEngineError) -> None:
         """Pass a refusal on."""
         assert self._owner is not None
-        self._owner.refused(self, first_sequence_id - self._first, error)
+        self._owner.handle_refusal(self, first_sequence_id - self._first, error)
 
     def fail_all(self, error: EngineDeadError) -> None:
         """Pass the end of the core on."""
         assert self._owner is not None
-        self._owner.lost(self, error)
+        self._owner.handle_loss(self, error)
 
 
-def _shifted(outputs: EngineCoreOutputs, first: int) -> EngineCoreOutputs:
+def _offset_ids(outputs: EngineCoreOutputs, first: int) -> EngineCoreOutputs:
     """The same outputs with `first` taken from every sequence id."""
     given = outputs.id_logprobs
     return msgspec.structs.replace(

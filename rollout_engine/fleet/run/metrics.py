@@ -50,9 +50,9 @@ class FleetMetrics:
         with self._lock:
             for index, told in answers.items():
                 self._counts.setdefault(index, _Counts()).note(*told)
-            return self._gathered(answers)
+            return self._gather(answers)
 
-    def _gathered(self, answered: Iterable[int]) -> tuple[CoreMetrics, dict[int, ReplicaMetrics]]:
+    def _gather(self, answered: Iterable[int]) -> tuple[CoreMetrics, dict[int, ReplicaMetrics]]:
         in_flight, answered = self._brain.balancer.stats, set(answered)
         found, living = {}, []
         for index, replica in self._brain.replicas.items():

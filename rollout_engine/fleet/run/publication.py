@@ -78,7 +78,7 @@ class Publication:
         if self._sender is not None and self._is_own(path):
             self._sender.take_back()
 
-    def completed(self, member: Member, part: WeightSource) -> WeightSource:
+    def complete_source(self, member: Member, part: WeightSource) -> WeightSource:
         """All of the newest weights, those of `part` in their place: a replica that starts later needs all of them.
 
         `member`: a replica, which has the names. Raises `WeightUpdateError` if the other weights cannot be read here.
@@ -105,7 +105,7 @@ class Publication:
         client, options = member.client, UpdateOptions(reset_version=True, draft=self._draft)
         try:
             if self.stage(member, newest.path, newest.version, options) != (newest.version, newest.digest):
-                raise _changed(newest)
+                raise _make_changed_error(newest)
             client.commit_weights(options.timeout)
         except BaseException:
             client.drop_staged_weights()
@@ -142,6 +142,6 @@ class Publication:
             raise type(problem)(f"On node {member.replica.node}: {problem}") from problem
 
 
-def _changed(published: Published) -> WeightUpdateError:
+def _make_changed_error(published: Published) -> WeightUpdateError:
     what = f"{published.path} holds other weights than those of version {published.version} that another replica read"
     return WeightUpdateError(f"{what}: leave them there as long as the fleet serves them, or update it again.")

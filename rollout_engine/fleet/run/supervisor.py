@@ -26,7 +26,7 @@ _ORDERS: dict[str, tuple[str, dict[str, Any] | None]] = {
 class Fleet(Protocol):
     """Callbacks for the results of starts and catch-ups."""
 
-    def started(self, member: Member, is_current: Callable[[], bool]) -> bool:
+    def add_replica(self, member: Member, is_current: Callable[[], bool]) -> bool:
         """Add a replica that has an engine. False, nothing done: the others' state has changed (not `is_current`)."""
         ...
 
@@ -139,7 +139,7 @@ class Supervisor:
             orders = self._orders
             for name, arguments in orders.items():
                 member.client.call(name, arguments).result()
-            if fleet.started(member, lambda orders=orders: self._orders is orders):  # type: ignore[misc]
+            if fleet.add_replica(member, lambda orders=orders: self._orders is orders):  # type: ignore[misc]
                 return
             for name, arguments in (("wake_up", dict(tags=None)), ("resume_generation", {})):
                 member.client.call(name, arguments).result()
@@ -190,7 +190,7 @@ class Supervisor:
 
 
 @contextmanager
-def started(
+def start_replicas(
     provider: Provider, config: EngineConfig, count: int, meanwhile: Callable[[], object]
 ) -> Iterator[tuple[EngineConfig, list[Member]]]:
     """Start `count` replicas at once; yields the configuration of each, and the replicas.

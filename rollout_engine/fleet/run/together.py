@@ -24,7 +24,7 @@ def call_all(
     assert verb.combine is not None, "a verb of all replicas says how their results combine"
     gathered = _Gathered(verb, arguments, len(clients), is_over)
     if not clients:
-        gathered.future.fail(_lost(verb, is_over))
+        gathered.future.fail(_make_lost_error(verb, is_over))
     for index, client in enumerate(clients):
         try:
             answer = client.call(verb.name, arguments)
@@ -61,7 +61,7 @@ def _ask_next(
     result: CallFuture,
 ) -> None:
     if not clients:
-        result.fail(_lost(verb, is_over))
+        result.fail(_make_lost_error(verb, is_over))
         return
     first, *others = clients
     try:
@@ -69,17 +69,17 @@ def _ask_next(
     except EngineDeadError:
         return _ask_next(verb, arguments, others, is_over, result)
 
-    def answered(answer: Future[Any]) -> None:
+    def take_answer(answer: Future[Any]) -> None:
         if not answer.cancelled() and isinstance(answer.exception(), EngineDeadError):
             _ask_next(verb, arguments, others, is_over, result)
         elif not answer.cancelled():
             copy_outcome(answer, result)
 
-    answer.add_done_callback(answered)
+    answer.add_done_callback(take_answer)
     result.add_done_callback(lambda result: answer.cancel() if result.cancelled() else None)
 
 
-def _lost(verb: Verb, is_over: Callable[[], bool]) -> EngineDeadError | RetryableError:
+def _make_lost_error(verb: Verb, is_over: Callable[[], bool]) -> EngineDeadError | RetryableError:
     if is_over():
         return EngineDeadError(f"{verb.name}: no replica of the fleet lives.")
     return RetryableError(f"{verb.name}: a replica was lost before it had answered; the fleet goes on: call it again.")
@@ -105,9 +105,9 @@ class _Gathered:
     def add(self, index: int, answer: CallFuture) -> None:
         """Wait for the answer of one replica."""
         self._answers[index] = answer
-        answer.add_done_callback(partial(self._answered, index))
+        answer.add_done_callback(partial(self._take_answer, index))
 
-    def _answered(self, index: int, answer: Future[Any]) -> None:
+    def _take_answer(self, index: int, answer: Future[Any]) -> None:
         with self._lock:
             self._left -= 1
             if self._left:
@@ -119,7 +119,7 @@ class _Gathered:
         if results and not needs_all:
             errors = [error for error in errors if not isinstance(error, EngineDeadError)]
         if errors and isinstance(errors[0], EngineDeadError) and not self._is_over():
-            self.future.fail(_lost(self._verb, self._is_over))
+            self.future.fail(_make_lost_error(self._verb, self._is_over))
         elif errors:
             self.future.fail(self._in_all(errors[0], len(errors) + len(results), errors))
         else:

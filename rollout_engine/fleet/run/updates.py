@@ -72,7 +72,7 @@ class FleetUpdates:
         finally:
             self._updating.release()
 
-    def push(
+    def push_to_replicas(
         self,
         members: Mapping[int, Member],
         source: WeightSource,
@@ -95,7 +95,7 @@ class FleetUpdates:
             reports: dict[int, UpdateReport] = change.committed
             first_member = next(iter(change.members.values()))
             if is_part:
-                source = publication.completed(first_member, source)
+                source = publication.complete_source(first_member, source)
             live = publication.live_version(first_member) if options.draft else live_version
             path, version = publication.publish(first_member, source, version, live)
             try:
@@ -165,7 +165,7 @@ def _check_options(options: UpdateOptions) -> None:
 
 
 @contextmanager
-def drained(client: EngineClient, options: UpdateOptions) -> Iterator[UpdateOptions]:
+def drain_requests(client: EngineClient, options: UpdateOptions) -> Iterator[UpdateOptions]:
     """Let requests end first if that is asked for: at all replicas before one of them commits.
 
     Raises `DrainTimeoutError`, nothing changed.

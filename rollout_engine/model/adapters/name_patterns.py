@@ -136,13 +136,13 @@ class _Parser:
             if self._pattern[place] in "^$" and after > place + 1:
                 raise self._error("there is nothing to repeat")
             if (least, most) != (1, 1):
-                part = self._repeated(part, place, least, most)
+                part = self._repeat(part, place, least, most)
                 self._place = after
             self._join(end, part.start)
             end = part.end
         return _Part(start, end)
 
-    def _repeated(self, first: _Part, place: int, least: int, most: int | None) -> _Part:
+    def _repeat(self, first: _Part, place: int, least: int, most: int | None) -> _Part:
         """An atom, read again at `place` for each copy, `least` to `most` times; None: any number."""
         start = end = self._state()
         exits = [end]
@@ -181,9 +181,9 @@ class _Parser:
             return self._one(lambda char: True)
         if char == "[":
             return self._one(self._set())
-        return self._one(self._escaped() if char == "\\" else char.__eq__)
+        return self._one(self._read_escape() if char == "\\" else char.__eq__)
 
-    def _escaped(self) -> Test:
+    def _read_escape(self) -> Test:
         char = self._next()
         if char.lower() in _CLASSES:
             test = _CLASSES[char.lower()]
@@ -205,7 +205,7 @@ class _Parser:
         if not low:
             raise self._error("a bracket is not closed")
         if low == "\\":
-            return self._escaped()
+            return self._read_escape()
         if self._peek() == "-" and self._pattern[self._place + 1 : self._place + 2] not in ("]", ""):
             self._next()
             high = self._next()

@@ -98,7 +98,7 @@ class PreparedAdapter:
 class Adapters(Protocol):
     """The adapters of a model, which may be cut over ranks."""
 
-    def prepare(self, request: LoRARequest) -> PreparedAdapter:
+    def prepare_adapter(self, request: LoRARequest) -> PreparedAdapter:
         """Read an adapter and check it against the model. Raises `RequestError`. Steps may run meanwhile."""
         ...
 
@@ -133,17 +133,17 @@ class AdapterPool(ABC):
         """Whether no adapter is installed."""
         return not self._installed
 
-    def prepare(self, request: LoRARequest) -> PreparedAdapter:
+    def prepare_adapter(self, request: LoRARequest) -> PreparedAdapter:
         with naming_adapter(request):
-            return self.checked(read_adapter(request))
+            return self.check_adapter(read_adapter(request))
 
-    def checked(self, linears: Mapping[str, LinearAdapter]) -> PreparedAdapter:
+    def check_adapter(self, linears: Mapping[str, LinearAdapter]) -> PreparedAdapter:
         """Check the matrices of an adapter, and lay them out. Raises `RequestError`."""
         packed: dict[str, Pair] = {}
         digest, rank, num_bytes = xxhash.xxh3_128(), 0, 0
         for name, linear in sorted(linears.items()):
             self._check(name, linear, self._target(name))
-            pair = packed[name] = self._packed(linear)
+            pair = packed[name] = self._pack_linear(linear)
             tensors = pair.a, pair.b
             if not all(math.isfinite(bound) for tensor in tensors for bound in tensor.aminmax()):  # NaN is both bounds
                 raise RequestError.for_field(f"tensors of '{name}'", "NaN or infinite values", "finite", _NOT_FINITE)
@@ -160,9 +160,9 @@ class AdapterPool(ABC):
         for name, linear in linears.items():
             target = self._target(name)
             is_whole = target.inputs.is_whole and target.outputs.is_whole
-            pair = packed[name] if packed and is_whole else self._packed(target.own(linear))
+            pair = packed[name] if packed and is_whole else self._pack_linear(target.own(linear))
             found.setdefault(target.group, [None] * len(self._groups[target.group]))[target.place] = pair
-        return self._placed(found)
+        return self._place_pairs(found)
 
     def install(self, slot: int, prepared: PreparedAdapter) -> None:
         self.put(slot, prepared.pairs)
@@ -188,10 +188,10 @@ class AdapterPool(ABC):
         """By name, the linears that may have adapters."""
 
     @abstractmethod
-    def _packed(self, linear: LinearAdapter) -> Pair:
+    def _pack_linear(self, linear: LinearAdapter) -> Pair:
         """The matrices for the kernel, in the host's memory."""
 
-    def _placed(self, pairs: Pairs) -> Pairs:
+    def _place_pairs(self, pairs: Pairs) -> Pairs:
         """The same pairs on the device of the steps."""
         return pairs
 

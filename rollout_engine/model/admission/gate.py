@@ -37,7 +37,7 @@ def build_module(
         _check_static(config)
         return _construct(config, dtype, attention, head)
     except Refusal as reason:
-        raise _worded(config, reason) from None
+        raise _word_refusal(config, reason) from None
 
 
 def admit(module: PreTrainedModel) -> list[LayerGeometry]:
@@ -55,7 +55,7 @@ def admit(module: PreTrainedModel) -> list[LayerGeometry]:
             geometry = probe_geometry(module)
             check_numerics(module, geometry)
     except Refusal as reason:
-        raise _worded(module.config, reason) from None
+        raise _word_refusal(module.config, reason) from None
     gate_cache.write(key, geometry)
     logger.info("%s passed the load-time gate in %.2f s.", type(module).__name__, time.perf_counter() - started)
     return geometry
@@ -95,6 +95,6 @@ def _construct(config: PretrainedConfig, dtype: torch.dtype, attention: str, hea
         ) from None
 
 
-def _worded(config: PretrainedConfig, reason: Refusal) -> ConfigError:
+def _word_refusal(config: PretrainedConfig, reason: Refusal) -> ConfigError:
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     return ConfigError(f"{name} (model_type '{config.model_type}') cannot be served exactly: {reason}.")

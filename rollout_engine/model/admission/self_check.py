@@ -74,9 +74,9 @@ def _small_twins(
 ) -> tuple[PreTrainedModel, PreTrainedModel, list[LayerGeometry]]:
     """Small copies with equal weights: (with our attention, with eager attention, geometry)."""
     problem: Exception | None = None
-    for shrink in (_narrowed, copy.copy):
+    for shrink in (_narrow_config, copy.copy):
         try:
-            small = shrink(_shortened(module, geometry))
+            small = shrink(_shorten_config(module, geometry))
             engine = construct(small, dtype=torch.float32, attention=ATTENTION_NAME)
             _spread_weights(engine)
             small_geometry = probe_geometry(engine)
@@ -93,7 +93,7 @@ def _small_twins(
     )
 
 
-def _shortened(module: PreTrainedModel, geometry: list[LayerGeometry]) -> PretrainedConfig:
+def _shorten_config(module: PreTrainedModel, geometry: list[LayerGeometry]) -> PretrainedConfig:
     """The first layers, enough to include every kind, with a small vocabulary, short windows and lengths."""
     small = copy.deepcopy(module.config)
     total = len(geometry)
@@ -125,7 +125,7 @@ def _shorten_lengths(fields: dict[str, object]) -> None:
             fields[name] = _LENGTH
 
 
-def _narrowed(config: PretrainedConfig) -> PretrainedConfig:
+def _narrow_config(config: PretrainedConfig) -> PretrainedConfig:
     """At most two key/value heads and the rest in proportion; head sizes and grouping stay."""
     small = copy.deepcopy(config)
     heads = small.num_attention_heads

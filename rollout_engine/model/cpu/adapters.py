@@ -48,7 +48,7 @@ class CpuAdapterPool(AdapterPool):
                 self._of_number[id(child._group)] = child._group
         return found
 
-    def _packed(self, linear: LinearAdapter) -> AdapterPair:
+    def _pack_linear(self, linear: LinearAdapter) -> AdapterPair:
         return AdapterPair.packed(linear.a, linear.b, linear.scale, self.dtype)
 
     def _made_table(self, group: int) -> AdapterTable:

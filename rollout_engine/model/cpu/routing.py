@@ -67,7 +67,7 @@ class RoutingRecorder:
             first = ends[task.row] - 1 - len(work.scheduled[task.row].draft_token_ids)
             rows += range(first, first + num)
         out.routed_experts = self._rows[rows]
-        for index, num_tokens in self._requests.completed(work):
+        for index, num_tokens in self._requests.list_completed(work):
             out.prompt_routed_experts[index] = self._kept_rows(batch, index, num_tokens - 1)
 
     @contextmanager

@@ -58,11 +58,11 @@ class CudaAdapterPool(AdapterPool):
             if child is not head
         }
 
-    def _packed(self, linear: LinearAdapter) -> AdapterPair:
+    def _pack_linear(self, linear: LinearAdapter) -> AdapterPair:
         return AdapterPair.packed(linear.a.cpu(), linear.b.cpu(), linear.scale, self.dtype)
 
-    def _placed(self, pairs: Pairs) -> Pairs:
-        with self._stream.entered():
+    def _place_pairs(self, pairs: Pairs) -> Pairs:
+        with self._stream.enter():
             placed = {
                 group: [None if pair is None else pair.to(self._device) for pair in each]
                 for group, each in pairs.items()

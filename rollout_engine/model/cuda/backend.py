@@ -108,7 +108,7 @@ class CudaBackend(Backend):
             f"device {model.device}{described_ranks(loaded.num_ranks)}, dtype {loaded.dtype}, "
             f"deterministic {deterministic}, "
             f"decoder {'fused' if self._fused else 'modules'}, "
-            f"graphs {'off' if graphs is None else graphs.described()}, "
+            f"graphs {'off' if graphs is None else graphs.describe_count()}, "
             f"{describe_pool(config, loaded, self.num_blocks)}"
         )
 

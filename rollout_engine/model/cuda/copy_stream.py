@@ -34,7 +34,7 @@ class CopyStream(Protocol):
         """Start a copy; returns a function that waits for it. The host leaves `source` alone until then."""
         ...
 
-    def entered(self) -> AbstractContextManager[object]:
+    def enter(self) -> AbstractContextManager[object]:
         """Launch this thread's work inside on this stream, after everything launched before on the stream of steps."""
         ...
 
@@ -70,7 +70,7 @@ class CudaCopyStream:
         return done.synchronize
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def enter(self) -> Iterator[None]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
@@ -98,7 +98,7 @@ class HostCopyStream:
         out.copy_(source)
         return lambda: None
 
-    def entered(self) -> AbstractContextManager[object]:
+    def enter(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def lead_steps(self) -> None:

@@ -90,18 +90,18 @@ class DecodeGraphs:
         Steps that none holds run without a graph.
         """
         self.void()
-        for size, variant in self._wanted():
+        for size, variant in self._list_wanted():
             self._try(size, variant)
         self._captures_more = False
         if self._problems:
             text = "%d of %d CUDA graphs were captured; steps that fit none run without, more slowly. First problem: %s"
             problem = next(iter(self._problems.values()))
-            logger.warning(text, len(self._graphs), len(self._wanted()), problem)
-        logger.info("%s graphs captured in %.1f s, %.0f MiB.", self.described(), *self._taken())
+            logger.warning(text, len(self._graphs), len(self._list_wanted()), problem)
+        logger.info("%s graphs captured in %.1f s, %.0f MiB.", self.describe_count(), *self._measure_costs())
 
-    def described(self) -> str:
+    def describe_count(self) -> str:
         """How many graphs there are, of those wanted: "52 of 52"."""
-        return f"{len(self._graphs)} of {len(self._wanted())}"
+        return f"{len(self._graphs)} of {len(self._list_wanted())}"
 
     def run(self, step: DecodeStep) -> tuple[Tensor, DrawMemory] | None:
         """Logits [n, V] and draws of n sequences, valid until the next call; None if no graph fits.
@@ -129,7 +129,7 @@ class DecodeGraphs:
         """The columns of the last draws from `count` sequences."""
         return self._inputs.draws(count)
 
-    def _wanted(self) -> list[tuple[int, Variant]]:
+    def _list_wanted(self) -> list[tuple[int, Variant]]:
         """Graphs that are captured at load."""
         return [(size, Variant(each, False)) for size in reversed(self._sizes) for each in self._has_prefixes]
 
@@ -145,7 +145,7 @@ class DecodeGraphs:
         for variant in [each for each in self._captured if each.has_adapters]:
             del self._captured[variant]
 
-    def _taken(self) -> tuple[float, float]:
+    def _measure_costs(self) -> tuple[float, float]:
         """Seconds and MiB of the captures so far."""
         return self._num_seconds, self._num_bytes / 2**20
 

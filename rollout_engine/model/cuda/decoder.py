@@ -50,13 +50,13 @@ class CudaDecoder:
 
     def forward(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool) -> LogitRows:
         """Logits of rows int64 of a planned `batch`. KV is written to `pool`."""
-        return LogitRows(self._hidden(batch, pool)[rows], self.head, self.vocab_size)
+        return LogitRows(self._compute_hidden(batch, pool)[rows], self.head, self.vocab_size)
 
     def write_logits(self, batch: CudaBatch, pool: CudaKVPool, out: Tensor) -> None:
         """Write logits of all rows of a planned `batch` to `out` [T, V], of the model's dtype. KV goes to `pool`."""
-        self._product(self._hidden(batch, pool), self._parts.head, out)
+        self._product(self._compute_hidden(batch, pool), self._parts.head, out)
 
-    def _hidden(self, batch: CudaBatch, pool: CudaKVPool) -> Tensor:
+    def _compute_hidden(self, batch: CudaBatch, pool: CudaKVPool) -> Tensor:
         parts = self._parts
         residual = self._embed(batch.token_ids)
         hidden = torch.empty_like(residual)
@@ -83,7 +83,7 @@ class CudaDecoder:
     def _attend(self, layer: Layer, hidden: Tensor, batch: CudaBatch, index: int, kv: KVLayer) -> Tensor:
         shape = layer.geometry
         sizes = [shape.num_heads * shape.head_dim_k, *(shape.num_kv_heads * dim for dim in _dims(layer))]
-        q, k, v = self._adapted(hidden, layer.qkv, batch).split(sizes, dim=1)
+        q, k, v = self._multiply_adapted(hidden, layer.qkv, batch).split(sizes, dim=1)
         q, k = (x.unflatten(1, (-1, shape.head_dim_k)) for x in (q, k))
         v = v.unflatten(1, (-1, shape.head_dim_v))
         norms = layer.head_norms
@@ -96,7 +96,7 @@ class CudaDecoder:
             q.mul_(self._parts.query_factors[batch.positions][:, None, None])
         out = q.new_empty(len(q), shape.num_heads, shape.head_dim_v)
         self._attention.attend(index, q, kv, layer.attention_params, out)
-        return self._adapted(out.flatten(1), layer.out, batch)
+        return self._multiply_adapted(out.flatten(1), layer.out, batch)
 
     def _feed_forward(self, mlp: MLP | Mixture, hidden: Tensor, batch: CudaBatch, pool: CudaKVPool) -> Tensor:
         if isinstance(mlp, Mixture):
@@ -104,10 +104,10 @@ class CudaDecoder:
             given = None if batch.routed is None else batch.routed[:, place]
             kept = None if pool.routed is None else pool.routed_rows[:, place]
             return mlp.experts.forward(hidden, self._product(hidden, mlp.router), Routes(given, kept, batch.slots))
-        gate, up = self._adapted(hidden, mlp.gate_up, batch).chunk(2, dim=1)
-        return self._adapted(gated(gate, up, gate), mlp.down, batch)
+        gate, up = self._multiply_adapted(hidden, mlp.gate_up, batch).chunk(2, dim=1)
+        return self._multiply_adapted(gated(gate, up, gate), mlp.down, batch)
 
-    def _adapted(self, x: Tensor, linear: Linear, batch: CudaBatch) -> Tensor:
+    def _multiply_adapted(self, x: Tensor, linear: Linear, batch: CudaBatch) -> Tensor:
         """A product of a layer, with the adapters of its rows."""
         return self._product(x, linear, adapted=batch.adapters)
 

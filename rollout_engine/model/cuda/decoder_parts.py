@@ -167,7 +167,7 @@ def _linear(modules: Sequence[nn.Module]) -> Linear:
     for child in modules:
         require(type(child) is nn.Linear, f"{type(child).__name__} is more than a linear layer")
     children = [child for child in modules if isinstance(child, nn.Linear)]
-    weight = _fused([child.weight for child in children])
+    weight = _view_fused([child.weight for child in children])
     require(bool(weight[0].any()), "its weights are zeros")
     biases = [child.bias for child in children if child.bias is not None]
     require(len(biases) in (0, len(children)), "only some of the linears that share an input have a bias")
@@ -176,10 +176,10 @@ def _linear(modules: Sequence[nn.Module]) -> Linear:
     require(len(children) == 1 or are_local, "linears that share an input are not cut by heads and columns")
     count = sum(outputs_of(child).whole for child in children)
     tile = tile_for(count, weight.shape[1], weight.dtype)
-    return Linear(weight, _fused(biases) if biases else None, tile, count, id(children[0]), joins)
+    return Linear(weight, _view_fused(biases) if biases else None, tile, count, id(children[0]), joins)
 
 
-def _fused(parameters: Sequence[Tensor]) -> Tensor:
+def _view_fused(parameters: Sequence[Tensor]) -> Tensor:
     """The parameters below one another, without a copy."""
     made = stacked([parameter.detach() for parameter in parameters])
     require(made.data_ptr() == parameters[0].data_ptr(), "weights that share an input are not fused")

@@ -101,7 +101,7 @@ def _compare(
         ours = served(fused, shift)
         if (problem := disagreement(ours, served(modules, shift))) is not None:
             raise _Disagreement(problem)
-        if deterministic and not shift and not all(map(torch.equal, ours, _trained(module))):
+        if deterministic and not shift and not all(map(torch.equal, ours, _compute_trained(module))):
             raise _Disagreement("its logits are not bit for bit those that its modules give a trainer")
 
 
@@ -153,7 +153,7 @@ def served(model: CudaModel, shift: int = 0) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def _trained(module: PreTrainedModel) -> list[Tensor]:
+def _compute_trained(module: PreTrainedModel) -> list[Tensor]:
     """Logits of each sequence, computed as a trainer does after `exact.enable`, over the same weights."""
     token_ids = _token_ids(module)
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}

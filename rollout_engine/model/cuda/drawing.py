@@ -50,7 +50,7 @@ class Drawing:
             self._settings = DrawSettings.of(sequences, self._rows.rows(sequence_ids))
         batch, columns, special = self._settings[1:]
         draws = Draws(sequences, batch, columns._replace(positions=positions), special, {})
-        return self._edited(draws, self._sequences.edits_of(sequences, positions.tolist()))
+        return self._apply_edits(draws, self._sequences.edits_of(sequences, positions.tolist()))
 
     def launch(self, logits: LogitRows, draws: Draws, columns: CudaDraws, drawn: DrawMemory | None = None) -> Tensor:
         """Launch draws and return their outcome, for `to_output`; `columns` are `draws` on the device.
@@ -101,7 +101,7 @@ class Drawing:
             [s.params for s in sequences], seeds=[s.seed for s in sequences], positions=positions
         )
         special = special_columns(batch, [], np.empty(0, np.int64))
-        draws = self._edited(Draws(sequences, batch, columns_of(batch, places), special, {}), edits)
+        draws = self._apply_edits(Draws(sequences, batch, columns_of(batch, places), special, {}), edits)
         where = np.array([row.row for row in rows], np.int64)
         arrived = upload([where, *draws.sent], self._device)
         some = logits.at(arrived[0])
@@ -110,7 +110,7 @@ class Drawing:
             draw_rows(out, draws, some, self._vocab_size)
         return out
 
-    def _edited(self, draws: Draws, edits: Mapping[int, LogitEdits]) -> Draws:
+    def _apply_edits(self, draws: Draws, edits: Mapping[int, LogitEdits]) -> Draws:
         """Add the edits of rows, by row, to `draws`."""
         on_host = {row: each for row, each in edits.items() if each.need_host}
         edited = [row for row in edits if row not in on_host]

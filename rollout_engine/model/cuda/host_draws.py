@@ -19,13 +19,13 @@ def draw_rows(out: ModelRunnerOutput, draws: Draws, logits: LogitRows, vocab_siz
 
     Tempered log-probs are computed by the same kernel as a trainer's.
     """
-    allowed = _allowed(out, draws)
+    allowed = _find_allowed(out, draws)
     rows = np.array([row for row in draws.on_host if row not in allowed], np.int64)
     for piece in row_pieces(len(rows), vocab_size, torch.device("cpu")):
         _draw_piece(out, draws, logits, rows[piece])
 
 
-def _allowed(out: ModelRunnerOutput, draws: Draws) -> set[int]:
+def _find_allowed(out: ModelRunnerOutput, draws: Draws) -> set[int]:
     """Rows whose tokens, as the device has drawn them, are those that `sample` would return."""
     masked = RowEdits(draws.on_host).masked
     if masked is None:

@@ -96,7 +96,7 @@ class CudaModel:
             )
 
         def forward(rows: Tensor) -> Any:
-            with attending(ModuleStep(pool, self.attention, batch)), self._routed(batch, pool):
+            with attending(ModuleStep(pool, self.attention, batch)), self._route_tokens(batch, pool):
                 return self.module(
                     input_ids=batch.token_ids[None],
                     position_ids=batch.positions[None],
@@ -107,7 +107,7 @@ class CudaModel:
         return module_logits(self.module, forward, rows, self.module.config.vocab_size)
 
     @contextmanager
-    def _routed(self, batch: CudaBatch, pool: CudaKVPool) -> Iterator[None]:
+    def _route_tokens(self, batch: CudaBatch, pool: CudaKVPool) -> Iterator[None]:
         """Inside, modules send tokens to the experts that the batch gives, and the pool keeps the routers' choices."""
         with ExitStack() as contexts:
             if batch.routed is not None:

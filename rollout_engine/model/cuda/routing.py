@@ -44,7 +44,7 @@ class RoutingRecorder:
         """
         prompts = {
             index: self._slots(blocks_of(work.scheduled[index].sequence_id), num_tokens - 1)
-            for index, num_tokens in self._requests.completed(work)
+            for index, num_tokens in self._requests.list_completed(work)
         }
         kept = self._pool.routed_rows
         (slots,) = upload([np.concatenate([drawn, *prompts.values()])], kept.device)

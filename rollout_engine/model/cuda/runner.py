@@ -103,7 +103,7 @@ class CudaRunner:
         try:
             return self._launch(work)
         except Exception as problem:  # raised when the result is asked for
-            return _raiser(_worded(problem))
+            return _raiser(_reword_error(problem))
 
     def catch_up(self) -> None:
         """Wait for every result that has not been asked for yet."""
@@ -355,7 +355,7 @@ def _raiser(problem: Exception) -> Result:
     return fail
 
 
-def _worded(problem: Exception) -> Exception:
+def _reword_error(problem: Exception) -> Exception:
     if not isinstance(problem, torch.OutOfMemoryError):
         return problem
     torch.cuda.empty_cache()

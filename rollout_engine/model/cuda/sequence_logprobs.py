@@ -34,10 +34,10 @@ def sequence_logprobs(
     pool = model.make_pool(num_blocks=-(-longest // model.kv.block_size))
     for i, (tokens, first) in enumerate(zip(sequences, num_prompt, strict=True)):
         experts = None if routed_experts is None else routed_experts[i]
-        yield {i: (yield from _scored(model, pool, tokens, first, temperature, adapter_slot, experts))}
+        yield {i: (yield from _score_sequence(model, pool, tokens, first, temperature, adapter_slot, experts))}
 
 
-def _scored(
+def _score_sequence(
     model: CudaModel,
     pool: CudaKVPool,
     tokens: list[int],

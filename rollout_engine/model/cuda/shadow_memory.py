@@ -31,7 +31,7 @@ class CudaShadowMemory:
             ) from None
 
     def beside_steps(self) -> AbstractContextManager[object]:
-        return self._stream.entered()
+        return self._stream.enter()
 
     def prepare_copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
         """One launch, ordered after all staging and all earlier steps. Call the result while no step is launched."""

@@ -71,7 +71,7 @@ class ChangedPanels:
         gemm.move_panels(
             move,
             [
-                (_packed(source[index], self._likes[index], first, end), out[index][first:end])
+                (_pack_panels(source[index], self._likes[index], first, end), out[index][first:end])
                 for index, ranges in panels.items()
                 for first, end in ranges
             ],
@@ -123,5 +123,5 @@ def _rows(like: Tensor, first: int, end: int) -> Tensor:
     return like[first * gemm.PANEL : end * gemm.PANEL]
 
 
-def _packed(panels: Tensor, like: Tensor, first: int, end: int) -> gemm.PackedWeight:
+def _pack_panels(panels: Tensor, like: Tensor, first: int, end: int) -> gemm.PackedWeight:
     return gemm.PackedWeight.like(_rows(like, first, end), panels[first:end])

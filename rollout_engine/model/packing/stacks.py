@@ -40,21 +40,23 @@ class Stack(NamedTuple):
         padded_columns = units * 4 // self.like.itemsize
         size, padded_size = self.like.numel(), num_panels * panel * padded_columns
 
-        def moved(index: int) -> int:
+        def move_index(index: int) -> int:
             matrix, index = divmod(index, size)
             row, column = divmod(index, self.like.shape[1])
             return matrix * padded_size + row * padded_columns + column
 
         steps = [(n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True)]
-        strides = [moved(stride) for stride in view.stride()]
+        strides = [move_index(stride) for stride in view.stride()]
         offset = int(view.storage_offset())
         last = offset + sum(steps)
         # If a step runs over the end of a row or matrix, padding is in between.
-        reached = moved(offset) + sum((n - 1) * s for n, s in zip(view.shape, strides, strict=True))
-        assert reached == moved(last), f"a view of shape {tuple(view.shape)} runs across matrices {self.like.shape}"
+        reached = move_index(offset) + sum((n - 1) * s for n, s in zip(view.shape, strides, strict=True))
+        assert reached == move_index(last), (
+            f"a view of shape {tuple(view.shape)} runs across matrices {self.like.shape}"
+        )
         first, offset = divmod(offset, size)
         end = self.start + last // size + 1
-        return Place(self.start + first, end, moved(offset), tuple(view.shape), tuple(strides))
+        return Place(self.start + first, end, move_index(offset), tuple(view.shape), tuple(strides))
 
 
 class Place(NamedTuple):

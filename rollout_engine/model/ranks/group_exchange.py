@@ -95,7 +95,7 @@ class GroupExchange(Exchange):
     def _run(self, launch: Callable[[ProcessGroup], Any]) -> None:
         try:
             if self._device.type == "cuda":
-                launch(self._joining.joined()).wait()
+                launch(self._joining.wait_for_ranks()).wait()
             else:
                 run_patiently(self._joining, launch)
         except (SyncError, RuntimeError) as problem:

@@ -108,7 +108,7 @@ class LogitEdits:
 
     def _is_wanted(self, processor: LogitsProcessor) -> bool:
         try:
-            with self._watched(processor, "wants"):
+            with self._watch_call(processor, "wants"):
                 return processor.wants(self.sequence.params)
         except (Exception, SystemExit) as problem:  # the request fails when a token is drawn
             self._failure = _blame(processor, "wants", problem)
@@ -140,7 +140,7 @@ class LogitEdits:
         view = SequenceView(tuple(sequence.token_ids), sequence.num_prompt_tokens, sequence.params)
         try:
             with torch.no_grad():
-                with self._watched(processor, "apply"):
+                with self._watch_call(processor, "apply"):
                     result = processor.apply(logits, view)
                 if not isinstance(result, Tensor) or result.shape != logits.shape or not result.is_floating_point():
                     got = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.60}"
@@ -150,7 +150,7 @@ class LogitEdits:
             return _blame(processor, "apply", problem)
         return None if bool((logits < torch.inf).all()) else _blame(processor, "apply", "it returned NaN or +inf")
 
-    def _watched(self, processor: LogitsProcessor, method: str) -> UserCode:
+    def _watch_call(self, processor: LogitsProcessor, method: str) -> UserCode:
         return UserCode(lambda: f"{_name(processor)} ({method}, sequence {self.sequence.sequence_id})")
 
     def _mask(self, logits: np.ndarray) -> None:

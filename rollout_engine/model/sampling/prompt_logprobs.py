@@ -130,7 +130,7 @@ class _Piece(NamedTuple):
             return []
         prompt, scored = self.prompt, slice(self.start + 1, self.start + 1 + self.size)
         temperatures = row_temperatures(prompt.temperature, logits)
-        token_ids = _sent(prompt.token_ids[scored], logits.device)
+        token_ids = _send_ids(prompt.token_ids[scored], logits.device)
         stats = kernel(logits, temperatures, token_ids)
         arriving = [(prompt.found.logprobs[scored], fetch(stats.logprobs))]
         ranks, *top = (column[scored] for column in (prompt.ranks, *(prompt.found.top_logprobs or ())))
@@ -144,6 +144,6 @@ class _Piece(NamedTuple):
         return arriving
 
 
-def _sent(token_ids: Tensor, device: torch.device) -> Tensor:
+def _send_ids(token_ids: Tensor, device: torch.device) -> Tensor:
     """`token_ids` of the host on `device`; nothing waits for the copy."""
     return token_ids if device.type == "cpu" else token_ids.pin_memory().to(device, non_blocking=True)

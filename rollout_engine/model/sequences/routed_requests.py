@@ -29,7 +29,7 @@ class RoutedRequests:
         """Whether the step computes tokens of a sequence that asks."""
         return bool(self._asking) and not self._asking.isdisjoint(row.sequence_id for row in work.scheduled)
 
-    def completed(self, work: SchedulerOutput) -> Iterator[tuple[int, int]]:
+    def list_completed(self, work: SchedulerOutput) -> Iterator[tuple[int, int]]:
         """Prompts that the step completes, each once: index of the scheduled sequence, and the prompt's tokens."""
         for index, row in enumerate(work.scheduled if self._prompts else ()):
             if row.num_computed_tokens + row.num_scheduled_tokens == self._prompts.get(row.sequence_id):

@@ -127,7 +127,7 @@ def _check_rows(given: dict[str, Any]) -> None:
             "Use exact.token_logprobs(model, input_ids, attention_mask), which accepts any padding."
         )
     if isinstance(positions, Tensor):
-        expect_packed_rows(_packed(positions, mask if isinstance(mask, Tensor) else None))
+        expect_packed_rows(_is_packed(positions, mask if isinstance(mask, Tensor) else None))
     if isinstance(edges, Tensor):
         length = given["input_ids"].numel() if given.get("input_ids") is not None else given["inputs_embeds"].shape[1]
         if positions is None or not torch.equal(positions.flatten(), positions_from(edges, length)[0]):
@@ -138,7 +138,7 @@ def _check_rows(given: dict[str, Any]) -> None:
             )
 
 
-def _packed(positions: Tensor, mask: Tensor | None) -> bool:
+def _is_packed(positions: Tensor, mask: Tensor | None) -> bool:
     """Whether any row holds several sequences. Raises `ValueError` if positions do not decide it."""
     if positions.dim() != 2 or positions.is_floating_point():
         shape = tuple(positions.shape)

@@ -48,11 +48,11 @@ class EnvCalls:
         self._is_ended = False
         reference = refer_to(spec) if spec.placement == "processes" else None
         self._deadlines = Deadlines(spec.step_timeout)
-        self._threads = ThreadCalls(spec.num_workers or _MAX_THREADS, self._deadlines.begin, self._returned)
+        self._threads = ThreadCalls(spec.num_workers or _MAX_THREADS, self._deadlines.begin, self._finish_call)
         self._workers: WorkerPool | None = None
         if reference is not None:
             kept = kept or KeptWorkers(0)
-            self._workers = WorkerPool(reference, spec.num_workers, self._deadlines, self._returned, kept)
+            self._workers = WorkerPool(reference, spec.num_workers, self._deadlines, self._finish_call, kept)
 
     def reset(self, key: int, seed: int) -> None:
         """Make the environment of a new episode and reset it; the result is a `Began`."""
@@ -154,7 +154,7 @@ class EnvCalls:
         for each in waiting:
             self._put(call.episode, EnvFailure(f"{each.what}: {call.what} has still not returned."))
 
-    def _returned(self, call: Call, result: Any) -> None:
+    def _finish_call(self, call: Call, result: Any) -> None:
         """A call is over, in time or not; the next one of its episode may begin."""
         episode = call.episode
         is_in_time = self._deadlines.end(call)
@@ -163,7 +163,7 @@ class EnvCalls:
             episode.running, episode.stuck = following, ""
             must_close = episode.is_closed and not call.is_close
         if call.is_close:
-            self._closed(result)
+            self._finish_close(result)
         elif is_in_time:  # the watch may be late itself
             self._put(episode, overdue(call) if time.monotonic() > call.deadline else result)
         if following is not None:
@@ -184,7 +184,7 @@ class EnvCalls:
         """Call `close` of an environment whose other calls have all returned."""
         host = episode.host
         if host is None or not host.has_close:
-            self._closed(None)
+            self._finish_close(None)
             return
         place = self._place(host)
         call = Call(episode, place, f"{self._name}: close", host.close, self._overdue, is_close=True)
@@ -195,7 +195,7 @@ class EnvCalls:
         """Return the worker or the threads on which the calls of an environment run."""
         return host.worker if isinstance(host, RemoteHost) else self._threads
 
-    def _closed(self, result: Any) -> None:
+    def _finish_close(self, result: Any) -> None:
         if isinstance(result, EnvFailure):
             logger.warning("%s", result.reason)
         with self._all_closed:

@@ -94,12 +94,12 @@ class EnvHost:
         tools = list(getattr(env, "tools", None) or ())
         self._functions = tool_functions(tools)
         self._tools = tool_schemas(tools, self._functions)
-        return Began(self._checked(value, None), self._tools, self._num_seats, list(self._functions))
+        return Began(self._check_observation(value, None), self._tools, self._num_seats, list(self._functions))
 
     def _step(self, action: Action) -> Observed:
-        return self._then(self._env.step(action), lambda value: self._checked(value, action.seat))
+        return self._then(self._env.step(action), lambda value: self._check_observation(value, action.seat))
 
-    def _checked(self, value: Any, seat: int | None) -> Observation:
+    def _check_observation(self, value: Any, seat: int | None) -> Observation:
         observation = as_observation(value, self._num_seats, seat)
         self._is_over = observation.terminated or observation.truncated
         return observation

@@ -58,7 +58,7 @@ class EventLoopThread:
         try:
             if awaitable is None and call.is_dropped:
                 return
-            result = await _watched(_call(call.work) if awaitable is None else _wait(awaitable), call.code)
+            result = await _watch_coroutine(_call(call.work) if awaitable is None else _wait(awaitable), call.code)
         except BaseException as problem:  # an exit would end the loop of the others
             result = failure_of(call.what, problem)
         finally:
@@ -75,7 +75,7 @@ async def _wait(awaitable: Awaitable[Any]) -> Any:
 
 
 @types.coroutine
-def _watched(coroutine: Any, code: UserCode) -> Generator[Any, Any, Any]:
+def _watch_coroutine(coroutine: Any, code: UserCode) -> Generator[Any, Any, Any]:
     """Await `coroutine`, each of its runs between two waits being a block of `code`."""
     value: Any = None
     error: BaseException | None = None

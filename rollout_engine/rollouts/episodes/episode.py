@@ -129,9 +129,9 @@ class Episode:
             self.seats = {seat: self._rules.new_conversation(seat, tools) for seat in range(seats)}
         except RequestError as error:
             return self.fail(str(error))
-        return self.observed(observation)
+        return self.take_observation(observation)
 
-    def sampled(self, sample: CompletionOutput) -> Next:
+    def take_sample(self, sample: CompletionOutput) -> Next:
         """A policy has answered."""
         if sample.finish_reason == "error":
             return self.fail(f"The engine failed: {sample.error}")
@@ -144,23 +144,23 @@ class Episode:
         self._results = CallResults(parsed, self._makers)
         return self._make_calls()
 
-    def called(self, messages: list[Message]) -> Next:
+    def take_results(self, messages: list[Message]) -> Next:
         """Functions of the rollout or of the environment have been called."""
         self._results.add(messages)
         return self._make_calls()
 
-    def consulted(self, text: str) -> Next:
+    def take_text(self, text: str) -> Next:
         """A function has answered."""
         self.seats[self.seat].say(text)
         return Act(Action(text, seat=self.seat))
 
-    def observed(self, observation: Observation) -> Next:
+    def take_observation(self, observation: Observation) -> Next:
         """The environment has taken a step, or called its functions."""
         messages = observation.messages
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}] if messages else []
         if self._results.maker == "functions":
-            return self.called([*messages])
+            return self.take_results([*messages])
         self.info, self.is_truncated = observation.info, observation.truncated
         rewards = observation.reward
         for seat, reward in (rewards if isinstance(rewards, Mapping) else {self.seat: rewards}).items():

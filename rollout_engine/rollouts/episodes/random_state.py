@@ -55,10 +55,10 @@ class RandomState:
     @property
     def has_missed(self) -> bool:
         """Whether a generator was imported inside the last block, so that it did not begin with the seed there."""
-        return len(_loaded()) > len(self._entered)
+        return len(_list_loaded()) > len(self._entered)
 
     def __enter__(self) -> None:
-        self._entered = _loaded()
+        self._entered = _list_loaded()
         for name in self._entered:
             if name in self._states:
                 _GENERATORS[name].set(self._states[name])
@@ -71,5 +71,5 @@ class RandomState:
         self._states = {name: _GENERATORS[name].get() for name in self._entered}
 
 
-def _loaded() -> list[str]:
+def _list_loaded() -> list[str]:
     return [name for name in _GENERATORS if hasattr(sys.modules.get(name), "__version__") or name == "random"]

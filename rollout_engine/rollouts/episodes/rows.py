@@ -105,10 +105,10 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         index=episode.member,
         text=_text(response, codec),
         token_ids=response,
-        logprobs=_placed(samples, len(response), "logprobs"),
+        logprobs=_place_values(samples, len(response), "logprobs"),
         top_logprobs=None,
         cumulative_logprob=None,
-        kept_logprob_mass=_placed(samples, len(response), "kept_logprob_mass"),
+        kept_logprob_mass=_place_values(samples, len(response), "kept_logprob_mass"),
         finish_reason=_finish_reason(row),
         stop_reason=None,
         version_spans=_spans(samples, len(response)),
@@ -140,7 +140,7 @@ def _column(values: list[bool]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.bool).unsqueeze(-1)
 
 
-def _placed(samples: list[tuple[int, CompletionOutput]], length: int, name: str) -> np.ndarray | None:
+def _place_values(samples: list[tuple[int, CompletionOutput]], length: int, name: str) -> np.ndarray | None:
     """float32 [length], 0 between the answers; None if no answer has such values."""
     parts = [(start, getattr(sample, name)) for start, sample in samples]
     if name != "logprobs" and all(values is None for _, values in parts):

@@ -139,7 +139,7 @@ class EpisodeRun:
         asking = [player for player in self._players if len(player)]
         for player in asking:
             for key, sample in player.read():
-                self._go_on(self._running[key], self._running[key].sampled(sample))
+                self._go_on(self._running[key], self._running[key].take_sample(sample))
         if not asking and self._running:
             self._has_news.wait(_LOOK_SECONDS)
         complete, self._complete = self._complete, []
@@ -184,11 +184,11 @@ class EpisodeRun:
         if isinstance(result, Began):
             return episode.began(result.observation, result.tools, result.functions, result.num_seats)
         if isinstance(result, Observation):
-            return episode.observed(result)
+            return episode.take_observation(result)
         if isinstance(result, list):
-            return episode.called(result)
+            return episode.take_results(result)
         if isinstance(result, str):
-            return episode.consulted(result)
+            return episode.take_text(result)
         return episode.fail(f"The function of seat {episode.seat} returned {type(result).__name__}, not a text.")
 
     def _go_on(self, episode: Episode, needed: Next) -> None:

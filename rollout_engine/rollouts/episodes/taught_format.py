@@ -38,7 +38,7 @@ def _reads_back(codec: TextCodec, chat_template: str | None, form: ToolFormat, a
         )
     except RequestError:  # it writes no calls, or wants more than these messages have
         return None
-    written = _inserted(before, after)
+    written = _find_insertion(before, after)
     if _NAME not in written:
         return None
     if form == "llama3":  # its calls begin an answer, and the header of the answer is written too
@@ -47,7 +47,7 @@ def _reads_back(codec: TextCodec, chat_template: str | None, form: ToolFormat, a
     return any((each.name, each.arguments) == (_NAME, _ARGUMENTS) for each in found)
 
 
-def _inserted(before: str, after: str) -> str:
+def _find_insertion(before: str, after: str) -> str:
     """The part of the second text between the common beginning and the common end of both."""
     start = len(commonprefix([before, after]))
     end = len(commonprefix([before[start:][::-1], after[start:][::-1]]))

@@ -57,7 +57,7 @@ def typed_arguments(arguments: Mapping[str, Any], schema: Any) -> dict[str, Any]
     root = _Root(schema)
     try:
         return {
-            name: _typed(value, _property(schema, name, root), root) if isinstance(value, str) else value
+            name: _convert_text(value, _property(schema, name, root), root) if isinstance(value, str) else value
             for name, value in arguments.items()
         }
     except _TooManySteps:
@@ -81,7 +81,7 @@ class _Root:
             raise _TooManySteps
 
 
-def _typed(text: str, schema: Any, root: _Root) -> Any:
+def _convert_text(text: str, schema: Any, root: _Root) -> Any:
     if not isinstance(schema, Mapping) or not any(name in schema for name in _CONSTRAINTS):
         return text
     return next((each for each in _readings(text) if _allows(schema, each, root)), text)
@@ -127,7 +127,7 @@ def _allows(schema: Any, value: Any, root: _Root, depth: int = 0) -> bool:
     kinds = schema.get("type")
     if kinds is not None and not any(_is_of(value, kind) for kind in (kinds if isinstance(kinds, list) else [kinds])):
         return False
-    if "$ref" in schema and not _allows(_referred(schema["$ref"], root), value, root, depth + 1):
+    if "$ref" in schema and not _allows(_resolve_reference(schema["$ref"], root), value, root, depth + 1):
         return False
     return all(
         combine(_allows(each, value, root, depth + 1) for each in schema[name])
@@ -155,12 +155,12 @@ def _property(schema: Any, name: str, root: _Root, depth: int = 0) -> Any:
     if isinstance(properties, Mapping) and name in properties:
         return properties[name]
     parts = [each for key in _COMBINATIONS if isinstance(schema.get(key), list) for each in schema[key]]
-    parts += [_referred(schema["$ref"], root)] if "$ref" in schema else []
+    parts += [_resolve_reference(schema["$ref"], root)] if "$ref" in schema else []
     found = (_property(part, name, root, depth + 1) for part in parts)
     return next((each for each in found if each is not None), schema.get("additionalProperties"))
 
 
-def _referred(reference: Any, root: _Root) -> Any:
+def _resolve_reference(reference: Any, root: _Root) -> Any:
     """The part of a schema that "#/$defs/Name" names; {}, which allows everything, if it is not there."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return {}

@@ -104,7 +104,7 @@ def parse_tool_calls(text: str, form: ToolFormat, *, is_thinking: bool | None = 
     without its <think> implies it.
     """
     text = _without_end_tokens(text)
-    pieces = _bare(text, is_thinking) if form == "llama3" else _framed(text, _FRAMES[form], is_thinking)
+    pieces = _bare(text, is_thinking) if form == "llama3" else _find_framed_calls(text, _FRAMES[form], is_thinking)
     found: list[ToolCall | BrokenCall] = []
     for number, piece in enumerate(pieces):
         problem = piece.found
@@ -163,7 +163,7 @@ def with_types(call: ToolCall, schema: Mapping[str, Any]) -> ToolCall:
     return ToolCall(call.name, typed_arguments(call.arguments, schema))
 
 
-def _framed(text: str, frame: _Frame, is_thinking: bool | None) -> list[_Piece]:
+def _find_framed_calls(text: str, frame: _Frame, is_thinking: bool | None) -> list[_Piece]:
     """Find the calls between the tags of a form, outside of thinking: one more than may be made at most."""
     marks = re.compile(f"{re.escape(frame.opening)}|{re.escape(frame.closing)}|{_THINKING.pattern}")
     pieces: list[_Piece] = []

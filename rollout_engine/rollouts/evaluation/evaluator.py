@@ -91,7 +91,7 @@ class Evaluator:
                 if cells:
                     self._sample(ledger, checkpoint, cells, progress)
                 elif not _is_as_noted(checkpoint, ledger.plan["checkpoints"][checkpoint.name]):
-                    with self._loaded(ledger, checkpoint):
+                    with self._load_checkpoint(ledger, checkpoint):
                         pass  # it has the weights of its samples, or that was an error
 
     def _missing(self, ledger: Ledger, checkpoint: Checkpoint) -> list[_Missing]:
@@ -106,23 +106,23 @@ class Evaluator:
 
     def _sample(self, ledger: Ledger, checkpoint: Checkpoint, cells: Sequence[_Missing], progress: ProgressBar) -> None:
         progress.describe(f"evaluate {checkpoint.name[-40:]}")
-        with self._loaded(ledger, checkpoint) as lora, held(), ExitStack() as stack:
+        with self._load_checkpoint(ledger, checkpoint) as lora, held(), ExitStack() as stack:
             lines = LoggedSamples(self._policy, lora)
             runs = []
             for missing in cells:
-                with _named(missing):
+                with _name_errors(missing):
                     runs.append((missing, self._run_of(missing, lora, may_all_fail=ledger.has_any(missing.cell))))
                 stack.callback(runs[-1][1].close)
             for missing, run in _turns(runs):
                 deliver()
-                with _named(missing):
+                with _name_errors(missing):
                     for group in _advance(run):
                         ledger.add(self._samples_of(missing, group, lines))
                         progress.update(group.num_tokens)
                 progress.count(lambda: sum(run.num_open_tokens for _, run in runs))
 
     @contextmanager
-    def _loaded(self, ledger: Ledger, checkpoint: Checkpoint) -> Iterator[str | None]:
+    def _load_checkpoint(self, ledger: Ledger, checkpoint: Checkpoint) -> Iterator[str | None]:
         """Load a checkpoint and record its digest. Yields the name of its adapter, which is removed afterwards."""
         request, stamp = checkpoint.lora, checkpoint.stamp()  # of the files as they are before they are read
         if request is None:
@@ -234,7 +234,7 @@ def _answer(task: PreparedTask, text: str, info: Mapping[str, Any]) -> str | Non
 
 
 @contextmanager
-def _named(missing: _Missing) -> Iterator[None]:
+def _name_errors(missing: _Missing) -> Iterator[None]:
     """Begin the message of any error of this package with the task and the setting."""
     try:
         yield

@@ -33,7 +33,7 @@ class EvalReport:
     ) -> None:
         """`plan` and `samples`: see `rollout_engine.rollouts.evaluation.ledger`; `token_text`: the text of a token."""
         self.plan, self._token_text = plan, token_text
-        self.samples = _ordered(plan, samples)
+        self.samples = _order_samples(plan, samples)
         """One dict per sample, as `read_jsonl` returns it, by checkpoint, task, setting, prompt and index."""
         by_prompt = _by_prompt(self.samples)
         self._values = {cell: _values(prompts, plan["k"]) for cell, prompts in by_prompt.items()}
@@ -62,20 +62,20 @@ class EvalReport:
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write the rows of `table`, then those of `differences` (which have a "baseline"), one JSON object a line."""
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in (*self.table, *self.differences)]
-        _written(path, lambda: Path(path).write_text("".join(lines), encoding="utf-8"))
+        _write_file(path, lambda: Path(path).write_text("".join(lines), encoding="utf-8"))
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write all samples, one a row; "table" and "differences" of the metadata hold those as JSON.
 
         Raises `ConfigError` if the package `pyarrow` is not installed.
         """
-        _written(
+        _write_file(
             path, lambda: write_parquet(path, self.samples, {"table": self.table, "differences": self.differences})
         )
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write one page with curves, tables and all samples, to filter and open. It needs no network."""
-        _written(path, lambda: write_report(self, path, self._token_text))
+        _write_file(path, lambda: write_report(self, path, self._token_text))
 
     def __str__(self) -> str:
         """The estimates as text, a line for each checkpoint, task and setting; then the differences, likewise."""
@@ -109,7 +109,7 @@ class EvalReport:
                         yield row | {"num_prompts": len(both)}
 
 
-def _ordered(plan: Mapping[str, Any], samples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _order_samples(plan: Mapping[str, Any], samples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     places = [{name: i for i, name in enumerate(plan[kind])} for kind in ("checkpoints", "tasks", "settings")]
 
     def key(sample: dict[str, Any]) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ def _as_text(rows: Iterable[Row], names: Sequence[str], sign: str) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def _written(path: str | os.PathLike[str], write: Any) -> None:
+def _write_file(path: str | os.PathLike[str], write: Any) -> None:
     try:
         write()
     except OSError as problem:

@@ -26,7 +26,7 @@ class Setting(NamedTuple):
     @property
     def changed(self) -> dict[str, Any]:
         """The fields that are not the default."""
-        return _changed(self.params)
+        return _list_changes(self.params)
 
 
 class Checkpoint(NamedTuple):
@@ -150,7 +150,7 @@ def _params(value: Any) -> SamplingParams:
     return as_sampling_params(dict(value) if isinstance(value, Mapping) else value)
 
 
-def _changed(params: SamplingParams) -> dict[str, Any]:
+def _list_changes(params: SamplingParams) -> dict[str, Any]:
     default = SamplingParams()
     return {
         name: msgspec.to_builtins(getattr(params, name), str_keys=True)
@@ -160,7 +160,7 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
 
 
 def _name(given: str, params: SamplingParams, changes: dict[str, Any]) -> str:
-    told = changes if given else {**_changed(params), **changes}
+    told = changes if given else {**_list_changes(params), **changes}
     return " ".join([*([given] if given else []), *(f"{field}={value}" for field, value in told.items())]) or "default"
 
 

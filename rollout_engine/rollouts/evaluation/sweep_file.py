@@ -40,21 +40,21 @@ class SweepFile(NamedTuple):
         for name, setting in (self.arguments["sweep"]["settings"] or {}).items():
             with self._at(("settings", name), f"[settings.{name}]", setting):
                 SamplingParams(**setting)
-        with self.located():
+        with self.locate_errors():
             as_sweep(self.arguments["sweep"]).named_settings()
         for index, task in enumerate(self.arguments["tasks"]):
             with self._at(("tasks", index), f"[[tasks]] {index + 1}", task):
                 self.arguments["tasks"][index : index + 1] = prepare_tasks([task])
 
     @contextmanager
-    def located(self) -> Iterator[None]:
+    def locate_errors(self) -> Iterator[None]:
         """Re-raise the errors of a block as `ConfigError`, with the line of the key that they name."""
         try:
             yield
         except (ConfigError, RequestError) as problem:
             if any(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", str(problem)) for name in self.overridden):
                 raise
-            raise self.source.located(ConfigError(str(problem)), {}) from problem
+            raise self.source.add_location(ConfigError(str(problem)), {}) from problem
 
     @contextmanager
     def _at(self, table: Key, label: str, content: Mapping[str, Any]) -> Iterator[None]:
@@ -98,14 +98,14 @@ def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
         set_key(content, key, value_of(text))
         overridden.append(key.rpartition(".")[2])
     check = _Keys(file, overrides)
-    check.known((), content, _TOP)
+    check.refuse_unknown((), content, _TOP)
     for table in ("engine", "settings", "grid"):
         check.is_table(table, content.get(table, {}))
-    check.known(("engine",), content.get("engine", {}), _ENGINE)
-    check.known(("grid",), content.get("grid", {}), _SAMPLING)
+    check.refuse_unknown(("engine",), content.get("engine", {}), _ENGINE)
+    check.refuse_unknown(("grid",), content.get("grid", {}), _SAMPLING)
     for name, setting in content.get("settings", {}).items():
         check.is_table(f"settings.{name}", setting)
-        check.known(("settings", name), setting, _SAMPLING)
+        check.refuse_unknown(("settings", name), setting, _SAMPLING)
     tasks = content.get("tasks")
     if not isinstance(tasks, list) or not tasks:
         raise ConfigError(
@@ -113,7 +113,7 @@ def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
         )
     for index, task in enumerate(tasks):
         check.is_table(f"tasks[{index}]", task)
-        check.known(("tasks", index), task, EvalTask.__struct_fields__)
+        check.refuse_unknown(("tasks", index), task, EvalTask.__struct_fields__)
     for name in ("model", "out"):
         if not isinstance(content.get(name), str) or not content[name]:
             place = check.place((name,)) if name in content else path
@@ -135,7 +135,7 @@ class _Keys:
         if not isinstance(value, dict):
             raise ConfigError(f"{self._file.path}: " + refused(name, value, f"a table: write [{name}] above its keys"))
 
-    def known(self, table: Key, content: dict[str, Any], names: Iterable[str]) -> None:
+    def refuse_unknown(self, table: Key, content: dict[str, Any], names: Iterable[str]) -> None:
         for key in content:
             if key not in (known := tuple(names)):
                 named = ".".join(name for name in table if isinstance(name, str))

@@ -100,13 +100,13 @@ def prepare_tasks(tasks: Any) -> list[PreparedTask]:
     already are not read again.
     """
     if isinstance(tasks, Mapping) and not {"rows", "env"} & tasks.keys():
-        listed: list[EvalTask | PreparedTask] = [_named(str(name), task) for name, task in tasks.items()]
+        listed: list[EvalTask | PreparedTask] = [_name_task(str(name), task) for name, task in tasks.items()]
     else:
         given = tasks if isinstance(tasks, list | tuple) else [tasks]
         listed = [task if isinstance(task, PreparedTask) else _as_task(task) for task in given]
     if not listed:
         raise RequestError.for_field("tasks", tasks, "at least one task")
-    prepared = [task if isinstance(task, PreparedTask) else _prepared(task) for task in listed]
+    prepared = [task if isinstance(task, PreparedTask) else _prepare_task(task) for task in listed]
     names = [task.name for task in prepared]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise RequestError.for_field("tasks", twice, "different names", "Two tasks have this one: give them name=.")
@@ -121,13 +121,13 @@ def _as_task(given: Any) -> EvalTask:
     return EvalTask(env=given)
 
 
-def _named(name: str, given: Any) -> EvalTask:
+def _name_task(name: str, given: Any) -> EvalTask:
     task = _as_task(given)
     renamed: EvalTask = task if task.name else task.clone(name=name)
     return renamed
 
 
-def _prepared(task: EvalTask) -> PreparedTask:
+def _prepare_task(task: EvalTask) -> PreparedTask:
     answer = None if task.answer is None else _function("answer", task.answer)
     if task.env is not None:
         spec = _spec(task)

@@ -83,7 +83,7 @@ class _ChatCall(Call):
             more["prompt_logprobs"] = await prompt_rows(self.served, result)
         return self.write_head(self._id, "chat.completion", choices, {"usage": total_usage(results), **more})
 
-    async def prepare(self, index: int, output: RequestOutput) -> None:
+    async def prepare_output(self, index: int, output: RequestOutput) -> None:
         if not self.outputs and self._body.prompt_logprobs is not None:
             self._first_fields = {"prompt_logprobs": await prompt_rows(self.served, output)}
 

@@ -63,13 +63,13 @@ class _CompletionCall(Call):
     async def write(self, results: list[RequestOutput]) -> dict[str, Any]:
         choices = []
         for index, result in enumerate(results):
-            await self.prepare(index, result)
+            await self.prepare_output(index, result)
             choices += [self._choice(index, result, sample, is_first=True) for sample in result.outputs]
         version = max(choice["weight_version"] for choice in choices)
         made_by = {"weight_version": version, **sglang_metadata(self.served, version)}
         return self._response(choices, {"usage": total_usage(results, self.counts_samples), **made_by})
 
-    async def prepare(self, index: int, output: RequestOutput) -> None:
+    async def prepare_output(self, index: int, output: RequestOutput) -> None:
         if self._body.prompt_logprobs is not None and index not in self._rows:
             self._rows[index] = await prompt_rows(self.served, output)
 

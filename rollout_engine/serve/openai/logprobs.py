@@ -95,15 +95,19 @@ def token_logprobs(sample: CompletionOutput, asked_ids: Sequence[int] = ()) -> d
     if sample.top_logprobs is not None:
         ids, values = sample.top_logprobs
         rows = [
-            [_ranked(i, v, rank) for rank, (i, v) in enumerate(zip(row, logprobs, strict=True), start=1) if i >= 0]
+            [
+                _format_token(i, v, rank)
+                for rank, (i, v) in enumerate(zip(row, logprobs, strict=True), start=1)
+                if i >= 0
+            ]
             for row, logprobs in zip(ids.tolist(), values_of(values), strict=True)
         ]
     if sample.token_id_logprobs is not None:
         for entries, logprobs in zip(rows, values_of(sample.token_id_logprobs), strict=True):
             listed = {entry["token_id"] for entry in entries}
-            entries += [_ranked(i, v, None) for i, v in zip(asked_ids, logprobs, strict=True) if i not in listed]
+            entries += [_format_token(i, v, None) for i, v in zip(asked_ids, logprobs, strict=True) if i not in listed]
     content = [
-        {**_ranked(token_id, value, rank), "top_logprobs": entries}
+        {**_format_token(token_id, value, rank), "top_logprobs": entries}
         for token_id, value, rank, entries in zip(
             sample.token_ids, values_of(sample.logprobs), ranks, rows, strict=True
         )
@@ -111,7 +115,7 @@ def token_logprobs(sample: CompletionOutput, asked_ids: Sequence[int] = ()) -> d
     return {"content": content}
 
 
-def _ranked(token_id: int, value: float, rank: int | None) -> dict[str, Any]:
+def _format_token(token_id: int, value: float, rank: int | None) -> dict[str, Any]:
     return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": value, "rank": rank}
 
 

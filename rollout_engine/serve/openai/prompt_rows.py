@@ -24,11 +24,11 @@ async def prompt_rows(served: Served, output: RequestOutput) -> msgspec.Raw | No
         return None
     top = output.prompt_top_logprobs
     if output.prompt_logprobs.size + (0 if top is None else top[0].size) < _LONG_VALUES:
-        return _written(output, served.token_texts)
-    return await run_in_thread(_written, output, served.token_texts)
+        return _encode_rows(output, served.token_texts)
+    return await run_in_thread(_encode_rows, output, served.token_texts)
 
 
-def _written(output: RequestOutput, texts: TokenTexts) -> msgspec.Raw:
+def _encode_rows(output: RequestOutput, texts: TokenTexts) -> msgspec.Raw:
     return msgspec.Raw(f"[{','.join(_rows(output, texts))}]".encode())
 
 

@@ -60,7 +60,7 @@ class ToolParser:
         cls, served: Served, tools: Sequence[Any] | None, tool_choice: Any, chat_template: str | None
     ) -> "ToolParser | None":
         """The parser of a request; None if it has no tools. Raises `RequestError` if a call cannot be forced."""
-        named = _named(tool_choice)
+        named = _find_named(tool_choice)
         if not tools or tool_choice == "none":
             if named or tool_choice == "required":
                 raise RequestError.for_field("tool_choice", tool_choice, 'given with tools; without any, "none"')
@@ -80,7 +80,7 @@ class ToolParser:
         if form is None:
             hint = 'Give a chat_template that has them, or tool_choice "required" or a named tool, which need none.'
             raise RequestError.for_field("tools", "tools", "absent: the chat template teaches no form of calls", hint)
-        structures = _bound(form, [_function(tool) for tool in tools], is_forced, named)
+        structures = _constrain_answer(form, [_function(tool) for tool in tools], is_forced, named)
         return cls(served.codec, form, tools, structures, is_forced=is_forced)
 
     def split(
@@ -113,7 +113,7 @@ def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def _named(tool_choice: Any) -> str | None:
+def _find_named(tool_choice: Any) -> str | None:
     """The tool that has to be called; None for none. Raises `RequestError` for anything else."""
     if tool_choice in (None, "auto", "none", "required"):
         return None
@@ -125,7 +125,7 @@ def _named(tool_choice: Any) -> str | None:
     return name
 
 
-def _bound(
+def _constrain_answer(
     form: ToolFormat, functions: list[dict[str, Any]], is_forced: bool, named: str | None
 ) -> dict[str, Any] | None:
     """Structured outputs of a choice; None for free answers."""

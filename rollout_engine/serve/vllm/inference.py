@@ -92,7 +92,7 @@ class _InferenceCall(Call):
         }
         return self._response(choices, about_prompt | more)
 
-    async def prepare(self, index: int, output: RequestOutput) -> None:
+    async def prepare_output(self, index: int, output: RequestOutput) -> None:
         self._first_fields = {} if self.outputs else await self._about_prompt(output)
 
     def write_event(

@@ -230,20 +230,20 @@ def test_arguments_of_other_libraries_are_not_arguments_here():
 
 
 def test_options_of_an_update_may_be_numpys():
-    assert UpdateOptions.checked(timeout=np.float32(5), reset_version=np.bool_(True)).timeout == 5.0
+    assert UpdateOptions.from_values(timeout=np.float32(5), reset_version=np.bool_(True)).timeout == 5.0
 
 
 @pytest.mark.parametrize("name", ["reset_version", "allow_nonfinite", "partial", "delta", "draft"])
 @pytest.mark.parametrize("value", ["auto", 1, None])
 def test_switches_of_an_update_are_bools(name, value):
     with pytest.raises(WeightUpdateError, match=rf"^{name}={value!r} is not allowed: must be True or False\.$"):
-        UpdateOptions.checked(**{name: value})
+        UpdateOptions.from_values(**{name: value})
 
 
 @pytest.mark.parametrize("value", ["9", True, None, 0, math.nan, math.inf])
 def test_the_seconds_of_an_update_are_a_number(value):
     with pytest.raises(WeightUpdateError, match=rf"^timeout={value!r} is not allowed: must be seconds in \(0, 1e6\]"):
-        UpdateOptions.checked(timeout=value)
+        UpdateOptions.from_values(timeout=value)
 
 
 def test_a_clone_has_the_changes_and_is_checked():

@@ -98,17 +98,17 @@ def test_memory_is_bounded_and_the_prompt_seen_longest_ago_is_forgotten_first():
     index = DraftIndex(max_rollout_tokens=21)
     for prompt in ([1, 1, 1], [2, 2, 2], [1, 1, 1], [3, 3, 3]):
         index.keep(ended([4, 5, 6, 7], prompt=prompt))
-    assert [key for key, _ in index.kept()] == [prompt_key([n, n, n]) for n in (2, 1, 3)]
+    assert [key for key, _ in index.list_prompts()] == [prompt_key([n, n, n]) for n in (2, 1, 3)]
     index.keep(ended([4, 5, 6, 7], prompt=[4, 4, 4]))
-    assert index.num_kept_tokens == sum(len(run) for _, runs in index.kept() for run in runs) <= 21
-    assert prompt_key([2, 2, 2]) not in dict(index.kept())
+    assert index.num_kept_tokens == sum(len(run) for _, runs in index.list_prompts() for run in runs) <= 21
+    assert prompt_key([2, 2, 2]) not in dict(index.list_prompts())
 
 
 def test_of_one_prompt_the_newest_samples_are_kept():
     index = DraftIndex(max_rollout_tokens=10_000)
     for number in range(40):
         index.keep(ended([number, number + 1]))
-    ((_, runs),) = index.kept()
+    ((_, runs),) = index.list_prompts()
     assert [run[-2] for run in runs] == list(range(24, 40))
 
 
@@ -116,7 +116,7 @@ def test_equal_samples_are_kept_once_and_count_as_new():
     index = DraftIndex(max_rollout_tokens=10_000)
     for number in (1, 2, 1):
         index.keep(ended([number, number + 1]))
-    ((_, runs),) = index.kept()
+    ((_, runs),) = index.list_prompts()
     assert [run[-2] for run in runs] == [2, 1]
     assert index.num_kept_tokens == sum(map(len, runs))
 

@@ -11,7 +11,7 @@ from tests.unit.fake_engine import FakeModel
 def test_the_core_has_the_executor_prepare_each_request():
     asked, executor = [], FakeModel()
     executor.info = msgspec.structs.replace(executor.info, max_prefill_beside_decode=16)
-    executor.prepare = asked.append  # returns None: nothing to wait for
+    executor.prepare_grammar = asked.append  # returns None: nothing to wait for
     core = make_core(executor.info.config, executor)
     params = SamplingParams(max_tokens=1)
     core.add_request(EngineCoreRequest(prompt_token_ids=[5], params=params, max_tokens=1, seed=1, first_sequence_id=0))

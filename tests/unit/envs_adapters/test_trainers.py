@@ -19,6 +19,6 @@ def test_a_package_that_is_missing_is_named_with_the_cure(monkeypatch):
 
 
 def test_what_is_missing_in_a_package_is_named_with_the_release_that_has_it():
-    error = Package("Pytest", "pytest", "1.2").changed("Session has no items")
+    error = Package("Pytest", "pytest", "1.2").make_missing_error("Session has no items")
     assert "Session has no items, which this adapter needs; it is tested with Pytest 1.2, and" in str(error)
     assert "pip install 'pytest==1.2.*'" in str(error)

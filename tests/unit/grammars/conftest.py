@@ -1,6 +1,6 @@
 import pytest
 
-from rollout_engine.grammars.tokenizer_file import serialized
+from rollout_engine.grammars.tokenizer_file import serialize_tokenizer
 from rollout_engine.grammars.vocabulary import Vocabulary
 from rollout_engine.testing import byte_tokenizer
 
@@ -8,4 +8,4 @@ from rollout_engine.testing import byte_tokenizer
 @pytest.fixture(scope="session")
 def vocabulary():
     """The byte tokenizer's: character c is token 3 + its place in the alphabet, 2 ends."""
-    return Vocabulary(serialized(byte_tokenizer()), 259, [2])
+    return Vocabulary(serialize_tokenizer(byte_tokenizer()), 259, [2])

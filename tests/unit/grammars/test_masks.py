@@ -12,7 +12,7 @@ from rollout_engine.grammars import masks, native
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.masks import Asked, GrammarBatch, forbid
 from rollout_engine.grammars.state import GrammarState
-from rollout_engine.grammars.tokenizer_file import serialized
+from rollout_engine.grammars.tokenizer_file import serialize_tokenizer
 from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary
 from rollout_engine.testing import byte_tokenizer
 
@@ -32,7 +32,7 @@ PATTERNS = [
 @pytest.fixture(params=["C++", "Python"])
 def compiler(request, vocabulary):
     if request.param == "Python":
-        vocabulary = Vocabulary(serialized(TOKENIZER), 259, [END])
+        vocabulary = Vocabulary(serialize_tokenizer(TOKENIZER), 259, [END])
         vocabulary.native = None
     else:
         assert vocabulary.native is not None
@@ -206,7 +206,7 @@ def test_masks_filled_step_after_step_are_those_of_each_step_alone_while_sequenc
 
 def test_cpp_and_python_allow_the_same_tokens_of_json(vocabulary):
     """Texts that a grammar forces come token by token as the tokenizer divides them, which is Python's work in both."""
-    other = Vocabulary(serialized(TOKENIZER), 259, [END])
+    other = Vocabulary(serialize_tokenizer(TOKENIZER), 259, [END])
     other.native = None
     person = {"type": "object", "properties": {"name": {"type": "string"}, "of": {"enum": ["ab", "ac", 1]}}}
     given = {"json": person | {"required": ["of"], "additionalProperties": False}}
@@ -256,7 +256,7 @@ def test_without_c_functions_that_agree_python_follows_grammars_and_the_log_says
         monkeypatch.setattr(native, "functions", lambda library: library.llg_matcher_of_no_version)
     else:
         monkeypatch.setattr(native.NativeMatcher, "consume_token", lambda matcher, token_id: False)
-    found = Vocabulary(serialized(TOKENIZER), 259, [END])
+    found = Vocabulary(serialize_tokenizer(TOKENIZER), 259, [END])
     assert found.native is None
     [said] = [record.message for record in caplog.records]
     assert said.startswith("Grammars are followed in Python, which is slower, without llguidance's C functions: ")

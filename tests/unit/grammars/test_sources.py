@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import AddedToken
 
-from rollout_engine.grammars.tokenizer_file import serialized
+from rollout_engine.grammars.tokenizer_file import serialize_tokenizer
 from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary
 from rollout_engine.testing import byte_tokenizer
 
@@ -19,7 +19,7 @@ TAGS = [
 
 @pytest.fixture(scope="module")
 def vocabulary():
-    return Vocabulary(serialized(TOKENIZER), 262, [2])
+    return Vocabulary(serialize_tokenizer(TOKENIZER), 262, [2])
 
 
 def passes(vocabulary, given, text):

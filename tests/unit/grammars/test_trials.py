@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from rollout_engine import LifecycleError, RequestError
-from rollout_engine.grammars.tokenizer_file import serialized
+from rollout_engine.grammars.tokenizer_file import serialize_tokenizer
 from rollout_engine.grammars.trials import GrammarTrials
 from rollout_engine.testing import byte_tokenizer
 from tests.forking import in_fork
@@ -22,7 +22,7 @@ HOSTILE = [
 
 @pytest.fixture
 def trials():
-    made = GrammarTrials(lambda: serialized(byte_tokenizer()), 259, [2])
+    made = GrammarTrials(lambda: serialize_tokenizer(byte_tokenizer()), 259, [2])
     yield made
     made.close()
 
@@ -30,7 +30,7 @@ def trials():
 @pytest.fixture(scope="module")
 def lasting_trials():
     """With a process that all wrong grammars are tried in."""
-    made = GrammarTrials(lambda: serialized(byte_tokenizer()), 259, [2])
+    made = GrammarTrials(lambda: serialize_tokenizer(byte_tokenizer()), 259, [2])
     yield made
     made.close()
 
@@ -126,7 +126,7 @@ def test_a_trial_that_the_end_of_the_engine_interrupts_says_so(trials):
     def read():
         reading.set()
         may_read.wait()
-        return serialized(byte_tokenizer())
+        return serialize_tokenizer(byte_tokenizer())
 
     def require():
         try:

@@ -88,6 +88,6 @@ def test_a_source_that_does_not_fit_is_refused_before_the_core_hears_of_it(core,
     caller.address = str(core)
     client = WeightClient(caller)
     with pytest.raises(ManifestMismatchError, match=message):
-        client.push(source, None, UpdateOptions())
+        client.push_to_core(source, None, UpdateOptions())
     client.close()
     assert caller.called == ["get_live_weights"]

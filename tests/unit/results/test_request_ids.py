@@ -82,7 +82,7 @@ def test_ids_that_are_made_up_avoid_those_in_use():
     in_use |= {f"request-{number}" for number in range(5_000)}
     assert ids.make() == "request-5000"
     with pytest.raises(RequestError, match="request_id='request-2' is not allowed: must be unique among unfinished"):
-        ids.check("request-2")
+        ids.check_id("request-2")
 
 
 @pytest.mark.parametrize(

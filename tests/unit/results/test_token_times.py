@@ -21,8 +21,8 @@ def test_every_token_but_the_first_counts_since_the_step_that_sampled_the_one_be
 def test_an_ended_sequence_whose_id_comes_again_starts_anew(timer):
     for start in (1.0, 2.0):
         timer.tokens([5, 6], start)
-    timer.ended(5, "length", {0}, 0)
-    timer.discarded([6])
+    timer.record_sequence_end(5, "length", {0}, 0)
+    timer.forget_sequences([6])
     timer.tokens([5, 6], 9.0)
     seconds = timer.stats.inter_token_seconds
     assert (seconds.count, seconds.sum) == (2, 2.0)

@@ -22,7 +22,7 @@ class Trainer:
     def refill(self, *, waiting):
         while self.todo and self.control.num_to_start(waiting=waiting):
             index = self.todo.pop(0)
-            self.control.started(index)
+            self.control.note_start(index)
             self.num_started += 1
             self.oldest[index] = self.version
             self.steps_left[index] = self.draws.choice([0, 1, 2, 3, 40])
@@ -34,7 +34,7 @@ class Trainer:
         for index in list(self.control.running):
             self.steps_left[index] -= 1
             if self.steps_left[index] < 0 and self.draws.random() < 0.7:
-                self.control.completed(index, self.oldest[index])
+                self.control.note_completion(index, self.oldest[index])
 
     def observe(self):
         too_old = self.control.observe(self.version)
@@ -113,9 +113,9 @@ def test_as_many_groups_are_open_as_can_be_in_time():
     control.observe(0)
     assert (control.num_to_start(waiting=True), control.num_to_start(waiting=False)) == (12, 12)
     for index in range(12):
-        control.started(index)
+        control.note_start(index)
     for index in range(4):
-        control.completed(index, 0)
+        control.note_completion(index, 0)
     assert control.num_to_start(waiting=True) == 0
     assert control.take(is_last=False) == [0, 1, 2, 3]
     assert control.num_to_start(waiting=False) == 0  # eight are open, for the versions 1 and 2
@@ -127,8 +127,8 @@ def test_without_staleness_nothing_starts_while_the_trainer_works():
     control = StalenessControl(2, 0)
     control.observe(7)
     for index in range(2):
-        control.started(index)
-        control.completed(index, 7)
+        control.note_start(index)
+        control.note_completion(index, 7)
     assert control.take(is_last=False) == [0, 1]
     assert (control.num_to_start(waiting=False), control.num_to_start(waiting=True)) == (0, 2)
     assert control.observe(8) == [] and control.num_to_start(waiting=False) == 2
@@ -139,16 +139,16 @@ def test_without_a_bound_the_engine_stays_full_and_nothing_piles_up():
     control.observe(0)
     assert control.num_to_start(waiting=True) == 8
     for index in range(8):
-        control.started(index)
-    control.completed(3, 0)
+        control.note_start(index)
+    control.note_completion(3, 0)
     assert control.num_to_start(waiting=False) == 1  # eight run
     for index in (0, 1, 2, 4):
-        control.completed(index, 0)
+        control.note_completion(index, 0)
     assert control.num_to_start(waiting=False) == 4
     for index in range(8, 12):
-        control.started(index)
+        control.note_start(index)
     for index in range(8, 12):
-        control.completed(index, 0)
+        control.note_completion(index, 0)
     assert control.num_to_start(waiting=False) == 0  # nine are complete and three run
     assert control.observe(100) == []
 
@@ -156,15 +156,15 @@ def test_without_a_bound_the_engine_stays_full_and_nothing_piles_up():
 def test_a_batch_waits_for_a_group_that_no_later_one_could_take():
     control = StalenessControl(1, 1)
     control.observe(0)
-    control.started(0)
-    control.started(1)
-    control.completed(1, 0)
+    control.note_start(0)
+    control.note_start(1)
+    control.note_completion(1, 0)
     assert control.take(is_last=False) == [1]  # 0 can still come next
     control.observe(1)
-    control.started(2)
-    control.completed(2, 1)
+    control.note_start(2)
+    control.note_completion(2, 1)
     assert control.take(is_last=False) == []  # 0 must come now
-    control.completed(0, 0)
+    control.note_completion(0, 0)
     assert control.take(is_last=False) == [0]
     control.observe(2)
     assert control.take(is_last=False) == [2]
@@ -173,9 +173,9 @@ def test_a_batch_waits_for_a_group_that_no_later_one_could_take():
 def test_a_group_whose_first_token_came_late_is_as_old_as_that_token():
     control = StalenessControl(1, 1)
     control.observe(0)
-    control.started(0)
+    control.note_start(0)
     control.observe(1)
-    control.completed(0, 1)
+    control.note_completion(0, 1)
     assert control.observe(2) == []
     assert control.observe(3) == [0]
 
@@ -184,11 +184,11 @@ def test_the_last_batch_is_smaller_and_waits_for_what_runs():
     control = StalenessControl(4, 1)
     control.observe(0)
     for index in range(3):
-        control.started(index)
+        control.note_start(index)
     for index in range(2):
-        control.completed(index, 0)
+        control.note_completion(index, 0)
     assert control.take(is_last=True) == []
-    control.completed(2, None)
+    control.note_completion(2, None)
     assert control.take(is_last=False) == []
     assert control.take(is_last=True) == [0, 1, 2]
     assert control.take(is_last=True) == []

@@ -63,8 +63,10 @@ def test_a_prompt_of_one_token_has_none_and_no_log_probs_no_rows():
 
 @pytest.mark.parametrize("count, beside", [(4, False), (900, True)])
 def test_many_are_written_beside_the_event_loop(monkeypatch, count, beside):
-    threads, write = [], written._written
-    monkeypatch.setattr(written, "_written", lambda *each: threads.append(threading.current_thread()) or write(*each))
+    threads, write = [], written._encode_rows
+    monkeypatch.setattr(
+        written, "_encode_rows", lambda *each: threads.append(threading.current_thread()) or write(*each)
+    )
     assert len(read(random_output(count, 20))) == count
     assert [each is not threading.main_thread() for each in threads] == [beside]
 

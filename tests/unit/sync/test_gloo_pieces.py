@@ -9,7 +9,7 @@ import torch
 import sync
 from sync.broadcast import BroadcastEnd
 from sync.digests import PIECE_BYTES
-from sync.pieces import Part, flagged, num_bytes_lacking, piece_flags
+from sync.pieces import Part, num_bytes_lacking, piece_flags, select_flagged
 
 NUM_PIECES = 5
 PER_PIECE = PIECE_BYTES // 4
@@ -136,7 +136,7 @@ def test_a_piece_that_changes_after_the_offer_has_another_digest(push):
 def test_flags_say_what_is_lacking():
     specs = sync.make_sender("inproc").offer(OLD, 1, {}).tensors
     for lacking in ({}, {SMALL: None, EMPTY: None}, {LARGE: Part(specs[0], [0, 4]), OTHER: None}):
-        assert flagged(piece_flags(lacking, specs), specs) == lacking
-    everything = flagged(piece_flags(None, specs), specs)
+        assert select_flagged(piece_flags(lacking, specs), specs) == lacking
+    everything = select_flagged(piece_flags(None, specs), specs)
     assert everything == dict.fromkeys(OLD)
     assert num_bytes_lacking(everything, {spec.name: spec for spec in specs}) == sum(t.nbytes for t in OLD.values())

@@ -103,8 +103,8 @@ def test_a_place_where_nothing_can_lie_is_refused(ends, place):
     sender, receiver = ends
     source = dict(zip("w", shared(sender._memory, torch.arange(10.0)), strict=True))
     manifest = sender.offer(source, 1, {})
-    make = sender._shared
-    sender._shared = lambda transfer, in_place: msgspec.structs.replace(make(transfer, in_place), in_place=[place])
+    make = sender._share
+    sender._share = lambda transfer, in_place: msgspec.structs.replace(make(transfer, in_place), in_place=[place])
     receiving = Receiving(receiver, manifest)
     with pytest.raises(SyncError, match="The engine took no more of the weights: The trainer shares"):
         sender.send()
@@ -176,10 +176,10 @@ def test_a_request_that_was_given_up_is_passed_over(ends):
         next(receiver.receive(manifest))
     receiver.channel._timeout = 60.0
     receiving = Receiving(receiver, manifest)
-    first = [sender.channel._received() for _ in range(2)]  # it is not read before both have come
-    is_ready, received = sender.channel._is_ready, sender.channel._received
+    first = [sender.channel._receive_message() for _ in range(2)]  # it is not read before both have come
+    is_ready, received = sender.channel._is_ready, sender.channel._receive_message
     sender.channel._is_ready = lambda *args: True if first else is_ready(*args)
-    sender.channel._received = lambda: first.pop(0) if first else received()
+    sender.channel._receive_message = lambda: first.pop(0) if first else received()
     sender.send()
     receiving.join()
     assert receiving.problem is None and receiving.tensors.keys() == WEIGHTS.keys()
@@ -265,7 +265,7 @@ def test_frames_that_never_end_do_not_move_the_deadline(ends):
         time.sleep(0.001)
         return True
 
-    sender.channel._is_ready, sender.channel._received = one_more, lambda: None
+    sender.channel._is_ready, sender.channel._receive_message = one_more, lambda: None
     sender.channel._timeout = 0.2
     sender.offer(WEIGHTS, 1, {})
     with pytest.raises(TransferTimeout, match="was silent for 0.2 s"):
@@ -321,8 +321,8 @@ def test_a_closed_channel_raises_and_may_be_closed_again(ends):
 def test_memory_that_cannot_hold_buckets_is_refused(ends, changes):
     sender, receiver = ends
     manifest = sender.offer(WEIGHTS, 1, {})
-    make = sender._shared
-    sender._shared = lambda transfer, in_place: msgspec.structs.replace(make(transfer, in_place), **changes)
+    make = sender._share
+    sender._share = lambda transfer, in_place: msgspec.structs.replace(make(transfer, in_place), **changes)
     receiving = Receiving(receiver, manifest)
     with pytest.raises(SyncError, match="The engine took no more of the weights"):
         sender.send()

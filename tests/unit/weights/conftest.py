@@ -73,7 +73,7 @@ class Engine:
         return self.packed.num_swaps
 
     def update(self, source, version=None, steps=None, **options):
-        return update_from_source(self.updater, source, steps or Steps(), UpdateOptions.checked(**options), version)
+        return update_from_source(self.updater, source, steps or Steps(), UpdateOptions.from_values(**options), version)
 
     def state(self):
         return self.updater.digest(), self.updater.version, self.num_commits, self.updater.dirty

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from rollout_engine.weights.coverage import Coverage, byte_runs, merged
+from rollout_engine.weights.coverage import Coverage, byte_runs, merge_runs
 
 
 def slow_bytes(view):
@@ -86,7 +86,7 @@ def test_merged_runs_are_the_same_bytes_in_order_with_gaps_between():
     base = torch.zeros(4, 5, 6)
     for count in [0, 1] + [3] * 200:
         views = [random_view(base, rng) for _ in range(count)]
-        runs = merged(*map(byte_runs, views)).tolist()
+        runs = merge_runs(*map(byte_runs, views)).tolist()
         assert {i for start, end in runs for i in range(start, end)} == set().union(*map(slow_bytes, views))
         assert all(end < start for (_, end), (start, _) in zip(runs, runs[1:], strict=False))
         assert all(start < end for start, end in runs)

@@ -140,7 +140,7 @@ def test_a_part_travels_by_other_transports_too(engine, weights, steps, tmp_path
     sender = sync.make_sender(transport, directory=directory)
     manifest = sender.offer(some(weights, ["k"]), 1, engine.updater.metadata())
     receiver = sync.make_receiver(transport, directory=directory, num_threads=2)
-    report = apply_update(engine.updater, manifest, receiver, steps, UpdateOptions.checked(partial=True))
+    report = apply_update(engine.updater, manifest, receiver, steps, UpdateOptions.from_values(partial=True))
     sender.close()
     assert report.digest == engine.updater.digest()
     assert all(torch.equal(engine.live[name], tensor) for name, tensor in wanted.items())

@@ -140,13 +140,13 @@ def test_errors_say_which_adapter_they_refuse(adapter, tmp_path):
     pool = CpuAdapterPool(tiny_model(), max_loras=1, max_rank=8)
     saved = save_adapter(tmp_path, adapter, use_dora=True)
     with pytest.raises(RequestError, match=rf"use_dora=True .* That was adapter 'adapter' from {tmp_path}\."):
-        pool.prepare(saved)
+        pool.prepare_adapter(saved)
     with pytest.raises(RequestError, match=r"r=4 .* That was adapter 'x' from memory\.") as caught:
-        pool.prepare(_with(adapter, r=4))
+        pool.prepare_adapter(_with(adapter, r=4))
     assert caught.value.field == "config.r"
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(RequestError) as caught:
-        pool.prepare(saved)
+        pool.prepare_adapter(saved)
     assert str(caught.value).count(str(tmp_path)) == 2  # of the file, in our words and in those of its reader
 
 

@@ -36,7 +36,7 @@ def pool_of(module):
     pool = CpuAdapterPool(module, max_loras=4, max_rank=64)
     requests = random_adapter(module, rank=40), patterned(module, 1), random_adapter(module, targets=["v_proj"])
     for slot, request in enumerate(requests):
-        pool.install(slot, pool.prepare(request))
+        pool.install(slot, pool.prepare_adapter(request))
     return pool
 
 
@@ -106,9 +106,11 @@ def test_adapters_are_seen_when_they_change():
     seen = []
     for change in (
         lambda: None,
-        lambda: pool.install(0, pool.prepare(random_adapter(module, seed=5, rank=3))),
-        lambda: pool.install(3, pool.prepare(random_adapter(module, seed=6, rank=60, targets=["o_proj"]))),
-        lambda: pool.install(0, pool.prepare(random_adapter(module, seed=7, targets=["up_proj"]))),  # fewer linears
+        lambda: pool.install(0, pool.prepare_adapter(random_adapter(module, seed=5, rank=3))),
+        lambda: pool.install(3, pool.prepare_adapter(random_adapter(module, seed=6, rank=60, targets=["o_proj"]))),
+        lambda: pool.install(
+            0, pool.prepare_adapter(random_adapter(module, seed=7, targets=["up_proj"]))
+        ),  # fewer linears
         lambda: pool.remove(0),
         lambda: [pool.remove(slot) for slot in range(4)],
     ):

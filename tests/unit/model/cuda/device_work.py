@@ -69,7 +69,7 @@ def weights_from_the_host(fake):
         del temporary
         source = torch.randn(10, 10, generator=torch.Generator().manual_seed(number))
         fill, outs = _filling(source), []
-        with stream.entered():
+        with stream.enter():
             for strided in (False, True):
                 outs.append(torch.zeros(10, 10, device=CUDA))
                 outs[-1] = outs[-1].t() if strided else outs[-1]
@@ -121,7 +121,7 @@ class _Model:
     def update(self, weights, *, staging):
         """Update, with a step beside each tensor that arrives where steps may go on."""
         step = self.step if staging == "shadow" else lambda: None
-        update_from_source(self.updater, weights, Steps(), UpdateOptions.checked(staging=staging), check=step)
+        update_from_source(self.updater, weights, Steps(), UpdateOptions.from_values(staging=staging), check=step)
 
     def check(self, weights):
         """Steps found the old weights, all zeros, or the new ones, in this order."""
@@ -207,7 +207,7 @@ def decode_graphs_replayed(fake):
             for count in counts:
                 logits, _ = graphs.run(_decode_step(graphs, count))
                 assert Download(logits[:, 0]).wait().tolist() == [1 + row for row in range(count)]
-            assert graphs.described() == f"{num_graphs} of 3"
+            assert graphs.describe_count() == f"{num_graphs} of 3"
             memory.release(forget=False)
             memory.take_back()
 

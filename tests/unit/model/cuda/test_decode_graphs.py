@@ -334,4 +334,4 @@ def test_after_a_failed_capture_all_graphs_are_captured_again_in_a_new_pool(devi
     for _ in range(2):
         made.capture_all()
     assert pools == [1, 1, 2, 2, 2, 2], "the first pool may have leaked, and would poison what is captured in it"
-    assert memory.pools == 2 and made.described() == "4 of 4"
+    assert memory.pools == 2 and made.describe_count() == "4 of 4"

@@ -62,7 +62,7 @@ def num_replayed(call):
 def test_two_devices_that_replay_graphs_say_what_one_says_without(engine, captured, architecture):  # noqa: F811
     fields = SMALL | (EXPERTS if architecture == "qwen3_moe" else {})
     one, two = engine(1, architecture, fields), captured(2, architecture, fields)
-    assert graphs_of(one) is None and graphs_of(two).described() == "6 of 6"
+    assert graphs_of(one) is None and graphs_of(two).describe_count() == "6 of 6"
     found, num_replays = num_replayed(lambda: said(two))
     assert found == said(one) and num_replays >= DRAWN.max_tokens - 1
     source = tiny_model(architecture, seed=5, **fields)
@@ -91,7 +91,7 @@ def test_behind_a_sleep_graphs_are_captured_again_by_all_ranks(engine, captured,
         two.wake_up()
         if level == 2:
             two.update_weights(tiny_model("qwen3", **SMALL))
-        assert graphs_of(two).described() == "0 of 6"
+        assert graphs_of(two).describe_count() == "0 of 6"
         found, num_replays = num_replayed(lambda: said(two))
         assert found == expected and num_replays and graphs_of(two)._graphs
 
@@ -111,7 +111,7 @@ def test_a_graph_for_which_one_rank_has_no_room_is_left_out_by_all(monkeypatch, 
     monkeypatch.setenv("NO_ROOM", "1")
     monkeypatch.setattr(RerunPool, "capture", _with_room)
     two, one = captured(2, fields=SMALL), engine(1, fields=SMALL)
-    assert graphs_of(two).described() == "0 of 6"
+    assert graphs_of(two).describe_count() == "0 of 6"
     assert "0 of 6 CUDA graphs were captured" in caplog.text and "another rank has no room" in caplog.text
     assert said(two) == said(one)
 

@@ -227,7 +227,7 @@ def test_a_commit_has_what_was_still_under_way_when_it_was_called(on_device, wri
         steps, done = Steps(), []
         enter = steps.boundary
         steps.boundary = lambda *args, enter=enter, done=done: done.append(stream.num_under_way) or enter(*args)
-        options = UpdateOptions.checked(staging=staging)
+        options = UpdateOptions.from_values(staging=staging)
         report = update_from_source(updater, weights, steps, options)
         assert done[-1] >= 2, "both pieces of the last tensor"
         assert all(torch.equal(live[name], tensor) for name, tensor in weights.items())
@@ -244,12 +244,12 @@ def test_weights_of_a_trainer_on_the_device_never_come_to_the_host(on_device, wr
     for module in (tensor_writer, tensor_check):
         monkeypatch.setattr(module, "tensor_bytes", None)
     updater = WeightUpdater.of(live, [], PackedWeights(nn.Module()), CudaShadowMemory(stream), writer=writer)
-    report = update_from_source(updater, weights, Steps(), UpdateOptions.checked(staging=staging))
+    report = update_from_source(updater, weights, Steps(), UpdateOptions.from_values(staging=staging))
     assert report.digest == updater.digest() == total_digest(wanted) and stream.num_asked == 0
     assert all(torch.equal(live[name], tensor) for name, tensor in weights.items())
     weights["last"][3] = float("nan")
     with pytest.raises(WeightUpdateError, match="'last' has values that are NaN"):
-        update_from_source(updater, weights, Steps(), UpdateOptions.checked())
+        update_from_source(updater, weights, Steps(), UpdateOptions.from_values())
 
 
 class Ordered(HostCopyStream):
@@ -264,9 +264,9 @@ class Ordered(HostCopyStream):
     def wait_for_steps(self):
         self.trace.append(("wait", self._target.sum().item()))
 
-    def entered(self):
+    def enter(self):
         self.trace.append(("enter", self._target.sum().item()))
-        return super().entered()
+        return super().enter()
 
 
 def test_a_commit_comes_after_what_was_staged_and_is_done_when_it_returns(interpreter):

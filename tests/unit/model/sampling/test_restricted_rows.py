@@ -11,7 +11,7 @@ from rollout_engine import SamplingParams
 from rollout_engine.base.messages import NewSequence
 from rollout_engine.grammars import compiler
 from rollout_engine.grammars.compiler import GrammarCompiler
-from rollout_engine.grammars.tokenizer_file import serialized
+from rollout_engine.grammars.tokenizer_file import serialize_tokenizer
 from rollout_engine.grammars.vocabulary import Vocabulary
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.row_edits import RowEdits
@@ -26,7 +26,7 @@ FORM = {"regex": "[a-h]{3,}"}
 
 @pytest.fixture
 def grammars():
-    made = GrammarCompiler(lambda: Vocabulary(serialized(byte_tokenizer()), VOCAB_SIZE, [END]))
+    made = GrammarCompiler(lambda: Vocabulary(serialize_tokenizer(byte_tokenizer()), VOCAB_SIZE, [END]))
     yield made
     made.close()
 

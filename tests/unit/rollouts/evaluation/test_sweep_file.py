@@ -212,7 +212,7 @@ def test_a_wrong_value_of_a_setting_or_the_grid_is_told_with_its_line(read, task
 
 def test_an_override_is_not_looked_for_in_the_file(read, task_files):
     found = read(TASKS, "engine.max_num_seqs=0")
-    with pytest.raises(ConfigError, match=r"^max_num_seqs=0"), found.located():
+    with pytest.raises(ConfigError, match=r"^max_num_seqs=0"), found.locate_errors():
         raise ConfigError("max_num_seqs=0 is not allowed")
-    with pytest.raises(ConfigError, match=r"sweep.toml:1: model='some/model'"), found.located():
+    with pytest.raises(ConfigError, match=r"sweep.toml:1: model='some/model'"), found.locate_errors():
         raise ConfigError("model='some/model': the path does not exist")
