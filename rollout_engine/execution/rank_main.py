@@ -17,13 +17,14 @@ import time
 from typing import NoReturn
 
 from rollout_engine.base.threads import give_way_early, start_thread
+from rollout_engine.children.channel import Channel
 from rollout_engine.children.failure import Failure, failure_of
 from rollout_engine.execution.rank_pulse import start_pulse
 from rollout_engine.execution.rank_values import pack_value
 from rollout_engine.execution.rank_wire import (
+    MAX_BYTES,
     Answer,
     Call,
-    Channel,
     Done,
     Joined,
     RankSettings,
@@ -144,7 +145,8 @@ def main() -> None:
         host, port, rank = others
         channels = connect(place_of(host, port), int(rank))
     else:
-        memory, channels = int(first), Channels(*(Channel(socket.socket(fileno=int(end))) for end in others))
+        ends = (socket.socket(fileno=int(end)) for end in others)
+        memory, channels = int(first), Channels(*(Channel(end, MAX_BYTES) for end in ends))
     try:
         start_pulse(channels.pulse)
         status = serve(memory, channels, num_ranks)

@@ -9,20 +9,20 @@ calls   Call  ──>                one at a time
 pulse   <── bytes                signs of life (`rank_pulse`)
 """
 
-import socket
-
 import msgspec
 import torch
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.messages import SchedulerOutput
-from rollout_engine.children import channel
 from rollout_engine.children.failure import Failure
 from rollout_engine.execution.made_with import arithmetic_of, device_id
 from rollout_engine.model.ranks.part import Region
 from sync.described_types import describe_types
 
-_MAX_BYTES = 1 << 40
+NUM_SOCKETS = 4
+"""Sockets of a rank: its life, its steps, its calls and its pulse."""
+MAX_BYTES = 1 << 40
+"""Bytes of one message at most: it may hold parts of models."""
 
 
 class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,10 +124,3 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 describe_types(RankSettings, Joined | Failure, Started | Failure, StepMessage, Call, Answer)
-
-
-class Channel(channel.Channel):
-    """One end of a socket between ranks. Its messages hold parts of models."""
-
-    def __init__(self, end: socket.socket) -> None:
-        super().__init__(end, _MAX_BYTES)

@@ -4,9 +4,10 @@ import socket
 
 import pytest
 
+from rollout_engine.children.channel import Channel
 from rollout_engine.children.failure import Failure
 from rollout_engine.execution import rank_main
-from rollout_engine.execution.rank_wire import Channel, Meet
+from rollout_engine.execution.rank_wire import Meet
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 
 
