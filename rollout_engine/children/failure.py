@@ -1,5 +1,6 @@
 """An error in a message between processes: encoded on one end, raised on the other."""
 
+from traceback import format_exception
 from typing import Any
 
 import msgspec
@@ -23,16 +24,24 @@ class Failure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=
     method: str = ""
     rank: int | None = None
 
+    @property
+    def text(self) -> str:
+        """Class and text of the error: "ValueError: no such row"."""
+        return f"{self.kind}: {self.message}"
+
     def as_error(self, method: str = "") -> RolloutEngineError:
         """Make the error to raise on this end. `method` names the call that failed, if it was a call."""
-        own: RolloutEngineError | None = None
+        return self.as_known_error() or RPCError(f"{method}: {self.text}", method=method, traceback=self.traceback)
+
+    def as_known_error(self) -> RolloutEngineError | None:
+        """Make the error to raise on this end; None for one that `rollout_engine.base.errors` does not have."""
+        options: dict[str, Any] = {}
         if self.kind in ("RPCError", "RPCTimeoutError"):
-            own = _ERRORS[self.kind](self.message, method=self.method, rank=self.rank, traceback=self.traceback)
+            options = dict(method=self.method, rank=self.rank, traceback=self.traceback)
         elif self.kind == "RequestError":
-            own = RequestError(self.message, field=self.field, bound=self.bound)
-        elif self.kind in _ERRORS:
-            own = _ERRORS[self.kind](self.message)
-        return own or RPCError(f"{method}: {self.kind}: {self.message}", method=method, traceback=self.traceback)
+            options = dict(field=self.field, bound=self.bound)
+        error: RolloutEngineError | None = _ERRORS[self.kind](self.message, **options) if self.kind in _ERRORS else None
+        return error
 
 
 _ERRORS: dict[str, Any] = {
@@ -40,14 +49,11 @@ _ERRORS: dict[str, Any] = {
 } | {"WireError": WireError}
 
 
-def failure_of(error: BaseException, traceback: str = "") -> Failure:
-    """Encode an error, to be raised on the other end."""
+def failure_of(error: BaseException) -> Failure:
+    """Encode an error, to be raised on the other end; one that is not known there takes its traceback along."""
     kind = type(error).__name__
     if isinstance(error, RPCError):
         return Failure(kind, str(error), traceback=error.traceback, method=error.method, rank=error.rank)
-    known = _ERRORS.get(kind) is type(error)
-    field, bound = getattr(error, "field", ""), getattr(error, "bound", "")
-    is_request = isinstance(error, RequestError)
-    return Failure(
-        kind, text_of(error), field if is_request else "", bound if is_request else "", "" if known else traceback
-    )
+    field, bound = (error.field, error.bound) if isinstance(error, RequestError) else ("", "")
+    traceback = "" if _ERRORS.get(kind) is type(error) else "".join(format_exception(error))
+    return Failure(kind, text_of(error), field, bound, traceback)

@@ -23,8 +23,6 @@ from typing import Any
 from rollout_engine.base.threads import start_thread
 
 _PR_SET_PDEATHSIG = 1
-_END_SECONDS = 5.0
-"""Seconds that a process has to end before it is killed."""
 
 
 def start_module(
@@ -72,15 +70,6 @@ def start_process(command: Sequence[str], **options: Any) -> "subprocess.Popen[b
             outcome.result().kill()
         raise interrupt
     return outcome.result()
-
-
-def end_process(process: "subprocess.Popen[bytes]") -> None:
-    """Wait for the end of a process that was asked to end, and kill it if that takes long."""
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def environment_with_package() -> dict[str, str]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from rollout_engine.base.errors import LifecycleError, RequestError, unknown_name
-from rollout_engine.base.lora_request import LoRAInfo
+from rollout_engine.base.errors import LifecycleError, RequestError, StaleVersionError, unknown_name
+from rollout_engine.base.lora_request import LoRAInfo, LoRARequest
 
 _MAX_REMEMBERED = 10_000
 """Names of adapters that are gone whose values are remembered by their digests."""
@@ -63,20 +63,47 @@ class AdapterTable:
         adapter.last_used = self._tick()
         return adapter
 
-    def check_values(self, name: str, revision: int, digest: str) -> bool:
-        """Whether these values are new. Raises `RequestError` if a known name has others under this revision."""
-        known = self._by_name.get(name)
-        if known is None or known.info.digest == digest:
-            return known is None
-        if revision <= known.info.revision:
-            bound = f"more than {known.info.revision}, the revision of the adapter '{name}' that is served"
-            hint = "Its values are other ones than these; remove_lora first where numbers begin anew."
-            raise RequestError.for_field("revision", revision, bound, hint)
-        return True
+    def find_served(self, request: LoRARequest) -> LoRAInfo | None:
+        """The adapter of a request, if it is there in this revision or a later one; None: load it.
 
-    def changes_version(self, name: str, digest: str) -> bool:
-        """Whether these values are a new policy version: others were served under this name, even if that is gone."""
-        return self._last_digests.get(name, digest) != digest
+        Raises `RequestError` for an unknown name without values.
+        """
+        if not request.has_values:
+            return self.get(request.name).info
+        known = self._by_name.get(request.name)
+        return known.info if known is not None and known.info.revision >= request.revision else None
+
+    def plan_add(self, info: LoRAInfo, live: int) -> LoRAInfo | None:
+        """Decide the policy version of an adapter that is added while `live` serves; None: its values are there.
+
+        Values are a new version if others were served under their name, even if that is gone. Those that are there
+        get this revision if it is higher. Raises `RequestError` for other values without a higher revision.
+        """
+        known = self._by_name.get(info.name)
+        if known is not None and known.info.digest == info.digest:
+            known.info = msgspec.structs.replace(known.info, revision=max(info.revision, known.info.revision))
+            return None
+        if known is not None and info.revision <= known.info.revision:
+            bound = f"more than {known.info.revision}, the revision of the adapter '{info.name}' that is served"
+            hint = "Its values are other ones than these; remove_lora first where numbers begin anew."
+            raise RequestError.for_field("revision", info.revision, bound, hint)
+        changes = self._last_digests.get(info.name, info.digest) != info.digest
+        return msgspec.structs.replace(info, policy_version=live + changes)
+
+    def plan_update(self, info: LoRAInfo, version: int | None, live: int) -> LoRAInfo | None:
+        """Decide version and revision of an adapter that is to serve as `version`; None: its values do already.
+
+        `version=None`: the one after `live`. Raises `StaleVersionError` for one that is not higher than `live`.
+        """
+        known = self._by_name.get(info.name)
+        if known is not None and (known.info.digest, known.info.policy_version) == (info.digest, version):
+            return None
+        number = live + 1 if version is None else version
+        if number <= live:
+            bound = f"must be more than {live}, the live version"
+            raise StaleVersionError(f"update_weights: version={number} is not allowed: {bound}.")
+        revision = info.revision if known is None else max(known.info.revision + 1, info.revision)
+        return msgspec.structs.replace(info, revision=revision, policy_version=number)
 
     def place(self, name: str, num_uses: Callable[[Adapter], int]) -> int:
         """The slot for an adapter: its own, a free one, or that of the least recently used, which is removed.
@@ -116,12 +143,6 @@ class AdapterTable:
         else:
             known.info, known.serial = info, self._num_serials
         return known
-
-    def renumber(self, name: str, revision: int) -> LoRAInfo:
-        """Count known values under this revision, if it is higher than theirs."""
-        adapter = self._by_name[name]
-        adapter.info = msgspec.structs.replace(adapter.info, revision=max(revision, adapter.info.revision))
-        return adapter.info
 
     def pin(self, name: str) -> LoRAInfo:
         """Keep an adapter until it is removed. Raises `RequestError` for an unknown name."""

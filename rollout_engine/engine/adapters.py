@@ -4,9 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
-
-from rollout_engine.base.errors import StaleVersionError
 from rollout_engine.base.lora_request import LoRAInfo, LoRARequest
 from rollout_engine.base.messages import KvMode
 from rollout_engine.base.outputs import UpdateReport
@@ -22,22 +19,16 @@ def load_adapter(driver: EngineDriver, request: LoRARequest, verb: str) -> LoRAI
     pool = driver.executor.require_adapters(verb)
     prepared = pool.prepare_adapter(request)
     with driver.boundary():
-        core = driver.core
-        if not core.adapters.check_values(request.name, request.revision, prepared.digest):
-            return core.adapters.renumber(request.name, request.revision)
-        if not core.adapters.changes_version(request.name, prepared.digest):
-            return _install(driver, pool, request, prepared, core.policy_version)
-        return _swap(driver, pool, request, prepared, verb, core.policy_version + 1)
+        table, live = driver.core.adapters, driver.core.policy_version
+        info = table.plan_add(info_of(request, prepared, live), live)
+        if info is not None:
+            _put(driver, pool, prepared, info, verb)
+        return table.get(request.name).info
 
 
 def ensure_adapter(driver: EngineDriver, request: LoRARequest) -> LoRAInfo:
     """Load an adapter unless it is there in this revision or a later one."""
-    known = driver.core.adapters.find(request.name)
-    if known is not None and (known.info.revision >= request.revision or not request.has_values):
-        return known.info
-    if not request.has_values:
-        return driver.core.adapters.get(request.name).info
-    return load_adapter(driver, request, "add_lora")
+    return driver.core.adapters.find_served(request) or load_adapter(driver, request, "add_lora")
 
 
 def update_adapter(driver: EngineDriver, request: LoRARequest, version: int | None, kv: KvMode) -> UpdateReport:
@@ -47,29 +38,17 @@ def update_adapter(driver: EngineDriver, request: LoRARequest, version: int | No
     prepared = pool.prepare_adapter(request)
     with driver.boundary():
         stalled, core = time.perf_counter(), driver.core
-        known = core.adapters.find(request.name)
-        number = core.policy_version + 1 if version is None else version
-        changes = known is None or (known.info.digest, known.info.policy_version) != (prepared.digest, number)
-        if changes:
-            next_version(number, core.policy_version)
-            revision = 0 if known is None else known.info.revision + 1
-            request = msgspec.structs.replace(request, revision=max(revision, request.revision))
-            _swap(driver, pool, request, prepared, "update_weights", number, kv)
+        live = core.policy_version
+        info = core.adapters.plan_update(info_of(request, prepared, live), version, live)
+        if info is not None:
+            _put(driver, pool, prepared, info, "update_weights", kv)
         resumed = time.perf_counter()
         num_in_flight = core.num_unfinished_requests
+        number = core.adapters.get(request.name).info.policy_version
     sizes = prepared.num_tensors, prepared.num_bytes
     times = resumed - start, resumed - stalled
-    taken = prepared.num_bytes if changes else 0
+    taken = 0 if info is None else prepared.num_bytes
     return UpdateReport(number, prepared.digest, *sizes, *times, num_in_flight, num_bytes_sent=taken)
-
-
-def next_version(version: int | None, live: int) -> int:
-    """The version of an update, None: the one after `live`. Raises `StaleVersionError` for one that does not grow."""
-    number = live + 1 if version is None else version
-    if number <= live:
-        bound = f"must be more than {live}, the live version"
-        raise StaleVersionError(f"update_weights: version={number} is not allowed: {bound}.")
-    return number
 
 
 def remove_adapter(driver: EngineDriver, name: str) -> bool:
@@ -81,23 +60,27 @@ def remove_adapter(driver: EngineDriver, name: str) -> bool:
         return removed is not None
 
 
-def _swap(
-    driver: EngineDriver,
-    pool: Adapters,
-    request: LoRARequest,
-    prepared: PreparedAdapter,
-    verb: str,
-    version: int,
-    kv: KvMode = "keep",
-) -> LoRAInfo:
-    """Install an adapter as a new policy version."""
-    with new_version(driver, version, kv, verb):
-        return _install(driver, pool, request, prepared, version)
+def info_of(request: LoRARequest, prepared: PreparedAdapter, version: int) -> LoRAInfo:
+    """An adapter that has been read, under the revision of its request and policy version `version`."""
+    return LoRAInfo(
+        name=request.name,
+        revision=request.revision,
+        rank=prepared.rank,
+        num_bytes=prepared.num_bytes,
+        digest=prepared.digest,
+        policy_version=version,
+    )
 
 
 @contextmanager
-def new_version(driver: EngineDriver, version: int, kv: KvMode, verb: str) -> Iterator[None]:
-    """Commit the block's change of adapters as a policy version. Raises `LifecycleError`, naming `verb`."""
+def as_version(driver: EngineDriver, version: int, kv: KvMode, verb: str) -> Iterator[None]:
+    """Commit the block's change of adapters as policy version `version`, which may be the live one.
+
+    Raises `LifecycleError`, naming `verb`, if the state does not allow another version.
+    """
+    if version == driver.core.policy_version:
+        yield
+        return
     driver.core.begin_update(verb)
     try:
         yield
@@ -107,18 +90,16 @@ def new_version(driver: EngineDriver, version: int, kv: KvMode, verb: str) -> It
         driver.core.end_update(dirty=driver.executor.dirty)
 
 
-def _install(
-    driver: EngineDriver, pool: Adapters, request: LoRARequest, prepared: PreparedAdapter, version: int
-) -> LoRAInfo:
+def install(driver: EngineDriver, pool: Adapters, prepared: PreparedAdapter, info: LoRAInfo) -> None:
+    """Put an adapter in a slot. Call it between two steps. Raises `LifecycleError` if none is free."""
     table = driver.core.adapters
-    slot = table.place(request.name, driver.core.num_using)
-    info = LoRAInfo(
-        name=request.name,
-        revision=request.revision,
-        rank=prepared.rank,
-        num_bytes=prepared.num_bytes,
-        digest=prepared.digest,
-        policy_version=version,
-    )
+    slot = table.place(info.name, driver.core.num_using)
     pool.install(slot, prepared)
-    return table.put(slot, info).info
+    table.put(slot, info)
+
+
+def _put(
+    driver: EngineDriver, pool: Adapters, prepared: PreparedAdapter, info: LoRAInfo, verb: str, kv: KvMode = "keep"
+) -> None:
+    with as_version(driver, info.policy_version, kv, verb):
+        install(driver, pool, prepared, info)

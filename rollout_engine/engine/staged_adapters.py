@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.lora_request import LoRAInfo, LoRARequest
 from rollout_engine.base.messages import KvMode
-from rollout_engine.engine.adapters import new_version
+from rollout_engine.engine.adapters import as_version, info_of, install
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.model.adapters.pool import PreparedAdapter
 
@@ -26,9 +26,7 @@ class StagedAdapters:
         staged[prepared.digest] = prepared
         while len(staged) > self._driver.core.adapters.num_slots:  # a client that stages and never commits
             del staged[next(iter(staged))]
-        version = self._driver.core.policy_version
-        sizes = prepared.rank, prepared.num_bytes, prepared.digest
-        return LoRAInfo(request.name, request.revision, *sizes, version)
+        return info_of(request, prepared, self._driver.core.policy_version)
 
     def commit(self, loras: Sequence[LoRAInfo], version: int, kv: KvMode, verb: str) -> tuple[float, int]:
         """Replace all adapters by these, as policy version `version`, at a step boundary.
@@ -45,11 +43,10 @@ class StagedAdapters:
             for name in gone:
                 core.adapters.check_unused(name, core.num_using)
             self._check_staged(loras, staged, verb)
-            if version == core.policy_version:
+            changes = version != core.policy_version
+            with as_version(driver, version, kv, verb):
                 self._exchange(gone, loras, staged, verb)
-            else:
-                with new_version(driver, version, kv, verb):
-                    self._exchange(gone, loras, staged, verb)
+            if changes:
                 num_bytes = sum(each.num_bytes for each in staged.values())
                 now = time.perf_counter()
                 core.stats.updates.add_complete(now - start, now - stalled, num_bytes)
@@ -82,6 +79,4 @@ class StagedAdapters:
             if known is not None and known.info.digest == info.digest:
                 known.info = info
             else:
-                slot = core.adapters.place(info.name, core.num_using)
-                pool.install(slot, staged[info.digest])
-                core.adapters.put(slot, info)
+                install(self._driver, pool, staged[info.digest], info)

@@ -8,13 +8,14 @@
 All of it is bytes of msgpack: Ray pickles no object of ours. This module loads no model code.
 """
 
-import subprocess
 import sys
 import threading
+from functools import partial
 
 import msgspec
 
-from rollout_engine.children.process import end_process, environment_with_package, start_module
+from rollout_engine.children.child import Child
+from rollout_engine.children.process import environment_with_package, start_module
 
 
 class RankOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +42,7 @@ class RankActor:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._has_begun = threading.Event()
 
     def start(self, order: bytes) -> bytes:
@@ -51,20 +52,21 @@ class RankActor:
         given = msgspec.msgpack.decode(order, type=RankOrder)
         sys.path.extend(entry for entry in given.import_path if entry not in sys.path)
         with self._lock:
-            if self._process is None:
+            if self._child is None:
                 variables = environment_with_package() | given.variables
-                self._process = start_module(given.module, given.arguments, descriptors=(), environment=variables)
+                start = partial(start_module, given.module, given.arguments, environment=variables)
+                self._child = Child(lambda ends: start(descriptors=ends), num_channels=0)  # it connects to rank 0
                 self._has_begun.set()
-        place = RankPlace(self._process.pid, ray.get_runtime_context().get_node_id())
+        place = RankPlace(self._child.pid, ray.get_runtime_context().get_node_id())
         return msgspec.msgpack.encode(place)
 
     def wait_end(self) -> bytes:
         """The exit status of the process, once it has ended."""
         self._has_begun.wait()
-        assert self._process is not None, "it has begun"
-        return msgspec.msgpack.encode(self._process.wait())
+        assert self._child is not None, "it has begun"
+        return msgspec.msgpack.encode(self._child.wait(None))
 
     def end(self) -> None:
         """Wait for the end of the process, whose rank 0 has left it; kill it if that takes long."""
-        if self._process is not None:
-            end_process(self._process)
+        if self._child is not None:
+            self._child.end()

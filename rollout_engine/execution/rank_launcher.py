@@ -6,18 +6,20 @@ RankLauncher    LocalLauncher     on this machine: memory that the ranks share, 
 
 import os
 import shutil
-import socket
 import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
 import torch
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.children.process import end_process, environment_with_package, start_module
-from rollout_engine.execution.rank_wire import Channel, RankSettings
+from rollout_engine.children.channel import Channel
+from rollout_engine.children.child import Child
+from rollout_engine.children.process import environment_with_package, start_module
+from rollout_engine.execution.rank_wire import MAX_BYTES, NUM_SOCKETS, RankSettings
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model.ranks.exchange import Meeting
 from rollout_engine.model.ranks.part import Region
@@ -88,27 +90,19 @@ class LocalRank(Rank):
 
     def __init__(self, settings: RankSettings, memory: int, num_ranks: int, environment: Mapping[str, str]) -> None:
         """`environment`: variables in addition to this process's."""
-        pairs = [socket.socketpair() for _ in range(4)]
-        theirs = [pair[1] for pair in pairs]
-        numbers = [memory, *(end.fileno() for end in theirs)]
         variables = environment_with_package() | {"OMP_NUM_THREADS": str(settings.num_threads), **environment}
-        try:
-            self.process = start_module(MODULE, [str(num_ranks)], descriptors=numbers, environment=variables)
-        except BaseException:
-            for pair in pairs:
-                pair[0].close()
-            raise
-        finally:
-            for end in theirs:
-                end.close()
-        self.name = f"rank {settings.rank} (process {self.process.pid})"
-        super().__init__(settings, *(Channel(pair[0]) for pair in pairs))
+        start = partial(start_module, MODULE, [str(num_ranks)], environment=variables)
+        self._child = Child(
+            lambda ends: start(descriptors=[memory, *ends]), num_channels=NUM_SOCKETS, max_bytes=MAX_BYTES
+        )
+        self.name = f"rank {settings.rank} (process {self._child.pid})"
+        super().__init__(settings, *self._child.channels)
 
     def how_it_ended(self) -> str:
-        return f"with status {self.process.wait()}"
+        return f"with status {self._child.wait(None)}"
 
     def _end_process(self) -> None:
-        end_process(self.process)
+        self._child.end()
 
 
 class LocalLauncher(RankLauncher):

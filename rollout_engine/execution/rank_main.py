@@ -17,14 +17,15 @@ import time
 from typing import NoReturn
 
 from rollout_engine.base.threads import give_way_early, start_thread
+from rollout_engine.children.channel import Channel
+from rollout_engine.children.failure import Failure, failure_of
 from rollout_engine.execution.rank_pulse import start_pulse
 from rollout_engine.execution.rank_values import pack_value
 from rollout_engine.execution.rank_wire import (
+    MAX_BYTES,
     Answer,
     Call,
-    Channel,
     Done,
-    Failed,
     Joined,
     RankSettings,
     Started,
@@ -63,7 +64,7 @@ def serve(memory: int | None, channels: Channels, num_ranks: int) -> int:
         life.send(Joined.of(device.torch_device))
         seat = Seat(_exchange(settings, memory, num_ranks), splits_sums=device.splits_sums(settings.config))
     except BaseException as error:
-        life.send(Failed.of(error))
+        life.send(failure_of(error))
         return 1
     try:
         worker = RankWorker(settings, seat)
@@ -71,7 +72,7 @@ def serve(memory: int | None, channels: Channels, num_ranks: int) -> int:
     except BaseException as error:
         seat.exchange.break_()
         if not isinstance(error, BrokenTurnsError):
-            life.send(Failed.of(error))
+            life.send(failure_of(error))
         return 1
     start_thread(_take_part, worker, seat, life, steps, name="steps")
     try:
@@ -95,9 +96,9 @@ def _exchange(settings: RankSettings, memory: int | None, num_ranks: int) -> Exc
 def _answer(worker: RankWorker, calls: Channel) -> None:
     call: Call = calls.receive(Call)
     try:
-        result: Done | Failed = Done(pack_value(worker.carry_out(call.method, call.arguments)))
+        result: Done | Failure = Done(pack_value(worker.carry_out(call.method, call.arguments)))
     except Exception as error:
-        result = Failed.of(error)
+        result = failure_of(error)
     calls.send(Answer(call.number, result))
 
 
@@ -110,12 +111,12 @@ def _take_part(worker: RankWorker, seat: Seat, life: Channel, steps: Channel) ->
     except BrokenTurnsError as error:
         time.sleep(_OTHERS_FIRST_SECONDS)
         with contextlib.suppress(OSError):
-            life.send(Failed.of(error))
+            life.send(failure_of(error))
         _leave(1)
     except BaseException as error:
         logger.critical("a step failed", exc_info=error)
         seat.exchange.break_()
-        life.send(Failed.of(error))
+        life.send(failure_of(error))
         _leave(1)
 
 
@@ -144,7 +145,8 @@ def main() -> None:
         host, port, rank = others
         channels = connect(place_of(host, port), int(rank))
     else:
-        memory, channels = int(first), Channels(*(Channel(socket.socket(fileno=int(end))) for end in others))
+        ends = (socket.socket(fileno=int(end)) for end in others)
+        memory, channels = int(first), Channels(*(Channel(end, MAX_BYTES) for end in ends))
     try:
         start_pulse(channels.pulse)
         status = serve(memory, channels, num_ranks)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from rollout_engine.base.threads import start_thread
-from rollout_engine.execution.rank_wire import Channel
+from rollout_engine.children.channel import Channel
 from rollout_engine.kernels.cpu.heartbeat import INTERVAL_SECONDS, start_heartbeat
 
 logger = logging.getLogger("rollout_engine")

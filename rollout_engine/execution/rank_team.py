@@ -13,10 +13,11 @@ import torch
 
 from rollout_engine.base.class_names import import_path, name_elsewhere
 from rollout_engine.base.config import EngineConfig
-from rollout_engine.base.errors import ConfigError, EngineDeadError
+from rollout_engine.base.errors import ConfigError, EngineDeadError, RPCError
 from rollout_engine.base.messages import NewSequence, SchedulerOutput
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.threads import start_thread
+from rollout_engine.children.failure import Failure
 from rollout_engine.execution.made_with import difference
 from rollout_engine.execution.rank_launcher import Rank, RankLauncher
 from rollout_engine.execution.rank_pulse import BeatingRank, PulseWatch
@@ -27,7 +28,6 @@ from rollout_engine.execution.rank_wire import (
     Call,
     Done,
     EndScore,
-    Failed,
     Joined,
     Meet,
     RankSettings,
@@ -190,8 +190,8 @@ class RankTeam:
                     failure = error
                 for rank in self._ranks:
                     answer = self._answer(rank)
-                    if isinstance(answer, Failed):
-                        failure = failure or answer.as_error(rank.rank, method)
+                    if isinstance(answer, Failure):
+                        failure = failure or answer.as_known_error() or _call_error(answer, rank, method)
                     else:
                         results.append(unpack_value(answer.value))
             except (EOFError, OSError):
@@ -200,7 +200,7 @@ class RankTeam:
             raise failure
         return results
 
-    def _answer(self, rank: Rank) -> Done | Failed:
+    def _answer(self, rank: Rank) -> Done | Failure:
         """Receive a rank's answer to the current call. One to another call ends the team: results would be mixed up."""
         answer: Answer = rank.calls.receive(Answer)
         if answer.number != self._num_calls:
@@ -276,18 +276,24 @@ class RankTeam:
     def _watch(self, rank: Rank) -> None:
         """Wait for the end of a rank, on a thread of its own."""
         try:
-            answer = rank.life.receive(Joined | Failed)
+            answer = rank.life.receive(Joined | Failure)
             if isinstance(answer, Joined):
                 self._require_fit(rank.name, answer)
-                answer = rank.life.receive(Started | Failed)
+                answer = rank.life.receive(Started | Failure)
             if isinstance(answer, Started):
                 rank.regions = answer.regions
                 rank.is_started.set()
-                answer = rank.life.receive(Failed)
-            self.fail(answer.as_death(rank.rank))
+                answer = rank.life.receive(Failure)
+            self.fail(answer.as_known_error() or EngineDeadError(f"rank {rank.rank} failed: {answer.text}"))
         except (EOFError, OSError, msgspec.MsgspecError):
             if not self._is_closing:
                 self.fail(EngineDeadError(f"{rank.name} has ended {rank.how_it_ended()}."))
+
+
+def _call_error(failure: Failure, rank: Rank, method: str) -> RPCError:
+    """The error of a call of `method` for a failure that is no error of ours: the rank lives on."""
+    text = f"rank {rank.rank}: {failure.text.rstrip('.')}."
+    return RPCError(text, method=method, rank=rank.rank, traceback=failure.traceback)
 
 
 def _undrawn(new: NewSequence) -> NewSequence:

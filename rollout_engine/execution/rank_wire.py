@@ -2,28 +2,27 @@
 
 life    RankSettings  ──>        once
         <── Joined               once
-        <── Started | Failed     once it is loaded, or if it fails; the system closes the socket when either ends
+        <── Started | Failure    once it is loaded, or if it fails; the system closes the socket when either ends
 steps   Step | ...  ──>          no answer: the ranks meet in their computation
 calls   Call  ──>                one at a time
-        <── Answer(Done | Failed)      each, with the number of its call
+        <── Answer(Done | Failure)     each, with the number of its call
 pulse   <── bytes                signs of life (`rank_pulse`)
 """
-
-import socket
-from traceback import format_exception
 
 import msgspec
 import torch
 
-from rollout_engine.base import errors
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.messages import SchedulerOutput
-from rollout_engine.children import channel
+from rollout_engine.children.failure import Failure
 from rollout_engine.execution.made_with import arithmetic_of, device_id
 from rollout_engine.model.ranks.part import Region
 from sync.described_types import describe_types
 
-_MAX_BYTES = 1 << 40
+NUM_SOCKETS = 4
+"""Sockets of a rank: its life, its steps, its calls and its pulse."""
+MAX_BYTES = 1 << 40
+"""Bytes of one message at most: it may hold parts of models."""
 
 
 class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,44 +58,6 @@ class Started(msgspec.Struct, tag=True, frozen=True):
 
     regions: dict[str, Region]
     """Name of a weight -> the elements of it that are the rank's."""
-
-
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The class of an error, and its text."""
-
-    kind: str
-    text: str
-    method: str = ""
-    traceback: str = ""
-    rank: int | None = None
-
-    @classmethod
-    def of(cls, error: BaseException) -> "Failed":
-        """The failure that `error` is."""
-        if isinstance(error, errors.RPCError):
-            return cls(type(error).__name__, str(error), error.method, error.traceback, error.rank)
-        if isinstance(error, errors.RolloutEngineError):
-            return cls(type(error).__name__, str(error))
-        lines = "".join(format_exception(error))
-        return cls(type(error).__name__, errors.error_text(error), traceback=lines)
-
-    def as_error(self, rank: int, method: str) -> Exception:
-        """The error of a call of `method`, as rank 0 raises it: the rank lives on."""
-        text = f"rank {rank}: {self.text.rstrip('.')}."
-        return self._as_ours() or errors.RPCError(text, method=method, rank=rank, traceback=self.traceback)
-
-    def as_death(self, rank: int) -> Exception:
-        """The error by which a rank has ended."""
-        return self._as_ours() or errors.EngineDeadError(f"rank {rank} failed: {self.text}")
-
-    def _as_ours(self) -> Exception | None:
-        """An error of this library; None for any other."""
-        kind = getattr(errors, self.kind, None)
-        if not (isinstance(kind, type) and issubclass(kind, errors.RolloutEngineError)):
-            return None
-        if issubclass(kind, errors.RPCError):
-            return kind(self.text, method=self.method, rank=self.rank, traceback=self.traceback)
-        return kind(self.text)
 
 
 class Step(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -159,14 +120,7 @@ class Answer(msgspec.Struct, frozen=True):
     """The answer to call `number`."""
 
     number: int
-    result: Done | Failed
+    result: Done | Failure
 
 
-describe_types(RankSettings, Joined | Failed, Started | Failed, StepMessage, Call, Answer)
-
-
-class Channel(channel.Channel):
-    """One end of a socket between ranks. Its messages hold parts of models."""
-
-    def __init__(self, end: socket.socket) -> None:
-        super().__init__(end, _MAX_BYTES)
+describe_types(RankSettings, Joined | Failure, Started | Failure, StepMessage, Call, Answer)

@@ -20,8 +20,9 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from rollout_engine.base.errors import ConfigError, EngineDeadError
+from rollout_engine.children.channel import Channel
 from rollout_engine.execution.rank_launcher import Rank, RankLauncher
-from rollout_engine.execution.rank_wire import Channel, RankSettings
+from rollout_engine.execution.rank_wire import MAX_BYTES, NUM_SOCKETS, RankSettings
 from rollout_engine.model.ranks.group_meeting import GroupMeeting
 
 TOKEN_VARIABLE = "ROLLOUT_ENGINE_RANK_TOKEN"
@@ -29,7 +30,6 @@ TOKEN_VARIABLE = "ROLLOUT_ENGINE_RANK_TOKEN"
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHB")
 """Token, rank, place of the socket among `life, steps, calls, pulse`."""
-_NUM_SOCKETS = 4
 _CONNECT_SECONDS = 120.0
 """How long a process that has begun may take to import this package and connect."""
 _HELLO_SECONDS = 2.0
@@ -75,7 +75,7 @@ class RemoteRank(Rank):
 
     def __init__(self, settings: RankSettings, ends: Sequence[socket.socket], process: RemoteProcess) -> None:
         self.name, self.process = f"rank {settings.rank} ({process.name})", process
-        super().__init__(settings, *map(Channel, ends))
+        super().__init__(settings, *(Channel(end, MAX_BYTES) for end in ends))
 
     def how_it_ended(self) -> str:
         return self.process.how_it_ended()
@@ -109,12 +109,12 @@ class RemoteLauncher(RankLauncher):
                 begun[each.rank] = self.begin(each, self._place)
             deadline = time.monotonic() + _CONNECT_SECONDS
             for each in settings:
-                while len(ends[each.rank]) < _NUM_SOCKETS:
+                while len(ends[each.rank]) < NUM_SOCKETS:
                     self._require_coming(each.rank, begun[each.rank], deadline)
                     self._accept(ends)
                 mine = msgspec.structs.replace(each, meeting=self._meeting_point, rendezvous=self.rendezvous)
                 sockets = ends.pop(each.rank)
-                yield RemoteRank(mine, [sockets[n] for n in range(_NUM_SOCKETS)], begun.pop(each.rank))
+                yield RemoteRank(mine, [sockets[n] for n in range(NUM_SOCKETS)], begun.pop(each.rank))
         finally:
             for sockets in ends.values():
                 for end in sockets.values():
@@ -131,7 +131,7 @@ class RemoteLauncher(RankLauncher):
         for end, hello in self._door.arrivals(_POLL_SECONDS):
             token, rank, place = _HELLO.unpack(hello)
             is_ours = hmac.compare_digest(token, bytes.fromhex(self._place.token))
-            if not is_ours or place in (known := ends.get(rank, {})) or rank not in ends or place >= _NUM_SOCKETS:
+            if not is_ours or place in (known := ends.get(rank, {})) or rank not in ends or place >= NUM_SOCKETS:
                 end.close()
             else:
                 known[place] = _kept_alive(end)
@@ -222,10 +222,10 @@ class Channels(NamedTuple):
 def connect(place: Rendezvous, rank: int) -> Channels:
     """Connect to rank 0, as this rank. Raises `OSError` if it cannot be reached."""
     ends = []
-    for number in range(_NUM_SOCKETS):
+    for number in range(NUM_SOCKETS):
         end = socket.create_connection((place.host, place.port), _CONNECT_SECONDS)
         end.sendall(_HELLO.pack(bytes.fromhex(place.token), rank, number))
-        ends.append(Channel(_kept_alive(end)))
+        ends.append(Channel(_kept_alive(end), MAX_BYTES))
     return Channels(*ends)
 
 

@@ -19,11 +19,10 @@ from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
-from rollout_engine.faces.replica_methods import fleet_of
+from rollout_engine.faces.replica_methods import AsyncReplicaMethods
 from rollout_engine.faces.verb_methods import AsyncVerbs, Face
 from rollout_engine.fleet.placements import client_starter, connect_client
 from rollout_engine.fleet.run.client import FleetClient
-from rollout_engine.fleet.run.replica_health import ReplicaHealth
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
 from rollout_engine.results.open_streams import Stream
@@ -33,7 +32,7 @@ from rollout_engine.text.input_processor import Params
 from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options, with_lora
 
 
-class AsyncLLM(AsyncVerbs):
+class AsyncLLM(AsyncReplicaMethods, AsyncVerbs):
     """An engine whose core runs in a process of its own. Keyword arguments are `EngineConfig`'s.
 
     `num_replicas`: number of such cores. One that is lost is started again, and its requests continue at the
@@ -152,12 +151,9 @@ class AsyncLLM(AsyncVerbs):
         """
         check_chat_arguments(chat, self.generate)
         refuse_pooling(sampling_params)
-        prompt = with_lora(with_chat_options(prompt, chat), lora_request)
-        await self._ensure_lora(lora_request)
-        options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
-        options["replica_index"] = self._replica_of(data_parallel_rank)
-        outputs = self._outputs(prompt, sampling_params, request_id, options)
-        async with aclosing(outputs):
+        options: Any = dict(lora_request=lora_request, data_parallel_rank=data_parallel_rank, priority=priority)
+        options |= dict(session_id=session_id, trace_headers=trace_headers)
+        async with aclosing(self._outputs(prompt, sampling_params, request_id, chat, **options)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -180,12 +176,9 @@ class AsyncLLM(AsyncVerbs):
         """
         check_chat_arguments(chat, self.encode)
         params = as_pooling_params(pooling_params)
-        prompt = with_lora(with_chat_options(prompt, chat), lora_request)
-        await self._ensure_lora(lora_request)
-        options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
-        options["replica_index"] = self._replica_of(data_parallel_rank)
-        outputs = self._outputs(prompt, params, request_id, options)
-        async with aclosing(outputs):
+        options: Any = dict(lora_request=lora_request, data_parallel_rank=data_parallel_rank, priority=priority)
+        options |= dict(session_id=session_id, trace_headers=trace_headers)
+        async with aclosing(self._outputs(prompt, params, request_id, chat, **options)) as outputs:
             async for output in outputs:
                 yield PoolingRequestOutput.of(output)
 
@@ -202,14 +195,22 @@ class AsyncLLM(AsyncVerbs):
             raise RequestError.for_field("data_parallel_rank", data_parallel_rank, bound)
         return None
 
-    async def _ensure_lora(self, lora_request: LoRALike | None) -> None:
-        if isinstance(lora_request, LoRARequest) and lora_request.has_values:
-            await run_in_thread(self.frontend.ensure_loras, lora_request)
-
     async def _outputs(
-        self, prompt: Prompt, params: Params | None, request_id: str | None, options: dict[str, Any]
+        self,
+        prompt: Prompt,
+        params: Params | None,
+        request_id: str | None,
+        chat: ChatOptions,
+        *,
+        lora_request: LoRALike | None,
+        data_parallel_rank: int | None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request; `options` of `Frontend.add_request`. Closing the generator aborts it."""
+        prompt = with_lora(with_chat_options(prompt, chat), lora_request)
+        if isinstance(lora_request, LoRARequest) and lora_request.has_values:
+            await run_in_thread(self.frontend.ensure_loras, lora_request)
+        options["replica_index"] = self._replica_of(data_parallel_rank)
         if self.frontend.inputs.has_new_grammar(params):
             await run_in_thread(self.frontend.inputs.try_grammar, params)
         waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
@@ -274,28 +275,6 @@ class AsyncLLM(AsyncVerbs):
 
     async def __aexit__(self, *_: object) -> None:
         self.shutdown()
-
-    async def replicas(self) -> list[ReplicaHealth]:
-        """The health of each replica, in the order of their indexes. Raises `LifecycleError` without a fleet."""
-        return await run_in_thread(self._fleet.replicas)
-
-    async def scale(self, num_replicas: int) -> None:
-        """Change the number of replicas. New ones serve once they are loaded; the requests of removed ones end first.
-
-        Raises `ConfigError` for more than there is room for, and `LifecycleError` during an update.
-        """
-        await run_in_thread(self._fleet.scale, num_replicas)
-
-    async def restart_replicas(self) -> None:
-        """Restart every replica, one after the other, once the one before it serves; requests continue at the others.
-
-        Raises `RetryableError` if one does not start again.
-        """
-        await run_in_thread(self._fleet.restart)
-
-    @property
-    def _fleet(self) -> FleetClient:
-        return fleet_of(self.frontend)
 
     @property
     def _process_client(self) -> ProcessClient:

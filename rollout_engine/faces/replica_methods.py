@@ -2,6 +2,7 @@
 
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.faces.frontend import Frontend
+from rollout_engine.faces.verb_methods import Face, of_frontend, of_frontend_async
 from rollout_engine.fleet.run.client import FleetClient
 from rollout_engine.fleet.run.replica_health import ReplicaHealth
 
@@ -21,30 +22,42 @@ def require_replica(frontend: Frontend, replica_index: int | None) -> None:
         fleet_of(frontend).calls.require_serving(replica_index)
 
 
-class ReplicaMethods:
+def replicas(frontend: Frontend) -> list[ReplicaHealth]:
+    """The health of each replica, in the order of their indexes; those that were scaled away are DEAD.
+
+    Raises `LifecycleError` without a fleet.
+    """
+    return fleet_of(frontend).replicas()
+
+
+def scale(frontend: Frontend, num_replicas: int) -> None:
+    """Change the number of replicas. New ones serve once they are loaded; the requests of removed ones end first.
+
+    Does not wait for them: `replicas` shows them start and end. Raises `ConfigError` for more than there is room for,
+    and `LifecycleError` during an update.
+    """
+    fleet_of(frontend).scale(num_replicas)
+
+
+def restart_replicas(frontend: Frontend) -> None:
+    """Restart every replica, one after the other, once the one before it serves; requests continue at the others.
+
+    Raises `RetryableError` if one does not start again.
+    """
+    fleet_of(frontend).restart()
+
+
+class ReplicaMethods(Face):
     """Blocking methods, for faces that may wrap a fleet. Without one each raises `LifecycleError`."""
 
-    frontend: Frontend
+    replicas = of_frontend(replicas)
+    scale = of_frontend(scale)
+    restart_replicas = of_frontend(restart_replicas)
 
-    def replicas(self) -> list[ReplicaHealth]:
-        """The health of each replica, in the order of their indexes; those that were scaled away are DEAD."""
-        return self._fleet.replicas()
 
-    def scale(self, num_replicas: int) -> None:
-        """Change the number of replicas. New ones serve once they are loaded; the requests of removed ones end first.
+class AsyncReplicaMethods(Face):
+    """The same methods as coroutines."""
 
-        Returns at once: `replicas` shows them start and end. Raises `ConfigError` for more than there is room for, and
-        `LifecycleError` during an update.
-        """
-        self._fleet.scale(num_replicas)
-
-    def restart_replicas(self) -> None:
-        """Restart every replica, one after the other, once the one before it serves; requests continue at the others.
-
-        Raises `RetryableError` if one does not start again.
-        """
-        self._fleet.restart()
-
-    @property
-    def _fleet(self) -> FleetClient:
-        return fleet_of(self.frontend)
+    replicas = of_frontend_async(replicas)
+    scale = of_frontend_async(scale)
+    restart_replicas = of_frontend_async(restart_replicas)

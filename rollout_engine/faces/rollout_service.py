@@ -3,7 +3,7 @@
 import os
 import platform
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, Unpack
 
@@ -15,11 +15,13 @@ from rollout_engine.base.outputs import PoolingRequestOutput, RequestOutput
 from rollout_engine.base.pooling_params import PoolingLike, pooling_only
 from rollout_engine.base.sampling_params import SamplingLike
 from rollout_engine.base.threads import run_in_thread
+from rollout_engine.engine.calls import CallFuture
+from rollout_engine.engine.verb import Arguments
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.generate_run import agenerate, generate_all
 from rollout_engine.faces.load_balancer import LoadBalancer
-from rollout_engine.faces.replica_methods import ReplicaMethods, require_replica
+from rollout_engine.faces.replica_methods import ReplicaMethods, fleet_of, require_replica
 from rollout_engine.faces.verb_methods import BlockingVerbs, wait_for
 from rollout_engine.fleet.placements import fleet_starter
 from rollout_engine.fleet.plan.balancer import Balancer, BalancerStats, StrategyName
@@ -222,14 +224,14 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
 
         `timeout` as in `LLM.get_cache_usage`.
         """
-        return int(self._read("get_num_unfinished_requests", replica_index, timeout))
+        return int(self._call("get_num_unfinished_requests", {"timeout": timeout}, replica_index, self._fleet.call))
 
     def get_cache_usage(self, replica_index: int | None = None, *, timeout: float | None = None) -> float:
         """KV blocks referenced by live requests / all blocks of a replica; None: the mean over replicas.
 
         `timeout` as in `LLM.get_cache_usage`.
         """
-        return float(self._read("get_cache_usage", replica_index, timeout))
+        return float(self._call("get_cache_usage", {"timeout": timeout}, replica_index, self._fleet.call))
 
     def collective_rpc(  # type: ignore[override]  # results by replica
         self,
@@ -245,13 +247,9 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         Otherwise as `LLM.collective_rpc`. Raises `RetryableError` if a replica is lost before it has answered, and
         `LifecycleError` for methods that would change weights past the fleet: use `update_weights`.
         """
-        verb = VERBS["collective_rpc"]
-        arguments = verb.bind((method, timeout, args, kwargs), {})
-        calls = self._fleet.calls
-        if replica_index is None:
-            return dict(wait_for(self.frontend, verb, arguments, lambda: calls.on_each(verb.name, arguments)))
-        call = partial(calls.on_one, replica_index, verb.name, arguments)
-        return {replica_index: wait_for(self.frontend, verb, arguments, call)}
+        arguments = VERBS["collective_rpc"].bind((method, timeout, args, kwargs), {})
+        results = self._call("collective_rpc", arguments, replica_index, self._fleet.calls.on_each)
+        return dict(results) if replica_index is None else {replica_index: results}
 
     def init_weight_update_group(self, master_address: str, master_port: int) -> None:
         """Not possible over replicas, and not needed: raises `LifecycleError`. Call `update_weights` alone.
@@ -291,11 +289,17 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         """The same as `replicas`."""
         return self.replicas()
 
-    def _read(self, name: str, replica_index: int | None, timeout: float | None) -> Any:
-        verb, fleet, arguments = VERBS[name], self._fleet, {"timeout": timeout}
-        if replica_index is None:
-            return wait_for(self.frontend, verb, arguments, lambda: fleet.call(name, arguments))
-        return wait_for(self.frontend, verb, arguments, lambda: fleet.calls.on_one(replica_index, name, arguments))
+    @property
+    def _fleet(self) -> FleetClient:
+        return fleet_of(self.frontend)
+
+    def _call(
+        self, name: str, arguments: Arguments, replica_index: int | None, call: Callable[[str, Arguments], CallFuture]
+    ) -> Any:
+        """Call a verb on one replica, or on all of them by `call`, and wait for its result."""
+        if replica_index is not None:
+            call = partial(self._fleet.calls.on_one, replica_index)
+        return wait_for(self.frontend, VERBS[name], arguments, lambda: call(name, arguments))
 
 
 make_rollout_service = RolloutService.from_pretrained

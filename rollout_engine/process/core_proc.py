@@ -10,7 +10,6 @@ import logging
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -280,7 +279,6 @@ def _reply_of(number: int, result: Packed) -> Reply:
 
 def sendable_failure(error: BaseException) -> Failure:
     """Encode an error of a client's message; one that is none of ours is logged, and takes its traceback along."""
-    known = isinstance(error, RolloutEngineError)
-    if not known:
+    if not isinstance(error, RolloutEngineError):
         logger.error("a client's message failed", exc_info=error)
-    return failure_of(error, "" if known else "".join(traceback.format_exception(error)))
+    return failure_of(error)

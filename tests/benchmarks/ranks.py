@@ -122,7 +122,7 @@ def _source(path: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def _memory_of_processes() -> dict[str, list[int]]:
     own = psutil.Process()
-    each = [process.memory_full_info() for process in (own, *own.children())]
+    each = [process.memory_full_info() for process in (own, *own.children()) if process.name() != "sh"]
     return {kind: [getattr(info, kind) // 10**6 for info in each] for kind in ("pss", "uss")}
 
 

@@ -93,7 +93,7 @@ def test_a_core_and_a_rank_that_are_stopped_go_with_their_owner(checkpoint):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         pid, directory = owner.stdout.readline().split()
         core = psutil.Process(int(pid))
-        (rank,) = core.children()
+        (rank,) = [child for child in core.children() if child.name() != "sh"]
         for process in (rank, core):
             process.suspend()
         owner.kill()

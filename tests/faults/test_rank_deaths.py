@@ -27,7 +27,7 @@ async def _one_death(path, chance):
     before = psutil.Process().children()
     engine = await asyncio.to_thread(AsyncLLM, str(path), **options)
     (core,) = [child for child in psutil.Process().children() if child not in before and child.name() != "sh"]
-    processes = [core, *core.children()]
+    processes = [core, *(child for child in core.children() if child.name() != "sh")]
     assert len(processes) == 3
     ends = Counter()
 

@@ -12,7 +12,6 @@ This module loads no model code: the actor's process is not its core's.
 import logging
 import sys
 import threading
-import traceback
 from typing import TypeVar
 
 import msgspec
@@ -92,7 +91,7 @@ class ReplicaActor:
         try:
             return msgspec.msgpack.encode(self._start(read_order(order, CoreOrder)))
         except Exception as error:
-            return msgspec.msgpack.encode(failure_of(error, "".join(traceback.format_exception(error))))
+            return msgspec.msgpack.encode(failure_of(error))
 
     def heartbeat(self) -> bytes:
         """Report that this actor lives, and whether its core does."""

@@ -8,7 +8,6 @@ The copy is a published store (`sync.store`) in the node's shared memory. Its ma
 digests in it are computed from the bytes written: so a damaged copy is an error.
 """
 
-import traceback
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -57,7 +56,7 @@ class StoreActor:
             with as_weight_errors():
                 return msgspec.msgpack.encode(StorePlace(self._copy(read.manifest, pieces, read.piece_bytes)))
         except Exception as error:
-            return msgspec.msgpack.encode(failure_of(error, "".join(traceback.format_exception(error))))
+            return msgspec.msgpack.encode(failure_of(error))
 
     def end(self) -> bytes:
         """Remove the copy."""

@@ -21,7 +21,6 @@ from rollout_engine.base.messages import KvMode
 from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.base.threads import start_thread
 from rollout_engine.core.adapters import Adapter, AdapterTable
-from rollout_engine.engine.adapters import next_version
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.fleet.plan.brain import Brain
@@ -141,64 +140,37 @@ class FleetAdapters:
             self._changing.release()
 
     def _known(self, request: LoRARequest) -> LoRAInfo | None:
-        """The adapter of a request, if it is there in this revision or a later one. Raises `RequestError`."""
         with self._lock:
-            if not request.has_values:
-                return self._table.get(request.name).info
-            known = self._table.find(request.name)
-            return known.info if known is not None and known.info.revision >= request.revision else None
+            return self._table.find_served(request)
 
     def _add(self, lora_request: LoRARequest) -> LoRAInfo:
         values = copied(lora_request)
-        name, revision = values.name, values.revision
-        with self._staged(values, "add_lora") as (change, info):
-            if not self._table.check_values(name, revision, info.digest):
-                self._drop(change.members)
-                with self._lock:
-                    return self._table.renumber(name, revision)
-
-            def decide(table: AdapterTable) -> int:
-                version = self._brain.policy_version + table.changes_version(name, info.digest)
-                self._place(table, msgspec.structs.replace(info, policy_version=version))
-                return version
-
-            self._commit(change, change.staged, decide, values=values)
-        return self._table.get(name).info
+        with self._staged(values, "add_lora") as (change, staged):
+            with self._lock:
+                info = self._table.plan_add(staged, self._brain.policy_version)
+            self._put(change, info, values)
+        return self._table.get(values.name).info
 
     def _update(self, lora_request: LoRARequest, version: int | None, kv: KvMode) -> UpdateReport:
         start, values = time.perf_counter(), copied(lora_request)
-        with self._staged(values, "update_weights") as (change, info):
-            live, known = self._brain.policy_version, self._table.find(values.name)
-            if known is not None and (known.info.digest, known.info.policy_version) == (info.digest, version):
-                self._drop(change.members)
-                return UpdateReport(
-                    known.info.policy_version, info.digest, len(values.tensors or ()), info.num_bytes, 0.0, 0.0, 0
-                )
-            number = next_version(version, live)
-            revision = 0 if known is None else known.info.revision + 1
-
-            def decide(table: AdapterTable) -> int:
-                named = max(revision, values.revision)
-                self._place(table, msgspec.structs.replace(info, revision=named, policy_version=number))
-                return number
-
-            reports = self._commit(change, change.staged, decide, values=values, kv=kv)
-        sizes = dict(digest=info.digest, num_tensors=len(values.tensors or ()))
-        sizes |= dict(num_bytes=info.num_bytes, num_bytes_sent=info.num_bytes)
-        seconds = time.perf_counter() - start
-        each = {i: msgspec.structs.replace(report, **sizes, seconds=seconds) for i, report in reports.items()}
-        return whole_report(each)
+        with self._staged(values, "update_weights") as (change, staged):
+            with self._lock:
+                info = self._table.plan_update(staged, version, self._brain.policy_version)
+            reports = self._put(change, info, values, kv)
+        sizes: Any = dict(digest=staged.digest, num_tensors=len(values.tensors or ()), num_bytes=staged.num_bytes)
+        if info is None:
+            known = self._table.get(values.name).info
+            return UpdateReport(known.policy_version, **sizes, seconds=0.0, stall_seconds=0.0, num_in_flight=0)
+        sizes |= dict(num_bytes_sent=staged.num_bytes, seconds=time.perf_counter() - start)
+        return whole_report({i: msgspec.structs.replace(report, **sizes) for i, report in reports.items()})
 
     def _remove(self, lora_request: str) -> bool:
         if self._table.find(lora_request) is None:
             return False
 
-        def decide(table: AdapterTable) -> int:
-            table.remove(lora_request, self._num_using)
-            return self._brain.policy_version
-
         with begin_round("remove_lora", self._present(), _CATCH_UP_SECONDS) as change:
-            self._commit(change, change.members, decide)
+            version = self._brain.policy_version
+            self._commit(change, change.members, version, lambda table: table.remove(lora_request, self._num_using))
         return True
 
     def _pin(self, lora_request: str) -> LoRAInfo:
@@ -210,8 +182,18 @@ class FleetAdapters:
         entries = self._brain.ledger.entries()
         return sum(each.request.lora == adapter.info.name and each.live.keys() > each.aborted for each in entries)
 
-    def _place(self, table: AdapterTable, info: LoRAInfo) -> None:
-        table.put(table.place(info.name, self._num_using), info)
+    def _put(
+        self, change: Round[Any, Any], info: LoRAInfo | None, values: LoRARequest, kv: KvMode = "keep"
+    ) -> dict[int, UpdateReport]:
+        """Have the replicas that have staged an adapter commit it as the table has planned; None: drop it."""
+        if info is None:
+            self._drop(change.members)
+            return {}
+
+        def place(table: AdapterTable) -> None:
+            table.put(table.place(info.name, self._num_using), info)
+
+        return self._commit(change, change.staged, info.policy_version, place, values=values, kv=kv)
 
     def _present(self) -> dict[int, Member]:
         with self._lock:
@@ -246,19 +228,20 @@ class FleetAdapters:
         self,
         change: Round[Any, Any],
         indexes: Collection[int],
-        decide: Callable[[AdapterTable], int],
+        version: int,
+        edit: Callable[[AdapterTable], object],
         *,
         values: LoRARequest | None = None,
         kv: KvMode = "keep",
     ) -> dict[int, UpdateReport]:
-        """Have replicas commit the table as `decide` changes it, under the policy version that it returns.
+        """Have replicas commit the table as `edit` changes it, as policy version `version`.
 
         From the decision on, requests may name the adapters of the new table. Raises the error of one replica if none
         commits; then the table is as before.
         """
         with self._lock:
             before, table = self._table, self._table.copy()
-            version = decide(table)
+            edit(table)
             self._table, loras = table, table.list()
         arguments = {"loras": loras, "version": version, "kv": kv, "verb": change.verb}
         try:

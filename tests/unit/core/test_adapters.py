@@ -1,9 +1,10 @@
 """Adapters in the core: which slot one gets, who gives way, and whose KV serves whom."""
 
 import pytest
+from msgspec.structs import replace
 
-from rollout_engine.base.errors import LifecycleError, RequestError
-from rollout_engine.base.lora_request import LoRAInfo
+from rollout_engine.base.errors import LifecycleError, RequestError, StaleVersionError
+from rollout_engine.base.lora_request import LoRAInfo, LoRARequest
 from rollout_engine.core.adapters import AdapterTable
 
 
@@ -47,16 +48,52 @@ def test_a_known_name_keeps_its_slot_and_gets_a_new_serial_number():
     assert table.get("a").slot == 0 and table.get("a").serial == before + 1
 
 
+def _info(name, revision=0, digest=""):
+    return LoRAInfo(name, revision, 8, 100, digest or name, 0)
+
+
+def _changes_version(table, name, digest):
+    return table.plan_add(_info(name, 9, digest), 4).policy_version == 5
+
+
 def test_other_values_need_a_higher_revision():
     table = AdapterTable(2)
-    assert table.check_values("a", 0, "x")
+    assert table.plan_add(_info("a", 0, "x"), 4) == replace(_info("a", 0, "x"), policy_version=4)
     _put(table, "a", revision=3, digest="x")
-    assert not table.check_values("a", 0, "x")
     for revision in (0, 3):
         with pytest.raises(RequestError, match=f"revision={revision} .* more than 3, the revision of the adapter 'a'"):
-            table.check_values("a", revision, "y")
-    assert table.check_values("a", 4, "y")
-    assert table.renumber("a", 9).revision == 9 and table.renumber("a", 2).revision == 9
+            table.plan_add(_info("a", revision, "y"), 4)
+    assert table.plan_add(_info("a", 4, "y"), 4) == replace(_info("a", 4, "y"), policy_version=5)
+
+
+def test_values_that_are_there_get_the_higher_revision():
+    table = AdapterTable(2)
+    _put(table, "a", revision=3, digest="x")
+    for revision, expected in ((0, 3), (9, 9), (2, 9)):
+        assert table.plan_add(_info("a", revision, "x"), 4) is None
+        assert table.get("a").info.revision == expected
+
+
+def test_an_update_is_the_next_version_under_a_revision_of_its_own():
+    table = AdapterTable(2)
+    assert table.plan_update(_info("a", 0, "x"), None, 4) == replace(_info("a", 0, "x"), policy_version=5)
+    table.put(0, replace(_info("a", 3, "x"), policy_version=7))
+    assert table.plan_update(_info("a", 0, "x"), 7, 7) is None
+    again, later = table.plan_update(_info("a", 0, "x"), None, 7), table.plan_update(_info("a", 9, "y"), 12, 7)
+    assert (again.revision, again.policy_version) == (4, 8) and (later.revision, later.policy_version) == (9, 12)
+    with pytest.raises(StaleVersionError, match="version=7 is not allowed: must be more than 7, the live version"):
+        table.plan_update(_info("a", 0, "y"), 7, 7)
+
+
+def test_a_request_is_served_in_its_revision_or_a_later_one():
+    table = AdapterTable(2)
+    assert table.find_served(LoRARequest("a", path="p")) is None
+    with pytest.raises(RequestError, match="Unknown adapter 'a'"):
+        table.find_served(LoRARequest("a"))
+    _put(table, "a", revision=3)
+    served = table.get("a").info
+    assert table.find_served(LoRARequest("a")) == table.find_served(LoRARequest("a", path="p", revision=3)) == served
+    assert table.find_served(LoRARequest("a", path="p", revision=4)) is None
 
 
 def test_an_adapter_in_use_is_not_removed():
@@ -70,11 +107,11 @@ def test_an_adapter_in_use_is_not_removed():
 
 def test_a_name_that_comes_back_with_other_values_is_a_new_version():
     table = AdapterTable(2)
-    assert not table.changes_version("a", "x")
+    assert not _changes_version(table, "a", "x")
     _put(table, "a", digest="x")
-    assert table.changes_version("a", "y") and not table.changes_version("b", "y")
+    assert _changes_version(table, "a", "y") and not _changes_version(table, "b", "y")
     table.remove("a", lambda adapter: 0)
-    assert table.copy().changes_version("a", "y") and not table.changes_version("a", "x")
+    assert _changes_version(table.copy(), "a", "y") and not _changes_version(table, "a", "x")
 
 
 def test_names_that_are_gone_are_remembered_in_bounded_memory(monkeypatch):
@@ -82,8 +119,8 @@ def test_names_that_are_gone_are_remembered_in_bounded_memory(monkeypatch):
     table = AdapterTable(1)
     for name in "abcde":
         _put(table, name)
-    assert not table.changes_version("a", "other")
-    assert all(table.changes_version(name, "other") for name in "bcde")
+    assert not _changes_version(table, "a", "other")
+    assert all(_changes_version(table, name, "other") for name in "bcde")
 
 
 def test_an_unknown_name_is_refused_with_the_closest_one():

@@ -4,8 +4,10 @@ import socket
 
 import pytest
 
+from rollout_engine.children.channel import Channel
+from rollout_engine.children.failure import Failure
 from rollout_engine.execution import rank_main
-from rollout_engine.execution.rank_wire import Channel, Failed, Meet
+from rollout_engine.execution.rank_wire import Meet
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 
 
@@ -26,7 +28,7 @@ def test_a_rank_that_is_left_in_a_step_says_why(monkeypatch):
     steps.send(Meet())
     with pytest.raises(Left, match="1"):
         rank_main._take_part(Worker(), None, own_life, own_steps)
-    death = life.receive(Failed).as_death(2)
-    assert "rank 2 failed: BrokenTurnsError: the ranks are not connected: Connection reset by peer" in str(death)
+    death = life.receive(Failure)
+    assert death.text == "BrokenTurnsError: the ranks are not connected: Connection reset by peer"
     for channel in (life, own_life, steps, own_steps):
         channel.socket.close()

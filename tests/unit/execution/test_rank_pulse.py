@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rollout_engine.children.channel import Channel
 from rollout_engine.execution import rank_pulse
 from rollout_engine.execution.rank_pulse import HANG_SECONDS, PulseWatch
-from rollout_engine.execution.rank_wire import Channel
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ import torch
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import EngineDeadError
 from rollout_engine.base.threads import start_thread
+from rollout_engine.children.channel import Channel
 from rollout_engine.execution import rank_main
 from rollout_engine.execution.rank_launcher import Rank
 from rollout_engine.execution.rank_team import RankTeam
-from rollout_engine.execution.rank_wire import Channel, Joined
+from rollout_engine.execution.rank_wire import Joined
 
 
 class Exchange:

@@ -153,8 +153,8 @@ def test_errors_arrive_as_what_they_are():
     refused = failure_of(RequestError.for_field("n", 0, "at least 1")).as_error()
     assert isinstance(refused, RequestError) and (refused.field, refused.bound) == ("n", "at least 1")
     assert type(failure_of(LifecycleError("not now")).as_error()) is LifecycleError
-    met = failure_of(ZeroDivisionError("division by zero"), "the trace").as_error("score")
-    assert type(met) is RPCError and (met.method, met.traceback) == ("score", "the trace")
+    met = failure_of(ZeroDivisionError("division by zero")).as_error("score")
+    assert type(met) is RPCError and (met.method, met.traceback) == ("score", "ZeroDivisionError: division by zero\n")
     assert "score: ZeroDivisionError: division by zero" in str(met)
 
 
