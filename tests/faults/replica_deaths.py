@@ -82,8 +82,8 @@ class ReplicaDeaths:
         """
         with (
             mock.patch.object(brain, "_PROVEN_SECONDS", 0.0),
-            mock.patch.object(self._client, "handle_loss", self._noted("lost")),
-            mock.patch.object(self._client, "add_replica", self._noted("started")),
+            mock.patch.object(self._client, "handle_loss", self._noted("handle_loss")),
+            mock.patch.object(self._client, "add_replica", self._noted("add_replica")),
         ):
             for number in strikes:
                 await self._strike(number, expected)
@@ -110,12 +110,12 @@ class ReplicaDeaths:
         if "struck" not in self._events:  # all had ended before
             self._events["struck"] = time.monotonic()
             os.kill(victim.pid, number)
-        while "lost" not in self._events:
+        while "handle_loss" not in self._events:
             await asyncio.sleep(0.005)
         again = (await all_serve(engine))[victim.index]
         assert again.pid != victim.pid and again.policy_version == engine.policy_version, (victim, again)
-        self.noticed_seconds[number.name].append(self._events["lost"] - self._events["struck"])
-        self.caught_up_seconds.append(time.monotonic() - self._events["started"])
+        self.noticed_seconds[number.name].append(self._events["handle_loss"] - self._events["struck"])
+        self.caught_up_seconds.append(time.monotonic() - self._events["add_replica"])
         self._client.check_integrity()
         assert not self._client._brain.ledger.entries(), "a request is left"
 

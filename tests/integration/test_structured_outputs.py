@@ -273,7 +273,7 @@ def test_a_form_that_is_still_compiled_keeps_no_other_request_waiting(llm):
 def test_shutdown_ends_the_process_that_tries_forms(checkpoint):
     with LLM(checkpoint, num_kv_blocks=64, log_stats=False) as llm:
         llm.generate([PROMPT], params_of("choice"), use_tqdm=False)
-        [process] = llm.frontend.inputs._trials._processes
+        [process] = llm.frontend.inputs._trials._process._processes
     assert process._process.returncode is not None
 
 

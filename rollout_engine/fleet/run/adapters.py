@@ -108,7 +108,7 @@ class FleetAdapters:
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
         """Call one of `ADAPTER_VERBS` on the fleet. A change continues to its end once it has begun."""
-        checked, future = VERBS[name].check(arguments), CallFuture()
+        checked, future = VERBS[name].bind_arguments(arguments), CallFuture()
         checked.pop("timeout")  # the caller cancels the call then
         if name == "list_loras":
             with self._lock:

@@ -66,7 +66,7 @@ class Planted(NamedTuple):
     reuses: bool = True
 
 
-ENTERED = Plant(CudaCopyStream, "entered", "self._stream.wait_stream(torch.cuda.current_stream(self._device))", "pass")
+ENTERED = Plant(CudaCopyStream, "enter", "self._stream.wait_stream(torch.cuda.current_stream(self._device))", "pass")
 FAULTS = {
     "a result is read before its copy has come": Planted(
         Plant(Download, "wait", "self._event.synchronize()", "pass"), work.downloads, "race uninitialised"
