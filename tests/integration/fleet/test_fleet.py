@@ -62,9 +62,8 @@ def test_a_replica_that_is_told_to_end_costs_no_request_and_is_started_anew(flee
 
 
 @pytest.mark.slow
-def test_requests_wait_for_the_only_replica_where_that_is_told_to_end(fleet, expected):
-    async def run():
-        await all_serve(fleet)
+def test_requests_wait_for_the_only_replica_where_that_is_told_to_end(checkpoint, expected):
+    async def run(fleet):
         await fleet.scale(1)
         reads = [asyncio.create_task(read(fleet, i)) for i in range(len(PROMPTS))]
         await asyncio.sleep(0.3)
@@ -73,9 +72,9 @@ def test_requests_wait_for_the_only_replica_where_that_is_told_to_end(fleet, exp
             await asyncio.sleep(0.001)
         reads.append(asyncio.create_task(read(fleet, 1)))
         assert await asyncio.gather(*reads) == [*expected, expected[1]]
-        await fleet.scale(2)
 
-    asyncio.run(run())
+    with AsyncLLM(checkpoint, num_replicas=2, **OPTIONS) as engine:  # its indexes differ afterwards
+        asyncio.run(run(engine))
 
 
 @pytest.mark.slow
