@@ -295,7 +295,7 @@ class LateWork:
 
 
 def test_a_patient_step_that_ends_as_it_is_looked_at_has_its_own_result():
-    group = SimpleNamespace(joined=lambda: None, has_left=False)
+    group = SimpleNamespace(wait_for_ranks=lambda: None, has_left=False)
     run_patiently(group, lambda _: LateWork())
     with pytest.raises(RuntimeError, match="Connection reset"):
         run_patiently(group, lambda _: LateWork(RuntimeError("Connection reset by peer")))

@@ -311,7 +311,7 @@ def _nccl_group(fake):
         groups[-1]._sent_by = groups[0]._stream
         step = lambda: mock.MagicMock()  # noqa: E731
         return SimpleNamespace(
-            config=config, joined=lambda: groups[config.rank], step=step, leave=lambda: None, ready=lambda: True
+            config=config, wait_for_ranks=lambda: groups[config.rank], step=step, leave=lambda: None, ready=lambda: True
         )
 
     with mock.patch.multiple(nccl, WeightGroup=group_of, cuda_device=lambda *_: CUDA):
