@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs test test-all test-lowest test-worlds test-trainers test-clients test-browser test-real test-site test-trackers test-pythons \
-	test-gpu test-lowest soak sanitize bench bench-gpu lint clean
+.PHONY: demo docs test test-all test-lowest test-worlds test-trainers test-clients test-browser test-real test-site test-trackers \
+	test-pythons test-gpu test-lowest soak sanitize bench bench-gpu lint clean
 
 # Threads that wait for one another sleep: beside other tests, spinning takes ten times as long. (Alone, as in the demo,
 # sleeping would take a third longer.)
