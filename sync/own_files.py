@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 AnyPath: TypeAlias = str | os.PathLike[str]
+CACHE_VARIABLE = "ROLLOUT_ENGINE_CACHE"
+"""Environment variable with the directory to use instead of the user's cache directory."""
 OTHERS = 0o077
 """Mode bits by which others read, write or enter."""
 OTHERS_WRITE = 0o022
@@ -27,6 +29,12 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def cache_directory(name: str) -> Path:
+    """Directory in which generated files of one kind are kept between runs."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(CACHE_VARIABLE) or Path(home) / "rollout_engine") / name
 
 
 def open_file(path: AnyPath, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:

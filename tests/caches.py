@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from rollout_engine.kernels.cpu import build
+from sync.own_files import cache_directory
 
 
 def cache_without(name: str, directory: Path) -> Path:
     """Make `directory` a cache with all that the user's has, compiled kernels above all, but for files of one kind."""
-    usual = build.cache_directory("")
+    usual = cache_directory("")
     (usual / "kernels").mkdir(parents=True, exist_ok=True)
     directory.mkdir()
     for path in usual.iterdir():

@@ -115,7 +115,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     }
 
     model: Text
-    """Directory of a checkpoint, or a hub id."""
+    """Directory of a checkpoint, a GGUF file, or a hub id."""
     tokenizer: Text | None = None
     """Directory or hub id of the tokenizer; None: the model's."""
     chat_template: Annotated[str, msgspec.Meta(max_length=_MAX_TEMPLATE)] | None = None

@@ -1,4 +1,4 @@
-"""Locations of models and tokenizers: a directory of this machine, or an id of the Hugging Face hub."""
+"""Locations of models and tokenizers: a directory or GGUF file of this machine, or an id of the Hugging Face hub."""
 
 import difflib
 import os
@@ -16,6 +16,8 @@ from huggingface_hub.errors import (
 )
 
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.gguf.directory import described, only_gguf
+from rollout_engine.base.gguf.header import SUFFIX
 from sync.own_files import require_regular
 
 DESCRIPTION_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
@@ -30,13 +32,17 @@ _LOG_IN = "log in (hf auth login, or HF_TOKEN)"
 def find_directory(name: str, *, weights: bool, field: str = "model") -> Path:
     """The local directory of `name`: a path, or a hub id, whose files are downloaded (`weights`: also its weights).
 
-    The hub is asked once; if it cannot be reached, its cache is used. Raises `ConfigError` naming `field` when there
-    is no such directory and neither the hub nor its cache has one.
+    For a GGUF file, or a directory with one and no config.json, it is the directory that describes the file. The hub is
+    asked once; if it cannot be reached, its cache is used. Raises `ConfigError` naming `field` when there is no such
+    directory and neither the hub nor its cache has one.
     """
     path = Path(located(field, name))
     if path.is_dir():
         _check_kinds(path, field)
-        return path
+        gguf = only_gguf(path)
+        return path if gguf is None else described(gguf)
+    if path.exists():
+        return described(path)
     wanted = DESCRIPTION_FILES + (WEIGHT_FILES if weights else [])
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))
@@ -60,16 +66,18 @@ def _check_kinds(directory: Path, field: str) -> None:
 
 
 def located(field: str, name: str) -> str:
-    """Return `name` as it can be loaded: a directory, with `~` expanded, or a hub id as it is.
+    """Return `name` as it can be loaded: a directory or GGUF file, with `~` expanded, or a hub id as it is.
 
     Raises `ConfigError` naming `field` if there is no such directory and `name` cannot be a hub id.
     """
     path = Path(os.path.expanduser(name))
-    if path.is_dir():
+    if path.is_dir() or (path.suffix == SUFFIX and path.exists()):
         return str(path)
     if path.exists():
         what = f"{field}='{name}' is a file"
-        raise ConfigError(f"{what}: give the checkpoint's directory (the one that holds config.json).")
+        raise ConfigError(
+            f"{what}: give the checkpoint's directory (the one that holds config.json), or a {SUFFIX} file."
+        )
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(f"{field}='{name}' is a path that does not exist: {describe_missing(path)}.")
     return name

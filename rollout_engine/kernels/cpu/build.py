@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-logger = logging.getLogger("rollout_engine")
+from sync.own_files import cache_directory
 
-CACHE_VARIABLE = "ROLLOUT_ENGINE_CACHE"
-"""Environment variable with the directory to use instead of the user's cache directory."""
+logger = logging.getLogger("rollout_engine")
 
 COMPILER = "clang++" if sys.platform == "darwin" else "g++"
 
@@ -47,12 +46,6 @@ def recipes(system: str, machine: str, torch_folder: Path) -> list[Recipe]:
     library = torch_folder / "lib" / "libomp.dylib"
     linked = (*flags, "-Xpreprocessor", "-fopenmp", str(library), f"-Wl,-rpath,{library.parent}")
     return [Recipe(linked, True)] * library.exists() + [Recipe((*flags, "-Wno-unknown-pragmas"), False)]
-
-
-def cache_directory(name: str) -> Path:
-    """Directory in which generated files of one kind are kept between runs."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(CACHE_VARIABLE) or Path(home) / "rollout_engine") / name
 
 
 @cache

@@ -16,8 +16,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from rollout_engine.kernels.cpu.build import cache_directory
 from rollout_engine.model.modules.geometry import LayerGeometry
+from sync.own_files import cache_directory
 
 logger = logging.getLogger(__name__)
 

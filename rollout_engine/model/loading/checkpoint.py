@@ -1,10 +1,12 @@
-"""Lists the tensors of a checkpoint directory. Only safetensors is read."""
+"""Lists the tensors of a checkpoint directory: safetensors, or one GGUF file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.gguf.header import SUFFIX
+from rollout_engine.model.loading.gguf_weights import read_gguf
 from sync.checkpoint import INDEX_FILE, SINGLE_FILE, StoredTensor, is_checkpoint, read_checkpoint
 from sync.errors import SyncError
 
@@ -21,6 +23,11 @@ def read_entries(directory: Path) -> list[StoredTensor]:
     if is_checkpoint(directory):
         with as_config_errors():
             return read_checkpoint(directory)
+    if files := sorted(directory.glob(f"*{SUFFIX}")):
+        if len(files) > 1:
+            raise ConfigError(f"{directory} has {len(files)} GGUF files; expected one, or {SINGLE_FILE}.")
+        with as_config_errors():
+            return [*read_gguf(files[0])]
     pickles = sorted(p.name for p in directory.glob("pytorch_model*.bin"))
     if pickles:
         raise ConfigError(
@@ -33,7 +40,8 @@ def read_entries(directory: Path) -> list[StoredTensor]:
             "tensor_parallel_size that it was saved with."
         )
     raise ConfigError(
-        f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}: give one with weights, or load_format='dummy'."
+        f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE} nor a GGUF file: give one with weights, or "
+        "load_format='dummy'."
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rollout_engine.kernels.cpu import build, gemm
+from sync.own_files import CACHE_VARIABLE
 
 SOURCES = Path(build.__file__).parent
 MATMUL = [SOURCES / name for name in ("adapters.cpp", "gemm.cpp", "int8.cpp", "panels.cpp")]
@@ -20,7 +21,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_engine.kernels.cpu.build import CACHE_VARIABLE
+from sync.own_files import CACHE_VARIABLE
 from tests.caches import cache_without
 
 

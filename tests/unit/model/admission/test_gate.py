@@ -5,20 +5,20 @@ import torch
 from transformers import AutoConfig
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.kernels.cpu import build
 from rollout_engine.model.admission import gate
 from rollout_engine.model.admission.gate import admit, build_module
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.geometry import Refusal
 from rollout_engine.model.modules.positions import position_limit
 from rollout_engine.testing import tiny_config
+from sync.own_files import CACHE_VARIABLE
 
 MOE = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
 
 
 def serve(config):

@@ -1,18 +1,18 @@
 import pytest
 import torch
 
-from rollout_engine.kernels.cpu import build
 from rollout_engine.model.admission import gate_cache
 from rollout_engine.model.modules.construct import construct
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.testing import tiny_config
+from sync.own_files import CACHE_VARIABLE
 
 GEOMETRY = [LayerGeometry(4, 2, 24, 12, 0.25, 8, None, False), LayerGeometry(4, 2, 24, 12, 0.25, None, 30.0, True)]
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "gate"
 
 
@@ -37,13 +37,13 @@ def test_a_damaged_file_is_as_good_as_none(cache, content):
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
     gate_cache.write("some-key", GEOMETRY)
     assert gate_cache.read("some-key") is None
 
 
 def test_the_user_cache_directory_is_the_default(tmp_path, monkeypatch):
-    monkeypatch.delenv(build.CACHE_VARIABLE, raising=False)
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gate_cache.write("some-key", GEOMETRY)
     assert (tmp_path / "rollout_engine" / "gate" / "some-key.json").is_file()
