@@ -66,8 +66,6 @@ def _check_static(config: PretrainedConfig) -> None:
         raise Refusal("it is an encoder-decoder")
     if _is_composite(config):
         raise Refusal("its text model is part of a larger one; use a checkpoint of the text model alone")
-    if getattr(config, "quantization_config", None):
-        raise Refusal("its checkpoint is quantised; use an unquantised one")
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
         raise Refusal("its attention is bidirectional")
     kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())

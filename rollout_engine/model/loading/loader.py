@@ -28,13 +28,16 @@ from rollout_engine.model.packing.module_types import tensor_of
 from rollout_engine.model.ranks.cut import ModelCut, cut_module
 from rollout_engine.model.ranks.part import part_of
 from rollout_engine.model.ranks.seat import Seat
-from sync.checkpoint import CONFIG_FILE, StoredTensor
+from sync.checkpoint import CONFIG_FILE
 from sync.checkpoint_names import CheckpointNames
 from sync.file_snapshot import SnapshotFile
 from sync.manifest import decode_json
+from sync.quantised.reader import CheckpointTensor
+from sync.stored_tensor import StoredTensor
 
 logger = logging.getLogger(__name__)
 
+_GENERATION_FILE = "generation_config.json"
 _CPU = torch.device("cpu")
 _DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_FLOATS = (*_DEVICE_DTYPES, torch.float64)
@@ -157,7 +160,7 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
         file = SnapshotFile(path)
     raw = _read_json(file)
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True), file
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as problem:  # transformers raises many kinds of errors here
         if "auto_map" in raw:
             raise ConfigError(
@@ -165,6 +168,13 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
                 "such code is never run here. Use an architecture that transformers has built in."
             ) from None
         raise ConfigError(f"{path} is not a configuration transformers can read: {problem}") from None
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # weights are dequantised as they are read
+    if config.dtype is not None and not _is_float_dtype(config.dtype):
+        raise ConfigError(
+            f"{path}: dtype={raw.get('dtype', raw.get('torch_dtype'))!r} is not a floating dtype of torch."
+        )
+    return config, file
 
 
 def _read_json(file: SnapshotFile) -> dict[str, Any]:
@@ -174,7 +184,7 @@ def _read_json(file: SnapshotFile) -> dict[str, Any]:
 
 
 def _resolve_dtype(
-    asked: str, hf_config: PretrainedConfig, entries: Iterable[StoredTensor], device: torch.device
+    asked: str, hf_config: PretrainedConfig, entries: Iterable[CheckpointTensor], device: torch.device
 ) -> torch.dtype:
     if device.type != "cpu":
         return _dtype_on_device(asked, hf_config, entries)
@@ -197,18 +207,23 @@ def _resolve_dtype(
     return dtype
 
 
-def _dtype_on_device(asked: str, hf_config: PretrainedConfig, entries: Iterable[StoredTensor]) -> torch.dtype:
+def _dtype_on_device(asked: str, hf_config: PretrainedConfig, entries: Iterable[CheckpointTensor]) -> torch.dtype:
     chosen = getattr(torch, asked) if asked != "auto" else _stored_dtype(hf_config, entries)
     return chosen if chosen in _DEVICE_DTYPES else torch.bfloat16
 
 
-def _stored_dtype(hf_config: PretrainedConfig, entries: Iterable[StoredTensor]) -> torch.dtype | None:
+def _stored_dtype(hf_config: PretrainedConfig, entries: Iterable[CheckpointTensor]) -> torch.dtype | None:
     stored = hf_config.dtype or _first_float_dtype(entries)
     return getattr(torch, stored) if isinstance(stored, str) else stored
 
 
-def _first_float_dtype(entries: Iterable[StoredTensor]) -> torch.dtype | None:
-    return next((e.dtype for e in entries if e.dtype in _STORED_FLOATS), None)
+def _first_float_dtype(entries: Iterable[CheckpointTensor]) -> torch.dtype | None:
+    return next((e.dtype for e in entries if isinstance(e, StoredTensor) and e.dtype in _STORED_FLOATS), None)
+
+
+def _is_float_dtype(dtype: object) -> bool:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    return isinstance(found, torch.dtype) and found.is_floating_point
 
 
 def _has_native_bfloat16() -> bool:
@@ -250,7 +265,7 @@ def _served_length(limit: int | None, asked: int | None) -> int:
 
 
 def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig) -> list[int]:
-    path = directory / "generation_config.json"
+    path = directory / _GENERATION_FILE
     found = None
     if os.path.lexists(path):
         with as_config_errors():
@@ -258,7 +273,7 @@ def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig) -> list[in
     if found is None:
         found = getattr(hf_config, "eos_token_id", None)
     ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(i, int) for i in ids):
+    if not all(type(i) is int for i in ids):
         raise ConfigError(f"{path}: eos_token_id={found!r} is not allowed: must be a token id or a list of them.")
     return ids
 
