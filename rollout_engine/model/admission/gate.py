@@ -10,6 +10,7 @@ Each catches faults that the others miss. A model that fails is refused with the
 
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -27,15 +28,19 @@ _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def build_module(
-    config: PretrainedConfig, dtype: torch.dtype, attention: str, head: str | None = None
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    head: str | None = None,
+    check: Callable[[PreTrainedModel], None] = lambda module: None,
 ) -> PreTrainedModel:
-    """Construct a module that the static rules allow; `head` as in `construct`.
+    """Construct a module that the static rules allow; `head` and `check` as in `construct`.
 
     Raises `ConfigError` for a model that is refused or cannot be built.
     """
     try:
         _check_static(config)
-        return _construct(config, dtype, attention, head)
+        return _construct(config, dtype, attention, head, check)
     except Refusal as reason:
         raise _worded(config, reason) from None
 
@@ -83,9 +88,17 @@ def _is_composite(config: PretrainedConfig) -> bool:
         return True
 
 
-def _construct(config: PretrainedConfig, dtype: torch.dtype, attention: str, head: str | None) -> PreTrainedModel:
+def _construct(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    head: str | None,
+    check: Callable[[PreTrainedModel], None],
+) -> PreTrainedModel:
     try:
-        return construct(config, dtype=dtype, attention=attention, head=head)
+        return construct(config, dtype=dtype, attention=attention, head=head, check=check)
+    except ConfigError:
+        raise
     except Exception as problem:  # foreign constructors may fail in any way
         kind = "a causal LM" if head is None else f"a classifier ({head}s)"
         raise Refusal(

@@ -1,8 +1,9 @@
 """Loads a Hugging Face module: builds and admits it, fills every weight, and collects the engine's data about it."""
 
 import logging
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ _GENERATION_FILE = "generation_config.json"
 _CPU = torch.device("cpu")
 _DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_FLOATS = (*_DEVICE_DTYPES, torch.float64)
+_COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+_MOST_TIMES = 4
+"""A module of more than this many times the stored values is refused before it has memory. Tied weights count twice."""
 _OF_OLD_RELEASES = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Stored by old versions of transformers; computed now."""
 
@@ -58,7 +62,8 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     dtype = _resolve_dtype(config.dtype if state is None else state.dtype, hf_config, entries, device)
     head_kind = head_kind_of(hf_config)
     _check_head_place(head_kind, device, seat)
-    module = build_module(with_labels(hf_config), dtype, ATTENTION_NAME, head_kind)
+    check = _size_check(directory, hf_config, entries)
+    module = build_module(with_labels(hf_config), dtype, ATTENTION_NAME, head_kind, check)
     limit = position_limit(module.config)
     _check_length(module.config, limit, config.max_model_len)
     geometry = admit(module)
@@ -181,6 +186,31 @@ def _read_json(file: SnapshotFile) -> dict[str, Any]:
     with as_config_errors():
         content: dict[str, Any] = decode_json(file.content(), dict[str, Any], f"{file.path} is not valid JSON")
     return content
+
+
+def _size_check(
+    directory: Path, hf_config: PretrainedConfig, entries: list[CheckpointTensor]
+) -> Callable[[PreTrainedModel], None]:
+    """A check that a module is not far larger than the checkpoint, before it is given memory.
+
+    Raises `ConfigError` at once for more layers or experts than the checkpoint can have.
+    """
+    path, largest = directory / CONFIG_FILE, max([len(entries), *(size for entry in entries for size in entry.shape)])
+    for name in _COUNTS if entries else ():
+        count = getattr(hf_config, name, None)
+        if isinstance(count, int) and count > largest:
+            raise ConfigError(f"{path}: {name}={count} is more than the {len(entries)} stored tensors have room for.")
+
+    def check(module: PreTrainedModel) -> None:
+        needed = sum(tensor.numel() for tensor in module.state_dict().values())
+        stored = sum(math.prod(entry.shape) for entry in entries)
+        if entries and needed > _MOST_TIMES * stored:
+            raise ConfigError(
+                f"{path} describes a model of {needed} values, and its files have {stored}: one of the two is not of "
+                "this model, or damaged. Save or download it again."
+            )
+
+    return check
 
 
 def _resolve_dtype(

@@ -98,3 +98,12 @@ def test_a_format_that_is_not_read_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
     with pytest.raises(ConfigError, match=r"config\.json: .*quant_method 'hqq' is not read"):
         load_model(EngineConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size"])
+def test_a_configuration_of_a_far_larger_model_is_refused_before_it_has_memory(tmp_path, name):
+    tiny_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: 10**9}))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_model(EngineConfig(model=str(tmp_path)))
