@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
@@ -106,6 +106,31 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
         head_kind=head_kind,
         cut=cut,
     )
+
+
+def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The causal LM of a checkpoint with the weights that `load_model` gives an engine, for a trainer: with gradients.
+
+    `name`: a directory or hub id. `dtype`: as `EngineConfig.dtype`. Raises `ConfigError` as `load_model` does.
+    """
+    directory = find_directory(name, weights=True, field="path")
+    hf_config, config_file = _read_config(directory)
+    if (head_kind := head_kind_of(hf_config)) is not None:
+        raise ConfigError(f"{directory} has a head that classifies each {head_kind}: load a causal LM.")
+    entries = read_entries(directory)
+    check = _size_check(directory, hf_config, entries)
+    module = build_module(hf_config, _resolve_dtype(dtype, hf_config, entries, device), "eager", check=check)
+    WeightTable.of(module).load(entries, _checkpoint_names(module))
+    with as_config_errors():
+        config_file.check()
+    if os.path.lexists(directory / _GENERATION_FILE):
+        _read_eos_token_ids(directory, module.config)
+        try:
+            module.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except Exception as problem:  # transformers raises many kinds of errors here
+            raise ConfigError(f"{directory / _GENERATION_FILE} cannot be read: {problem}") from problem
+    module.to(device)  # type: ignore[arg-type]  # transformers types it as of a module alone
+    return module.requires_grad_(True)
 
 
 def _read_state(
