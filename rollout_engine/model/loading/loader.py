@@ -200,6 +200,9 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
         raise ConfigError(f"{path} is not a configuration transformers can read: {problem}") from None
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # weights are dequantised as they are read
+    names = config.architectures
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ConfigError(f"{path}: architectures={names!r:.80} is not a list of names.")
     if config.dtype is not None and not _is_float_dtype(config.dtype):
         raise ConfigError(
             f"{path}: dtype={raw.get('dtype', raw.get('torch_dtype'))!r} is not a floating dtype of torch."
