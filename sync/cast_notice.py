@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from sync.base import Metadata
 from sync.manifest import counted, dtype_name, torch_dtype
+from sync.quantised.tensors import DequantisedTensor
 from sync.source import SourcePair
 
 logger = logging.getLogger("rollout_engine")
@@ -32,7 +33,9 @@ class CastNotice:
         for name, tensor in pairs:
             came = dtype_name(tensor.dtype)
             wanted = metadata[name][0] if name in metadata else came
-            if came == wanted or not (tensor.dtype.is_floating_point and torch_dtype(wanted).is_floating_point):
+            if isinstance(tensor, DequantisedTensor) or came == wanted:
+                continue
+            if not (tensor.dtype.is_floating_point and torch_dtype(wanted).is_floating_point):
                 continue
             if wanted == own:
                 cast[came, wanted] += math.prod(tensor.shape)

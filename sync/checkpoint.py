@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-import torch
 
 from sync.errors import ManifestMismatch
 from sync.file_snapshot import FileSet, SnapshotFile, open_snapshot
-from sync.lazy_tensor import FileTensor
 from sync.manifest import MAX_NAMES, check_name, check_shape, decode_json
+from sync.quantised.reader import CheckpointTensor, read_format, read_weights
+from sync.stored_tensor import STORED_DTYPES, StoredTensor
 
 logger = logging.getLogger("sync")
 
@@ -27,42 +27,6 @@ CONFIG_FILE = "config.json"
 
 _MAX_HEADER_BYTES = 100_000_000
 _AGAIN = "Save or download it again."
-STORED_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-}
-"""Dtypes by the names that safetensors gives them."""
-
-
-class StoredTensor(FileTensor):
-    """One tensor of a checkpoint, as its file's header declares it: `start` is its first byte in the file."""
-
-    def __init__(
-        self,
-        name: str,
-        stored_dtype: str,
-        shape: tuple[int, ...],
-        file: SnapshotFile,
-        start: int,
-        check: Callable[[], None],
-    ) -> None:
-        super().__init__(shape, STORED_DTYPES[stored_dtype], lambda out, at: file.fetch(out, start + at), check)
-        self.name, self.path = name, file.path
-        self.stored_dtype = stored_dtype
-        """The dtype as safetensors spells it: F32, BF16, I64, ..."""
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -70,15 +34,19 @@ def is_checkpoint(directory: Path) -> bool:
     return os.path.lexists(directory / SINGLE_FILE) or os.path.lexists(directory / INDEX_FILE)
 
 
-def read_checkpoint(directory: Path, *, being_trained: bool = False) -> list[StoredTensor]:
-    """Every tensor of the checkpoint, in the order of its files; their bytes are read when asked for.
+def read_checkpoint(directory: Path, *, being_trained: bool = False) -> list[CheckpointTensor]:
+    """Every tensor of the checkpoint; their bytes are read when asked for.
+
+    If config.json has a quantization_config, quantised weights are float32 tensors under the names of plain ones, to be
+    dequantised when asked for (`sync.quantised`). The log names the format.
 
     Args:
         being_trained: a trainer may be saving to the directory. Log a warning if its files look like an unfinished
             save, which cannot be known from their bytes.
 
     Raises `ManifestMismatch`, naming the file, and the tensor if one is at fault: absent or cut files, headers that
-    contradict the bytes, an index that contradicts the shards. `ChecksumMismatch` when files keep changing.
+    contradict the bytes, an index that contradicts the shards, a quantised format that is not read. `ChecksumMismatch`
+    when files keep changing.
     """
     files = open_snapshot(lambda: _CheckpointFiles(directory))
     if being_trained:
@@ -86,7 +54,8 @@ def read_checkpoint(directory: Path, *, being_trained: bool = False) -> list[Sto
     tensors = [tensor for shard in files.shards for tensor in _read_header(shard, files.check)]
     if files.index is not None:
         _check_index(files.index.path, files.weight_map, tensors)
-    return tensors
+    form = None if files.config is None else read_format(files.config.path, files.config.content())
+    return read_weights(directory / CONFIG_FILE, form, tensors)
 
 
 def read_tensor_file(path: Path) -> list[StoredTensor]:
@@ -111,7 +80,8 @@ class _CheckpointFiles(FileSet):
 
     def __init__(self, directory: Path) -> None:
         config = directory / CONFIG_FILE
-        self.files = [SnapshotFile(config)] if os.path.lexists(config) else []
+        self.config = SnapshotFile(config) if os.path.lexists(config) else None
+        self.files = [] if self.config is None else [self.config]
         self.index: SnapshotFile | None = None
         self.weight_map: dict[str, str] = {}
         """Tensor name -> file name of its shard, from the index."""
@@ -172,7 +142,7 @@ def _read_header(file: SnapshotFile, check: Callable[[], None]) -> Iterator[Stor
     file.fetch(memoryview(header), 8)
     what = f"{path} is not a safetensors file: its header is not valid"
     raw = decode_json(header, dict[str, msgspec.Raw], what, f" {_AGAIN}")
-    raw.pop("__metadata__", None)
+    decode_json(bytes(raw.pop("__metadata__", b"{}")), dict[str, str], what, f" {_AGAIN}")
     if len(raw) > MAX_NAMES:
         raise ManifestMismatch(f"{path} has {len(raw)} tensors: at most {MAX_NAMES} are read.")
     declared = [(name, _check_entry(path, name, entry, size - 8 - length)) for name, entry in raw.items()]
@@ -184,6 +154,9 @@ def _read_header(file: SnapshotFile, check: Callable[[], None]) -> Iterator[Stor
             raise ManifestMismatch(f"{path} is not a valid safetensors file: {what}. {_AGAIN}")
         end = entry.data_offsets[1]
         yield StoredTensor(name, entry.dtype, entry.shape, file, 8 + length + entry.data_offsets[0], check)
+    if end != size - 8 - length:
+        what = f"its tensors end at byte {end} of the data, the file has {size - 8 - length}"
+        raise ManifestMismatch(f"{path} is not a valid safetensors file: {what}. {_AGAIN}")
 
 
 def _check_entry(path: Path, name: str, raw: msgspec.Raw, num_bytes: int) -> _Declared:

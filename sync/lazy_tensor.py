@@ -24,6 +24,8 @@ class LazyTensor(ABC):
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
+        self.check: Callable[[], None] = lambda: None
+        """Raises `ChecksumMismatch` if files that it is read from have changed."""
 
     @property
     def identity(self) -> object:

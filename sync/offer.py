@@ -103,7 +103,7 @@ class Offer:
 
     def check(self) -> None:
         """Raise `ChecksumMismatch` if files that are read have changed since they were opened."""
-        for check in {tensor.check for _, tensor in self.tensors if isinstance(tensor, FileTensor)}:
+        for check in {tensor.check for _, tensor in self.tensors if isinstance(tensor, LazyTensor)}:
             check()
 
     def manifest_in_place(self, version: int) -> WeightManifest:

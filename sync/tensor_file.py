@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from sync.checkpoint import STORED_DTYPES
 from sync.digests import tensor_bytes, tensor_digest
 from sync.errors import ManifestMismatch
 from sync.manifest import Form, TensorSpec, dtype_name, torch_dtype
 from sync.shared_files import reserve, write_at
+from sync.stored_tensor import STORED_DTYPES
 
 _ALIGNMENT = 8
 """Bytes: the offset of the data, as in files of the safetensors library."""

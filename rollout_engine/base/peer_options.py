@@ -16,7 +16,9 @@ _NO_REMOTE_CODE = "code of checkpoints is never run; the architecture must be on
 _NO_REVISION = "download the revision first (huggingface_hub.snapshot_download) and give its directory as model"
 _ADD_LORA = "leave it out: add_lora(LoRARequest(...)) works at any time"
 _ALWAYS_ON = "it is always on; leave it out"
-_QUANTIZATION = "checkpoints are not quantized; quantization='int8' rounds the weights of layers at load, on a CPU"
+_QUANTIZATION = (
+    "quantized checkpoints are dequantized at load; quantization='int8' rounds the weights of layers at load, on a CPU"
+)
 
 ENGINE_PEERS: Peers = {
     "vLLM's": {

@@ -1,5 +1,6 @@
 """The trainer's side of the numerics contract: the engine's own arithmetic, with gradients.
 
+    model = exact.load(path)            # with the weights of an engine of the same path, also if they are quantised
     model = exact.enable(AutoModelForCausalLM.from_pretrained(...))            # .to("cuda"), before it is enabled
     logprobs = exact.token_logprobs(model, batch)
     logprobs = exact.token_logprobs(model, batch["tokens", "full"], batch["masks", "all_attention_mask"])  # the same
@@ -11,7 +12,8 @@ rows begin with alike, such as the prompt of a group's samples, is computed once
 the CPU matches engines on the CPU; one on a CUDA device matches engines with `device="cuda", deterministic=True`.
 """
 
+from rollout_engine.exact.load import load
 from rollout_engine.exact.report import ExactReport, check
 from rollout_engine.exact.trainer import enable, logprobs_of, token_logprobs, token_logprobs_and_entropies
 
-__all__ = ["ExactReport", "check", "enable", "logprobs_of", "token_logprobs", "token_logprobs_and_entropies"]
+__all__ = ["ExactReport", "check", "enable", "load", "logprobs_of", "token_logprobs", "token_logprobs_and_entropies"]

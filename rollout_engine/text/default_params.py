@@ -24,9 +24,11 @@ def read_default_params(model: str) -> SamplingParams:
         return SamplingParams()
     try:
         found = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    except OSError as problem:
+    except Exception as problem:  # a broken file may raise anything
         if (directory / _FILE).is_file():
             raise ConfigError(f"{directory / _FILE} cannot be read: {problem}") from problem
+        if not isinstance(problem, OSError):
+            raise
         return SamplingParams()
     values = {ours: getattr(found, theirs, None) for theirs, ours in _FIELDS.items()}
     if found.do_sample is False:

@@ -10,6 +10,7 @@ Each catches faults that the others miss. A model that fails is refused with the
 
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -27,15 +28,19 @@ _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def build_module(
-    config: PretrainedConfig, dtype: torch.dtype, attention: str, head: str | None = None
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    head: str | None = None,
+    check: Callable[[PreTrainedModel], None] = lambda module: None,
 ) -> PreTrainedModel:
-    """Construct a module that the static rules allow; `head` as in `construct`.
+    """Construct a module that the static rules allow; `head` and `check` as in `construct`.
 
     Raises `ConfigError` for a model that is refused or cannot be built.
     """
     try:
         _check_static(config)
-        return _construct(config, dtype, attention, head)
+        return _construct(config, dtype, attention, head, check)
     except Refusal as reason:
         raise _word_refusal(config, reason) from None
 
@@ -66,8 +71,6 @@ def _check_static(config: PretrainedConfig) -> None:
         raise Refusal("it is an encoder-decoder")
     if _is_composite(config):
         raise Refusal("its text model is part of a larger one; use a checkpoint of the text model alone")
-    if getattr(config, "quantization_config", None):
-        raise Refusal("its checkpoint is quantised; use an unquantised one")
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
         raise Refusal("its attention is bidirectional")
     kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
@@ -85,9 +88,17 @@ def _is_composite(config: PretrainedConfig) -> bool:
         return True
 
 
-def _construct(config: PretrainedConfig, dtype: torch.dtype, attention: str, head: str | None) -> PreTrainedModel:
+def _construct(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    head: str | None,
+    check: Callable[[PreTrainedModel], None],
+) -> PreTrainedModel:
     try:
-        return construct(config, dtype=dtype, attention=attention, head=head)
+        return construct(config, dtype=dtype, attention=attention, head=head, check=check)
+    except ConfigError:
+        raise
     except Exception as problem:  # foreign constructors may fail in any way
         kind = "a causal LM" if head is None else f"a classifier ({head}s)"
         raise Refusal(

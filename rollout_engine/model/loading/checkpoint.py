@@ -7,18 +7,20 @@ from pathlib import Path
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.gguf.header import SUFFIX
 from rollout_engine.model.loading.gguf_weights import read_gguf
-from sync.checkpoint import INDEX_FILE, SINGLE_FILE, StoredTensor, is_checkpoint, read_checkpoint
+from sync.checkpoint import INDEX_FILE, SINGLE_FILE, is_checkpoint, read_checkpoint
 from sync.errors import SyncError
+from sync.quantised.reader import CheckpointTensor
 
 STATE_FILE = "sharded.json"
 """The list of a sharded state (`sharded_state`), which is no checkpoint."""
 
 
-def read_entries(directory: Path) -> list[StoredTensor]:
+def read_entries(directory: Path) -> list[CheckpointTensor]:
     """Every tensor of the checkpoint, from the headers of its one file or of the shards its index names.
 
     Raises `ConfigError` naming the file, and the tensor if one is at fault: absent or cut files, headers that
-    contradict the bytes, an index that contradicts the shards, files that are being rewritten.
+    contradict the bytes, an index that contradicts the shards, a quantised format that is not read, files that are
+    being rewritten.
     """
     if is_checkpoint(directory):
         with as_config_errors():

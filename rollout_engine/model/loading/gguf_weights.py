@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.gguf.config import ROPE_FACTORS, config_of
 from rollout_engine.base.gguf.header import GgufHeader, GgufTensor
-from sync.checkpoint import OneFile, StoredTensor
+from sync.checkpoint import OneFile
 from sync.file_snapshot import open_snapshot
+from sync.stored_tensor import StoredTensor
 
 logger = logging.getLogger("rollout_engine")
 

@@ -1,15 +1,16 @@
 """Loads a Hugging Face module: builds and admits it, fills every weight, and collects the engine's data about it."""
 
 import logging
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
@@ -28,16 +29,22 @@ from rollout_engine.model.packing.module_types import tensor_of
 from rollout_engine.model.ranks.cut import ModelCut, cut_module
 from rollout_engine.model.ranks.part import part_of
 from rollout_engine.model.ranks.seat import Seat
-from sync.checkpoint import CONFIG_FILE, StoredTensor
+from sync.checkpoint import CONFIG_FILE
 from sync.checkpoint_names import CheckpointNames
 from sync.file_snapshot import SnapshotFile
 from sync.manifest import decode_json
+from sync.quantised.reader import CheckpointTensor
+from sync.stored_tensor import StoredTensor
 
 logger = logging.getLogger(__name__)
 
+_GENERATION_FILE = "generation_config.json"
 _CPU = torch.device("cpu")
 _DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_FLOATS = (*_DEVICE_DTYPES, torch.float64)
+_COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+_MOST_TIMES = 4
+"""A module of more than this many times the stored values is refused before it has memory. Tied weights count twice."""
 _OF_OLD_RELEASES = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Stored by old versions of transformers; computed now."""
 
@@ -55,7 +62,8 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     dtype = _resolve_dtype(config.dtype if state is None else state.dtype, hf_config, entries, device)
     head_kind = head_kind_of(hf_config)
     _check_head_place(head_kind, device, seat)
-    module = build_module(with_labels(hf_config), dtype, ATTENTION_NAME, head_kind)
+    check = _size_check(directory, hf_config, entries)
+    module = build_module(with_labels(hf_config), dtype, ATTENTION_NAME, head_kind, check)
     limit = position_limit(module.config)
     _check_length(module.config, limit, config.max_model_len)
     geometry = admit(module)
@@ -98,6 +106,31 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
         head_kind=head_kind,
         cut=cut,
     )
+
+
+def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The causal LM of a checkpoint with the weights that `load_model` gives an engine, for a trainer: with gradients.
+
+    `name`: a directory or hub id. `dtype`: as `EngineConfig.dtype`. Raises `ConfigError` as `load_model` does.
+    """
+    directory = find_directory(name, weights=True, field="path")
+    hf_config, config_file = _read_config(directory)
+    if (head_kind := head_kind_of(hf_config)) is not None:
+        raise ConfigError(f"{directory} has a head that classifies each {head_kind}: load a causal LM.")
+    entries = read_entries(directory)
+    check = _size_check(directory, hf_config, entries)
+    module = build_module(hf_config, _resolve_dtype(dtype, hf_config, entries, device), "eager", check=check)
+    WeightTable.of(module).load(entries, _checkpoint_names(module))
+    with as_config_errors():
+        config_file.check()
+    if os.path.lexists(directory / _GENERATION_FILE):
+        _read_eos_token_ids(directory, module.config)
+        try:
+            module.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except Exception as problem:  # transformers raises many kinds of errors here
+            raise ConfigError(f"{directory / _GENERATION_FILE} cannot be read: {problem}") from problem
+    module.to(device)  # type: ignore[arg-type]  # transformers types it as of a module alone
+    return module.requires_grad_(True)
 
 
 def _read_state(
@@ -157,7 +190,7 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
         file = SnapshotFile(path)
     raw = _read_json(file)
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True), file
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as problem:  # transformers raises many kinds of errors here
         if "auto_map" in raw:
             raise ConfigError(
@@ -165,6 +198,16 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
                 "such code is never run here. Use an architecture that transformers has built in."
             ) from None
         raise ConfigError(f"{path} is not a configuration transformers can read: {problem}") from None
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # weights are dequantised as they are read
+    names = config.architectures
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ConfigError(f"{path}: architectures={names!r:.80} is not a list of names.")
+    if config.dtype is not None and not _is_float_dtype(config.dtype):
+        raise ConfigError(
+            f"{path}: dtype={raw.get('dtype', raw.get('torch_dtype'))!r} is not a floating dtype of torch."
+        )
+    return config, file
 
 
 def _read_json(file: SnapshotFile) -> dict[str, Any]:
@@ -173,8 +216,33 @@ def _read_json(file: SnapshotFile) -> dict[str, Any]:
     return content
 
 
+def _size_check(
+    directory: Path, hf_config: PretrainedConfig, entries: list[CheckpointTensor]
+) -> Callable[[PreTrainedModel], None]:
+    """A check that a module is not far larger than the checkpoint, before it is given memory.
+
+    Raises `ConfigError` at once for more layers or experts than the checkpoint can have.
+    """
+    path, largest = directory / CONFIG_FILE, max([len(entries), *(size for entry in entries for size in entry.shape)])
+    for name in _COUNTS if entries else ():
+        count = getattr(hf_config, name, None)
+        if isinstance(count, int) and count > largest:
+            raise ConfigError(f"{path}: {name}={count} is more than the {len(entries)} stored tensors have room for.")
+
+    def check(module: PreTrainedModel) -> None:
+        needed = sum(tensor.numel() for tensor in module.state_dict().values())
+        stored = sum(math.prod(entry.shape) for entry in entries)
+        if entries and needed > _MOST_TIMES * stored:
+            raise ConfigError(
+                f"{path} describes a model of {needed} values, and its files have {stored}: one of the two is not of "
+                "this model, or damaged. Save or download it again."
+            )
+
+    return check
+
+
 def _resolve_dtype(
-    asked: str, hf_config: PretrainedConfig, entries: Iterable[StoredTensor], device: torch.device
+    asked: str, hf_config: PretrainedConfig, entries: Iterable[CheckpointTensor], device: torch.device
 ) -> torch.dtype:
     if device.type != "cpu":
         return _dtype_on_device(asked, hf_config, entries)
@@ -197,18 +265,23 @@ def _resolve_dtype(
     return dtype
 
 
-def _dtype_on_device(asked: str, hf_config: PretrainedConfig, entries: Iterable[StoredTensor]) -> torch.dtype:
+def _dtype_on_device(asked: str, hf_config: PretrainedConfig, entries: Iterable[CheckpointTensor]) -> torch.dtype:
     chosen = getattr(torch, asked) if asked != "auto" else _stored_dtype(hf_config, entries)
     return chosen if chosen in _DEVICE_DTYPES else torch.bfloat16
 
 
-def _stored_dtype(hf_config: PretrainedConfig, entries: Iterable[StoredTensor]) -> torch.dtype | None:
+def _stored_dtype(hf_config: PretrainedConfig, entries: Iterable[CheckpointTensor]) -> torch.dtype | None:
     stored = hf_config.dtype or _first_float_dtype(entries)
     return getattr(torch, stored) if isinstance(stored, str) else stored
 
 
-def _first_float_dtype(entries: Iterable[StoredTensor]) -> torch.dtype | None:
-    return next((e.dtype for e in entries if e.dtype in _STORED_FLOATS), None)
+def _first_float_dtype(entries: Iterable[CheckpointTensor]) -> torch.dtype | None:
+    return next((e.dtype for e in entries if isinstance(e, StoredTensor) and e.dtype in _STORED_FLOATS), None)
+
+
+def _is_float_dtype(dtype: object) -> bool:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    return isinstance(found, torch.dtype) and found.is_floating_point
 
 
 def _has_native_bfloat16() -> bool:
@@ -250,7 +323,7 @@ def _served_length(limit: int | None, asked: int | None) -> int:
 
 
 def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig) -> list[int]:
-    path = directory / "generation_config.json"
+    path = directory / _GENERATION_FILE
     found = None
     if os.path.lexists(path):
         with as_config_errors():
@@ -258,7 +331,7 @@ def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig) -> list[in
     if found is None:
         found = getattr(hf_config, "eos_token_id", None)
     ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(i, int) for i in ids):
+    if not all(type(i) is int for i in ids):
         raise ConfigError(f"{path}: eos_token_id={found!r} is not allowed: must be a token id or a list of them.")
     return ids
 

@@ -17,10 +17,11 @@ from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.loading.checkpoint import as_config_errors
 from rollout_engine.model.ranks.part import Part, Region
 from rollout_engine.model.ranks.share import Share
-from sync.checkpoint import StoredTensor
 from sync.checkpoint_names import CheckpointNames
 from sync.digests import tensor_bytes
 from sync.manifest import counted
+from sync.quantised.reader import CheckpointTensor
+from sync.stored_tensor import StoredTensor
 
 _BAND_BYTES = 8 << 20
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -57,7 +58,7 @@ class WeightTable(NamedTuple):
 
     def load(
         self,
-        entries: list[StoredTensor],
+        entries: list[CheckpointTensor],
         names: CheckpointNames = CheckpointNames(),  # noqa: B008 (it is frozen)
         *,
         parts: Mapping[str, Part] | None = None,
@@ -88,7 +89,7 @@ class WeightTable(NamedTuple):
             for check in {entry.check for _, entry in wanted}:
                 check()
 
-    def _check(self, entries: list[tuple[str, StoredTensor]]) -> None:
+    def _check(self, entries: list[tuple[str, CheckpointTensor]]) -> None:
         _refuse("not in the model", [f"{e.name} ({e.path.name})" for name, e in entries if name not in self.views])
         known = [(e, self.views[name]) for name, e in entries]
         _refuse(
@@ -145,25 +146,27 @@ def _place(view: Tensor) -> tuple[object, ...]:
     return view.data_ptr(), view.shape, view.stride()
 
 
-def _convertible(entry: StoredTensor, view: Tensor) -> bool:
+def _convertible(entry: CheckpointTensor, view: Tensor) -> bool:
     return entry.dtype in _FLOATS if view.dtype.is_floating_point else entry.dtype == view.dtype
 
 
-def _fill(part: Part, entry: StoredTensor) -> None:
+def _fill(part: Part, entry: CheckpointTensor) -> None:
     """Read a part of a tensor of a checkpoint, without a copy if both have the same layout."""
     view, region = part
     is_plain = view.device.type == "cpu" and view.is_contiguous() and view.dtype == entry.dtype
-    if is_plain and region.columns is None:
+    if isinstance(entry, StoredTensor) and is_plain and region.columns is None:
         entry.fetch(tensor_bytes(view), region.first * entry.dtype.itemsize)
     else:
         view.copy_(_part_of(part, entry))
 
 
-def _part_of(part: Part, entry: StoredTensor) -> Tensor:
+def _part_of(part: Part, entry: CheckpointTensor) -> Tensor:
     """A part of a tensor of a checkpoint, in the model's dtype."""
     view, region = part
     if tuple(view.shape) == entry.shape:
         return entry.materialize().to(view.dtype)
+    if not isinstance(entry, StoredTensor):  # computed as a whole
+        return region.of(entry.materialize().flatten(), 0).reshape(view.shape).to(view.dtype)
     values = torch.empty(view.shape, dtype=entry.dtype)
     if region.columns is None:
         entry.fetch(tensor_bytes(values), region.first * entry.dtype.itemsize)

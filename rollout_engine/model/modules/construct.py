@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,19 @@ _KINDS = {
 
 
 def construct(
-    config: PretrainedConfig, *, dtype: torch.dtype, attention: str, head: str | None = None
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    head: str | None = None,
+    check: Callable[[PreTrainedModel], None] = lambda module: None,
 ) -> PreTrainedModel:
     """A causal LM in eval mode, without gradients, on the CPU. Its parameters are uninitialised memory.
 
     `dtype`: as for `from_pretrained(dtype=...)`, which keeps some tensors of some architectures in float32.
     `head`: "sequence" or "token": with a head that classifies in place of the output head. `attention` names a
-    registered attention function. `config` is not changed; the module has its own copy.
+    registered attention function. `check` is called with the module before its parameters have memory, and may raise.
+    `config` is not changed; the module has its own copy.
     """
     with torch.device("meta"):
         module: PreTrainedModel = _KINDS[head].from_config(
@@ -39,6 +45,7 @@ def construct(
             experts_implementation="eager",
             trust_remote_code=False,
         )
+    check(module)
     _apply_dtype_plan(module, dtype)
     module.to_empty(device="cpu")
     module.tie_weights()

@@ -107,8 +107,8 @@ def offer(directory):
     return {float(value) for tensor in shadow.values() for value in tensor.unique()}
 
 
-NUM_READS = 4 + 2 * 2 * len(NAMES)
-"""Two headers in two parts, then each tensor in two pieces, twice."""
+NUM_READS = 5 + 2 * 2 * len(NAMES)
+"""Two headers in two parts and the configuration, then each tensor in two pieces, twice."""
 
 
 def test_what_is_read_is_what_is_there(old, monkeypatch):
@@ -128,7 +128,7 @@ def test_a_file_that_changes_at_any_point_of_the_reading_is_named(old, new, monk
 @pytest.mark.parametrize("transport", ["store", "shm"])
 def test_a_file_cut_while_a_sender_reads_it_is_an_error(old, tmp_path, monkeypatch, transport):
     sender = sync.make_sender(transport, directory=tmp_path / "elsewhere")
-    AfterReads(monkeypatch, 5, lambda: cut(None, old / "2.safetensors"))
+    AfterReads(monkeypatch, 6, lambda: cut(None, old / "2.safetensors"))
     with pytest.raises(ChecksumMismatch, match=r"2\.safetensors changed its size from \d+ to \d+ bytes"):
         sender.offer(old, 1, {})
     sender.close()

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -129,4 +131,15 @@ def test_a_broken_tokenizer_file_is_refused_with_its_place_and_the_way_out(tmp_p
     byte_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=f"'{tmp_path}'.*skip_tokenizer_init=True"):
+        TextCodec.from_pretrained(str(tmp_path))
+
+
+def test_a_template_that_old_releases_wrote_for_processors_is_read(tmp_path):
+    tokenizer = byte_tokenizer()
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert TextCodec.from_pretrained(str(tmp_path)).hf.chat_template == template
+    (tmp_path / "chat_template.json").write_text('{"chat_template": 3}')
+    with pytest.raises(ConfigError, match=r"chat_template\.json is not valid: Expected `str`"):
         TextCodec.from_pretrained(str(tmp_path))

@@ -44,7 +44,6 @@ def test_the_three_families_are_admitted(empty_cache, architecture):
         ("llama4_text", MOE, "chunked_attention"),
         ("diffllama", {}, "called for layers"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
-        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_with_the_reason(empty_cache, architecture, overrides, reason):

@@ -1,0 +1,39 @@
+"""`load`: a trainer's model with the weights of an engine of the same checkpoint, to the bit."""
+
+import os
+
+import torch
+from transformers import PreTrainedModel
+
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.exact.trainer import enable
+from rollout_engine.model.loading.loader import load_trainable
+
+_DTYPES = {None: "auto", torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def load(
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    fp32_head: bool | None = None,
+) -> PreTrainedModel:
+    """The causal LM of a checkpoint as an engine loads it, enabled (`enable`), in eval mode and with gradients.
+
+    The checkpoint may be quantised: its weights are dequantised in float32 and rounded once to `dtype`, as an engine
+    does, so the model that trains is the dequantised one. `save_pretrained` writes it unquantised.
+
+    Args:
+        path: a directory, or an id of the Hugging Face hub.
+        dtype: torch.float32 or torch.bfloat16. None: the one that `EngineConfig(dtype="auto")` chooses on `device`.
+        device: the one on which the model is to stay.
+        fp32_head: as for `enable`.
+
+    Raises `ConfigError` for a checkpoint that an engine refuses, and a model that cannot be exact.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"exact.load: dtype={dtype!r} is not allowed: must be torch.float32, torch.bfloat16 or None.")
+    model = load_trainable(os.fspath(path), _DTYPES[dtype], torch.device(device))
+    enable(model, fp32_head=fp32_head)
+    return model

@@ -1,0 +1,152 @@
+"""Damaged checkpoints are refused with a typed error, or have the weights that their files say.
+
+A flipped bit of a weight, or of a number in config.json, is a legal other one: weights are compared with the file.
+"""
+
+import json
+import random
+import shutil
+import warnings
+
+import pytest
+import torch
+
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.model.loading.checkpoint import read_entries
+from rollout_engine.model.loading.loader import load_model
+from rollout_engine.model.loading.weight_table import WeightTable
+from rollout_engine.model.modules.construct import construct
+from rollout_engine.testing import tiny_checkpoint, tiny_config, tiny_model
+from rollout_engine.text.default_params import read_default_params
+from rollout_engine.text.tokenizer import TextCodec
+from tests.fuzz.damaged_files import damage, stored_tensors
+from tests.quantised_files import quantise_checkpoint
+
+SIZES = dict(num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=8)
+QUANTISED = ["fp8-blocks", "gptq4", "pack4-group-asymmetric", "awq"]
+BATCH = 100
+"""Cases that are written before the first is read: a file that has just changed is waited for."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Directories by name: a plain checkpoint, one in shards, and quantised ones, each next to its float weights."""
+    found = {"single": tiny_checkpoint(tmp_path_factory.mktemp("single") / "m", **SIZES)}
+    found["sharded"] = tmp_path_factory.mktemp("sharded")
+    tiny_model(**SIZES).save_pretrained(found["sharded"], max_shard_size="40KB")
+    assert len(list(found["sharded"].glob("*.safetensors"))) > 1
+    for name in QUANTISED:
+        folder = tmp_path_factory.mktemp(name)
+        quantise_checkpoint(tiny_checkpoint(folder / "plain", **SIZES), folder / "quantised", name)
+        found[name] = folder / "quantised"
+    return found
+
+
+def damaged_copies(source, folder, names, seeds):
+    """(seed, the damage that was done, the directory) of each seed, `BATCH` at a time."""
+    for start in range(0, len(seeds), BATCH):
+        cases = []
+        for seed in seeds[start : start + BATCH]:
+            rng = random.Random(seed)
+            target = folder / str(seed)
+            shutil.copytree(source, target)
+            done = damage(target, rng.choice(names), rng)
+            cases.append((seed, done, target))
+        yield from cases
+        for _, _, target in cases:
+            shutil.rmtree(target, ignore_errors=True)
+
+
+def attempt(case, kinds, call, *arguments):
+    """The result of a call, in a tuple; None if an error of `kinds` refuses it. Any other error fails the test."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return (call(*arguments),)
+    except kinds as problem:
+        assert str(problem), f"{case}: an error without words"
+        return None
+    except BaseException as problem:
+        raise AssertionError(f"{case}: {type(problem).__name__}: {problem}") from problem
+
+
+def load_weights(table, directory) -> None:
+    for view in table.views.values():
+        view.fill_(torch.nan)
+    table.load(read_entries(directory))
+
+
+def check_weights(checkpoints, tmp_path, num_cases) -> None:
+    table = WeightTable.of(construct(tiny_config(**SIZES), dtype=torch.float32, attention="eager"))
+    refused = 0
+    for base, source in checkpoints.items():
+        table.load(read_entries(source))
+        original, raw = {n: v.clone() for n, v in table.views.items()}, stored_tensors(source)
+        names = [p.name for p in source.iterdir() if ".safetensors" in p.name]
+        if base in QUANTISED:
+            names.append("config.json")
+        (tmp_path / base).mkdir()
+        for seed, done, target in damaged_copies(source, tmp_path / base, names, range(num_cases // len(checkpoints))):
+            case = f"{base} {seed} ({done})"
+            if attempt(case, ConfigError, load_weights, table, target) is None:
+                refused += 1
+                continue
+            found = stored_tensors(target)
+            if base not in QUANTISED:
+                expected = found
+            elif raw.keys() == found.keys() and all(same_bits(raw[name], found[name]) for name in raw):
+                expected = {} if done.endswith("config.json") else original
+            else:  # another stored code, scale or index
+                expected = {}
+            wrong = [n for n, v in table.views.items() if n in expected and not same_bits(v, expected[n].float())]
+            assert not wrong and not any(bool(v.isnan().all()) for v in table.views.values()), f"{case}: {wrong}"
+    assert refused > num_cases / 3
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.dtype == other.dtype and torch.equal(*bits)
+
+
+def check_configurations(checkpoints, tmp_path, num_cases) -> None:
+    for seed, done, target in damaged_copies(checkpoints["single"], tmp_path, ["config.json"], range(num_cases)):
+        case, config = f"{seed} ({done})", EngineConfig(model=str(target), dtype="float32", max_model_len=64)
+        if (loaded := attempt(case, ConfigError, load_model, config)) is not None:
+            expected, state = stored_tensors(target), loaded[0].module.state_dict()
+            assert [name for name in state if not torch.equal(state[name], expected[name])] == [], case
+
+
+def check_texts(checkpoints, tmp_path, num_cases) -> None:
+    names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    names = [name for name in names if (checkpoints["single"] / name).exists()]
+    for seed, done, target in damaged_copies(checkpoints["single"], tmp_path, names, range(num_cases)):
+        case = f"{seed} ({done})"
+        if (loaded := attempt(case, ConfigError, TextCodec.from_pretrained, str(target))) is not None:
+            assert loaded[0].hf.get_vocab(), case
+            attempt(case, RequestError, loaded[0].encode, "to be or not")
+
+
+def check_defaults(checkpoints, tmp_path, num_cases) -> None:
+    source, name = checkpoints["single"], "generation_config.json"
+    content = json.loads((source / name).read_text()) | {"temperature": 0.6, "top_p": 0.95, "eos_token_id": [2, 5]}
+    (source / name).write_text(json.dumps(content))
+    for seed, done, target in damaged_copies(source, tmp_path, [name], range(num_cases)):
+        attempt(f"{seed} ({done})", (ConfigError, RequestError), read_default_params, str(target))
+
+
+def test_some_hundreds_of_damaged_files(checkpoints, tmp_path):
+    for number, (check, count) in enumerate(
+        [(check_weights, 240), (check_configurations, 12), (check_texts, 40), (check_defaults, 40)]
+    ):
+        (tmp_path / str(number)).mkdir()
+        check(checkpoints, tmp_path / str(number), count)
+
+
+@pytest.mark.slow
+def test_ten_thousand_damaged_files(checkpoints, tmp_path):
+    for number, (check, count) in enumerate(
+        [(check_weights, 8_000), (check_configurations, 300), (check_texts, 1_000), (check_defaults, 700)]
+    ):
+        (tmp_path / str(number)).mkdir()
+        check(checkpoints, tmp_path / str(number), count)
