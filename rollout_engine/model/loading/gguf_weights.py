@@ -98,7 +98,7 @@ class _Rows:
         for begin in range(first, last, band):
             end = min(begin + band, last)
             low, high = max(at, begin * self.row_bytes), min(at + len(out), end * self.row_bytes)
-            values = memoryview(self._values(begin, end)).cast("B")
+            values = self._values(begin, end).data.cast("B")
             out[low - at : high - at] = values[low - begin * self.row_bytes : high - begin * self.row_bytes]
 
     def _values(self, begin: int, end: int) -> NDArray[np.float32]:
@@ -108,7 +108,7 @@ class _Rows:
 
     def _read(self, begin: int, end: int) -> NDArray[np.uint8]:
         out = np.empty((end - begin, self._stored_bytes), np.uint8)
-        self.files.files[0].fetch(memoryview(out).cast("B"), self._start + begin * self._stored_bytes)
+        self.files.files[0].fetch(out.data.cast("B"), self._start + begin * self._stored_bytes)
         return out
 
 
