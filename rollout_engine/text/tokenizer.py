@@ -16,6 +16,7 @@ from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.base.locations import find_directory
 from rollout_engine.text.chat_rendering import ChatRenderer, check_template
 from rollout_engine.text.long_texts import LONG_CHARS, LongTexts
+from rollout_engine.text.processor_template import processor_template
 from rollout_engine.text.shown_tools import first_unshown, refuse_unshown
 from rollout_engine.text.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
 
@@ -76,6 +77,8 @@ class TextCodec:
         except Exception as problem:  # a broken file may raise anything
             raise _cannot_load(name, f"{type(problem).__name__}: {problem}".removesuffix(".")) from problem
         hf.name_or_path = name
+        if hf.chat_template is None:
+            hf.chat_template = processor_template(directory)
         if len(hf) <= len(hf.added_tokens_decoder):  # the loader returns an empty one if the files are missing
             raise _cannot_load(name, "it has no vocabulary; are its files (tokenizer.json) there?")
         return cls(hf)
