@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.locations import find_directory
-from rollout_engine.model.admission.gate import admit, build_module
+from rollout_engine.model.admission.gate import admit, build_module, names_of_parts, text_config_to_serve
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
@@ -40,6 +40,8 @@ _DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_FLOATS = (*_DEVICE_DTYPES, torch.float64)
 _OF_OLD_RELEASES = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Stored by old versions of transformers; computed now."""
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+"""Ends of names in composites."""
 
 
 def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | None = None) -> LoadedModel:
@@ -54,11 +56,14 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     entries = read_entries(directory) if config.load_format == "auto" else []
     dtype = _resolve_dtype(config.dtype if state is None else state.dtype, hf_config, entries, device)
     head_kind = head_kind_of(hf_config)
+    text_config = text_config_to_serve(with_labels(hf_config), head_kind)
+    if text_config is not hf_config:
+        text_config.tie_word_embeddings = _ties_head(hf_config, text_config, entries, state)
     _check_head_place(head_kind, device, seat)
-    module = build_module(with_labels(hf_config), dtype, ATTENTION_NAME, head_kind)
+    module = build_module(text_config, dtype, ATTENTION_NAME, head_kind)
     limit = position_limit(module.config)
     _check_length(module.config, limit, config.max_model_len)
-    geometry = admit(module)
+    geometry = admit(module, hf_config)
     max_model_len = _served_length(limit, config.max_model_len)
     if device != _CPU and seat is None:
         place_on(module, device)
@@ -66,7 +71,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     if seat is None:
         fuse_projections(module)
     table = WeightTable.of(module)
-    names = _checkpoint_names(module)
+    names = _checkpoint_names(module, hf_config)
     cut, targets = None, table.views
     if is_dummy:
         initialize(module)
@@ -88,7 +93,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
         dtype=dtype,
         stored_dtype=_stored_dtype(hf_config, entries),
         geometry=geometry,
-        eos_token_ids=_read_eos_token_ids(directory, module.config),
+        eos_token_ids=_read_eos_token_ids(directory, hf_config, text_config),
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         targets=targets,
@@ -132,6 +137,28 @@ def _with_parts(
         held = live[owner].detach(), cut.shares.get(owner), cut.columns.get(owner)
         parts[name] = part_of(name, view, whole.views[owner], *held)
     return cut._replace(whole=whole.views, parts=parts)
+
+
+def _ties_head(
+    hf_config: PretrainedConfig,
+    text_config: PretrainedConfig,
+    entries: Iterable[StoredTensor],
+    state: ShardedState | None,
+) -> bool:
+    """Whether `from_pretrained` ties the head of a composite to its embedding.
+
+    The whole's configuration decides, whose default is often to tie them, unless the checkpoint has both and they
+    differ. A sharded state has tied weights once.
+    """
+    is_tied = bool(getattr(hf_config, "tie_word_embeddings", getattr(text_config, "tie_word_embeddings", False)))
+    if state is not None:
+        names = {spec.name for shard in state.shards for spec in shard.tensors}
+        return is_tied and not any(name.endswith(_HEAD) for name in names)
+    heads, embeddings = ([each for each in entries if each.name.endswith(end)] for end in (_HEAD, _EMBEDDING))
+    if is_tied and len(heads) == len(embeddings) == 1:
+        with as_config_errors():
+            is_tied = torch.equal(heads[0].materialize(), embeddings[0].materialize())
+    return is_tied
 
 
 def _check_head_place(head_kind: HeadKind | None, device: torch.device, seat: Seat | None) -> None:
@@ -249,22 +276,26 @@ def _served_length(limit: int | None, asked: int | None) -> int:
     return asked
 
 
-def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig) -> list[int]:
+def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig, text_config: PretrainedConfig) -> list[int]:
     path = directory / "generation_config.json"
     found = None
     if os.path.lexists(path):
         with as_config_errors():
             found = _read_json(SnapshotFile(path)).get("eos_token_id")
     if found is None:
-        found = getattr(hf_config, "eos_token_id", None)
+        configs = (hf_config, text_config)
+        found = next((ids for each in configs if (ids := getattr(each, "eos_token_id", None)) is not None), None)
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(i, int) for i in ids):
         raise ConfigError(f"{path}: eos_token_id={found!r} is not allowed: must be a token id or a list of them.")
     return ids
 
 
-def _checkpoint_names(module: PreTrainedModel) -> CheckpointNames:
-    """The names that `from_pretrained` accepts for `module` and does not use, and the prefix that it adds."""
+def _checkpoint_names(module: PreTrainedModel, hf_config: PretrainedConfig) -> CheckpointNames:
+    """The names that `from_pretrained` accepts for `module` and does not use, and the prefix that it adds.
+
+    `hf_config`: that of the checkpoint, which may be a composite's whose text model `module` is.
+    """
     unused = [*_OF_OLD_RELEASES, *(module._keys_to_ignore_on_load_unexpected or ())]
     num_layers, num_drafting = (
         getattr(module.config, name, None) or 0 for name in ("num_hidden_layers", "num_nextn_predict_layers")
@@ -272,4 +303,5 @@ def _checkpoint_names(module: PreTrainedModel) -> CheckpointNames:
     if num_drafting:  # stored behind the model's own layers, as DeepSeek and GLM do
         numbers = "|".join(map(str, range(num_layers, num_layers + num_drafting)))
         unused.append(rf"(^|\.)layers\.({numbers})\.")
-    return CheckpointNames(module.base_model_prefix, sorted(unused))
+    parts = names_of_parts(hf_config, module)
+    return CheckpointNames(module.base_model_prefix, sorted(unused), parts.text, parts.others)
