@@ -249,12 +249,13 @@ async def get_weights_by_name(served: Served, asked: Asked, *, name: str, trunca
 
     Of a model that is cut over ranks, those that rank 0 has.
     """
-    [name] = await _get_own_names(served.engine, [name])
+    metadata = await served.engine.get_model_metadata()
+    if name not in metadata:
+        [name] = await _get_own_names(served.engine, [name])
     try:
         [rows, *_] = await served.engine.collective_rpc("get_weight_rows", args=(name, truncate_size))
     except RPCError as problem:
         raise HttpProblem(400, str(problem), field="name") from problem
-    metadata = await served.engine.get_model_metadata()
     _, shape = metadata[name]
     if len(shape) == 2 and rows and len(rows[0]) != shape[1]:
         what = f"no rank has a whole row of '{name}', because ranks split sums without deterministic=True"

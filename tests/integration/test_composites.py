@@ -1,5 +1,6 @@
 """The text part of composites: loaded, equal to transformers and to the exact trainer, pushed under every naming."""
 
+import asyncio
 import json
 import logging
 
@@ -8,11 +9,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-from rollout_engine import LLM, ConfigError, LoRARequest, ManifestMismatchError, RequestError, RolloutPolicy, exact
+from rollout_engine import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    LoRARequest,
+    ManifestMismatchError,
+    RequestError,
+    RolloutPolicy,
+    exact,
+)
 from rollout_engine import SamplingParams as Params
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.tokenizer import TextCodec
 from sync import publish
+from tests.unit.peft_layers import PeftModel
 
 OPTIONS = dict(num_kv_blocks=64, max_model_len=128, dtype="float32", log_stats=False)
 PROMPTS = [list(range(5, 45)), list(range(70, 90)), list(range(5, 40))]
@@ -49,7 +60,9 @@ def _seen_by(kind, text, **others):
 COMPOSITES = {
     "gemma3": dict(text_config=_TEXT | _WINDOW, vision_config=_EYES),
     "gemma4": dict(
-        text_config=_TEXT | _WINDOW | dict(num_kv_shared_layers=0, vocab_size_per_layer_input=259),
+        text_config=_TEXT
+        | _WINDOW
+        | dict(num_kv_shared_layers=0, vocab_size_per_layer_input=259, use_bidirectional_attention="vision"),
         vision_config=None,
         audio_config=None,
     ),
@@ -126,6 +139,12 @@ def save(model, path):
     return path
 
 
+def save_as(model, path):
+    """Save a module, and return it as `from_pretrained` loads it."""
+    save(model, path)
+    return AutoModelForMultimodalLM.from_pretrained(path, dtype=model.dtype).eval()
+
+
 def digest(llm):
     [found] = llm.collective_rpc("get_weight_digest")
     return found
@@ -189,9 +208,10 @@ def test_text_is_equal_to_the_whole_models_and_to_the_exact_trainers_bits(tmp_pa
             with pytest.raises(ConfigError, match="cannot be exact"):
                 exact.enable(model)
             return
-        exact.enable(model)
-        report = exact.check(batch, exact.token_logprobs(model, batch))
-        assert report.num_different == 0, report
+        for trainer in (text_of(model), model) if kind == "gemma3" else (model,):
+            exact.enable(trainer)
+            report = exact.check(batch, exact.token_logprobs(trainer, batch))
+            assert report.num_different == 0, report
         policy.update_weights(model)
         assert exact.check(sampled(policy), exact.token_logprobs(model, batch)).num_tokens == report.num_tokens
 
@@ -315,6 +335,51 @@ def test_adapters_have_the_names_of_the_composite_or_of_its_text_model(old):
         assert tokens[0] == tokens[1] == tokens[2] != tokens[3]
         with pytest.raises(RequestError, match="parts that are not served"):
             llm.add_lora(LoRARequest("eyes", tensors=eyes, config={"r": 2, "lora_alpha": 4}))
+
+
+def test_an_adapter_of_a_composite_is_sent_alone_and_is_exact(old):
+    trainer = exact.enable(PeftModel(composite(seed=1), targets=("q_proj", "down_proj")))
+    with RolloutPolicy.from_pretrained(old, max_loras=2, **OPTIONS) as policy:
+        report = policy.update_weights(trainer, merge=False)
+        assert report.num_tensors == 2 * 2 * 2, "those of the vision tower are left out"
+        params = Params(max_tokens=12, ignore_eos=True)
+        batch = policy.rollout(PROMPTS, params, lora_request="default", use_tqdm=False)
+        with torch.no_grad():
+            assert exact.check(batch, exact.token_logprobs(trainer, batch)).is_exact
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_vl_moe"])
+def test_log_probs_in_bfloat16_are_the_exact_trainers(tmp_path, kind):
+    model = save_as(composite(kind).bfloat16(), tmp_path)
+    with RolloutPolicy.from_pretrained(tmp_path, **OPTIONS | dict(dtype="bfloat16")) as policy, torch.no_grad():
+        batch = sampled(policy)
+        assert exact.check(batch, exact.token_logprobs(exact.enable(model), batch)).is_exact
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_core_of_its_own_takes_a_composite_by_every_transport(old, transport):
+    async def run():
+        with AsyncLLM(old, **OPTIONS) as engine:
+            await engine.update_weights(composite(seed=2), transport=transport)
+            [found] = await engine.collective_rpc("get_weight_digest")
+            return found
+
+    with LLM(old, **OPTIONS) as llm:
+        llm.update_weights(composite(seed=2))
+        assert asyncio.run(run()) == digest(llm)
+
+
+@pytest.mark.slow
+def test_ranks_load_and_take_a_composite(old):
+    with LLM(old, **OPTIONS) as llm, LLM(old, tensor_parallel_size=2, **OPTIONS) as cut:
+        for source in (old, composite(seed=2)):
+            for engine in (llm, cut):
+                engine.update_weights(source)
+            params = Params(max_tokens=8, ignore_eos=True, seed=1)
+            one, two = (each.generate(PROMPTS, params, use_tqdm=False) for each in (llm, cut))
+            assert [each.outputs[0].token_ids for each in one] == [each.outputs[0].token_ids for each in two]
 
 
 def test_names_of_weights_are_found_under_every_naming(old):

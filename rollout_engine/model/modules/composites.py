@@ -59,9 +59,14 @@ def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def is_composite(model: nn.Module) -> bool:
-    """Whether a Hugging Face model has parts in addition to its text model."""
-    config: Any = getattr(model, "config", None)
-    return config is not None and config.get_text_config() is not config
+    """Whether it is a Hugging Face model with parts in addition to its text model."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return False
+    try:
+        return config.get_text_config() is not config
+    except ValueError:  # there are several text models
+        return True
 
 
 def text_parts(model: nn.Module) -> list[nn.Module]:
@@ -105,7 +110,7 @@ def twin_with(config: PretrainedConfig, text: PreTrainedModel) -> PreTrainedMode
 
     Its other parts have no values: it computes text alone. Raises `Refusal` if `text` is not its text model.
     """
-    whole = build_whole(config, copy.deepcopy(text.config)).float().to_empty(device="cpu")
+    whole: PreTrainedModel = build_whole(config, copy.deepcopy(text.config)).float().to_empty(device="cpu")
     part = TextPart.of(whole)
     give_memory(part.decoder, part.decoder, part.head)
     whole.tie_weights()
@@ -114,7 +119,8 @@ def twin_with(config: PretrainedConfig, text: PreTrainedModel) -> PreTrainedMode
         part.head.load_state_dict(_head(text).state_dict())
     except RuntimeError as problem:
         raise Refusal(f"the text model of {type(whole).__name__} has other weights ({problem})") from None
-    return whole.eval().requires_grad_(False)
+    whole.eval().requires_grad_(False)
+    return whole
 
 
 def part_names(whole: PreTrainedModel, text: PreTrainedModel) -> PartNames:
@@ -151,7 +157,8 @@ def adopt_conversions(text: PreTrainedModel, config: PretrainedConfig) -> None:
     """
     if text.is_custom_code():
         found = get_checkpoint_conversion_mapping(config.model_type) or []
-        text._weight_conversions = [each for each in found if isinstance(each, WeightConverter)]
+        owner: Any = text
+        owner._weight_conversions = [each for each in found if isinstance(each, WeightConverter)]
 
 
 def check_layouts(whole: PreTrainedModel, text: PreTrainedModel) -> None:
@@ -173,13 +180,13 @@ def check_layouts(whole: PreTrainedModel, text: PreTrainedModel) -> None:
 
 
 def _head(text: PreTrainedModel) -> nn.Module:
-    head = text.get_output_embeddings()
+    head: nn.Module | None = text.get_output_embeddings()
     assert head is not None, "a causal LM"
     return head
 
 
 def _path(module: nn.Module, wanted: nn.Module) -> str:
-    return next(path for path, child in module.named_modules() if child is wanted)
+    return str(next(path for path, child in module.named_modules() if child is wanted))
 
 
 def _shared_end(name: str, other: str) -> str:

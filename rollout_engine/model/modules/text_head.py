@@ -23,8 +23,8 @@ def _with_head(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A causal LM around `base`, which initialises weights as `base` does."""
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     parts = {"base_model_prefix": "model", "_tied_weights_keys": tied, "_base": base, "__module__": __name__}
-    parents = (_TextModelWithHead, *(each for each in base.__mro__[1:] if issubclass(each, PreTrainedModel)))
-    return type(f"{base.__name__}WithHead", parents[:2], parts)
+    parent: Any = next(each for each in base.__mro__[1:] if issubclass(each, PreTrainedModel))
+    return type(f"{base.__name__}WithHead", (_TextModelWithHead, parent), parts)
 
 
 class _TextModelWithHead(PreTrainedModel):
