@@ -298,6 +298,19 @@ def test_a_head_of_its_own_is_not_tied_though_the_configuration_says_so(tmp_path
         assert metadata.keys() >= {"lm_head.weight", "model.embed_tokens.weight"}
 
 
+@pytest.mark.slow
+def test_experts_may_be_transposed_as_the_hubs_are(tmp_path):
+    save(composite("qwen3_vl_moe"), tmp_path)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        wanted = digest(llm)
+    tensors = load_file(tmp_path / "model.safetensors")
+    turned = {name: t.transpose(1, 2).contiguous() if ".mlp.experts." in name else t for name, t in tensors.items()}
+    assert sum(turned[name].shape != tensors[name].shape for name in tensors) == 2 * 2
+    save_file(turned, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert digest(llm) == wanted
+
+
 def test_a_state_of_a_composite_is_saved_and_loaded(tmp_path, old):
     with LLM(old, **OPTIONS) as llm:
         llm.save_sharded_state(tmp_path / "state")
