@@ -129,7 +129,8 @@ def _refuse_other_inputs(decoder: nn.Module, given: dict[str, Any]) -> None:
     if not is_composite(decoder):
         return
     for name, value in given.items():
-        is_of_text = name in _TEXT_INPUTS or value is None or isinstance(value, bool | int | float | str)
+        settings = value if isinstance(value, list | tuple) else [value]
+        is_of_text = name in _TEXT_INPUTS or all(isinstance(each, int | float | str | None) for each in settings)
         marks_none = "token_type_ids" in name and isinstance(value, Tensor) and not value.any()
         if not (is_of_text or marks_none):
             raise ValueError(
