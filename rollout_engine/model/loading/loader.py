@@ -56,9 +56,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     entries = read_entries(directory) if config.load_format == "auto" else []
     dtype = _resolve_dtype(config.dtype if state is None else state.dtype, hf_config, entries, device)
     head_kind = head_kind_of(hf_config)
-    text_config = text_config_to_serve(with_labels(hf_config), head_kind)
-    if text_config is not hf_config:
-        text_config.tie_word_embeddings = _ties_head(hf_config, text_config, entries, state)
+    text_config = _text_config(hf_config, head_kind, entries, state)
     _check_head_place(head_kind, device, seat)
     module = build_module(text_config, dtype, ATTENTION_NAME, head_kind)
     limit = position_limit(module.config)
@@ -137,6 +135,16 @@ def _with_parts(
         held = live[owner].detach(), cut.shares.get(owner), cut.columns.get(owner)
         parts[name] = part_of(name, view, whole.views[owner], *held)
     return cut._replace(whole=whole.views, parts=parts)
+
+
+def _text_config(
+    hf_config: PretrainedConfig, head_kind: HeadKind | None, entries: list[StoredTensor], state: ShardedState | None
+) -> PretrainedConfig:
+    """The configuration of the model that is served: of a composite its text model's."""
+    text_config = text_config_to_serve(with_labels(hf_config), head_kind)
+    if text_config is not hf_config:
+        text_config.tie_word_embeddings = _ties_head(hf_config, text_config, entries, state)
+    return text_config
 
 
 def _ties_head(
