@@ -23,28 +23,51 @@ class CheckpointNames(msgspec.Struct, frozen=True):
     """Part of the model's names, such as "model", that a checkpoint of its base model lacks."""
     unused: list[str] = []
     """Regular expressions of names that the model does not use: leftovers of other releases, layers that only draft."""
+    text_prefixes: list[tuple[str, str]] = []
+    """Beginnings of a composite's names of its text model, such as "model.language_model.", and the model's own."""
+    other_parts: list[str] = []
+    """Beginnings of a composite's names of its other parts, such as "model.vision_tower."."""
 
     def used(self, pairs: Iterable[tuple[str, _Value]], known: Collection[str]) -> list[tuple[str, _Value]]:
         """`pairs` under the names of the model, which are `known`, without those that it does not use.
 
         Names that are neither stay as they are, to be refused. Raises `ManifestMismatch` for two names of one weight.
         """
-        found, left_out = [], []
+        found, unused, others = [], [], []
         pattern = re.compile("|".join(f"({each})" for each in self.unused) or r"(?!)")
         for name, value in pairs:
-            whole = f"{self.prefix}.{name}"
-            if name not in known and whole in known:
-                found.append((whole, value))
-            elif name in known or not (pattern.search(name) or pattern.search(whole)):
-                found.append((name, value))
+            candidates = self._candidates(name)
+            if (own := next((each for each in candidates if each in known), None)) is not None:
+                found.append((own, value))
+            elif any(each.startswith(tuple(self.other_parts)) for each in candidates):
+                others.append(name)
+            elif any(map(pattern.search, candidates)):
+                unused.append(name)
             else:
-                left_out.append(name)
-        if new := [name for name in left_out if name not in _noted]:
-            _noted.update(new)
-            logger.info(
-                "%s of no use to this model and left out: %s",
-                counted(new, "tensor is", "tensors are"),
-                first_names(new),
-            )
+                found.append((name, value))
+        _note(unused, "of no use to this model and left out")
+        _note(others, "of other parts than the text model (for images, video, audio: not served), and left out")
         check_distinct([name for name, _ in found], "The source")
         return found
+
+    def own(self, name: str, known: Collection[str]) -> str:
+        """The model's name of the tensor that a checkpoint calls `name`; any other name as it is."""
+        return next((each for each in self._candidates(name) if each in known), name)
+
+    def _candidates(self, name: str) -> list[str]:
+        """The names that `name` may stand for, the most literal first."""
+        whole = [name, f"{self.prefix}.{name}"]
+        replaced = [
+            own + each.removeprefix(theirs)
+            for each in whole
+            for theirs, own in self.text_prefixes
+            if each.startswith(theirs)
+        ]
+        return whole + replaced
+
+
+def _note(names: list[str], reason: str) -> None:
+    """Log, once for each name, that tensors were left out."""
+    if new := [name for name in names if name not in _noted]:
+        _noted.update(new)
+        logger.info("%s %s: %s", counted(new, "tensor is", "tensors are"), reason, first_names(new))

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.base.gguf.directory import described, only_gguf
+from rollout_engine.base.gguf.directory import describe_gguf, only_gguf
 from rollout_engine.base.gguf.header import SUFFIX
 from sync.own_files import require_regular
 
@@ -40,7 +40,7 @@ def find_directory(name: str, *, weights: bool, field: str = "model") -> Path:
     if path.is_dir():
         _check_kinds(path, field)
         gguf = only_gguf(path)
-        return path if gguf is None else described(gguf)
+        return path if gguf is None else describe_gguf(gguf)
     if path.exists():
         return described(path)
     wanted = DESCRIPTION_FILES + (WEIGHT_FILES if weights else [])

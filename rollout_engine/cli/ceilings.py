@@ -116,7 +116,7 @@ class Ceilings(NamedTuple):
 def measure(model: str, dtype: torch.dtype, work: Work) -> Ceilings:
     """Measure the limits of `work` on a checkpoint (directory or hub id) in `dtype`, with torch's current threads."""
     hf_config = AutoConfig.from_pretrained(find_directory(model, weights=False), trust_remote_code=False)
-    dims = Dimensions.of(hf_config, dtype)
+    dims = Dimensions.of(hf_config.get_text_config(), dtype)
     num_steps = max(work.num_sampled_tokens - 1, 1)  # the prompt's own step samples the first token
     bandwidth = read_bandwidth()
     rows = work.num_sequences

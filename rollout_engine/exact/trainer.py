@@ -24,6 +24,7 @@ from rollout_engine.kernels.token_logprobs import token_logprobs as chosen_logpr
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.backends import arithmetic_of
 from rollout_engine.model.cpu.backend import CpuBackend
+from rollout_engine.model.modules.composites import text_parts
 from rollout_engine.model.modules.next_token_logprobs import (
     NextTokens,
     logits_at,
@@ -49,6 +50,7 @@ from rollout_engine.model.training.token_batch import token_batch
 def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
     """Make a Hugging Face causal LM compute the engine's values bit for bit; in place, and return it.
 
+    Of a composite, such as one with vision, the text model is made exact, and calls with other inputs are refused.
     Linears, norms, attention and SiLU are replaced by the engine's. Parameters, their names, optimizers and
     `save_pretrained` are unaffected; the next forward sees every write to a parameter, however it was made. Batches
     must be right-padded or packed (`token_logprobs` accepts any padding). Call it again after replacing modules;
@@ -70,9 +72,11 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
         refuse_moved(device, enabled.device_type)
     arithmetic = arithmetic_of(device)
     causal_lm: Any = model  # nn.Module declares none of the attributes below
-    causal_lm.set_attn_implementation(arithmetic.attention_name)
     with without_adapters(model):
-        arithmetic.make_row_invariant(model)
+        parts: list[Any] = text_parts(model)
+        parts[0].set_attn_implementation(arithmetic.attention_name)
+        for part in parts:
+            arithmetic.make_row_invariant(part)
         if fp32_head is not None:
             set_float32_head(model, fp32_head)
         if unproven := arithmetic.unproven_parts(model):
@@ -180,7 +184,7 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) 
 
 
 def _note(model: nn.Module, temperature: float) -> LogprobsNote:
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    dtype = str(next(text_parts(plain_model(model))[0].parameters()).dtype).removeprefix("torch.")
     fp32_head = dtype != "float32" and has_float32_head(model)
     adapters, sent = active_adapters(model), sent_weights(model)
     return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head, adapters, sent)

@@ -17,7 +17,7 @@ from rollout_engine.base.errors import EngineDeadError
 from rollout_engine.base.lora_request import LoRARequest
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_values import pack_value, unpack_value
-from rollout_engine.model.adapters.peft_format import LinearAdapter, naming_adapter, read_adapter
+from rollout_engine.model.adapters.peft_format import LinearAdapter, naming_adapter
 from rollout_engine.model.adapters.pool import AdapterPool, PreparedAdapter
 
 
@@ -33,7 +33,7 @@ class TeamAdapters:
 
     def prepare_adapter(self, request: LoRARequest) -> PreparedAdapter:
         with naming_adapter(request):
-            linears = read_adapter(request)
+            linears = self._own.read_linears(request)
             prepared = self._own.check_adapter(linears)
         with self._preparing:
             gone = self._told - set(self._numbers.values())

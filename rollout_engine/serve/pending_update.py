@@ -233,7 +233,9 @@ class PendingUpdate:
         if twice:
             what = f"{first_names(twice)} came already in this update"
             raise ManifestMismatchError(f"{what}: begin another one, or send each tensor once.")
-        size = self._num_bytes + sum(spec.num_bytes for spec in specs)
+        unused = set(await _get_unused_names(self._engine, [spec.name for spec in specs]))
+        of_others = sum(spec.num_bytes for spec in specs if spec.name in unused)  # a composite's vision, for example
+        size = max(self._num_bytes + sum(spec.num_bytes for spec in specs) - of_others, of_others)
         if size > self._most_bytes:
             what = f"{size} bytes of weights are announced, and the model has {self._most_bytes / _MOST_TIMES:.0f}"
             raise ManifestMismatchError(f"{what}: is it another model?")

@@ -17,10 +17,14 @@ import msgspec
 from rollout_engine.base.errors import LifecycleError, RequestError, RPCError
 from rollout_engine.base.outputs import UpdateReport
 from rollout_engine.base.threads import run_in_thread
+from rollout_engine.engine import verbs
+from rollout_engine.faces.verb_methods import awaitable
 from rollout_engine.serve.pending_update import GroupFields, as_version, report_fields
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
+
+_get_own_names = awaitable(verbs.get_own_names)
 
 
 class InitInfo(GroupFields, kw_only=True):
@@ -241,15 +245,17 @@ async def weight_checker(served: Served, asked: Asked, *, action: str = "checksu
 
 
 async def get_weights_by_name(served: Served, asked: Asked, *, name: str, truncate_size: int = 100) -> Reply:
-    """The first rows of one weight, by the module's name for it.
+    """The first rows of one weight, by the module's name for it, or one that checkpoints of it have.
 
     Of a model that is cut over ranks, those that rank 0 has.
     """
+    metadata = await served.engine.get_model_metadata()
+    if name not in metadata:
+        [name] = await _get_own_names(served.engine, [name])
     try:
         [rows, *_] = await served.engine.collective_rpc("get_weight_rows", args=(name, truncate_size))
     except RPCError as problem:
         raise HttpProblem(400, str(problem), field="name") from problem
-    metadata = await served.engine.get_model_metadata()
     _, shape = metadata[name]
     if len(shape) == 2 and rows and len(rows[0]) != shape[1]:
         what = f"no rank has a whole row of '{name}', because ranks split sums without deterministic=True"

@@ -37,6 +37,8 @@ class ChatRenderer:
         self._hf, self._warn_once = hf, warn_once
         self._parts_read: dict[tuple[str, str], bool] = {}
         """(template, role) -> whether the template reads the parts of such messages."""
+        self._parts_alone: dict[tuple[str, str], bool] = {}
+        """(template, role) -> whether it reads parts, and leaves out content that is a text."""
         self._written: dict[str, set[tuple[str, str]]] = {}
         """Template -> roles and keys of messages that are known to reach the text."""
 
@@ -71,6 +73,7 @@ class ChatRenderer:
             )
 
         shown = self._with_parts_as_read(template, messages, render)
+        shown = self._with_texts_as_parts(template, shown, render)
         try:
             shown, text = _render_messages(shown, render)
         except Exception as problem:  # a template is a program: it may raise anything
@@ -116,6 +119,21 @@ class ChatRenderer:
                 _remember(self._parts_read, (template, role), _reads_parts(_with_texts(shown), listed, render))
             if not self._parts_read[template, role]:
                 shown = [{**m, "content": text_of(m["content"])} if i in listed else m for i, m in enumerate(shown)]
+        return shown
+
+    def _with_texts_as_parts(self, template: str, messages: Messages, render: Render) -> Messages:
+        """Return messages whose texts are lists of one part, if the template leaves out plain texts of a role.
+
+        Templates of models with images do, such as SmolVLM's.
+        """
+        shown = messages
+        for role in dict.fromkeys(each["role"] for each in messages if isinstance(each["content"], str)):
+            listed = [i for i, each in enumerate(messages) if each["role"] == role and isinstance(each["content"], str)]
+            if (template, role) not in self._parts_alone:
+                is_unread = _try(render, shown) == _try(render, _reword_messages(shown, role))
+                _remember(self._parts_alone, (template, role), is_unread and _reads_parts(shown, listed, render))
+            if self._parts_alone[template, role]:
+                shown = [{**m, "content": _one_part(m["content"])} if i in listed else m for i, m in enumerate(shown)]
         return shown
 
     def _require_all_written(self, template: str, messages: Messages, render: Render, text: str) -> None:
@@ -209,6 +227,10 @@ def check_template(hf: PreTrainedTokenizerBase) -> None:
 def text_of(content: str | Sequence[dict[str, str]]) -> str:
     """Return content as one text, its parts joined by newlines."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _one_part(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _render_messages(messages: Messages, render: Render) -> tuple[Messages, str]:

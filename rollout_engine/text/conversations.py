@@ -169,7 +169,7 @@ def _text_of(part: Any, field: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         got, where = (part, field) if kind is None else (kind, f"{field}['type']")
-        hint = "Images, audio and files are not served."
+        hint = "Images, video, audio and files are not served yet."
         raise RequestError.for_field(where, got, "a text part, {'type': 'text', 'text': ...}", hint)
     if not isinstance(part.get("text"), str):
         raise RequestError.for_field(f"{field}['text']", part.get("text"), "a str")

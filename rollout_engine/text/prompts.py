@@ -39,9 +39,10 @@ PROMPT_KEYS = (*PROMPT_KINDS, *CHAT_KEYS, "add_special_tokens", "cache_salt", "l
 _POOLING_VERBS = ("encode", "reward")
 _PEERS = {
     "vLLM's": dict.fromkeys(
-        ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt"),
-        "a prompt is text or token ids",
-    ),
+        ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"),
+        "image, video and audio inputs are not served yet: a prompt is text or token ids",
+    )
+    | dict.fromkeys(("prompt_embeds", "encoder_prompt"), "a prompt is text or token ids"),
     "Hugging Face's": {
         "input_ids": "give prompt_token_ids, without padding",
         "attention_mask": "give prompt_token_ids without padding, and no mask",

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -17,6 +16,7 @@ from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.base.locations import find_directory
 from rollout_engine.text.chat_rendering import ChatRenderer, check_template
 from rollout_engine.text.long_texts import LONG_CHARS, LongTexts
+from rollout_engine.text.processor_template import processor_template
 from rollout_engine.text.shown_tools import first_unshown, refuse_unshown
 from rollout_engine.text.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
 
@@ -27,8 +27,6 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space in the tokens of SentencePiece."""
 
-_OLD_TEMPLATE = "chat_template.json"
-"""The file of a template that older releases of transformers wrote for processors, and tokenizers do not read."""
 _MAX_WARNINGS = 256
 """Different warnings that one tokenizer logs: requests of strangers bring names without end."""
 
@@ -79,8 +77,8 @@ class TextCodec:
         except Exception as problem:  # a broken file may raise anything
             raise _cannot_load(name, f"{type(problem).__name__}: {problem}".removesuffix(".")) from problem
         hf.name_or_path = name
-        if not hf.chat_template:
-            hf.chat_template = _read_old_template(directory)
+        if hf.chat_template is None:
+            hf.chat_template = processor_template(directory)
         if len(hf) <= len(hf.added_tokens_decoder):  # the loader returns an empty one if the files are missing
             raise _cannot_load(name, "it has no vocabulary; are its files (tokenizer.json) there?")
         return cls(hf)
@@ -254,23 +252,6 @@ def _backend(hf: PreTrainedTokenizerBase) -> Tokenizer | None:
         return None
     own = [vars(each) for each in type(hf).__mro__ if issubclass(each, PreTrainedTokenizerFast)][:-1]
     return None if any(name in each for each in own for name in ("encode", "_encode_plus")) else hf.backend_tokenizer
-
-
-class _OldTemplate(msgspec.Struct):
-    """The content of `_OLD_TEMPLATE`."""
-
-    chat_template: str
-
-
-def _read_old_template(directory: Path) -> str | None:
-    """The template of `_OLD_TEMPLATE`; None without one. Raises `ConfigError` for a file that is not valid."""
-    path = directory / _OLD_TEMPLATE
-    if not path.is_file():
-        return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_OldTemplate).chat_template
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{path} is not valid: {problem}.") from None
 
 
 def _cannot_load(name: str, reason: str) -> ConfigError:

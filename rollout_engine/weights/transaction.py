@@ -124,6 +124,10 @@ class WeightUpdater:
         used = {name for _, name in self.names.used(((name, name) for name in given), self.weights.metadata)}
         return [name for name in given if name not in used]
 
+    def own_names(self, names: Iterable[str]) -> list[str]:
+        """The model's names of the weights that checkpoints call `names`; names of nothing as they are."""
+        return [self.names.own(name, self.weights.metadata) for name in names]
+
     @property
     def num_live_bytes(self) -> int:
         """Bytes of the live weights, tied ones once, in whatever form they are held."""

@@ -105,7 +105,7 @@ class CompressedTensors(msgspec.Struct, frozen=True):
         is_packed = (group.format or self.format) == _PACKED
         if is_packed and weights.type == "float":
             raise parts.refused("its format is 'pack-quantized', and its type is float")
-        codes, shape = self._packed(parts, weights) if is_packed else self._plain(parts, weights)
+        codes, shape = self._unpack_codes(parts, weights) if is_packed else self._plain(parts, weights)
         block = weights.block(shape)
         count = ceil_div(shape[0], block[0]), ceil_div(shape[1], block[1])
         shapes: list[tuple[int, ...]] = [count, (), (1,)] if weights.scheme == "tensor" else [count]
@@ -153,7 +153,7 @@ class CompressedTensors(msgspec.Struct, frozen=True):
                 return found[0]
         raise parts.refused("config.json has no config_groups entry for it")
 
-    def _packed(self, parts: StoredParts, weights: _Weights) -> tuple[StoredTensor, tuple[int, int]]:
+    def _unpack_codes(self, parts: StoredParts, weights: _Weights) -> tuple[StoredTensor, tuple[int, int]]:
         """The packed codes, and the shape of the weight."""
         stored = parts.take(".weight_shape", ("I32", "I64"), [(2,)])
         rows, columns = (int(size) for size in stored.materialize())

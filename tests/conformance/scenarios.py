@@ -193,6 +193,11 @@ def get_missing_weights(engine):
 
 
 @scenario(names=[])
+def get_own_names(engine):
+    return call(engine, "get_own_names", names=["unknown", "norm.weight", "model.norm.weight"])
+
+
+@scenario(names=[])
 def get_unused_names(engine):
     return call(engine, "get_unused_names", names=["unknown", "rotary_emb.inv_freq", "model.norm.weight"])
 

@@ -44,7 +44,7 @@ def only_gguf(directory: Path) -> Path | None:
     return found[0]
 
 
-def described(path: Path) -> Path:
+def describe_gguf(path: Path) -> Path:
     """The directory that describes a GGUF file. Raises `ConfigError`, naming it, if it is damaged or not served."""
     path = path.resolve()
     try:

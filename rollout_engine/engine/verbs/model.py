@@ -246,6 +246,12 @@ def get_unused_names(driver: EngineDriver, names: list[str], *, timeout: float |
         return driver.executor.updater.list_unused(names)
 
 
+@VERBS.add(public=False)
+def get_own_names(driver: EngineDriver, names: list[str], *, timeout: float | None = None) -> list[str]:
+    """The model's names of the weights that checkpoints of it call `names`; names of nothing as they are."""
+    return driver.executor.updater.own_names(names)
+
+
 def _require_whole_weights(driver: EngineDriver, verb: str) -> None:
     """Raise, naming `verb`, if there are no weights to read, or an update is under way."""
     driver.core.lifecycle.require_weights(verb)

@@ -20,7 +20,9 @@ from rollout_engine.base.errors import RequestError, did_you_mean
 from rollout_engine.base.lora_request import LoRARequest
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.adapters.peft_format import LinearAdapter, naming_adapter, read_adapter
+from sync.checkpoint_names import CheckpointNames
 from sync.digests import tensor_bytes
+from sync.errors import ManifestMismatch
 
 _NOT_FINITE = "Check the trainer's last loss and gradients; values beyond the engine's dtype count as infinite, too."
 
@@ -118,8 +120,16 @@ class AdapterPool(ABC):
     block_rows: ClassVar[int]
     """Most rows of one adapter that the kernel computes together."""
 
-    def __init__(self, module: nn.Module, *, max_loras: int, max_rank: int) -> None:
-        self._module, self._max_loras, self._max_rank = module, max_loras, max_rank
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        max_loras: int,
+        max_rank: int,
+        names: CheckpointNames = CheckpointNames(),  # noqa: B008 (it is frozen)
+    ) -> None:
+        """`names`: the further names that an adapter may have for the linears of `module`."""
+        self._module, self._max_loras, self._max_rank, self._names = module, max_loras, max_rank, names
         self.dtype = next(module.parameters()).dtype
         self._tables: dict[int, Any] = {}
         """By the number of a group, those of groups with an adapter."""
@@ -135,7 +145,23 @@ class AdapterPool(ABC):
 
     def prepare_adapter(self, request: LoRARequest) -> PreparedAdapter:
         with naming_adapter(request):
-            return self.check_adapter(read_adapter(request))
+            return self.check_adapter(self.read_linears(request))
+
+    def read_linears(self, request: LoRARequest) -> dict[str, LinearAdapter]:
+        """The matrices of an adapter by the names of the module's linears, if it has such; others as they are.
+
+        Raises `RequestError` if it cannot be served.
+        """
+        linears = read_adapter(request)
+        try:
+            used = self._names.used(linears.items(), self._linears)
+        except ManifestMismatch as problem:
+            raise RequestError.for_field("tensors", str(problem), "one pair of matrices for each linear") from None
+        if not used:
+            bound = f"the name of a linear layer of {type(self._module).__name__}"
+            hint = "It adapts only parts that are not served: those of a composite for images, video or audio."
+            raise RequestError.for_field("target", next(iter(linears)), bound, hint)
+        return dict(used)
 
     def check_adapter(self, linears: Mapping[str, LinearAdapter]) -> PreparedAdapter:
         """Check the matrices of an adapter, and lay them out. Raises `RequestError`."""

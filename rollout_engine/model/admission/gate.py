@@ -18,6 +18,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.admission import gate_cache
 from rollout_engine.model.admission.self_check import check_numerics
+from rollout_engine.model.modules.composites import (
+    PartNames,
+    adopt_conversions,
+    build_whole,
+    part_names,
+    text_config_of,
+)
 from rollout_engine.model.modules.construct import construct
 from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
 from rollout_engine.model.modules.one_thread import one_thread
@@ -25,6 +32,22 @@ from rollout_engine.model.modules.one_thread import one_thread
 logger = logging.getLogger(__name__)
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def text_config_to_serve(config: PretrainedConfig, head: str | None = None) -> PretrainedConfig:
+    """The configuration of a composite's text model, which is served; that of any other model itself.
+
+    Raises `ConfigError` if the static rules refuse it; `head` as in `construct`.
+    """
+    try:
+        if (text_config := text_config_of(config)) is not config:
+            _check_static(config)
+            _check_static(text_config)
+            if head is not None:
+                raise Refusal("it classifies, and of a composite only a causal text model is served")
+        return text_config
+    except Refusal as reason:
+        raise _word_refusal(config, reason) from None
 
 
 def build_module(
@@ -45,22 +68,41 @@ def build_module(
         raise _word_refusal(config, reason) from None
 
 
-def admit(module: PreTrainedModel) -> list[LayerGeometry]:
+def names_of_parts(config: PretrainedConfig, module: PreTrainedModel) -> PartNames:
+    """How names begin in checkpoints of the composite of `config`, whose text model `module` is.
+
+    There are no such beginnings in any other model. Raises `ConfigError` for a composite that cannot be built.
+    """
+    if config.get_text_config() is config:
+        return PartNames([], [])
+    try:
+        return part_names(build_whole(config), module)
+    except Refusal as reason:
+        raise _word_refusal(config, reason) from None
+
+
+def admit(module: PreTrainedModel, whole: PretrainedConfig | None = None) -> list[LayerGeometry]:
     """Check `module`, whose weights may be uninitialised, and return the geometry of its layers.
+
+    `whole`: the configuration of the composite whose text model it is, if it is one: the composite must compute the
+    same from text alone.
 
     Results are cached on disk by architecture, configuration, library versions and our own sources, so the second load
     of an architecture costs a file read. Raises `ConfigError` with the reason of a refusal, which is not cached.
     """
-    key = gate_cache.key_of(module)
+    whole = None if whole is None or whole.get_text_config() is whole else whole
+    if whole is not None:
+        adopt_conversions(module, whole)
+    key = gate_cache.key_of(module, whole)
     if (known := gate_cache.read(key)) is not None:
         return known
     started = time.perf_counter()
     try:
         with one_thread():
             geometry = probe_geometry(module)
-            check_numerics(module, geometry)
+            check_numerics(module, geometry, whole)
     except Refusal as reason:
-        raise _word_refusal(module.config, reason) from None
+        raise _word_refusal(whole or module.config, reason) from None
     gate_cache.write(key, geometry)
     logger.info("%s passed the load-time gate in %.2f s.", type(module).__name__, time.perf_counter() - started)
     return geometry
@@ -69,9 +111,8 @@ def admit(module: PreTrainedModel) -> list[LayerGeometry]:
 def _check_static(config: PretrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise Refusal("it is an encoder-decoder")
-    if _is_composite(config):
-        raise Refusal("its text model is part of a larger one; use a checkpoint of the text model alone")
-    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+    is_bidirectional = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
+    if getattr(config, "is_causal", True) is False or is_bidirectional:
         raise Refusal("its attention is bidirectional")
     kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
     if kinds - _SERVED_LAYERS:
@@ -79,13 +120,6 @@ def _check_static(config: PretrainedConfig) -> None:
             f"it has layers of kind {', '.join(sorted(kinds - _SERVED_LAYERS))}, and only these are served: "
             f"{', '.join(sorted(_SERVED_LAYERS))}"
         )
-
-
-def _is_composite(config: PretrainedConfig) -> bool:
-    try:
-        return config.get_text_config() is not config
-    except ValueError:  # there are several text models
-        return True
 
 
 def _construct(

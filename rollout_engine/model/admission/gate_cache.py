@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rollout_engine.model.modules.geometry import LayerGeometry
 from sync.own_files import cache_directory
@@ -25,10 +25,15 @@ _PACKAGE = Path(__file__).parents[2]
 _IRRELEVANT = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures"}
 
 
-def key_of(module: PreTrainedModel) -> str:
-    """Digest of everything that the gate's result depends on; weights and dtype are not part of it."""
-    config = {name: value for name, value in module.config.to_dict().items() if name not in _IRRELEVANT}
-    facts = [type(module).__qualname__, repr(sorted(config.items())), torch.__version__, transformers.__version__]
+def key_of(module: PreTrainedModel, whole: PretrainedConfig | None = None) -> str:
+    """Digest of everything that the gate's result depends on; weights and dtype are not part of it.
+
+    `whole`: the configuration of the composite that `module` is a part of.
+    """
+    facts = [type(module).__qualname__, torch.__version__, transformers.__version__]
+    for each in (module.config, whole):
+        config = {} if each is None else each.to_dict()
+        facts.append(repr(sorted((name, value) for name, value in config.items() if name not in _IRRELEVANT)))
     facts += [torch.backends.cpu.get_cpu_capability(), _source_digest()]
     return hashlib.blake2b("\0".join(facts).encode(), digest_size=16).hexdigest()
 

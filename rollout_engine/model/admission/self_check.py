@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.composites import adopt_conversions, check_layouts, twin_with
 from rollout_engine.model.modules.construct import construct, initialize
 from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
 from rollout_engine.model.modules.layer_watch import layers_of
@@ -42,12 +43,15 @@ _VOCAB_SIZE = 128
 _INTERMEDIATE_SIZE = 96
 
 
-def check_numerics(module: PreTrainedModel, geometry: list[LayerGeometry]) -> None:
+def check_numerics(
+    module: PreTrainedModel, geometry: list[LayerGeometry], whole: PretrainedConfig | None = None
+) -> None:
     """Raise `Refusal` unless a small copy of `module`'s architecture computes the same logits both ways.
 
-    The weights of `module` do not matter.
+    `whole`: compare with the composite of this configuration, whose text model `module` is, in place of `module`'s own
+    forward. The weights of `module` do not matter.
     """
-    twins, starts = _small_twins(module, geometry), far_starts(module.config, _NUM_FAR)
+    twins, starts = _small_twins(module, geometry, whole), far_starts(module.config, _NUM_FAR)
     _check_far_geometry(twins[0], twins[2], starts)
     for place, compare in (("", _relative_error), (" at far positions", partial(_relative_far_error, starts=starts))):
         try:
@@ -70,9 +74,9 @@ def _check_far_geometry(engine: PreTrainedModel, near: list[LayerGeometry], star
 
 
 def _small_twins(
-    module: PreTrainedModel, geometry: list[LayerGeometry]
+    module: PreTrainedModel, geometry: list[LayerGeometry], whole: PretrainedConfig | None
 ) -> tuple[PreTrainedModel, PreTrainedModel, list[LayerGeometry]]:
-    """Small copies with equal weights: (with our attention, with eager attention, geometry)."""
+    """Small copies with equal weights: (with our attention, with eager attention and all of `whole`, geometry)."""
     problem: Exception | None = None
     for shrink in (_narrow_config, copy.copy):
         try:
@@ -80,17 +84,30 @@ def _small_twins(
             engine = construct(small, dtype=torch.float32, attention=ATTENTION_NAME)
             _spread_weights(engine)
             small_geometry = probe_geometry(engine)
-            reference = construct(small, dtype=torch.float32, attention="eager")
+            reference = _reference(small, engine, whole)
         except Exception as failure:  # foreign configurations may not allow any size
             problem = failure
             continue
         if [_kind(g) for g in small_geometry] == [_kind(g) for g in geometry[: len(small_geometry)]]:
-            reference.load_state_dict(engine.state_dict())
             fuse_projections(engine)
             return engine, reference, small_geometry
+    if isinstance(problem, Refusal):
+        raise problem
     raise Refusal(
         f"no small copy of it could be made to check its numbers ({problem or 'its layers changed with its size'})"
     )
+
+
+def _reference(small: PretrainedConfig, engine: PreTrainedModel, whole: PretrainedConfig | None) -> PreTrainedModel:
+    """A module with the weights of `engine` that computes as transformers does: all of a composite, if it is one."""
+    if whole is not None:
+        twin = twin_with(whole, engine)
+        adopt_conversions(engine, whole)
+        check_layouts(twin, engine)
+        return twin
+    reference = construct(small, dtype=torch.float32, attention="eager")
+    reference.load_state_dict(engine.state_dict())
+    return reference
 
 
 def _shorten_config(module: PreTrainedModel, geometry: list[LayerGeometry]) -> PretrainedConfig:

@@ -65,7 +65,8 @@ class CpuBackend(Backend):
             logger.info("The layers run as modules, more slowly: %s.", reason)
         self.adapters = None
         if self.is_deterministic:
-            self.adapters = CpuAdapterPool(loaded.module, max_loras=config.max_loras, max_rank=config.max_lora_rank)
+            sizes = {"max_loras": config.max_loras, "max_rank": config.max_lora_rank}
+            self.adapters = CpuAdapterPool(loaded.module, names=loaded.names, **sizes)
         model = CpuModel(
             loaded.module,
             loaded.geometry,

@@ -80,7 +80,7 @@ class CudaBackend(Backend):
         self.adapters: CudaAdapterPool | None = None
         if self._fused:
             sizes = {"max_loras": config.max_loras, "max_rank": config.max_lora_rank}
-            self.adapters = CudaAdapterPool(loaded.module, stream=stream, **sizes)
+            self.adapters = CudaAdapterPool(loaded.module, stream=stream, names=loaded.names, **sizes)
         model_len = config.max_model_len or loaded.max_model_len
         self.routing = routing_info(routers_of(loaded.module))
         self.num_blocks = self._num_blocks(model_len)

@@ -129,7 +129,7 @@ def read_gguf(path: Path) -> list[GgufWeight]:
         if tensor.name != ROPE_FACTORS:  # they are in the configuration
             stored = _Rows(files, tensor, gguf, _row_order(header, tensor))
             formats[stored.type.name] += 1
-            weights += _named(tensor, stored)
+            weights += _name_weights(tensor, stored)
     logger.info(
         "%s is dequantised once, as it is loaded, to float32 (gguf %s), and rounded to nearest for other dtypes: %s.",
         path,
@@ -176,7 +176,7 @@ def _row_order(header: GgufHeader, tensor: GgufTensor) -> NDArray[np.int64] | No
     return order.swapaxes(1, 2).reshape(-1)
 
 
-def _named(tensor: GgufTensor, stored: _Rows) -> Iterator[GgufWeight]:
+def _name_weights(tensor: GgufTensor, stored: _Rows) -> Iterator[GgufWeight]:
     """The weights in a tensor under Hugging Face's names; unknown names stay, to be refused."""
     match = _NAME.fullmatch(tensor.name)
     name = tensor.name

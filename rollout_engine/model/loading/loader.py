@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.locations import find_directory
-from rollout_engine.model.admission.gate import admit, build_module
+from rollout_engine.model.admission.gate import admit, build_module, names_of_parts, text_config_to_serve
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
@@ -47,6 +47,8 @@ _MOST_TIMES = 4
 """A module of more than this many times the stored values is refused before it has memory. Tied weights count twice."""
 _OF_OLD_RELEASES = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Stored by old versions of transformers; computed now."""
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+"""Ends of names in composites."""
 
 
 def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | None = None) -> LoadedModel:
@@ -61,12 +63,13 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     entries = read_entries(directory) if config.load_format == "auto" else []
     dtype = _resolve_dtype(config.dtype if state is None else state.dtype, hf_config, entries, device)
     head_kind = head_kind_of(hf_config)
+    text_config = _text_config(hf_config, head_kind, entries, state)
     _check_head_place(head_kind, device, seat)
-    check = _size_check(directory, hf_config, entries)
-    module = build_module(with_labels(hf_config), dtype, ATTENTION_NAME, head_kind, check)
+    check = _size_check(directory, text_config, entries)
+    module = build_module(text_config, dtype, ATTENTION_NAME, head_kind, check)
     limit = position_limit(module.config)
     _check_length(module.config, limit, config.max_model_len)
-    geometry = admit(module)
+    geometry = admit(module, hf_config)
     max_model_len = _served_length(limit, config.max_model_len)
     if device != _CPU and seat is None:
         place_on(module, device)
@@ -74,7 +77,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     if seat is None:
         fuse_projections(module)
     table = WeightTable.of(module)
-    names = _checkpoint_names(module)
+    names = _checkpoint_names(module, hf_config)
     cut, targets = None, table.views
     if is_dummy:
         initialize(module)
@@ -96,7 +99,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
         dtype=dtype,
         stored_dtype=_stored_dtype(hf_config, entries),
         geometry=geometry,
-        eos_token_ids=_read_eos_token_ids(directory, module.config),
+        eos_token_ids=_read_eos_token_ids(directory, hf_config, text_config),
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         targets=targets,
@@ -118,13 +121,14 @@ def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedMod
     if (head_kind := head_kind_of(hf_config)) is not None:
         raise ConfigError(f"{directory} has a head that classifies each {head_kind}: load a causal LM.")
     entries = read_entries(directory)
-    check = _size_check(directory, hf_config, entries)
-    module = build_module(hf_config, _resolve_dtype(dtype, hf_config, entries, device), "eager", check=check)
-    WeightTable.of(module).load(entries, _checkpoint_names(module))
+    text_config = _text_config(hf_config, None, entries, None)
+    check = _size_check(directory, text_config, entries)
+    module = build_module(text_config, _resolve_dtype(dtype, hf_config, entries, device), "eager", check=check)
+    WeightTable.of(module).load(entries, _checkpoint_names(module, hf_config))
     with as_config_errors():
         config_file.check()
     if os.path.lexists(directory / _GENERATION_FILE):
-        _read_eos_token_ids(directory, module.config)
+        _read_eos_token_ids(directory, hf_config, module.config)
         try:
             module.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
         except Exception as problem:  # transformers raises many kinds of errors here
@@ -167,6 +171,38 @@ def _with_parts(
     return cut._replace(whole=whole.views, parts=parts)
 
 
+def _text_config(
+    hf_config: PretrainedConfig, head_kind: HeadKind | None, entries: list[CheckpointTensor], state: ShardedState | None
+) -> PretrainedConfig:
+    """The configuration of the model that is served: of a composite its text model's."""
+    text_config = text_config_to_serve(with_labels(hf_config), head_kind)
+    if text_config is not hf_config:
+        text_config.tie_word_embeddings = _ties_head(hf_config, text_config, entries, state)
+    return text_config
+
+
+def _ties_head(
+    hf_config: PretrainedConfig,
+    text_config: PretrainedConfig,
+    entries: Iterable[CheckpointTensor],
+    state: ShardedState | None,
+) -> bool:
+    """Whether `from_pretrained` ties the head of a composite to its embedding.
+
+    The whole's configuration decides, whose default is often to tie them, unless the checkpoint has both and they
+    differ. A sharded state has tied weights once.
+    """
+    is_tied = bool(getattr(hf_config, "tie_word_embeddings", getattr(text_config, "tie_word_embeddings", False)))
+    if state is not None:
+        names = {spec.name for shard in state.shards for spec in shard.tensors}
+        return is_tied and not any(name.endswith(_HEAD) for name in names)
+    heads, embeddings = ([each for each in entries if each.name.endswith(end)] for end in (_HEAD, _EMBEDDING))
+    if is_tied and len(heads) == len(embeddings) == 1:
+        with as_config_errors():
+            is_tied = torch.equal(heads[0].materialize(), embeddings[0].materialize())
+    return is_tied
+
+
 def _check_head_place(head_kind: HeadKind | None, device: torch.device, seat: Seat | None) -> None:
     if head_kind is not None and device != _CPU:
         raise ConfigError(
@@ -198,8 +234,9 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
                 "such code is never run here. Use an architecture that transformers has built in."
             ) from None
         raise ConfigError(f"{path} is not a configuration transformers can read: {problem}") from None
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # weights are dequantised as they are read
+    for each in (config, getattr(config, "text_config", None)):
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config  # weights are dequantised as they are read
     names = config.architectures
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ConfigError(f"{path}: architectures={names!r:.80} is not a list of names.")
@@ -322,22 +359,26 @@ def _served_length(limit: int | None, asked: int | None) -> int:
     return asked
 
 
-def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig) -> list[int]:
+def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig, text_config: PretrainedConfig) -> list[int]:
     path = directory / _GENERATION_FILE
     found = None
     if os.path.lexists(path):
         with as_config_errors():
             found = _read_json(SnapshotFile(path)).get("eos_token_id")
     if found is None:
-        found = getattr(hf_config, "eos_token_id", None)
+        configs = (hf_config, text_config)
+        found = next((ids for each in configs if (ids := getattr(each, "eos_token_id", None)) is not None), None)
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(i) is int for i in ids):
         raise ConfigError(f"{path}: eos_token_id={found!r} is not allowed: must be a token id or a list of them.")
     return ids
 
 
-def _checkpoint_names(module: PreTrainedModel) -> CheckpointNames:
-    """The names that `from_pretrained` accepts for `module` and does not use, and the prefix that it adds."""
+def _checkpoint_names(module: PreTrainedModel, hf_config: PretrainedConfig) -> CheckpointNames:
+    """The names that `from_pretrained` accepts for `module` and does not use, and the prefix that it adds.
+
+    `hf_config`: that of the checkpoint, which may be a composite's whose text model `module` is.
+    """
     unused = [*_OF_OLD_RELEASES, *(module._keys_to_ignore_on_load_unexpected or ())]
     num_layers, num_drafting = (
         getattr(module.config, name, None) or 0 for name in ("num_hidden_layers", "num_nextn_predict_layers")
@@ -345,4 +386,5 @@ def _checkpoint_names(module: PreTrainedModel) -> CheckpointNames:
     if num_drafting:  # stored behind the model's own layers, as DeepSeek and GLM do
         numbers = "|".join(map(str, range(num_layers, num_layers + num_drafting)))
         unused.append(rf"(^|\.)layers\.({numbers})\.")
-    return CheckpointNames(module.base_model_prefix, sorted(unused))
+    parts = names_of_parts(hf_config, module)
+    return CheckpointNames(module.base_model_prefix, sorted(unused), parts.text, parts.others)

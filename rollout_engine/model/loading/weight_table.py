@@ -5,13 +5,14 @@ write a module under checkpoint names; run on index tensors instead of weights, 
 parameter each checkpoint name denotes. Loading and weight updates both write through these views.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import Transpose, WeightConverter, revert_weight_conversion
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.loading.checkpoint import as_config_errors
@@ -33,6 +34,8 @@ class WeightTable(NamedTuple):
     views: dict[str, Tensor]
     owners: dict[str, str]
     """The module's name of the parameter or buffer that a view is (part of); tied parameters have one owner."""
+    transposable: Mapping[str, tuple[int, int]] = {}
+    """By name, two dimensions of a view that a checkpoint may have the other way round: its shape decides."""
 
     @classmethod
     def of(cls, module: PreTrainedModel) -> "WeightTable":
@@ -47,7 +50,7 @@ class WeightTable(NamedTuple):
         for name, checkpoint_name, view in list(_checkpoint_views(module, views)):
             views[checkpoint_name] = view
             owners[checkpoint_name] = owners[name]
-        return cls(views, owners)
+        return cls(views, owners, dict(_transposable(module, stored)))
 
     def aliases(self) -> list[list[str]]:
         """Groups of two or more names that denote the same view: tied weights, or both namings of one weight."""
@@ -71,12 +74,13 @@ class WeightTable(NamedTuple):
         """
         with as_config_errors():
             wanted = names.used(((entry.name, entry) for entry in entries), self.views)
-        self._check(wanted)
+        views = self.views if parts else self.views | dict(self._transposed(wanted))
+        self._check(wanted, views)
         self._check_complete({name for name, _ in wanted})
         written: dict[tuple[object, ...], str] = {}
         with as_config_errors():
             for name, entry in wanted:
-                view = self.views[name]
+                view = views[name]
                 before = written.setdefault(_place(view), name)
                 part = Part(view, Region(0, view.numel())) if parts is None else parts[name]
                 if before == name:
@@ -89,9 +93,15 @@ class WeightTable(NamedTuple):
             for check in {entry.check for _, entry in wanted}:
                 check()
 
-    def _check(self, entries: list[tuple[str, CheckpointTensor]]) -> None:
+    def _transposed(self, entries: list[tuple[str, CheckpointTensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The views that a checkpoint has transposed, as it has them."""
+        for name, entry in entries:
+            if name in self.transposable and entry.shape != tuple(self.views[name].shape):
+                yield name, self.views[name].transpose(*self.transposable[name])
+
+    def _check(self, entries: list[tuple[str, CheckpointTensor]], views: Mapping[str, Tensor]) -> None:
         _refuse("not in the model", [f"{e.name} ({e.path.name})" for name, e in entries if name not in self.views])
-        known = [(e, self.views[name]) for name, e in entries]
+        known = [(e, views[name]) for name, e in entries]
         _refuse(
             "of another shape",
             [
@@ -116,6 +126,19 @@ class WeightTable(NamedTuple):
             given[self.owners[name]] = given.get(self.owners[name], 0) + self.views[name].numel()
         incomplete = {owner for owner in self.owners.values() if given.get(owner, 0) < self.views[owner].numel()}
         _refuse("missing", [name for name in self.views if self.owners[name] in incomplete and name not in names])
+
+
+def _transposable(module: PreTrainedModel, names: Iterable[str]) -> Iterable[tuple[str, tuple[int, int]]]:
+    """(name, dimensions) of tensors that transformers transposes as it loads them, if their shape is not the module's.
+
+    The hub's Qwen3-VL mixtures store their experts so.
+    """
+    conversions = getattr(module, "_weight_conversions", None) or []
+    for conversion in (each for each in conversions if isinstance(each, WeightConverter)):
+        for step in (each for each in conversion.operations if isinstance(each, Transpose) and each.check_dims):
+            for name in names:
+                if any(re.search(pattern, name) for pattern in conversion.target_patterns):
+                    yield name, (step.dim0, step.dim1)
 
 
 def _checkpoint_views(module: PreTrainedModel, views: dict[str, Tensor]) -> Iterable[tuple[str, str, Tensor]]:

@@ -112,6 +112,8 @@ def _packed(module: nn.Module, query: Tensor, key: Tensor, position_ids: Tensor 
             f"{type(module).__name__} does not hand position_ids to attention, so packed rows would see one another. "
             "Give this model one sequence a row."
         )
+    if position_ids is not None and position_ids.dim() == 3:  # of three axes of images, equal for text
+        position_ids = position_ids[0]
     return packed_sequences(position_ids, batch, length)
 
 

@@ -15,6 +15,8 @@ from transformers import (
 )
 from transformers.core_model_loading import build_glob_alternation
 
+from rollout_engine.model.modules.text_head import text_model_with_head
+
 _KINDS = {
     None: AutoModelForCausalLM,
     "sequence": AutoModelForSequenceClassification,
@@ -37,26 +39,33 @@ def construct(
     registered attention function. `check` is called with the module before its parameters have memory, and may raise.
     `config` is not changed; the module has its own copy.
     """
+    own = None if head is not None else text_model_with_head(config)
     with torch.device("meta"):
-        module: PreTrainedModel = _KINDS[head].from_config(
+        module: PreTrainedModel = (own._from_config if own is not None else _KINDS[head].from_config)(
             copy.deepcopy(config),
             dtype=dtype,
             attn_implementation=attention,
             experts_implementation="eager",
-            trust_remote_code=False,
+            **({} if own is not None else {"trust_remote_code": False}),
         )
     check(module)
     _apply_dtype_plan(module, dtype)
-    module.to_empty(device="cpu")
+    give_memory(module, module)
     module.tie_weights()
-    with torch.no_grad():
-        for buffer in filter(torch.is_floating_point, module.buffers()):
-            buffer.fill_(torch.nan)  # the self-check finds buffers that nothing computes
-        for child in module.modules():
-            if next(child.buffers(recurse=False), None) is not None:  # rotary frequencies, which no checkpoint has
-                module._init_weights(child)
     module.eval().requires_grad_(False)
     return module
+
+
+@torch.no_grad()
+def give_memory(owner: PreTrainedModel, *parts: nn.Module) -> None:
+    """Give parts of `owner` uninitialised memory on the CPU, and compute their buffers."""
+    for part in parts:
+        part.to_empty(device="cpu")
+        for buffer in filter(torch.is_floating_point, part.buffers()):
+            buffer.fill_(torch.nan)  # the self-check finds buffers that nothing computes
+        for child in part.modules():
+            if next(child.buffers(recurse=False), None) is not None:  # rotary frequencies, which no checkpoint has
+                owner._init_weights(child)
 
 
 def _apply_dtype_plan(module: PreTrainedModel, dtype: torch.dtype) -> None:

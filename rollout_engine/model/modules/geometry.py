@@ -19,8 +19,8 @@ _PROBE_NAME = "rollout_engine_probe"
 _NUM_TOKENS = 6
 _FAR = 1 << 20
 """A position beyond any limit that a mask may have without naming it."""
-HARMLESS_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
-"""Tensors that modules pass to attention and that follow from positions."""
+HARMLESS_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "logits_to_keep"}
+"""Tensors that modules pass to attention and that follow from positions, or choose the rows of a head."""
 
 
 class LayerGeometry(msgspec.Struct, frozen=True):

@@ -67,7 +67,7 @@ class RotaryTable:
 
 def refuse_long_batches(model: PreTrainedModel) -> None:
     """Make a Hugging Face causal LM raise `ValueError` for batches longer than `rotary_limit`, in place."""
-    limit = rotary_limit(model.config)
+    limit = rotary_limit(model.config.get_text_config())
     if limit is None:
         return
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
+from rollout_engine.model.modules.composites import text_parts
 from rollout_engine.model.modules.heads import trunk_of
 from rollout_engine.model.packing.linear_groups import without_products
 
@@ -53,10 +54,11 @@ def unproven_parts(replaced: type | UnionType, module: nn.Module) -> list[str]:
     them, such as GPT-2's own linears.
     """
     found = []
-    for path, child in module.named_modules():
-        if not isinstance(child, replaced | nn.Embedding):
-            own = child.named_parameters(recurse=False)
-            found += [f"{path}.{name}" for name, parameter in own if parameter.dim() > 1]
+    for part in text_parts(module):
+        for path, child in part.named_modules():
+            if not isinstance(child, replaced | nn.Embedding):
+                own = child.named_parameters(recurse=False)
+                found += [f"{path}.{name}" for name, parameter in own if parameter.dim() > 1]
     return found or unproven_operations(module)
 
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.model.modules.composites import is_composite
+from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
 from rollout_engine.model.modules.packed_rows import (
     expect_packed_rows,
     positions_from,
@@ -25,6 +27,8 @@ from rollout_engine.model.modules.packed_rows import (
 )
 
 logger = logging.getLogger("rollout_engine")
+_TEXT_INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "labels", "past_key_values"} | HARMLESS_TENSORS
+"""Inputs of a composite that are of its text."""
 _state = threading.local()
 _said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
@@ -67,7 +71,8 @@ def _before(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     parameter = next(decoder.parameters())
     refuse_moved(parameter.device, decoder._exact_device_type)
     _refuse_autocast(parameter)
-    given = kwargs if not args else inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
+    given = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs if args else kwargs
+    _refuse_other_inputs(decoder, given)
     _check_rows(given)
     if adapted := _live_adapter(decoder):
         warn_once(
@@ -117,6 +122,21 @@ def _refuse_autocast(parameter: Tensor) -> None:
             "and load the model in the engine's dtype, such as from_pretrained(..., dtype=torch.bfloat16); keep "
             "float32 masters in the optimizer if you need them."
         )
+
+
+def _refuse_other_inputs(decoder: nn.Module, given: dict[str, Any]) -> None:
+    """Raise `ValueError` if a composite is given more than text."""
+    if not is_composite(decoder):
+        return
+    for name, value in given.items():
+        settings = value if isinstance(value, list | tuple) else [value]
+        is_of_text = name in _TEXT_INPUTS or all(isinstance(each, int | float | str | None) for each in settings)
+        marks_none = "token_type_ids" in name and isinstance(value, Tensor) and not value.any()
+        if not (is_of_text or marks_none):
+            raise ValueError(
+                f"An exact {type(decoder).__name__} computes text alone, and was given {name}: image, video and audio "
+                "inputs are not served yet. Leave them out, or train on them with a model that is not exact."
+            )
 
 
 def _check_rows(given: dict[str, Any]) -> None:

@@ -235,6 +235,8 @@ def test_a_part_is_committed_alone_only_where_that_is_asked_for(client, other_we
     assert whole["weight_version"] == "4"
     rows = client.post("/get_weights_by_name", {"name": name, "truncate_size": 2})
     assert rows == other_weights[name][:2].tolist()
+    without_prefix = client.post("/get_weights_by_name", {"name": name.removeprefix("model."), "truncate_size": 2})
+    assert without_prefix == rows
 
 
 def test_a_weight_of_which_no_rank_has_a_whole_row_is_not_shown_as_one():

@@ -152,6 +152,20 @@ def test_parts_are_read_as_transformers_renders_them(inputs):
     )
 
 
+PARTS_ALONE = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content if part.type == 'text' %}{{ part.text }}"
+    "{% endfor %};{% endfor %}"
+)
+
+
+def test_texts_are_parts_for_a_template_that_reads_nothing_else(inputs):
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    for _ in range(2):
+        assert rendered(inputs, PARTS_ALONE, *asked) == "<user>a;<assistant>b;<user>c;"
+    listed = [{"role": "user", "content": [dict(part) for part in TWO_PARTS]}, *asked[1:]]
+    assert rendered(inputs, PARTS_ALONE, *listed) == "<user>ab;<assistant>b;<user>c;"
+
+
 @pytest.mark.parametrize(
     "template, arguments, written",
     [
@@ -251,7 +265,7 @@ def test_messages_that_a_template_writes_in_other_words_are_taken(inputs):
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
             "messages[0]['content'][1]['type']",
-            "'image_url' is not allowed: must be a text part.*Images, audio and files are not served",
+            "'image_url' is not allowed: must be a text part.*Images, video, audio and files are not served yet",
         ),
         ([{"role": "user", "content": [{"text": "a"}]}], "messages[0]['content'][0]", "a text part"),
         ([{"role": "user", "content": ["a"]}], "messages[0]['content'][0]", "a text part"),

@@ -141,5 +141,5 @@ def test_a_template_that_old_releases_wrote_for_processors_is_read(tmp_path):
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     assert TextCodec.from_pretrained(str(tmp_path)).hf.chat_template == template
     (tmp_path / "chat_template.json").write_text('{"chat_template": 3}')
-    with pytest.raises(ConfigError, match=r"chat_template\.json is not valid: Expected `str`"):
+    with pytest.raises(ConfigError, match=r"chat_template\.json: chat_template=3 is not valid"):
         TextCodec.from_pretrained(str(tmp_path))
