@@ -42,7 +42,7 @@ def find_directory(name: str, *, weights: bool, field: str = "model") -> Path:
         gguf = only_gguf(path)
         return path if gguf is None else describe_gguf(gguf)
     if path.exists():
-        return described(path)
+        return describe_gguf(path)
     wanted = DESCRIPTION_FILES + (WEIGHT_FILES if weights else [])
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))

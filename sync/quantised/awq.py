@@ -65,5 +65,5 @@ def dequantise(codes: Tensor, zeros: Tensor, scales: Tensor, group_size: int) ->
 
 def _in_order(words: Tensor) -> Tensor:
     """int32 [N, O / 8] -> uint8 [N, O]: the columns of each word in their own order."""
-    columns: Tensor = unpack(words, 4, words.shape[1] * 8).unflatten(-1, (-1, 8))[..., _PLACES].flatten(-2)
-    return columns
+    columns = unpack(words, 4, words.shape[1] * 8)
+    return columns.view(*words.shape, 8)[..., _PLACES].flatten(-2)

@@ -104,7 +104,7 @@ class CompressedTensors(msgspec.Struct, frozen=True):
         assert weights is not None, "only groups with weights are looked for"
         is_packed = (group.format or self.format) == _PACKED
         if is_packed and weights.type == "float":
-            raise parts.refused("its format is 'pack-quantized', and its type is float")
+            raise parts.refusal("its format is 'pack-quantized', and its type is float")
         codes, shape = self._unpack_codes(parts, weights) if is_packed else self._plain(parts, weights)
         block = weights.block(shape)
         count = ceil_div(shape[0], block[0]), ceil_div(shape[1], block[1])
@@ -116,7 +116,7 @@ class CompressedTensors(msgspec.Struct, frozen=True):
         if ".weight_g_idx" in parts:
             others.append(parts.take(".weight_g_idx", ("I32", "I64"), [(shape[1],)]))
             if weights.scheme != "group":
-                raise parts.refused("it has a weight_g_idx, and its strategy is not 'group'")
+                raise parts.refusal("it has a weight_g_idx, and its strategy is not 'group'")
         kinds = [tensor.name.rpartition(".")[2] for tensor in others]
 
         def compute(codes: Tensor, scales: Tensor, *others: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class CompressedTensors(msgspec.Struct, frozen=True):
             if zeros is not None and zeros.dtype == torch.int32:
                 zeros = unpack(zeros.t(), weights.num_bits, shape[0]).t().short() - 2 ** (weights.num_bits - 1)
             if zeros is not None and weights.symmetric and bool(zeros.any()):
-                raise parts.refused("its zero points are not zero, though config.json has symmetric true")
+                raise parts.refusal("its zero points are not zero, though config.json has symmetric true")
             if is_packed:
                 codes = unpack(codes, weights.num_bits, shape[1]).short() - 2 ** (weights.num_bits - 1)
             if groups is not None and not bool((groups == -1).all()):
@@ -148,17 +148,17 @@ class CompressedTensors(msgspec.Struct, frozen=True):
         ):
             found = [group for group in groups if any(map(is_named, group.targets))]
             if any((group.weights, group.format) != (found[0].weights, found[0].format) for group in found[1:]):
-                raise parts.refused("config.json has several config_groups for it, with different settings")
+                raise parts.refusal("config.json has several config_groups for it, with different settings")
             if found:
                 return found[0]
-        raise parts.refused("config.json has no config_groups entry for it")
+        raise parts.refusal("config.json has no config_groups entry for it")
 
     def _unpack_codes(self, parts: StoredParts, weights: _Weights) -> tuple[StoredTensor, tuple[int, int]]:
         """The packed codes, and the shape of the weight."""
         stored = parts.take(".weight_shape", ("I32", "I64"), [(2,)])
         rows, columns = (int(size) for size in stored.materialize())
         if min(rows, columns) < 0 or max(rows, columns) >= 2**31:
-            raise parts.refused(f"'{stored.name}' holds {[rows, columns]}", stored)
+            raise parts.refusal(f"'{stored.name}' holds {[rows, columns]}", stored)
         packed = parts.take(".weight_packed", ("I32",), [(rows, ceil_div(columns * weights.num_bits, 32))])
         return packed, (rows, columns)
 
@@ -191,7 +191,7 @@ def _matches(pattern: str, module: str) -> bool:
 
 def _check_groups(parts: StoredParts, groups: Tensor, num_groups: int) -> None:
     if not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
-        raise parts.refused(f"weight_g_idx names groups beyond the {num_groups} that there are")
+        raise parts.refusal(f"weight_g_idx names groups beyond the {num_groups} that there are")
 
 
 def dequantise(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int]) -> Tensor:

@@ -41,7 +41,7 @@ class Fp8(msgspec.Struct, frozen=True):
         weight = parts.take("", ("F8_E4M3",))
         shape = weight.shape
         if len(shape) < 2:
-            raise parts.refused(f"'{weight.name}' is {list(shape)}: expected a matrix", weight)
+            raise parts.refusal(f"'{weight.name}' is {list(shape)}: expected a matrix", weight)
         scale_name = "_scale_inv" if "_scale_inv" in parts else ".weight_scale"
         block = self.weight_block_size or (1, shape[-1])
         shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (shape[-2], 1)]

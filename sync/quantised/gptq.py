@@ -69,7 +69,7 @@ class Gptq(msgspec.Struct, frozen=True):
             groups = in_order if groups is None else groups.long()
             self._check_groups(parts, groups, num_groups, in_order)
             if self.zero_offset and bool((unpack(zeros, self.bits, num_out) == 2**self.bits - 1).any()):
-                raise parts.refused(
+                raise parts.refusal(
                     f"a stored zero point is {2**self.bits - 1}: in format 'gptq' readers take it for 0, for "
                     f"{2**self.bits}, or carry into the next one. Convert the checkpoint to checkpoint_format 'gptq_v2'"
                 )
@@ -80,9 +80,9 @@ class Gptq(msgspec.Struct, frozen=True):
     def _check_groups(self, parts: StoredParts, groups: Tensor, num_groups: int, in_order: Tensor) -> None:
         """Raise unless every input has one of the groups, and they are in order if desc_act is false."""
         if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
-            raise parts.refused(f"g_idx names groups beyond the {num_groups} that there are")
+            raise parts.refusal(f"g_idx names groups beyond the {num_groups} that there are")
         if self.desc_act is False and not torch.equal(groups, in_order):
-            raise parts.refused("config.json has desc_act false, and its g_idx does not have the inputs in order")
+            raise parts.refusal("config.json has desc_act false, and its g_idx does not have the inputs in order")
 
 
 def dequantise(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, bits: int, zero_offset: int) -> Tensor:

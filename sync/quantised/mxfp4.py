@@ -30,7 +30,7 @@ class Mxfp4(msgspec.Struct, frozen=True):
         blocks = parts.take("_blocks", ("U8",), num_dims=4)
         num_experts, rows, groups, width = blocks.shape
         if width * 2 != _BLOCK:
-            raise parts.refused(f"'{blocks.name}' has {width} bytes for each block, expected {_BLOCK // 2}", blocks)
+            raise parts.refusal(f"'{blocks.name}' has {width} bytes for each block, expected {_BLOCK // 2}", blocks)
         scales = parts.take("_scales", ("U8",), [(num_experts, rows, groups)])
         return Recipe((num_experts, groups * _BLOCK, rows), [blocks, scales], dequantise)
 

@@ -25,8 +25,8 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     word, offset = first // 32, first % 32
     unsigned = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, 1))
     pairs = unsigned[..., word] | (unsigned[..., word + 1] << 32)
-    unpacked: Tensor = ((pairs >> offset) & (2**bits - 1)).to(torch.uint8)
-    return unpacked
+    codes: Tensor = (pairs >> offset) & (2**bits - 1)
+    return codes.to(torch.uint8)
 
 
 def spread(values: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Tensor:

@@ -64,25 +64,25 @@ class StoredParts:
         tensor = self._tensors.get(ending)
         if tensor is None:
             have = ", ".join(sorted(part.name for part in self._tensors.values()))
-            raise self.refused(f"the tensor '...{ending}' of this weight is missing; there are {have}")
+            raise self.refusal(f"the tensor '...{ending}' of this weight is missing; there are {have}")
         self._taken.add(ending)
         if tensor.stored_dtype not in dtypes:
-            raise self.refused(
+            raise self.refusal(
                 f"'{tensor.name}' is expected to be {' or '.join(dtypes)}, and is {tensor.stored_dtype}", tensor
             )
         if shapes and tensor.shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-            raise self.refused(f"'{tensor.name}' is expected to be {wanted}, and is {list(tensor.shape)}", tensor)
+            raise self.refusal(f"'{tensor.name}' is expected to be {wanted}, and is {list(tensor.shape)}", tensor)
         if num_dims and len(tensor.shape) != num_dims:
-            raise self.refused(f"'{tensor.name}' is {list(tensor.shape)}, not of {num_dims} dimensions", tensor)
+            raise self.refusal(f"'{tensor.name}' is {list(tensor.shape)}, not of {num_dims} dimensions", tensor)
         return tensor
 
     def check_all_taken(self) -> None:
         """Raise `ManifestMismatch` if there are tensors that the format does not use."""
         if extra := [tensor for ending, tensor in self._tensors.items() if ending not in self._taken]:
-            raise self.refused(f"'{extra[0].name}' is not a part of a weight of this format", extra[0])
+            raise self.refusal(f"'{extra[0].name}' is not a part of a weight of this format", extra[0])
 
-    def refused(self, why: str, tensor: StoredTensor | None = None) -> ManifestMismatch:
+    def refusal(self, why: str, tensor: StoredTensor | None = None) -> ManifestMismatch:
         """An error about this weight."""
         path = self.path if tensor is None else tensor.path
         return ManifestMismatch(f"{path}: the quantised weight '{self.name}' cannot be read: {why}.")
