@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollout_engine.base.errors import ConfigError
 
 _FILES = ("chat_template.json", "processor_config.json")
@@ -24,11 +26,10 @@ def processor_template(directory: Path) -> str | dict[str, str] | None:
         template = found.get("chat_template") if isinstance(found, dict) else None
         if isinstance(template, list) and all(isinstance(each, dict) for each in template):
             template = {str(each.get("name")): each.get("template") for each in template}
-        texts = template.values() if isinstance(template, dict) else [template]
-        if template is not None and not all(isinstance(text, str) for text in texts):
-            raise ConfigError(
-                f"{path}: chat_template={template!r:.80} is not valid: expected a text, or texts by name."
-            )
-        if template:
-            return template
+        if template is None:
+            continue
+        try:
+            return msgspec.convert(template, str | dict[str, str])
+        except msgspec.ValidationError as problem:
+            raise ConfigError(f"{path}: chat_template={template!r:.60} is not valid: {problem}.") from None
     return None

@@ -69,22 +69,25 @@ class ByteStream:
             if len(tail) >= _MAX_UNFINISHED or tail[-1:] < b"\x80" and tail:
                 break
         self._utf8.decode(tail)
-        self._continues_character = bool(self._utf8.getstate()[0])
-        """Whether the prompt ends inside a character and nothing has been returned yet."""
+        self._unfinished_text = self._utf8.getstate()[0].decode(errors="replace")
+        """U+FFFD for the character that the prompt leaves unfinished, until something is returned. Two of them for the
+        first two bytes of a surrogate, which Python's decoder holds back as well."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         table = self._token_bytes
         text = self._utf8.decode(b"".join([table[token_id] for token_id in token_ids]))
-        return self._without_prompts_character(text) if self._continues_character else text
+        return self._without_prompts_character(text) if self._unfinished_text else text
 
     def flush(self) -> str:
         text = self._utf8.decode(b"", final=True)
-        return self._without_prompts_character(text) if self._continues_character else text
+        return self._without_prompts_character(text) if self._unfinished_text else text
 
     def _without_prompts_character(self, text: str) -> str:
         """Return the first text without the U+FFFD that stands for the prompt's unfinished character."""
-        self._continues_character = not text
-        return text.removeprefix(REPLACEMENT)
+        unfinished = self._unfinished_text
+        if text:
+            self._unfinished_text = ""
+        return text.removeprefix(unfinished)
 
 
 class WindowStream:

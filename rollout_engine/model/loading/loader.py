@@ -235,7 +235,7 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
             ) from None
         raise ConfigError(f"{path} is not a configuration transformers can read: {problem}") from None
     for each in (config, getattr(config, "text_config", None)):
-        if hasattr(each, "quantization_config"):
+        if each is not None and hasattr(each, "quantization_config"):
             del each.quantization_config  # weights are dequantised as they are read
     names = config.architectures
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):

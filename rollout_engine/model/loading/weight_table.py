@@ -74,7 +74,7 @@ class WeightTable(NamedTuple):
         """
         with as_config_errors():
             wanted = names.used(((entry.name, entry) for entry in entries), self.views)
-        views = self.views if parts else self.views | dict(self._transposed(wanted))
+        views = self.views if parts else self.views | dict(self._transpose_views(wanted))
         self._check(wanted, views)
         self._check_complete({name for name, _ in wanted})
         written: dict[tuple[object, ...], str] = {}
@@ -93,7 +93,7 @@ class WeightTable(NamedTuple):
             for check in {entry.check for _, entry in wanted}:
                 check()
 
-    def _transposed(self, entries: list[tuple[str, CheckpointTensor]]) -> Iterable[tuple[str, Tensor]]:
+    def _transpose_views(self, entries: list[tuple[str, CheckpointTensor]]) -> Iterable[tuple[str, Tensor]]:
         """The views that a checkpoint has transposed, as it has them."""
         for name, entry in entries:
             if name in self.transposable and entry.shape != tuple(self.views[name].shape):

@@ -127,6 +127,14 @@ def test_a_completion_is_what_follows_the_prompt_where_characters_are_spelt(kind
         assert streamed == whole[len(decode(codec, prompt[:-cut], skip)) :]
 
 
+def test_two_bytes_of_a_surrogate_that_end_a_prompt_are_not_said_by_the_completion():
+    codec = CODECS["byte level"]
+    prompt = codec.hf.convert_tokens_to_ids(["í", "¡"])  # the bytes ED A1
+    for completion in ([], codec.hf.convert_tokens_to_ids(["a"]), codec.hf.convert_tokens_to_ids(["¿", "a"])):
+        whole, before = (decode(codec, ids, False) for ids in (prompt + completion, prompt))
+        assert stream_text(codec, prompt, completion) == whole[len(before) :]
+
+
 @pytest.mark.parametrize("kind", ["byte level", "word pieces"])
 @given(data=st.data(), skip=st.booleans(), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 @settings(max_examples=150)
