@@ -19,9 +19,9 @@ _NUM_EXPERTS, _TOP_K, _HIDDEN, _INTERMEDIATE = 6, 3, 8, 5
 _COLUMNS = 16
 """Inputs of routers in trials."""
 _MOST_EXPERTS = 1024
-"""So many different logits are exact in bfloat16."""
+"""Number of different logits of a trial that are exact in bfloat16."""
 _TINY = 1e-20
-"""Added to sums by DeepSeek-V3's code and what follows it."""
+"""Added to sums of weights by DeepSeek-V3's code and by its descendants."""
 _NO_HOOKS: dict[str, Any] = {"_forward_pre_hooks": {}, "_forward_hooks": {}}
 """Hooks of trial copies: replays and ranks hook modules, which is not part of their formulas."""
 
@@ -194,7 +194,7 @@ class _RouterTrial(NamedTuple):
         return None
 
     def _with_floor(self, routing: Routing, numbers: list[float]) -> Routing | None:
-        """`routing` with what keeps a sum of very small scores from dividing; None if it is unknown.
+        """`routing` with the numbers that keep a very small sum of scores from dividing; None if they are unknown.
 
         Chosen are the first experts, with scores of e^-64 or less, because of their bias, or because all are alike.
         """
