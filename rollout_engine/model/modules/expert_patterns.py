@@ -185,7 +185,7 @@ class _RouterTrial(NamedTuple):
 
     def weighted(self, routing: Routing, found: _Routed) -> Routing | None:
         """`routing` with the weights that were found; None if there is no such formula."""
-        numbers = sorted({value for value in vars(self.child).values() if type(value) is float and value > 0})
+        numbers = sorted({float(each) for each in vars(self.child).values() if type(each) in (int, float) and each > 0})
         rounded = found.weights.dtype == self.dtype
         for normalised, scaling in itertools.product((True, False), (1.0, *numbers)):
             tried = routing._replace(normalised=normalised, rounded=rounded, scaling=scaling)

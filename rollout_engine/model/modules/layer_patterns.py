@@ -300,7 +300,7 @@ def _run_mixture(forward: Forward, parts: MixtureParts, given: list[object]) -> 
             return rows, weights, chosen
 
         def mix(rows: Tensor, index: Tensor, by: Tensor, x: Tensor = x) -> Tensor:
-            require(index is chosen and by is weights, "changes what its router chose")
+            require(index is chosen and by is weights, "changes the choice of its router")
             require_same(rows, x[0], "gives its experts other rows than its own")
             return rows.flip(1) * 1.25
 

@@ -36,7 +36,7 @@ def routing_info(routers: Sequence[nn.Module]) -> RoutingInfo | None:
 def call_router(child: nn.Module) -> Any:
     """The result of the forward, without hooks, for two tokens of zeros; None if `child` cannot be called as a router.
 
-    In addition to the tokens, [2, H] or [1, 2, H], a forward may read one more tensor [E]: the bias with which it chooses.
+    A forward may read one more tensor than tokens [2, H] or [1, 2, H]: the bias [E] with which it chooses.
     """
     weight = _matrix_of(child)
     if weight is None:
