@@ -46,7 +46,7 @@ def swap_own_router(module: nn.Module) -> None:
     """
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 2:  # its product is a linear of its own
-        module.__class__ = _with_own_forward(type(module))
+        swap_calls(module)
         return
     group = LinearGroup([OwnWeight(module)])  # type: ignore[list-item]  # has all that groups read
     for group.float32_out in (False, True) if gemm.supports(weight.dtype) else (False,):
@@ -54,7 +54,7 @@ def swap_own_router(module: nn.Module) -> None:
         with calls:
             call_router(module)
         if calls.num_products == 1:
-            module.__class__ = _with_own_forward(type(module))
+            swap_calls(module)
             module._groups = [group]  # type: ignore[assignment]
             return
 
@@ -65,9 +65,10 @@ def names_a_gate(module: nn.Module) -> bool:
     return not _GATES.isdisjoint(getattr(getattr(forward, "__code__", None), "co_names", ()))
 
 
-def swap_gated(module: nn.Module) -> None:
-    """Give a module that `names_a_gate` row-invariant calls, in place."""
-    module.__class__ = _with_own_forward(type(module))
+def swap_calls(module: nn.Module) -> None:
+    """Give the forward of a module row-invariant calls, in place."""
+    kind: Any = type(module)  # mypy does not see that classes can be hashed
+    module.__class__ = _with_own_forward(kind)
 
 
 class OwnWeight:

@@ -21,7 +21,7 @@ from rollout_engine.model.cpu.experts import (
     swap_experts,
     swap_router,
 )
-from rollout_engine.model.cpu.own_forwards import OwnForward, names_a_gate, swap_gated, swap_own_router
+from rollout_engine.model.cpu.own_forwards import OwnForward, names_a_gate, swap_calls, swap_own_router
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.expert_patterns import are_gated_experts, router_pattern
 from rollout_engine.model.modules.module_patterns import (
@@ -60,7 +60,7 @@ def make_row_invariant(module: nn.Module) -> None:
             swap_own_router(router)
     for child in list(module.modules()):
         if names_a_gate(child) and not isinstance(child, OwnForward):
-            swap_gated(child)
+            swap_calls(child)
     swap_linears(module)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
