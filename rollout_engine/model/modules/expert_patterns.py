@@ -132,7 +132,8 @@ class _RouterTrial(NamedTuple):
         shapes = [(len(x), self.num_experts), *[(len(x), self.top_k)] * 2]
         if not isinstance(found, tuple) or [getattr(each, "shape", None) for each in found] != shapes:
             return None
-        return _Routed.of(*found, bias if self.has_bias else torch.zeros(self.num_experts))
+        logits, weights, experts = found
+        return _Routed.of(logits, weights, experts, bias if self.has_bias else torch.zeros(self.num_experts))
 
     def distinct(self) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs, weights and bias for which the logits of a token are different numbers, exact in any dtype."""
