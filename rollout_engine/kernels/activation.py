@@ -1,7 +1,7 @@
-"""SiLU and GELU whose every element is the same bits wherever it lies in the tensor.
+"""SiLU, GELU, sigmoid and softplus whose every element is the same bits wherever it lies in the tensor.
 
-`torch.nn.functional.silu` and `gelu` compute the last few elements of a tensor (or of a thread's share) with another
-`exp` than the rest; in float32 the two differ in the last bit. The C++ kernel has no such seam, nor has the eager twin:
+torch's functions compute the last few elements of a tensor (or of a thread's share) with another `exp` than the rest;
+in float32 the two differ in the last bit. The C++ kernel has no such seam, nor has the eager twin:
 `torch.exp` on contiguous float32.
 """
 
@@ -18,6 +18,8 @@ GatedKernel = Callable[[Tensor, Tensor], Tensor]
 
 _SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 _CUBE = 0.044715
+_LINEAR = 20.0
+"""Above it softplus is the identity, as in torch."""
 
 
 def silu(x: Tensor) -> Tensor:
@@ -26,6 +28,22 @@ def silu(x: Tensor) -> Tensor:
         out: Tensor = _Elementwise.apply(x, _silu, torch.ops.aten.silu_backward)
         return out
     return _silu(x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), computed in float32 and rounded once to `x.dtype`; any shape and strides."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        out: Tensor = _Elementwise.apply(x, _sigmoid, _sigmoid_backward)
+        return out
+    return _sigmoid(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), and x itself above 20, in float32, rounded once to `x.dtype`; any shape and strides."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        out: Tensor = _Elementwise.apply(x, _softplus, _softplus_backward)
+        return out
+    return _softplus(x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -58,6 +76,17 @@ def _silu(x: Tensor) -> Tensor:
     return x32.div(torch.neg(x32).exp_().add_(1.0)).to(x.dtype)
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    if rows.supports(x):
+        return rows.sigmoid(x)
+    return torch.neg(_contiguous_float32(x)).exp_().add_(1.0).reciprocal().to(x.dtype)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    x32 = _contiguous_float32(x)
+    return torch.where(x32 > _LINEAR, x32, torch.log1p(torch.exp(x32))).to(x.dtype)
+
+
 def _gelu(x: Tensor) -> Tensor:
     x32 = _contiguous_float32(x)
     power = (x32 * x32).mul_(-_SLOPE * _CUBE).sub_(_SLOPE).mul_(x32)
@@ -70,6 +99,16 @@ def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 def _contiguous_float32(x: Tensor) -> Tensor:
     return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+
+
+def _sigmoid_backward(grad: Tensor, x: Tensor) -> Tensor:
+    result = _sigmoid(x)
+    return grad * result * (1.0 - result)
+
+
+def _softplus_backward(grad: Tensor, x: Tensor) -> Tensor:
+    grad_x: Tensor = torch.ops.aten.softplus_backward(grad, x, 1.0, _LINEAR)
+    return grad_x
 
 
 def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:

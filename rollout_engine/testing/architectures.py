@@ -5,6 +5,30 @@ from typing import Any
 _HEADS = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=16, intermediate_size=88)
 _THREE_HEADS = dict(hidden_size=48, num_attention_heads=3, num_key_value_heads=3, head_dim=16, intermediate_size=88)
 _EXPERTS = dict(num_experts=5, num_local_experts=5, num_experts_per_tok=2, moe_intermediate_size=40)
+_BIASED = dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 8) | dict(
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    shared_expert_intermediate_size=56,
+    n_shared_experts=1,
+    num_shared_experts=1,
+    n_group=4,
+    topk_group=2,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.5,
+    first_k_dense_replace=1,
+    num_dense_layers=1,
+)
+"""Experts of the architectures that choose with a bias, by groups, or next to a shared expert; each reads some."""
+_LATENT = dict(
+    hidden_size=48,
+    num_attention_heads=3,
+    num_key_value_heads=3,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=12,
+)
 _YARN = dict(rope_type="yarn", rope_theta=150000.0, factor=4.0, original_max_position_embeddings=512)
 
 _SCALED_QUERIES = _YARN | dict(original_max_position_embeddings=48, llama_4_scaling_beta=0.1)
@@ -40,16 +64,22 @@ SIZES: dict[str, dict[str, Any]] = {
     "glm4": _HEADS,
     "nemotron": _HEADS,
     "ministral3": _HEADS | dict(rope_parameters=_SCALED_QUERIES),
+    "phimoe": _HEADS | _EXPERTS,
+    "laguna": _HEADS | _BIASED | dict(sliding_window=19),
+    "minimax_m2": _HEADS | _BIASED,
+    "hy_v3": _HEADS | _BIASED,
+    "dots1": _HEADS | _BIASED,
+    "solar_open": _HEADS | _BIASED,
+    "glm4_moe": _HEADS | _BIASED,
+    "exaone_moe": _HEADS | _BIASED | dict(sliding_window=19),
+    "mimo_v2_flash": _HEADS | _BIASED | dict(num_key_value_heads=1, v_head_dim=12, sliding_window=19),
+    "afmoe": _HEADS | _BIASED | dict(sliding_window=19),
+    "ernie4_5_moe": _HEADS | _BIASED,
+    "glm4_moe_lite": _LATENT | _BIASED,
+    "deepseek_v2": _LATENT | _BIASED | dict(topk_method="group_limited_greedy"),
     "deepseek_v3": dict(
-        hidden_size=48,
-        num_attention_heads=3,
-        num_key_value_heads=3,
+        **_LATENT,
         head_dim=8,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
         n_routed_experts=8,
         n_group=2,
         topk_group=1,

@@ -81,11 +81,12 @@ def tiny_model(
         torch.manual_seed(seed)
         model: PreTrainedModel = _MODELS[head].from_config(config, dtype=dtype)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, std)
+            vectors = [(name, buffer) for name, buffer in model.named_buffers() if buffer.dim() == 1]
+            for name, tensor in (*model.named_parameters(), *vectors):
+                if tensor.dim() > 1:
+                    tensor.normal_(0.0, std)
                 elif name.endswith("bias"):
-                    parameter.normal_(0.0, 0.1)
+                    tensor.normal_(0.0, 0.1)
     model.eval()
     return model
 

@@ -258,7 +258,7 @@ def _calls_of_a_layer(*, has_mixture: bool) -> Iterator[Call]:
         norms = {name: decoder.Norm(given[name], 1e-6) for name in vectors if name != "bias"}
         mlp: decoder.MLP | decoder.Mixture = decoder.MLP(products["gate_up"], products["down"])
         if has_mixture:
-            mlp = decoder.Mixture(products["router"], [mlp, mlp], 0, 1, is_normalised=True, is_rounded=True)
+            mlp = decoder.Mixture(products["router"], [mlp, mlp], 0, decoder.Routing(1, True, True))
         layer = decoder.LayerWeights(
             **norms,
             qkv=products["qkv"],

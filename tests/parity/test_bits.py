@@ -20,11 +20,18 @@ from rollout_engine.testing import assert_clean, tiny_model
 from rollout_engine.testing.architectures import SIZES
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"]
-NOT_EXACT = {"deepseek_v3", "gpt2", "gpt_oss", "opt", "qwen2_moe"}
-"""Refused by the trainer's side, and by the engine's where asked for; `granitemoe` too in bfloat16."""
+NOT_EXACT = {"gpt2", "gpt_oss", "opt"}
+"""Refused by the trainer's side, and by the engine's where asked for."""
 COMPILED = {"llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"}
 """Whose decoder layers run as one call."""
-OTHERS = sorted(SIZES.keys() - NOT_EXACT - set(ARCHITECTURES))
+MIXTURES = dict.fromkeys("dots1 hy_v3 qwen2_moe solar_open".split(), True) | dict.fromkeys(
+    "afmoe deepseek_v2 deepseek_v3 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite granitemoe laguna mimo_v2_flash "
+    "minimax_m2 phimoe".split(),
+    False,
+)
+"""Mixtures of experts with other routers than a plain softmax, or with a shared expert, and whether their layers run as
+one call."""
+OTHERS = sorted(SIZES.keys() - NOT_EXACT - set(ARCHITECTURES) - MIXTURES.keys())
 QUICK = {"gemma3_text", "gpt_neox", "olmo2", "phi3"}
 """Of OTHERS: those in every run; each has an operation of its own."""
 DTYPES = [torch.float32, torch.bfloat16]
@@ -124,6 +131,21 @@ def test_no_bit_differs_in_other_architectures(checkpoint, architecture):
     compare_once(checkpoint(architecture, **SIZES[architecture]), architecture)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        pytest.param(name, dtype, id=f"{name}-{str(dtype)[6:]}", marks=() if quick else pytest.mark.slow)
+        for name in MIXTURES
+        for dtype in DTYPES
+        for quick in [
+            (name, dtype) in {("qwen2_moe", torch.bfloat16), ("dots1", torch.bfloat16), ("afmoe", torch.float32)}
+        ]
+    ],
+)
+def test_no_bit_differs_in_mixtures_with_other_routers(checkpoint, architecture, dtype):
+    compare_once(checkpoint(architecture, dtype, **SIZES[architecture]), architecture, compiled=MIXTURES[architecture])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "gpt_neox", "olmo2", "phi3"])
 def test_no_bit_differs_in_other_architectures_in_bfloat16(checkpoint, architecture):
@@ -136,9 +158,9 @@ def test_no_bit_differs_in_other_architectures_in_bfloat16(checkpoint, architect
         pytest.skip("torch's own GELU gives a bfloat16 row other bits in other batches on this CPU")
 
 
-def compare_once(directory, seed):
+def compare_once(directory, seed, **options):
     trainer = exact.enable(AutoModelForCausalLM.from_pretrained(directory))
-    compared, wrong = run_round(directory, trainer, random.Random(seed), deterministic=True)
+    compared, wrong = run_round(directory, trainer, random.Random(seed), deterministic=True, **options)
     assert compared > 100
     assert wrong == 0, f"{wrong} of {compared} log-probs differ"
 

@@ -3,7 +3,8 @@
 //     x += attention(norm(x))        norm -> q, k, v in one product -> attention (norms q and k, rotates, writes KV) -> product
 //     x += mlp(norm(x))              norm -> gate, up in one product -> silu(gate) * up -> product
 //
-// or, of a mixture of experts, norm -> router -> the same for each expert and the rows that are sent to it -> weighted sum.
+// or, of a mixture of experts, norm -> router -> the same for each expert and the rows that are sent to it -> weighted sum,
+// to which the output of a shared expert may be added, times the sigmoid of a product of its own.
 //
 // Before them it may look up embeddings and rotary rows, and behind them it may norm the rows that are wanted. Behind the
 // attention of the last layer only those are computed: of a prompt, one. Each product gets the adapters of those rows that
@@ -61,6 +62,8 @@ struct Mixture {
     int64_t intermediate_size;
     experts::Routing routing;
     int64_t place;  // of the layer, among those that have experts
+    Product shared_gate_up, shared_down, shared_gate;  // of the expert of all rows; `packed` null: none
+    Columns shared, shared_out;                        // columns of this rank: of half the first, and of the second
 };
 
 struct DecoderLayer {
@@ -73,7 +76,7 @@ struct DecoderLayer {
 
 // Of the products of a layer.
 struct LayerAdapters {
-    AdapterTable qkv, out, gate_up, down;
+    AdapterTable qkv, out, gate_up, down, shared_gate;  // of a mixture the last three are of its shared expert
 };
 
 // Inputs before the layers, and the norm behind them.
@@ -126,7 +129,7 @@ int64_t row_stride(int64_t size) {
 
 // The largest sizes of all mixtures.
 struct MixtureSizes {
-    int64_t rows = 0, entries = 0, experts = 0, top_k = 0, intermediate = 0;
+    int64_t rows = 0, entries = 0, experts = 0, top_k = 0, intermediate = 0, shared = 0, own_shared = 0;
 
     explicit MixtureSizes(const DecoderCall& c) {
         for (int i = 0; i < c.num_layers; i++) {
@@ -136,6 +139,7 @@ struct MixtureSizes {
             rows = std::max(rows, at_once), entries = std::max(entries, at_once * m->routing.top_k);
             experts = std::max(experts, m->routing.num_experts), top_k = std::max(top_k, m->routing.top_k);
             intermediate = std::max(intermediate, m->intermediate_size);
+            shared = std::max(shared, m->shared.whole), own_shared = std::max(own_shared, m->shared.size);
         }
     }
 };
@@ -152,8 +156,10 @@ struct Exchanged : Carved {
         int64_t attended_size = 0;
         for (int i = 0; i < c.num_layers; i++) attended_size = std::max(attended_size, c.layers[i].attended.whole);
         take(attended, c.num_tokens * row_stride<T>(attended_size)), take(delta, c.num_tokens * c.hidden_columns.whole);
-        take(activated, std::min(c.num_tokens, MLP_ROWS) * row_stride<T>(c.intermediate.whole));
-        take(outputs, MixtureSizes(c).entries * c.hidden_columns.whole);
+        const MixtureSizes sizes(c);
+        take(activated, std::max(std::min(c.num_tokens, MLP_ROWS) * row_stride<T>(c.intermediate.whole),
+                                 sizes.rows * row_stride<T>(sizes.shared)));
+        take(outputs, sizes.entries * c.hidden_columns.whole);
     }
 };
 
@@ -168,8 +174,10 @@ struct Buffers : Carved {
     char *staging, *scratch;
     float* low;  // x A of one product's adapters
     // Of mixtures, N entries at once:
-    T *logits, *sent, *projected, *inner;  // [rows, E], [N, hidden_size], [N, 2 I], [N, I]; two with row_stride()
-    float *probabilities, *weights;        // [threads, E], [N]
+    float* logits;                // [rows, E], in the type of the model unless they are precise
+    T *sent, *projected, *inner;  // [N, hidden_size], [N, 2 I], [N, I]; two with row_stride()
+    T *shared, *shared_gates;     // [rows, hidden_size], [rows]
+    float *scores, *choices, *weights;                   // [threads, E], [threads, E], [N]
     int32_t *left, *chosen, *experts, *places, *starts;  // [threads, E], [threads, k], [N], [N], [E + 1]
 
     explicit Buffers(const DecoderCall& c) : Carved(c.memory) {
@@ -187,15 +195,15 @@ struct Buffers : Carved {
         const int64_t looked_up = c.ends ? c.num_tokens : 0, dk = c.layers[0].attention.dk;
         take(hidden, looked_up * hidden_size), take(cos, looked_up * dk), take(sin, looked_up * dk);
         take(normed, c.num_tokens * row_stride<T>(hidden_size)), take(qkv, c.num_tokens * qkv_size);
-        take(gate_up, mlp_rows * 2 * c.intermediate.size);
+        const MixtureSizes sizes(c);
+        take(gate_up, 2 * std::max(mlp_rows * c.intermediate.size, sizes.rows * sizes.own_shared));
         const int64_t num_kept = c.drops_rows() ? c.num_rows : 0;
         take(kept, num_kept * hidden_size), take(kept_attended, num_kept * row_stride<T>(attended_size));
         auto staged = [&](int64_t rows, int64_t size) {
             return gemm_staging_bytes(rows, size, c.is_bf16, is_int8, c.num_threads);
         };
         const int64_t before_mlp = staged(c.num_tokens, std::max(hidden_size, attended_size));
-        const MixtureSizes sizes(c);
-        take(staging, std::max({before_mlp, staged(mlp_rows, c.intermediate.whole),
+        take(staging, std::max({before_mlp, staged(mlp_rows, c.intermediate.whole), staged(sizes.rows, sizes.shared),
                                 staged(sizes.entries, std::max(hidden_size, sizes.intermediate))}));
         take(scratch, scratch_bytes * c.num_threads);
         take(low, low_size(c));
@@ -203,7 +211,9 @@ struct Buffers : Carved {
         take(logits, sizes.rows * sizes.experts), take(sent, sizes.entries * row_stride<T>(hidden_size));
         take(projected, sizes.entries * 2 * sizes.intermediate);
         take(inner, sizes.entries * row_stride<T>(sizes.intermediate));
-        take(probabilities, threads * sizes.experts), take(weights, sizes.entries);
+        const int64_t shared_rows = sizes.shared ? sizes.rows : 0;
+        take(shared, shared_rows * hidden_size), take(shared_gates, shared_rows);
+        take(scores, threads * sizes.experts), take(choices, threads * sizes.experts), take(weights, sizes.entries);
         take(left, threads * sizes.experts), take(chosen, threads * sizes.top_k);
         take(experts, sizes.entries), take(places, sizes.entries), take(starts, sizes.experts + 1);
     }
@@ -213,7 +223,7 @@ struct Buffers : Carved {
         int64_t size = 0;
         for (int i = 0; c.adapters && i < c.num_layers; i++) {
             const LayerAdapters& layer = c.adapters[i];
-            for (const AdapterTable* table : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
+            for (const AdapterTable* table : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down, &layer.shared_gate})
                 size = std::max(size, table->num_parts * table->max_rank);
         }
         return size * std::max(c.adapter_rows.num_rows, c.kept_adapter_rows.num_rows);
@@ -272,7 +282,8 @@ struct Worker {
         add_and_norm(r, e.delta, &layer.mlp_norm);
         if (const Mixture* m = layer.mixture) {
             const int64_t rows = rows_at_once(*m, c.num_tokens);
-            for (int64_t first = 0; first < r.count; first += rows) mixture(*m, first, std::min(rows, r.count - first));
+            for (int64_t first = 0; first < r.count; first += rows)
+                mixture(i, *m, r, first, std::min(rows, r.count - first));
         } else {
             for (int64_t first = 0; first < r.count; first += MLP_ROWS)
                 mlp(i, r, first, std::min(MLP_ROWS, r.count - first));
@@ -364,31 +375,55 @@ struct Worker {
     // Rows [first, first + count).
     void mlp(int i, Rows r, int64_t first, int64_t count) const {
         const DecoderLayer& layer = c.layers[i];
-        const int64_t size = c.intermediate.size, hidden_size = c.hidden_columns.whole;
-        const int64_t x_stride = row_stride<T>(hidden_size), inner_stride = row_stride<T>(c.intermediate.whole);
-        multiply(layer.gate_up, adapters_of(i, &LayerAdapters::gate_up, r), b.normed + first * x_stride, x_stride,
+        gated_products(i, layer.gate_up, layer.down, c.intermediate, r, first, count,
+                       e.delta + first * c.hidden_columns.whole, c.hidden_columns);
+        meet_ranks();
+    }
+
+    // down(silu(gate(x)) * up(x)) of rows [first, first + count), these columns of it.
+    void gated_products(int i, const Product& gate_up, const Product& down, Columns inner, Rows r, int64_t first,
+                        int64_t count, T* out, Columns columns) const {
+        const int64_t size = inner.size, hidden_size = c.hidden_columns.whole;
+        const int64_t x_stride = row_stride<T>(hidden_size), inner_stride = row_stride<T>(inner.whole);
+        multiply(gate_up, adapters_of(i, &LayerAdapters::gate_up, r), b.normed + first * x_stride, x_stride,
                  b.gate_up, first, count, hidden_size, {0, 2 * size, 2 * size});
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < count; row++) {
             const T* gate = b.gate_up + row * 2 * size;
-            rows::activate_row(gate, gate + size, e.activated + row * inner_stride + c.intermediate.first, size);
+            rows::activate_row(gate, gate + size, e.activated + row * inner_stride + inner.first, size);
         }
         team.meet();
         meet_ranks();
-        multiply(layer.down, adapters_of(i, &LayerAdapters::down, r), e.activated, inner_stride,
-                 e.delta + first * hidden_size, first, count, c.intermediate.whole, c.hidden_columns);
-        meet_ranks();
+        multiply(down, adapters_of(i, &LayerAdapters::down, r), e.activated, inner_stride, out, first, count,
+                 inner.whole, columns);
+    }
+
+    // The output of the expert of all rows, of rows [first, first + count), in `shared`; threads have met behind it.
+    void shared_expert(int layer, const Mixture& m, Rows r, int64_t first, int64_t count) const {
+        const int64_t size = c.hidden_columns.whole, x_stride = row_stride<T>(size);
+        gated_products(layer, m.shared_gate_up, m.shared_down, m.shared, r, first, count, b.shared, m.shared_out);
+        if (!m.shared_gate.packed) return;
+        multiply(m.shared_gate, adapters_of(layer, &LayerAdapters::shared_gate, r), b.normed + first * x_stride, x_stride,
+                 b.shared_gates, first, count, size, {0, 1, 1});
+        if (omp_get_thread_num() == 0) rows::sigmoid_row(b.shared_gates, b.shared_gates, count);
+        team.meet();
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < count; row++)
+            rows::scale_row(b.shared + row * size + c.hidden_columns.first, b.shared_gates[row], c.hidden_columns.size);
+        team.meet();
     }
 
     // Rows [first, first + count).
-    void mixture(const Mixture& m, int64_t first, int64_t count) const {
+    void mixture(int layer, const Mixture& m, Rows r, int64_t first, int64_t count) const {
         const int64_t size = c.hidden_columns.whole, inner_size = m.intermediate_size;
         const int64_t k = m.routing.top_k, num_experts = m.routing.num_experts, num_entries = count * k;
         const int64_t x_stride = row_stride<T>(size), inner_stride = row_stride<T>(inner_size);
         const Columns own = c.hidden_columns;
         const T* x = b.normed + first * x_stride;
         T* out = e.delta + first * size + own.first;
-        product(m.router, x, b.logits, count, size, num_experts);
+        if (m.shared_gate_up.packed) shared_expert(layer, m, r, first, count);
+        multiply(m.router, {}, x, x_stride, (T*)b.logits, 0, count, size, {0, num_experts, num_experts},
+                 m.routing.is_precise);
         choose(m, first, count);
         team.meet();
         if (omp_get_thread_num() == 0) experts::sort(b.experts, num_entries, num_experts, b.places, b.starts);
@@ -411,21 +446,32 @@ struct Worker {
         meet_ranks();
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < count; row++)
-            experts::add_row(e.outputs + own.first, b.places + row * k, b.weights + row * k, k, out + row * size, own.size,
-                             size);
+            add_experts(m, row, out + row * size);
         team.meet();
         meet_ranks();
+    }
+
+    // The weighted sum of the experts of a row, and of the shared one, in this rank's columns.
+    void add_experts(const Mixture& m, int64_t row, T* out) const {
+        const Columns own = c.hidden_columns;
+        const int64_t k = m.routing.top_k;
+        experts::add_row(e.outputs + own.first, b.places + row * k, b.weights + row * k, k, out, own.size, own.whole);
+        if (m.shared_gate_up.packed) rows::add_row(out, b.shared + row * own.whole + own.first, own.size);
     }
 
     // The experts of rows [first, first + count), whose logits are known.
     void choose(const Mixture& m, int64_t first, int64_t count) const {
         const int64_t k = m.routing.top_k, num_experts = m.routing.num_experts, thread = omp_get_thread_num();
-        float* probabilities = b.probabilities + thread * num_experts;
+        float *scores = b.scores + thread * num_experts, *choices = b.choices + thread * num_experts;
+        const bool is_sigmoid = m.routing.is_sigmoid;
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < count; row++) {
             int32_t* chosen = c.routed ? c.routed + ((first + row) * c.num_mixtures + m.place) * k : b.chosen + thread * k;
-            experts::probabilities_row(b.logits + row * num_experts, probabilities, num_experts);
-            experts::choose_row<T>(m.routing, probabilities, b.left + thread * num_experts, chosen, b.experts + row * k,
+            if (m.routing.is_precise)
+                experts::scores_row(b.logits + row * num_experts, scores, num_experts, is_sigmoid);
+            else
+                experts::scores_row((const T*)b.logits + row * num_experts, scores, num_experts, is_sigmoid);
+            experts::choose_row<T>(m.routing, scores, choices, b.left + thread * num_experts, chosen, b.experts + row * k,
                                    b.weights + row * k);
         }
     }
@@ -448,13 +494,13 @@ struct Worker {
     // x [count, in_features] -> these columns of out [count, whole]; these are rows [first, first + count) of those that
     // are computed.
     void multiply(const Product& p, Adapters adapters, const T* x, int64_t x_stride, T* out, int64_t first,
-                  int64_t count, int64_t in_features, Columns columns) const {
+                  int64_t count, int64_t in_features, Columns columns, bool float32_out = false) const {
         char* own = (char*)(out + columns.first);
         const AdapterCall adapted = {(const char*)x, own, adapters.table, adapters.rows, b.low, x_stride,
                                      columns.whole, first, first + count, c.is_bf16, c.num_threads};
         if (adapters.table) adapters_down_in_team(adapted);
         gemm_in_team({(const char*)x, p.packed, p.bias, own, b.staging, count, in_features, columns.size, c.is_bf16,
-                      c.num_threads, 0, adapters.table ? &adapted : nullptr, x_stride, columns.whole, p.scales},
+                      c.num_threads, float32_out, adapters.table ? &adapted : nullptr, x_stride, columns.whole, p.scales},
                      team);
     }
 };

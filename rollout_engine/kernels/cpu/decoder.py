@@ -43,6 +43,58 @@ class MLP(NamedTuple):
     down: Product
 
 
+class Routing(NamedTuple):
+    """The way a router chooses `top_k` experts by scores of its logits, and weights them."""
+
+    top_k: int
+    is_normalised: bool
+    """Whether their weights, which are their scores, are divided by their sum."""
+    is_rounded: bool
+    """Whether they are rounded to the dtype of the model; else they are float32."""
+    is_sigmoid: bool = False
+    """Whether scores are sigmoids; else they are a softmax."""
+    is_precise: bool = False
+    """Whether logits are float32 sums; else they are rounded to the dtype of the model."""
+    bias: Tensor | None = None
+    """[E], float32 or bfloat16, added to scores for the choice."""
+    num_groups: int = 1
+    top_groups: int = 1
+    """Groups from which experts are chosen."""
+    sums_two: bool = False
+    """Whether the score of a group is the sum of its two largest; else it is its largest."""
+    scaling: float = 1.0
+    """Multiplies the weights at last."""
+    added: float = 0.0
+    """Added to the sum that divides them."""
+    least: float = 0.0
+    """The sum that divides them is at least this."""
+
+
+class Columns(NamedTuple):
+    """Columns [first, first + size) of `whole`: those that a rank computes."""
+
+    first: int
+    size: int
+    whole: int
+
+    @classmethod
+    def all(cls, count: int) -> "Columns":
+        """All columns of a model that is not cut."""
+        return cls(0, count, count)
+
+
+class SharedExpert(NamedTuple):
+    """An MLP of every token, whose output is added to that of the experts."""
+
+    mlp: MLP
+    gate: Product | None
+    """Its one output by its sigmoid multiplies the MLP's; None: nothing does."""
+    inner: Columns
+    """The rank's columns of gate and up."""
+    outer: Columns
+    """The rank's columns of down: its own of the hidden size, or all."""
+
+
 class Mixture(NamedTuple):
     """A mixture of such MLPs, its experts; of their outputs a weighted sum."""
 
@@ -51,11 +103,8 @@ class Mixture(NamedTuple):
     """The experts that this rank computes."""
     first_expert: int
     """The number of the first of them."""
-    top_k: int
-    is_normalised: bool
-    """Whether the weights of the `top_k` most probable experts are divided by their sum."""
-    is_rounded: bool
-    """Whether they are rounded to the dtype of the weights; else they are float32."""
+    routing: Routing
+    shared: SharedExpert | None = None
 
 
 class LayerWeights(NamedTuple):
@@ -70,19 +119,6 @@ class LayerWeights(NamedTuple):
     mlp: MLP | Mixture
     num_heads: int
     attention_params: AttentionParams
-
-
-class Columns(NamedTuple):
-    """Columns [first, first + size) of `whole`: those that a rank computes."""
-
-    first: int
-    size: int
-    whole: int
-
-    @classmethod
-    def all(cls, count: int) -> "Columns":
-        """All columns of a model that is not cut."""
-        return cls(0, count, count)
 
 
 class DecoderRanks(NamedTuple):
@@ -116,9 +152,10 @@ class DecoderEnds(NamedTuple):
 
 
 class DecoderAdapters:
-    """The adapters of a decoder's linears: of each layer a table for qkv, out, gate_up and down; None: no adapter.
+    """The adapters of a decoder's linears, five tables a layer: qkv, out, gate_up, down, shared_gate; None: no adapter.
 
-    A layer with a mixture has None for gate_up and down. It keeps addresses: make a new one when a table is set.
+    Of a layer with a mixture the last three are of its shared expert. It keeps addresses: make a new one when a table
+    is set.
     """
 
     def __init__(self, tables: Sequence[AdapterTable | None]) -> None:
@@ -315,7 +352,7 @@ class Decoder:
         _check_product("qkv", layer.qkv, (qkv, hidden), self._dtype)
         _check_product("out", layer.out, (self._hidden.size, attended.whole), self._dtype)
         if isinstance(layer.mlp, Mixture):
-            _check_mixture(layer.mlp, hidden, self._dtype)
+            _check_mixture(layer.mlp, self._hidden, self._dtype)
         else:
             inner = self._intermediate
             _check_product("gate_up", layer.mlp.gate_up, (2 * inner.size, hidden), self._dtype)
@@ -342,20 +379,41 @@ def _check_product(name: str, product: Product, shape: tuple[int, int], dtype: t
         address(f"the bias of {name}", product.bias, dtype, shape[:1])
 
 
-def _check_mixture(mixture: Mixture, hidden: int, dtype: torch.dtype) -> None:
+def _check_mixture(mixture: Mixture, hidden_columns: Columns, dtype: torch.dtype) -> None:
     count, inner = mixture.router.weight.out_features, mixture.experts[0].down.weight.in_features
-    stop = mixture.first_expert + len(mixture.experts)
-    if not 0 < mixture.top_k <= count or not 0 <= mixture.first_expert < stop <= count:
+    stop, routing, hidden = mixture.first_expert + len(mixture.experts), mixture.routing, hidden_columns.whole
+    if not 0 < routing.top_k <= count or not 0 <= mixture.first_expert < stop <= count:
         raise ValueError(
-            f"{mixture.top_k} of {count} experts should be chosen, and those from {mixture.first_expert} to "
+            f"{routing.top_k} of {count} experts should be chosen, and those from {mixture.first_expert} to "
             f"{stop - 1} be computed."
         )
+    _check_routing(routing, count)
+    if mixture.shared is not None:
+        _check_shared(mixture.shared, hidden_columns, dtype)
     _check_product("router", mixture.router, (count, hidden), dtype)
     for expert in mixture.experts:
         _check_product("gate_up", expert.gate_up, (2 * inner, hidden), dtype)
         _check_product("down", expert.down, (hidden, inner), dtype)
     if any(product.bias is not None for expert in mixture.experts for product in expert):
         raise ValueError("Experts should have no bias.")
+
+
+def _check_routing(routing: Routing, num_experts: int) -> None:
+    num, chosen = routing.num_groups, routing.top_groups
+    if not 0 < chosen <= num or num_experts % num or chosen * (num_experts // num) < routing.top_k:
+        raise ValueError(f"{chosen} of {num} equal groups should have {routing.top_k} of {num_experts} experts.")
+    if routing.bias is not None:
+        dtype = torch.bfloat16 if routing.bias.dtype == torch.bfloat16 else torch.float32
+        address("the bias of the router", routing.bias, dtype, (num_experts,))
+
+
+def _check_shared(shared: SharedExpert, hidden: Columns, dtype: torch.dtype) -> None:
+    if shared.outer not in (hidden, Columns.all(hidden.whole)):
+        raise ValueError(f"A shared expert should have all columns or {hidden}, and has {shared.outer}.")
+    _check_product("gate_up", shared.mlp.gate_up, (2 * shared.inner.size, hidden.whole), dtype)
+    _check_product("down", shared.mlp.down, (shared.outer.size, shared.inner.whole), dtype)
+    if shared.gate is not None:
+        _check_product("shared_gate", shared.gate, (1, hidden.whole), dtype)
 
 
 class _Norm(ctypes.Structure):
@@ -372,8 +430,11 @@ class _Columns(ctypes.Structure):
 
 class _Routing(ctypes.Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("num_experts", "top_k")),
-        *((name, c_int32) for name in ("is_normalised", "is_rounded")),
+        *((name, c_int64) for name in ("num_experts", "top_k", "num_groups", "top_groups")),
+        ("bias", c_void_p),
+        *((name, c_float) for name in ("scaling", "added", "least")),
+        *((name, c_int32) for name in ("is_sigmoid", "is_precise", "is_normalised", "is_rounded")),
+        *((name, c_int32) for name in ("is_bias_bf16", "sums_two")),
     ]
 
 
@@ -384,6 +445,8 @@ class _MixtureCall(ctypes.Structure):
         *((name, c_int64) for name in ("first_expert", "num_own", "intermediate_size")),
         ("routing", _Routing),
         ("place", c_int64),
+        *((name, _Product) for name in ("shared_gate_up", "shared_down", "shared_gate")),
+        *((name, _Columns) for name in ("shared", "shared_out")),
     ]
 
 
@@ -437,13 +500,15 @@ def _layer(layer: LayerWeights, kv: attention.KVLayer, attended: Columns) -> _La
         setattr(call, f"{name}_weight", norm and norm.weight.data_ptr())
         setattr(call, f"{name}_epsilon", norm.epsilon if norm else 0.0)
     norms = (_Norm(norm.weight.data_ptr(), norm.epsilon) for norm in (layer.attention_norm, layer.mlp_norm))
-    products = map(_product, (layer.qkv, layer.out, *_mlp_products(layer.mlp)))
-    return _Layer(call, _Columns(*attended), *norms, *products)
+    of_mlp = (None, None) if isinstance(layer.mlp, Mixture) else layer.mlp
+    return _Layer(call, _Columns(*attended), *norms, *map(_product, (layer.qkv, layer.out, *of_mlp)))
 
 
-def _mlp_products(mlp: MLP | Mixture) -> tuple[Product | None, Product | None]:
-    """The products gate_up and down of a layer's MLP; None in a mixture."""
-    return (None, None) if isinstance(mlp, Mixture) else (mlp.gate_up, mlp.down)
+def _mlp_products(mlp: MLP | Mixture) -> tuple[Product | None, Product | None, Product | None]:
+    """The products gate_up and down of a layer's MLP, or of a mixture's shared expert, and that one's gate."""
+    if isinstance(mlp, MLP):
+        return *mlp, None
+    return (None, None, None) if mlp.shared is None else (*mlp.shared.mlp, mlp.shared.gate)
 
 
 def _product(product: Product | None) -> _Product:
@@ -463,10 +528,24 @@ def _mixture(mixture: Mixture, place: int) -> _Mixture:
         first_expert=mixture.first_expert,
         num_own=count,
         intermediate_size=mixture.experts[0].down.weight.in_features,
-        routing=_Routing(mixture.router.weight.out_features, mixture.top_k, mixture.is_normalised, mixture.is_rounded),
+        routing=_routing(mixture.routing, mixture.router.weight.out_features),
         place=place,
     )
+    if (shared := mixture.shared) is not None:
+        call.shared_gate_up, call.shared_down, call.shared_gate = map(_product, (*shared.mlp, shared.gate))
+        call.shared, call.shared_out = _Columns(*shared.inner), _Columns(*shared.outer)
     return _Mixture(call, (gate_up, down))
+
+
+def _routing(routing: Routing, num_experts: int) -> _Routing:
+    bias = routing.bias
+    return _Routing(
+        *(num_experts, routing.top_k, routing.num_groups, routing.top_groups),
+        None if bias is None else bias.data_ptr(),
+        *(routing.scaling, routing.added, routing.least),
+        *(routing.is_sigmoid, routing.is_precise, routing.is_normalised, routing.is_rounded),
+        *(bias is not None and bias.dtype == torch.bfloat16, routing.sums_two),
+    )
 
 
 def _addresses(*tensors: Tensor | None) -> Iterator[int | None]:

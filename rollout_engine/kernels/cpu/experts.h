@@ -2,6 +2,7 @@
 // token i / k, in the order of the experts' numbers, in which their outputs are added.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -24,9 +25,10 @@ VEC_INLINE void convert(const A* a, B* out, int64_t size, Function f) {
     }
 }
 
-// Softmax of a row of logits, float32.
+// Scores of a row of logits, float32: their sigmoid, or their softmax.
 template <typename T>
-void probabilities_row(const T* logits, float* out, int64_t size) {
+void scores_row(const T* logits, float* out, int64_t size, bool is_sigmoid) {
+    if (is_sigmoid) return convert(logits, out, size, [](F x) LAMBDA_INLINE { return rows::sigmoid(x); });
     convert(logits, out, size, [](F x) LAMBDA_INLINE { return x; });
     float largest = -std::numeric_limits<float>::infinity();
     for (int64_t i = 0; i < size; i++) largest = out[i] > largest ? out[i] : largest;
@@ -36,33 +38,80 @@ void probabilities_row(const T* logits, float* out, int64_t size) {
     convert(out, out, size, [=](F x) LAMBDA_INLINE { return x / vec::set1(total); });
 }
 
-// The way a router turns probabilities into weights of experts: `Routing` of modules/experts.py.
+// The way a router turns scores into weights of experts: `Routing` of modules/experts.py; mirrored in decoder.py.
 struct Routing {
     int64_t num_experts, top_k;
-    int32_t is_normalised;  // divided by their sum, added from the largest to the smallest
-    int32_t is_rounded;     // to the type of the logits
+    int64_t num_groups, top_groups;  // experts are chosen from these groups only; 1 and 1: from all
+    const void* bias;                // [num_experts], added to scores for the choice; or null
+    float scaling, added, least;     // of normalised weights: the sum plus `added`, but at least `least`, divides
+    int32_t is_sigmoid;
+    int32_t is_precise;     // logits are float32 sums
+    int32_t is_normalised;  // divided by their sum, added from the largest choice to the smallest
+    int32_t is_rounded;     // to the type of the model
+    int32_t is_bias_bf16;   // else float32
+    int32_t sums_two;       // the score of a group is the sum of its two largest, else its largest
 };
 
-// The k most probable experts, of equal ones those of the lower numbers; `chosen` [k], from the largest to the smallest,
-// `experts` and `weights` [k], in the order of their numbers. `left` [num_experts] is scratch.
+// Integers in the order of numbers, NaN above all; GONE is below all.
+constexpr int32_t GONE = std::numeric_limits<int32_t>::min();
+inline int32_t ranking(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return std::numeric_limits<int32_t>::max();
+    return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+
+// The place of the largest, of equal ones the first.
+inline int32_t best_of(const int32_t* left, int64_t size) {
+    int32_t best = 0;
+    for (int32_t i = 1; i < size; i++) best = left[i] > left[best] ? i : best;
+    return best;
+}
+
+// The largest of a group's choices, or the sum of its two largest; NaN if one is.
+inline float group_score(const float* choices, int64_t size, bool sums_two) {
+    float first = -std::numeric_limits<float>::infinity(), second = first;
+    for (int64_t i = 0; i < size; i++) {
+        const float x = choices[i];
+        if (x != x) return x;
+        second = x > first ? first : (x > second ? x : second);
+        first = x > first ? x : first;
+    }
+    return sums_two ? first + second : first;
+}
+
+// The k experts with the largest choices (scores plus bias), of equal ones those of the lower numbers; `chosen` [k], from
+// the largest to the smallest, `experts` and `weights` [k], in the order of their numbers. `choices` and `left`
+// [num_experts] are scratch.
 template <typename T>
-void choose_row(const Routing& r, const float* probabilities, int32_t* left, int32_t* chosen, int32_t* experts,
+void choose_row(const Routing& r, const float* scores, float* choices, int32_t* left, int32_t* chosen, int32_t* experts,
                 float* weights) {
-    // Numbers that are not negative are in the order of their bits. NaN is above all, so k experts are found in any case.
     for (int64_t i = 0; i < r.num_experts; i++) {
-        memcpy(left + i, probabilities + i, sizeof *left);
-        left[i] &= 0x7fffffff;
+        choices[i] = scores[i];
+        if (r.bias) choices[i] += r.is_bias_bf16 ? vec::to_float(((const bf16*)r.bias)[i]) : ((const float*)r.bias)[i];
+    }
+    if (r.num_groups > 1) {
+        const int64_t size = r.num_experts / r.num_groups;
+        for (int64_t g = 0; g < r.num_groups; g++) left[g] = ranking(group_score(choices + g * size, size, r.sums_two));
+        for (int64_t i = 0; i < r.top_groups; i++) left[best_of(left, r.num_groups)] = GONE;
+        for (int64_t g = r.num_groups - 1; g >= 0; g--) {  // from the last, because `left` is written over
+            const bool is_in = left[g] == GONE;
+            for (int64_t i = g * size; i < (g + 1) * size; i++) left[i] = is_in ? ranking(choices[i]) : GONE;
+        }
+    } else {
+        for (int64_t i = 0; i < r.num_experts; i++) left[i] = ranking(choices[i]);
     }
     float total = 0;
     for (int64_t slot = 0; slot < r.top_k; slot++) {
-        int32_t best = 0;
-        for (int32_t i = 1; i < r.num_experts; i++) best = left[i] > left[best] ? i : best;
-        left[best] = -1, chosen[slot] = best;
-        total = slot ? total + probabilities[best] : probabilities[best];
+        const int32_t best = best_of(left, r.num_experts);
+        left[best] = GONE, chosen[slot] = best;
+        total = slot ? total + scores[best] : scores[best];
     }
+    total = std::max(total + r.added, r.least);
     for (int64_t slot = 0; slot < r.top_k; slot++) {
-        float weight = probabilities[chosen[slot]];
+        float weight = scores[chosen[slot]];
         if (r.is_normalised) weight /= total;
+        weight *= r.scaling;
         int64_t place = slot;
         for (; place && experts[place - 1] > chosen[slot]; place--)
             experts[place] = experts[place - 1], weights[place] = weights[place - 1];

@@ -15,7 +15,7 @@ struct Operand {
 
 struct Rows {
     Operand x;
-    Operand other;  // norm: weight [size]; gated SiLU: the second factor; SiLU: null
+    Operand other;  // norm: weight [size]; gated SiLU: the second factor; SiLU, sigmoid: null
     void* out;      // [outer, inner, size]
     int64_t outer, inner, size;
     int64_t is_bf16;
@@ -75,6 +75,13 @@ void activate(const Rows& a) {
     });
 }
 
+template <typename T>
+void sigmoid(const Rows& a) {
+    for_rows<T>(a, [&](int64_t outer, int64_t inner, T* out) {
+        rows::sigmoid_row(row_of<T>(a.x, outer, inner), out, a.size);
+    });
+}
+
 }  // namespace
 
 extern "C" void rows_norm(const Rows* a) { a->is_bf16 ? norm<bf16>(*a) : norm<float>(*a); }
@@ -82,3 +89,4 @@ extern "C" void rows_norm_gradients(const NormGradients* a) {
     a->is_bf16 ? norm_gradients<bf16>(*a) : norm_gradients<float>(*a);
 }
 extern "C" void rows_activate(const Rows* a) { a->is_bf16 ? activate<bf16>(*a) : activate<float>(*a); }
+extern "C" void rows_sigmoid(const Rows* a) { a->is_bf16 ? sigmoid<bf16>(*a) : sigmoid<float>(*a); }

@@ -1,5 +1,5 @@
-// Operations on a row of activations: RMSNorm and its gradients, SiLU, SiLU times a second operand, rotation by position,
-// sum. float32 inside; rounded where the Hugging Face modules round. A row's bits depend on that row alone.
+// Operations on a row of activations: RMSNorm and its gradients, sigmoid, SiLU, SiLU times a second operand, rotation by
+// position, sum. float32 inside; rounded where the Hugging Face modules round. A row's bits depend on that row alone.
 #pragma once
 
 #include <cmath>
@@ -91,7 +91,13 @@ void norm_gradients_row(const T* x, const T* weight, const T* grad, T* grad_x, f
     }
 }
 
+VEC_INLINE F sigmoid(F x) { return 1.0f / (1.0f + vec::exp(-x)); }
 VEC_INLINE F silu(F x) { return x / (1.0f + vec::exp(-x)); }
+
+template <typename T>
+void sigmoid_row(const T* x, T* out, int64_t size) {
+    map(x, x, out, size, [](F v, F) LAMBDA_INLINE { return sigmoid(v); });
+}
 
 template <typename T>
 void activate_row(const T* x, const T* other, T* out, int64_t size) {

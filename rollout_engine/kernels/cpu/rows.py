@@ -104,6 +104,13 @@ def activate(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return _run("rows_activate", gate, layout, up, other, 0.0)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)) of x [..., D], rounded once. Raises `ValueError` as `norm` does."""
+    check_floats("x", x)
+    x, layout = _readable(x)
+    return _run("rows_sigmoid", x, layout, None, layout, 0.0)
+
+
 def _run(name: str, x: Tensor, layout: _Layout, other: Tensor | None, other_layout: _Layout, epsilon: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     outer, inner, x_outer, x_inner = layout

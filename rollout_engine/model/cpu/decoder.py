@@ -1,6 +1,6 @@
 """Runs the decoder layers of a Hugging Face module as one C++ call, if `decoder_trial` has proven the same bits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,19 @@ from transformers import PreTrainedModel
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.cpu import attention
 from rollout_engine.kernels.cpu import decoder as compiled
-from rollout_engine.kernels.cpu.decoder import Decoder, DecoderAdapters, DecoderEnds, LayerWeights, Norm, Product
+from rollout_engine.kernels.cpu.decoder import (
+    Columns,
+    Decoder,
+    DecoderAdapters,
+    DecoderEnds,
+    LayerWeights,
+    Norm,
+    Product,
+)
 from rollout_engine.kernels.cpu.gemm import PackedWeight
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
 from rollout_engine.model.cpu.experts import RowInvariantExperts, RowInvariantRouter
-from rollout_engine.model.cpu.ranked_decoder import decoder_ranks
+from rollout_engine.model.cpu.ranked_decoder import SharedColumns, decoder_ranks, shared_columns
 from rollout_engine.model.cpu.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
 from rollout_engine.model.modules.decoder_structure import (
     MLP,
@@ -24,6 +32,7 @@ from rollout_engine.model.modules.decoder_structure import (
     decoder_structure,
     require,
 )
+from rollout_engine.model.modules.experts import Groups
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.rotary import RotaryTable, rotary_limit
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
@@ -51,6 +60,7 @@ class CpuDecoder:
     ) -> None:
         self._structure, self._pool = decoder_structure(module, geometry), pool
         self._ranks = None if cut is None else decoder_ranks(cut, self._structure)
+        self._shared_columns = [shared_columns(cut, layer.mlp) for layer in self._structure.layers]
         self._vocab_size = module.config.vocab_size
         self._rotary = RotaryTable(self._structure.rotary, rotary_limit(module.config))
         embedding, head = self._structure.embedding, self._structure.head
@@ -61,22 +71,18 @@ class CpuDecoder:
         self._groups: list[LinearGroup] = []
         """Groups whose `packs` are compared at every step; one stands for all experts of a layer."""
         self._adapted: list[LinearGroup | None] = []
-        """Groups that may have adapters: qkv, out, gate_up and down of each layer; None for a mixture's last two."""
-        self._owners: list[dict[str, nn.Parameter | None]] = []
+        """Groups that may have adapters, five of each layer, as `DecoderAdapters` has tables; None: no such product."""
+        self._owners: list[Mapping[str, Tensor | None]] = []
         for layer in self._structure.layers:
             _check_replaced(layer)
             mlp, norms = layer.mlp, (layer.attention_norm, layer.mlp_norm, *layer.head_norms)
-            self._groups += [_group(child) for child in (layer.qkv[0], layer.out)]
-            self._adapted += self._groups[-2:]
+            adapted = [*(_group(child) for child in (layer.qkv[0], layer.out)), *_mlp_groups(mlp)]
+            self._groups += [group for group in adapted if group is not None]
+            self._adapted += adapted
             if isinstance(mlp, Mixture):
-                router, experts = _mixture_parts(mlp)
-                self._groups += [router._groups[0], experts._groups[0]]
-                self._adapted += [None, None]
-                parts = [mlp.router, mlp.experts]
-            else:
-                self._groups += [_group(child) for child in (mlp.gate_up[0], mlp.down)]
-                self._adapted += self._groups[-2:]
-                parts = [*mlp.gate_up, mlp.down]
+                self._groups += [part._groups[0] for part in _mixture_parts(mlp)]
+                self._owners += [mlp.module._parameters, mlp.module._buffers, mlp.router._buffers]
+            parts = [mlp.module, *mlp.module.modules()]
             self._owners += [child._parameters for child in (*norms, *layer.qkv, layer.out, *parts)]
         self._stamp: list[int] = []
         self._decoder: Decoder | None = None
@@ -139,7 +145,7 @@ class CpuDecoder:
         stamp = [part for t in tensors for part in (t.data_ptr(), t._version)]
         stamp += [group.packs.num_packs for group in self._groups]
         if self._decoder is None or stamp != self._stamp:
-            layers = [_weights(layer) for layer in self._structure.layers]
+            layers = [_weights(*each) for each in zip(self._structure.layers, self._shared_columns, strict=True)]
             stamp[-len(self._groups) :] = [group.packs.num_packs for group in self._groups]
             self._decoder, self._stamp = Decoder(layers, self._pool, self._ranks), stamp
         return self._decoder
@@ -162,23 +168,26 @@ def _check_replaced(layer: DecoderLayer) -> None:
         (layer.attention_norm, layer.mlp_norm, *layer.head_norms), RowInvariantRMSNorm
     )
     expected.update(dict.fromkeys((*layer.qkv, layer.out), RowInvariantLinear))
+    dense = mlp.shared if isinstance(mlp, Mixture) else mlp
     if isinstance(mlp, Mixture):
         expected |= {mlp.router: RowInvariantRouter, mlp.experts: RowInvariantExperts}
-    else:
-        expected[mlp.module] = RowInvariantMLP
-        expected.update(dict.fromkeys((*mlp.gate_up, mlp.down), RowInvariantLinear))
+        expected |= {} if mlp.shared_gate is None else {mlp.shared_gate: RowInvariantLinear}
+    if dense is not None:
+        expected[dense.module] = RowInvariantMLP
+        expected.update(dict.fromkeys((*dense.gate_up, dense.down), RowInvariantLinear))
     for child, kind in expected.items():
         require(type(child) is kind, f"{type(child).__name__} was not replaced by {kind.__name__}")
     require(_group(layer.qkv[0]).children == layer.qkv, "q_proj, k_proj and v_proj are not fused")
-    if isinstance(mlp, MLP):
-        require(_group(mlp.gate_up[0]).children == mlp.gate_up, "gate_proj and up_proj are not fused")
+    if dense is not None:
+        require(_group(dense.gate_up[0]).children == dense.gate_up, "gate_proj and up_proj are not fused")
 
 
 def _group(child: nn.Module) -> LinearGroup:
     return child._group  # type: ignore[return-value]
 
 
-def _weights(layer: DecoderLayer) -> LayerWeights:
+def _weights(layer: DecoderLayer, shared_columns: SharedColumns | None) -> LayerWeights:
+    """`shared_columns`: those of a mixture's shared expert on this rank; None: all."""
     q_norm, k_norm = map(_norm, layer.head_norms) if layer.head_norms else (None, None)
     return LayerWeights(
         attention_norm=_norm(layer.attention_norm),
@@ -187,7 +196,7 @@ def _weights(layer: DecoderLayer) -> LayerWeights:
         k_norm=k_norm,
         out=_product(layer.out),
         mlp_norm=_norm(layer.mlp_norm),
-        mlp=_mlp(layer.mlp),
+        mlp=_mlp(layer.mlp, shared_columns),
         num_heads=layer.geometry.num_heads,
         attention_params=layer.geometry.attention_params,
     )
@@ -203,16 +212,55 @@ def _norm(child: nn.Module) -> Norm:
     return Norm(child.weight.detach(), child._epsilon)
 
 
-def _mlp(mlp: MLP | Mixture) -> compiled.MLP | compiled.Mixture:
+def _mlp_groups(mlp: MLP | Mixture) -> list[LinearGroup | None]:
+    """Groups of gate_up and down, of a mixture its shared MLP's, and of that one's gate; None: no such product."""
+    dense = mlp.shared if isinstance(mlp, Mixture) else mlp
+    gate = mlp.shared_gate if isinstance(mlp, Mixture) else None
+    of_dense = [None, None] if dense is None else [_group(dense.gate_up[0]), _group(dense.down)]
+    return [*of_dense, None if gate is None else _group(gate)]
+
+
+def _mlp(mlp: MLP | Mixture, shared_columns: SharedColumns | None) -> compiled.MLP | compiled.Mixture:
     if isinstance(mlp, MLP):
         return compiled.MLP(_product(mlp.gate_up[0]), _product(mlp.down))
     router, experts = _mixture_parts(mlp)
-    routing, own = router._routing, experts._own_experts
+    own = experts._own_experts
     products = [_operand(group) for group in experts._groups]
     pairs = map(compiled.MLP, products[: len(products) // 2], products[len(products) // 2 :])
     first = 0 if own is None else own.share.first
-    logits = _operand(router._groups[0])
-    return compiled.Mixture(logits, list(pairs), first, router.top_k, routing.normalised, routing.rounded)
+    shared = None if mlp.shared is None else _shared(mlp.shared, mlp.shared_gate, shared_columns)
+    return compiled.Mixture(_operand(router._groups[0]), list(pairs), first, _routing(mlp, router), shared)
+
+
+def _shared(mlp: MLP, gate: nn.Module | None, columns: SharedColumns | None) -> compiled.SharedExpert:
+    made, by_gate = compiled.MLP(_product(mlp.gate_up[0]), _product(mlp.down)), None if gate is None else _product(gate)
+    if columns is None:
+        weight = made.down.weight
+        columns = SharedColumns(Columns.all(weight.in_features), Columns.all(weight.out_features))
+    return compiled.SharedExpert(made, by_gate, *columns)
+
+
+def _routing(mixture: Mixture, router: RowInvariantRouter) -> compiled.Routing:
+    pattern, routing, bias = router._pattern, router._pattern.routing, None
+    if pattern.has_bias:
+        owner, name = (mixture.module, mixture.bias_name) if pattern.bias_name is None else (router, pattern.bias_name)
+        require(name is not None, "its router chooses with a bias, which its caller does not give")
+        bias = tensor_of(owner, str(name)).detach()
+    groups = Groups(1, 1, sums_two=False) if routing.groups is None else routing.groups
+    return compiled.Routing(
+        router.top_k,
+        is_normalised=routing.normalised,
+        is_rounded=routing.rounded,
+        is_sigmoid=routing.sigmoid,
+        is_precise=routing.precise,
+        bias=bias,
+        num_groups=groups.num,
+        top_groups=groups.num_chosen,
+        sums_two=groups.sums_two,
+        scaling=routing.scaling,
+        added=routing.added,
+        least=routing.least,
+    )
 
 
 def _mixture_parts(mixture: Mixture) -> tuple[RowInvariantRouter, RowInvariantExperts]:

@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from rollout_engine.kernels.activation import gated_silu
 from rollout_engine.kernels.cpu import experts as kernels
-from rollout_engine.model.modules.experts import Routing, add_weighted
+from rollout_engine.kernels.cpu import gemm
+from rollout_engine.model.modules.expert_patterns import RouterPattern
+from rollout_engine.model.modules.experts import add_weighted
 from rollout_engine.model.packing.linear_groups import LinearGroup
-from rollout_engine.model.packing.module_types import become
+from rollout_engine.model.packing.module_types import become, tensor_of
 from rollout_engine.model.ranks.share import Share
 from rollout_engine.model.ranks.wiring import OwnExperts
 
@@ -37,12 +39,16 @@ class RowInvariantRouter(nn.Module):
     weight: Tensor
     top_k: int
     _groups: list[LinearGroup]
-    _routing: Routing
+    _pattern: RouterPattern
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """`bias` [E] of the choice, if the module that calls has it."""
         (logits,) = self._groups[0].product(hidden_states.reshape(-1, hidden_states.shape[-1]), [self.weight])
-        softmax = kernels.probabilities if kernels.supports(logits) else None
-        return logits, *self._routing.select(logits, self.top_k, softmax)
+        pattern, kernel = self._pattern, kernels.scores if kernels.supports(logits) else None
+        if pattern.bias_name is not None:
+            bias = getattr(self, pattern.bias_name)
+        chosen = pattern.routing.select(logits, self.top_k, kernel, bias=bias, dtype=self.weight.dtype)
+        return logits.to(pattern.logits_dtype), *chosen
 
 
 class RowInvariantExperts(nn.Module):
@@ -82,10 +88,16 @@ class RowInvariantExperts(nn.Module):
         return torch.cat(outputs) if outputs else rows
 
 
-def swap_router(module: nn.Module, routing: Routing) -> None:
-    """Make `module`, which `expert_patterns.routing_of` recognised, row-invariant; in place."""
+def has_product(pattern: RouterPattern, module: nn.Module) -> bool:
+    """Whether a kernel returns the logits of such a router: float32 sums of another dtype only our own does."""
+    return not pattern.routing.precise or gemm.supports(tensor_of(module).dtype)
+
+
+def swap_router(module: nn.Module, pattern: RouterPattern) -> None:
+    """Make `module`, which `expert_patterns.router_pattern` recognised, row-invariant; in place."""
     router = become(module, RowInvariantRouter)
-    router._routing, router._groups = routing, [_group_of(module, "weight")]
+    router._pattern, router._groups = pattern, [_group_of(module, "weight")]
+    router._groups[0].float32_out = pattern.routing.precise
 
 
 def swap_experts(module: nn.Module) -> None:

@@ -1,5 +1,7 @@
 """The parts of a compiled decoder that the ranks of a cut model share."""
 
+from typing import NamedTuple
+
 from torch import nn
 
 from rollout_engine.kernels.cpu.decoder import Columns, DecoderRanks
@@ -24,12 +26,12 @@ def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
     mlps = [layer.mlp for layer in structure.layers if isinstance(layer.mlp, MLP)]
     attended = [_input(linears, layer.qkv, layer.out) for layer in structure.layers]
     intermediate = {_input(linears, mlp.gate_up, mlp.down) for mlp in mlps} or {Share.all(0)}
-    hidden = {
-        linears[id(child)].share for child in (*(layer.out for layer in structure.layers), *(m.down for m in mlps))
-    }
+    mixtures = [layer.mlp for layer in structure.layers if isinstance(layer.mlp, Mixture)]
+    cut_shared = [each.shared for each in mixtures if each.shared is not None and id(each.shared.down) in linears]
+    downs = [mlp.down for mlp in (*mlps, *cut_shared)]
+    hidden = {linears[id(child)].share for child in (*(layer.out for layer in structure.layers), *downs)}
     require(len(hidden) == len(intermediate) == 1, "its layers differ in their sizes")
     experts = {id(child) for child, _ in cut.experts}
-    mixtures = [layer.mlp for layer in structure.layers if isinstance(layer.mlp, Mixture)]
     require(all(id(mixture.experts) in experts for mixture in mixtures), "its experts are not cut as wholes")
     exchange = cut.seat.exchange
     if not isinstance(exchange, SharedExchange):
@@ -41,6 +43,31 @@ def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
         _columns(*intermediate),
         [_columns(each) for each in attended],
     )
+
+
+class SharedColumns(NamedTuple):
+    """The columns of a mixture's shared expert that a rank computes."""
+
+    inner: Columns
+    """Of gate and up."""
+    outer: Columns
+    """Of down: the rank's own of the hidden size, or all."""
+
+
+def shared_columns(cut: ModelCut | None, mlp: MLP | Mixture) -> SharedColumns | None:
+    """Those of the shared expert of `mlp`; None if there is none, or every rank computes all of it.
+
+    Raises `UnsupportedStructure` if its products are cut otherwise than the decoder computes them.
+    """
+    if cut is None or isinstance(mlp, MLP) or mlp.shared is None:
+        return None
+    linears = {id(each.module): each for each in cut.linears}
+    require(mlp.shared_gate is None or id(mlp.shared_gate) not in linears, "the gate of its shared expert is cut")
+    parts = [*mlp.shared.gate_up, mlp.shared.down]
+    if not any(id(child) in linears for child in parts):
+        return None
+    inner = _input(linears, mlp.shared.gate_up, mlp.shared.down)
+    return SharedColumns(_columns(inner), _columns(linears[id(mlp.shared.down)].share))
 
 
 def _input(linears: dict[int, LinearCut], local: list[nn.Module], last: nn.Module) -> Share:

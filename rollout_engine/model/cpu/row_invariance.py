@@ -14,9 +14,16 @@ from rollout_engine.kernels.adapters import added
 from rollout_engine.kernels.norm import rms_norm
 from rollout_engine.kernels.token_logprobs import row_stats
 from rollout_engine.model.backend import Arithmetic
-from rollout_engine.model.cpu.experts import RowInvariantExperts, RowInvariantRouter, swap_experts, swap_router
+from rollout_engine.model.cpu.experts import (
+    RowInvariantExperts,
+    RowInvariantRouter,
+    has_product,
+    swap_experts,
+    swap_router,
+)
+from rollout_engine.model.cpu.own_forwards import OwnForward, names_a_gate, swap_calls, swap_own_router
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
-from rollout_engine.model.modules.expert_patterns import are_gated_experts, routing_of
+from rollout_engine.model.modules.expert_patterns import are_gated_experts, router_pattern
 from rollout_engine.model.modules.module_patterns import (
     SILU_CLASSES,
     children_of_one_dtype,
@@ -24,6 +31,7 @@ from rollout_engine.model.modules.module_patterns import (
     is_gelu_tanh,
     rms_norm_epsilon,
 )
+from rollout_engine.model.modules.routers import routers_of
 from rollout_engine.model.modules.row_trial import unproven_parts as unproven_parts_but
 from rollout_engine.model.packing.linear_groups import RowInvariantLinear, swap_linears
 from rollout_engine.model.packing.module_types import become
@@ -31,6 +39,8 @@ from rollout_engine.model.packing.module_types import become
 
 def make_row_invariant(module: nn.Module) -> None:
     """Replace every `nn.Linear`, and the activations, norms, MLPs and experts that our kernels compute, below `module`.
+
+    Other routers, and modules with gates, keep their forwards, with our functions in them.
 
     Parameters, their names and their tying stay as they are.
     """
@@ -41,10 +51,16 @@ def make_row_invariant(module: nn.Module) -> None:
             become(child, RowInvariantRMSNorm)._epsilon = epsilon
         elif isinstance(child, RowInvariantRouter | RowInvariantExperts):
             continue
-        elif (routing := routing_of(child)) is not None:
-            swap_router(child, routing)
+        elif (pattern := router_pattern(child)) is not None and has_product(pattern, child):
+            swap_router(child, pattern)
         elif are_gated_experts(child):
             swap_experts(child)
+    for router in routers_of(module):
+        if not isinstance(router, RowInvariantRouter | OwnForward):
+            swap_own_router(router)
+    for child in list(module.modules()):
+        if names_a_gate(child) and not isinstance(child, OwnForward):
+            swap_calls(child)
     swap_linears(module)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
@@ -87,5 +103,6 @@ class RowInvariantRMSNorm(nn.Module):
         return rms_norm(hidden_states, self.weight, self._epsilon)
 
 
-unproven_parts = partial(unproven_parts_but, RowInvariantLinear | RowInvariantRouter | RowInvariantExperts)
+_REPLACED = RowInvariantLinear | RowInvariantRouter | RowInvariantExperts | OwnForward
+unproven_parts = partial(unproven_parts_but, _REPLACED)
 ARITHMETIC = Arithmetic(ATTENTION_NAME, make_row_invariant, unproven_parts, row_stats, added)

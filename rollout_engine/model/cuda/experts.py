@@ -18,6 +18,7 @@ from rollout_engine.kernels.triton.matmul import tile_for
 from rollout_engine.kernels.triton.routers import Routes, choose
 from rollout_engine.model.cuda.gradients import ExpertProduct, Product, gated_rows, probabilities
 from rollout_engine.model.modules import experts as formulas
+from rollout_engine.model.modules.expert_patterns import RouterPattern
 from rollout_engine.model.modules.experts import Routing
 from rollout_engine.model.packing.module_types import become
 from rollout_engine.model.ranks.wiring import OwnExperts
@@ -63,13 +64,14 @@ class TrainedRouter(nn.Module):
 
     weight: Tensor
     top_k: int
-    _routing: Routing
+    _pattern: RouterPattern
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         tile = tile_for(len(self.weight), self.weight.shape[1], self.weight.dtype)
         logits = Product.apply(rows, self.weight, None, tile)
-        return logits, *self._routing.select(logits, self.top_k, probabilities)
+        chosen = self._pattern.routing.select(logits, self.top_k, probabilities)
+        return logits.to(self._pattern.logits_dtype), *chosen
 
 
 class TrainedExperts(nn.Module):
@@ -98,9 +100,9 @@ class TrainedExperts(nn.Module):
         return formulas.add_weighted(by_entry.view(*index.shape, -1), top_k_weights.gather(1, slots))
 
 
-def swap_router(module: nn.Module, routing: Routing) -> None:
-    """Make `module`, which `expert_patterns.routing_of` recognised, compute as steps do; in place."""
-    become(module, TrainedRouter)._routing = routing
+def swap_router(module: nn.Module, pattern: RouterPattern) -> None:
+    """Make `module`, which `expert_patterns.router_pattern` recognised as plain, compute as steps do; in place."""
+    become(module, TrainedRouter)._pattern = pattern
 
 
 def swap_experts(module: nn.Module) -> None:

@@ -62,8 +62,9 @@ class ExpertProduct(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def probabilities(logits: Tensor) -> Tensor:
+def probabilities(logits: Tensor, *, is_sigmoid: bool) -> Tensor:
     """Softmax of a router's logits [T, E], float32, without gradients, as `kernels.triton.routers` computes it."""
+    assert not is_sigmoid, "only plain routers are replaced"
     found = torch.empty_like(logits, dtype=torch.float32)
     weights, experts = logits.new_empty(len(logits), 1), logits.new_empty(len(logits), 1, dtype=torch.int32)
     choose(logits, weights, experts, normalised=False, probabilities=found)

@@ -22,7 +22,7 @@ from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.cuda.experts import TrainedExperts, TrainedRouter, swap_experts, swap_router
 from rollout_engine.model.cuda.gradients import Product, gated_rows, norm_rows
 from rollout_engine.model.modules.attention_interface import rollout_attention
-from rollout_engine.model.modules.expert_patterns import are_gated_experts, routing_of
+from rollout_engine.model.modules.expert_patterns import are_gated_experts, router_pattern
 from rollout_engine.model.modules.module_patterns import children_of_one_dtype, is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.modules.row_trial import unproven_parts
 from rollout_engine.model.packing.linear_groups import linears_by_input
@@ -45,8 +45,8 @@ def make_row_invariant(module: nn.Module) -> None:
             become(child, _RMSNorm)._epsilon = epsilon
         elif isinstance(child, TrainedRouter | TrainedExperts):
             continue
-        elif (routing := routing_of(child)) is not None:
-            swap_router(child, routing)
+        elif (pattern := router_pattern(child)) is not None and pattern.is_plain:
+            swap_router(child, pattern)
         elif are_gated_experts(child):
             swap_experts(child)
     for group in linears_by_input(module, (nn.Linear, _Linear)):

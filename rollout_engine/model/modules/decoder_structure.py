@@ -9,14 +9,15 @@ from transformers import PreTrainedModel
 
 from rollout_engine.model.modules import layer_patterns
 from rollout_engine.model.modules.geometry import LayerGeometry
-from rollout_engine.model.modules.layer_patterns import QueryFactors
+from rollout_engine.model.modules.layer_patterns import MixtureParts, QueryFactors
 from rollout_engine.model.modules.positions import far_starts
 from rollout_engine.model.packing.module_types import tensor_of
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _QKV = ("q_proj", "k_proj", "v_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_MIXTURE = {"gate", "experts"}
+_ROUTERS = {"gate", "router"}
+_EXPERTS = "experts"
 
 
 class UnsupportedStructure(Exception):
@@ -37,6 +38,12 @@ class Mixture(NamedTuple):
     module: nn.Module
     router: nn.Module
     experts: nn.Module
+    bias_name: str | None = None
+    """The tensor of `module` that its router adds to scores; None: it gives the router none."""
+    shared: MLP | None = None
+    """Computes every token, in addition to its experts; None: nothing does."""
+    shared_gate: nn.Module | None = None
+    """A linear with one output, whose sigmoid multiplies the shared MLP's; None: nothing does."""
 
 
 class DecoderLayer(NamedTuple):
@@ -123,7 +130,8 @@ def _layer(layer: nn.Module, geometry: LayerGeometry, positions: Tensor) -> Deco
     head_norms = [inner.pop(name) for name in ("q_norm", "k_norm") if name in inner]
     require(inner.keys() == {*_QKV, "o_proj"} and len(head_norms) != 1, f"{_kind(attention)} has other parts")
     require(not geometry.has_sinks, "its attention has sinks")
-    for child in (layer, attention, mlp):
+    is_mixture = _EXPERTS in dict(mlp.named_children())
+    for child in (layer, attention, *([] if is_mixture else [mlp])):
         require(not list(child.parameters(recurse=False)), "its layers have parameters of their own")
         require(not list(child.buffers(recurse=False)), "its layers have buffers of their own")
     require(len({parameter.dtype for parameter in layer.parameters()}) == 1, "its weights have several dtypes")
@@ -145,13 +153,35 @@ def _layer(layer: nn.Module, geometry: LayerGeometry, positions: Tensor) -> Deco
 
 def _mlp(mlp: nn.Module) -> MLP | Mixture:
     children = dict(mlp.named_children())
-    if children.keys() == _MIXTURE:
-        for parameter in mlp.parameters():
-            _check_values(parameter)
-        return Mixture(mlp, children["gate"], children["experts"])
+    if _EXPERTS in children:
+        return _mixture(mlp, children)
     require(children.keys() >= set(_MLP), f"{_kind(mlp)} has other parts")
     _check_linears(children[name] for name in _MLP)
     return MLP(mlp, [children["gate_proj"], children["up_proj"]], children["down_proj"])
+
+
+def _mixture(mixture: nn.Module, children: dict[str, nn.Module]) -> Mixture:
+    names = _names_of(mixture, children)
+    pattern = layer_patterns.mixture_pattern(mixture, names)
+    _require_pattern(pattern.reason)
+    for parameter in mixture.parameters():
+        if parameter.dim() > 1:
+            _check_values(parameter)
+    shared = None if names.shared is None else _mlp(children[names.shared])
+    assert not isinstance(shared, Mixture), "it has the parts of an MLP"
+    gate = None if names.shared_gate is None else children[names.shared_gate]
+    return Mixture(mixture, children[names.router], children[names.experts], pattern.bias_name, shared, gate)
+
+
+def _names_of(mixture: nn.Module, children: dict[str, nn.Module]) -> MixtureParts:
+    """Raises `UnsupportedStructure` if `mixture` has other parts."""
+    routers = sorted(_ROUTERS & children.keys())
+    others = {name: child for name, child in children.items() if name not in (*_ROUTERS, _EXPERTS)}
+    shared = [name for name, child in others.items() if dict(child.named_children()).keys() >= set(_MLP)]
+    gates = [name for name, child in others.items() if isinstance(child, nn.Linear) and child.out_features == 1]
+    is_known = len(routers) == 1 and len(gates) <= len(shared) <= 1 and len(shared) + len(gates) == len(others)
+    require(is_known, f"{_kind(mixture)} has other parts")
+    return MixtureParts(routers[0], _EXPERTS, next(iter(shared), None), next(iter(gates), None))
 
 
 def _check_linears(linears: Iterable[nn.Module]) -> None:

@@ -1,40 +1,228 @@
 """Recognises routers, experts and mixtures that compute the same as `experts`, by trial like `module_patterns`."""
 
+import inspect
 import itertools
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rollout_engine.model.modules.experts import Routing, mixed
-from rollout_engine.model.modules.module_patterns import LARGE, SILU_CLASSES, agree, copy_with
+from rollout_engine.model.modules.experts import Groups, Routing, mixed
+from rollout_engine.model.modules.module_patterns import LARGE, SILU_CLASSES, agree, copy_with, same
 from rollout_engine.model.packing.module_types import tensor_of
 
 _NUM_EXPERTS, _TOP_K, _HIDDEN, _INTERMEDIATE = 6, 3, 8, 5
+_COLUMNS = 16
+"""Inputs of routers in trials."""
+_MOST_EXPERTS = 1024
+"""Number of different logits of a trial that are exact in bfloat16."""
+_TINY = 1e-20
+"""Added to sums of weights by DeepSeek-V3's code and by its descendants."""
 _NO_HOOKS: dict[str, Any] = {"_forward_pre_hooks": {}, "_forward_hooks": {}}
 """Hooks of trial copies: replays and ranks hook modules, which is not part of their formulas."""
 
 
+class RouterPattern(NamedTuple):
+    """A router with one weight [E, H] that computes a formula of `experts`."""
+
+    routing: Routing
+    has_bias: bool
+    """Whether it adds a bias [E] to its scores to choose: its own, or one that its caller gives."""
+    bias_name: str | None
+    """The attribute that holds its own."""
+    logits_dtype: torch.dtype
+    """That of the logits that it returns."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it computes no more than a softmax, its largest, and their shares."""
+        return self.routing.is_plain and not self.has_bias
+
+
 def routing_of(child: nn.Module) -> Routing | None:
-    """The `Routing` by which a router with one weight [E, H] chooses its `top_k` experts; None of others."""
-    if not _has_parameters(child, {"weight": 2}) or list(child.children()):
-        return None
-    if not isinstance(getattr(child, "top_k", None), int):
-        return None
-    trial, x = _small_router(child), _waves(24, _HIDDEN, dtype=tensor_of(child).dtype) * 4
-    weight = tensor_of(trial)
+    """The `Routing` of a plain router; None of others."""
+    pattern = router_pattern(child)
+    return pattern.routing if pattern is not None and pattern.is_plain else None
 
-    def choose(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = F.linear(x, weight)
-        return logits, *routing.select(logits, _TOP_K)
 
-    for routing in itertools.starmap(Routing, itertools.product((True, False), repeat=2)):
-        if agree(trial, choose, x):
-            return routing
+def router_pattern(child: nn.Module) -> RouterPattern | None:
+    """The formula by which a router chooses its `top_k` experts; None of other modules.
+
+    It is tried with its own numbers of experts and groups, over a few columns with known values.
+    """
+    trial = _RouterTrial.of(child)
+    if trial is None:
+        return None
+    found = trial.run(*trial.distinct())
+    precise = trial.is_precise()
+    if found is None or precise is None:
+        return None
+    for routing in trial.choices(precise):
+        if trial.chooses(routing, found) and (whole := trial.weighted(routing, found)) is not None:
+            pattern = RouterPattern(whole, trial.has_bias, trial.bias_name, found.logits.dtype)
+            return pattern if trial.agrees(whole) else None
     return None
+
+
+class _Routed(NamedTuple):
+    """Results of a router, the k experts of each token in the order of their numbers."""
+
+    logits: Tensor
+    weights: Tensor
+    experts: Tensor
+    bias: Tensor
+    """[E], with which they were chosen; zeros if the router has none."""
+
+    @classmethod
+    def of(cls, logits: Tensor, weights: Tensor, experts: Tensor, bias: Tensor) -> "_Routed":
+        order = experts.argsort(dim=-1)
+        return cls(logits, weights.gather(-1, order), experts.gather(-1, order), bias)
+
+
+class _RouterTrial(NamedTuple):
+    """A router to be run with other weights and biases."""
+
+    child: nn.Module
+    top_k: int
+    num_experts: int
+    dtype: torch.dtype
+    """That of its weight."""
+    bias_name: str | None
+    takes_bias: bool
+    """Whether the caller of its forward gives the bias."""
+
+    @classmethod
+    def of(cls, child: nn.Module) -> "_RouterTrial | None":
+        """None if `child` does not look like a router."""
+        weight, top_k = getattr(child, "weight", None), getattr(child, "top_k", None)
+        if not isinstance(top_k, int) or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+            return None
+        own = [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]
+        others = {name: tensor for name, tensor in own if name != "weight"}
+        takes_bias, count = len(inspect.signature(child.forward).parameters) == 2, len(weight)
+        is_known = not list(child.children()) and len(others) + takes_bias <= 1 and top_k <= count <= _MOST_EXPERTS
+        if not is_known or any(tensor.shape != (count,) for tensor in others.values()):
+            return None
+        return cls(child, top_k, count, weight.dtype, next(iter(others), None), takes_bias)
+
+    @property
+    def has_bias(self) -> bool:
+        return self.takes_bias or self.bias_name is not None
+
+    @torch.no_grad()
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor) -> _Routed | None:
+        """The router's results for x [T, H] with these weights [E, H]; None if it does not run, or returns others."""
+        tensors: dict[str, Any] = {"weight": weight.to(self.dtype)}
+        if self.bias_name is not None:
+            tensors[self.bias_name] = bias = bias.to(tensor_of(self.child, self.bias_name).dtype)
+        parameters, buffers = vars(self.child)["_parameters"], vars(self.child)["_buffers"]
+        own: dict[str, Any] = {
+            "_parameters": {name: tensors.get(name, tensor) for name, tensor in parameters.items()},
+            "_buffers": {name: tensors.get(name, tensor) for name, tensor in buffers.items()},
+        }
+        trial = copy_with(self.child, **own, **_NO_HOOKS, hidden_dim=x.shape[1])
+        try:
+            found = trial.forward(x.to(self.dtype), *([bias] if self.takes_bias else []))
+        except Exception:  # foreign modules may fail in any way: then they are not recognised
+            return None
+        shapes = [(len(x), self.num_experts), *[(len(x), self.top_k)] * 2]
+        if not isinstance(found, tuple) or [getattr(each, "shape", None) for each in found] != shapes:
+            return None
+        logits, weights, experts = found
+        return _Routed.of(logits, weights, experts, bias if self.has_bias else torch.zeros(self.num_experts))
+
+    def distinct(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs, weights and bias for which the logits of a token are different numbers, exact in any dtype."""
+        half = -(-self.num_experts // 2)
+        bits = 0x3E80 + torch.arange(half) * (512 // half)  # of bfloat16 numbers from 0.25 to 4
+        positive = bits.to(torch.int16).view(torch.bfloat16).float()
+        numbers = torch.cat([positive, -positive])[: self.num_experts]
+        order = _waves(_COLUMNS, self.num_experts, dtype=torch.float32).argsort(dim=1)
+        eye = torch.eye(_COLUMNS)
+        return torch.cat([eye, -eye, eye / 2]), numbers[order].t().contiguous(), self._bias()
+
+    def _bias(self) -> Tensor:
+        return _waves(self.num_experts, dtype=torch.float32) * 0.6
+
+    def is_precise(self) -> bool | None:
+        """Whether logits are float32 sums; False if they have the rounding of the weights, None if they are others."""
+        x, weight = self._rows()
+        found = self.run(x, weight, self._bias())
+        if found is None:
+            return None
+        exact = F.linear(x.float(), weight.float())
+        if torch.allclose(found.logits.float(), exact, rtol=1e-5, atol=1e-4):
+            return self.dtype != torch.float32
+        return False if same(found.logits.to(self.dtype), F.linear(x, weight)) else None
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """x [T, H] of small and of large numbers, and weights, whose products no dtype but float32 holds."""
+        x = _waves(24, _COLUMNS, dtype=self.dtype) * 4
+        return torch.cat([x, x * LARGE]), _waves(self.num_experts, _COLUMNS, dtype=self.dtype)
+
+    def choices(self, precise: bool) -> Iterator[Routing]:
+        """Ways to choose that the numbers of the router allow."""
+        counts = {value for value in vars(self.child).values() if type(value) is int and value > 1}
+        groups: list[Groups | None] = [None]
+        for num, num_chosen, sums_two in itertools.product(sorted(counts), sorted({1, *counts}), (True, False)):
+            size = self.num_experts // num
+            if self.num_experts % num == 0 and num_chosen < num and num_chosen * size >= self.top_k and size > 1:
+                groups.append(Groups(num, num_chosen, sums_two))
+        for sigmoid, each in itertools.product((False, True), groups):
+            yield Routing(False, False, sigmoid, precise, each)
+
+    def chooses(self, routing: Routing, found: _Routed) -> bool:
+        """Whether `routing` chooses the same experts."""
+        return torch.equal(self._selected(routing, found).experts, found.experts)
+
+    def _selected(self, routing: Routing, found: _Routed) -> _Routed:
+        bias = found.bias if self.has_bias else None
+        chosen = routing.select(found.logits.float(), self.top_k, bias=bias, dtype=self.dtype)
+        return _Routed.of(found.logits, *chosen, found.bias)
+
+    def weighted(self, routing: Routing, found: _Routed) -> Routing | None:
+        """`routing` with the weights that were found; None if there is no such formula."""
+        numbers = sorted({float(each) for each in vars(self.child).values() if type(each) in (int, float) and each > 0})
+        rounded = found.weights.dtype == self.dtype
+        for normalised, scaling in itertools.product((True, False), (1.0, *numbers)):
+            tried = routing._replace(normalised=normalised, rounded=rounded, scaling=scaling)
+            if same(found.weights, self._selected(tried, found).weights):
+                return self._with_floor(tried, numbers) if normalised else tried
+        return None
+
+    def _with_floor(self, routing: Routing, numbers: list[float]) -> Routing | None:
+        """`routing` with the numbers that keep a very small sum of scores from dividing; None if they are unknown.
+
+        Chosen are the first experts, with scores of e^-64 or less, because of their bias, or because all are alike.
+        """
+        if not self.has_bias and not routing.sigmoid:
+            return routing  # the largest of a softmax are not small
+        weight, bias = torch.zeros(self.num_experts, _COLUMNS), torch.zeros(self.num_experts)
+        weight[: self.top_k if self.has_bias else None, 0] = -64.0
+        bias[: self.top_k] = 10.0
+        found = self.run(torch.eye(_COLUMNS)[:1], weight, bias)
+        if found is None:
+            return None
+        for added, least in ((0.0, 0.0), (_TINY, 0.0), *((0.0, number) for number in numbers)):
+            tried = routing._replace(added=added, least=least)
+            if torch.allclose(found.weights.float(), self._selected(tried, found).weights.float(), rtol=0.02, atol=0):
+                return tried
+        return None
+
+    def agrees(self, routing: Routing) -> bool:
+        """Whether it does so with other numbers too, if rounding makes no logits equal."""
+        if self.dtype != torch.float32 and not routing.precise:
+            return True
+        x, weight = self._rows()
+        found = self.run(x[: len(x) // 2], weight, self._bias())  # large ones make scores equal
+        if found is None:
+            return False
+        ours = self._selected(routing, found)
+        return torch.equal(ours.experts, found.experts) and same(found.weights, ours.weights)
 
 
 def are_gated_experts(child: nn.Module) -> bool:

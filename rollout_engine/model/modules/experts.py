@@ -1,6 +1,7 @@
 """Formulas of mixtures of experts, as Hugging Face's modules compute them eagerly.
 
-router    probabilities = softmax(W x); the k largest, normalised or not
+router    scores = softmax(W x) or sigmoid(W x); those of the k largest, or of the k with the largest sums of score and
+          bias, perhaps of some groups of experts alone; normalised or not, times a number
 experts   down(silu(gate(x)) * up(x)) of each expert that was chosen, weighted; a token's k outputs are added in the
           order of their experts' numbers
 
@@ -16,62 +17,124 @@ from torch import Tensor
 
 from rollout_engine.kernels.activation import gated_silu
 
-SoftmaxKernel = Callable[[Tensor], Tensor]
-"""Logits [T, E] -> probabilities, float32."""
+ScoresKernel = Callable[..., Tensor]
+"""(logits [T, E], is_sigmoid=) -> scores, float32: their sigmoids, or the softmax of each row."""
+_LOWEST = torch.iinfo(torch.int64).min
+
+
+class Groups(NamedTuple):
+    """Groups of experts, of equal sizes, from some of which alone a router chooses."""
+
+    num: int
+    num_chosen: int
+    sums_two: bool
+    """Whether a group's score is the sum of its two largest; else it is its largest."""
 
 
 class Routing(NamedTuple):
-    """The way a router turns its probabilities into weights of experts."""
+    """The way a router turns its scores into weights of experts."""
 
     normalised: bool
-    """Whether the k largest are divided by their sum."""
+    """Whether the k weights are divided by their sum."""
     rounded: bool
-    """Whether they are rounded to the dtype of the logits; else they stay float32."""
+    """Whether they are rounded to the dtype of the router's weight; else they stay float32."""
+    sigmoid: bool = False
+    """Whether scores are sigmoids of logits; else they are a softmax."""
+    precise: bool = False
+    """Whether logits are float32 sums, in a model of another dtype; else they are rounded to that dtype."""
+    groups: Groups | None = None
+    scaling: float = 1.0
+    """Multiplies the weights at last."""
+    added: float = 0.0
+    """Added to the sum that divides them."""
+    least: float = 0.0
+    """The sum that divides them is at least this."""
 
-    def select(self, logits: Tensor, k: int, softmax: SoftmaxKernel | None = None) -> tuple[Tensor, Tensor]:
-        """logits [T, E] -> (weights [T, k], largest first, their experts int64 [T, k]); of equal ones the first.
+    @property
+    def is_plain(self) -> bool:
+        """Whether the k most probable experts have their probabilities, or their shares of these, as weights."""
+        return self == Routing(self.normalised, self.rounded)
 
-        `softmax` replaces torch's; it need not support gradients.
+    def select(
+        self,
+        logits: Tensor,
+        k: int,
+        kernel: ScoresKernel | None = None,
+        *,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """logits [T, E] -> (weights [T, k], the most wanted first, their experts int64 [T, k]); of equal the first.
+
+        `kernel` replaces torch's scores; it need not support gradients. `bias` [E] is added to scores for the choice
+        alone. `dtype`: that of the router's weight; None: that of the logits.
         """
-        softmax = softmax or _softmax
-        with_gradients = torch.is_grad_enabled() and logits.requires_grad
-        probabilities = _Probabilities.apply(logits, softmax) if with_gradients else softmax(logits)
-        experts = torch.topk(_ranking(probabilities), k, dim=-1).indices
-        weights = probabilities.gather(-1, experts)
+        found = scores(logits, kernel or _scores, is_sigmoid=self.sigmoid)
+        wanted = found.detach() if bias is None else (found + bias).detach()
+        experts = torch.topk(self._ranking(wanted), k, dim=-1).indices
+        weights = found.gather(-1, experts)
         if self.normalised:
-            weights = weights / sum_in_order(weights)[:, None]
-        return weights.to(logits.dtype) if self.rounded else weights, experts
+            total = sum_in_order(weights)[:, None]
+            total = total + self.added if self.added else total
+            weights = weights / (total.clamp(min=self.least) if self.least else total)
+        if self.scaling != 1.0:
+            weights = weights * self.scaling
+        return weights.to(dtype or logits.dtype) if self.rounded else weights, experts
+
+    def _ranking(self, wanted: Tensor) -> Tensor:
+        """Integers [T, E] in the order of `wanted` float32 [T, E], with all experts of other groups behind."""
+        ranking = _ranking(wanted)
+        if self.groups is None:
+            return ranking
+        grouped = wanted.unflatten(-1, (self.groups.num, -1))
+        best = grouped.topk(2 if self.groups.sums_two else 1, dim=-1).values
+        group_scores = best[..., 0] + best[..., 1] if self.groups.sums_two else best[..., 0]
+        chosen = torch.topk(_ranking(group_scores), self.groups.num_chosen, dim=-1).indices
+        is_chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen, value=True)
+        return ranking.masked_fill(~is_chosen.repeat_interleave(grouped.shape[-1], -1), _LOWEST)
 
 
-class _Probabilities(torch.autograd.Function):
-    """Softmax by a kernel, with gradients."""
+def scores(logits: Tensor, kernel: ScoresKernel, *, is_sigmoid: bool) -> Tensor:
+    """Scores float32 [T, E] of logits [T, E] by a kernel, with gradients."""
+    with_gradients = torch.is_grad_enabled() and logits.requires_grad
+    found: Tensor
+    found = _Scores.apply(logits, kernel, is_sigmoid) if with_gradients else kernel(logits, is_sigmoid=is_sigmoid)
+    return found
+
+
+class _Scores(torch.autograd.Function):
+    """Scores by a kernel, with gradients."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, softmax: SoftmaxKernel) -> Tensor:
-        probabilities = softmax(logits)
-        ctx.dtype = logits.dtype
-        ctx.save_for_backward(probabilities)
-        return probabilities
+    def forward(ctx: Any, logits: Tensor, kernel: ScoresKernel, is_sigmoid: bool) -> Tensor:
+        found = kernel(logits, is_sigmoid=is_sigmoid)
+        ctx.dtype, ctx.is_sigmoid = logits.dtype, is_sigmoid
+        ctx.save_for_backward(found)
+        return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (probabilities,) = ctx.saved_tensors
-        grad_logits = torch.ops.aten._softmax_backward_data(grad, probabilities, -1, torch.float32)
-        return grad_logits.to(ctx.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (found,) = ctx.saved_tensors
+        if ctx.is_sigmoid:
+            grad_logits = grad * found * (1.0 - found)
+        else:
+            grad_logits = torch.ops.aten._softmax_backward_data(grad, found, -1, torch.float32)
+        return grad_logits.to(ctx.dtype), None, None
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return torch.softmax(logits.float(), dim=-1)
+def _scores(logits: Tensor, *, is_sigmoid: bool) -> Tensor:
+    return logits.float().sigmoid() if is_sigmoid else torch.softmax(logits.float(), dim=-1)
 
 
-def _ranking(probabilities: Tensor) -> Tensor:
-    """Integers [T, E] in the order of the probabilities, then of the lower numbers; none are equal.
+def _ranking(numbers: Tensor) -> Tensor:
+    """Integers [T, E] in the order of float32 numbers, NaN above all, then of the lower places; none are equal.
 
     Of equal numbers `torch.topk` would choose any. It has to be called: a replay gives experts there (`routers`).
     """
-    bits = probabilities.detach().view(torch.int32).long() & 0x7FFFFFFF  # in the order of numbers that are not negative
-    num_experts = probabilities.shape[-1]
-    return bits * num_experts - torch.arange(num_experts, device=bits.device)
+    bits = numbers.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).masked_fill(numbers.isnan(), 0x7FFFFFFF).long()
+    count = numbers.shape[-1]
+    return ordered * count - torch.arange(count, device=bits.device)
 
 
 def mixed(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

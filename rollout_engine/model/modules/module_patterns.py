@@ -101,14 +101,15 @@ def agree(module: nn.Module, ours: Callable[..., Any], *inputs: Tensor) -> bool:
         theirs, mine = _as_tuple(module.forward(*inputs)), _as_tuple(ours(*inputs))  # without the module's hooks
     except Exception:  # foreign modules may fail in any way: then they are not recognised
         return False
-    return len(theirs) == len(mine) and all(map(_same, theirs, mine))
+    return len(theirs) == len(mine) and all(map(same, theirs, mine))
 
 
 def _as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _same(theirs: Tensor, mine: Tensor) -> bool:
+def same(theirs: Tensor, mine: Tensor) -> bool:
+    """Whether tensors of one dtype are equal up to round-off, and mostly equal when rounded."""
     if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
         return False
     if not theirs.is_floating_point():

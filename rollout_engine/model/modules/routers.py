@@ -1,12 +1,13 @@
 """Routers of mixtures of experts: found in a Hugging Face module, their choices recorded, and choices given to them.
 
-A router is a module with `weight` [E, H] and `top_k` that returns (..., experts int [T, k]). Its weights of experts are
-its own even if it is given the experts: only its `torch.topk` over all experts returns the given ones, with their
+A router is a module with one matrix [E, H] and `top_k` that returns (..., experts int64 [T, k]). Its weights of experts
+are its own even if it is given the experts: only its `torch.topk` over all experts returns the given ones, with their
 probabilities, and the architecture's own operations before and after that are unchanged, gradients included.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.base.routed_experts import RoutingInfo
-from rollout_engine.model.packing.module_types import tensor_of
 
 
 def routers_of(module: nn.Module) -> list[nn.Module]:
@@ -33,8 +33,32 @@ def routing_info(routers: Sequence[nn.Module]) -> RoutingInfo | None:
     return RoutingInfo(len(routers), num_experts, top_k)
 
 
+def call_router(child: nn.Module) -> Any:
+    """The result of the forward, without hooks, for two tokens of zeros; None if `child` cannot be called as a router.
+
+    A forward may read one more tensor than tokens [2, H] or [1, 2, H]: the bias [E] with which it chooses.
+    """
+    weight = _matrix_of(child)
+    if weight is None:
+        return None
+    x = weight.new_zeros(2, weight.shape[1])
+    extra = [weight.new_zeros(len(weight))] * (len(inspect.signature(child.forward).parameters) - 1)
+    for rows in (x, x[None]):
+        with torch.no_grad(), suppress(RuntimeError, TypeError, ValueError, AttributeError):
+            return child.forward(rows, *extra)
+    return None
+
+
 def _num_experts(router: nn.Module) -> int:
-    return len(tensor_of(router))
+    weight = _matrix_of(router)
+    assert weight is not None, "a router has one"
+    return len(weight)
+
+
+def _matrix_of(child: nn.Module) -> Tensor | None:
+    """The only parameter with several rows, of `child` or of a part of it; None if there is another number of them."""
+    found = [parameter for parameter in child.parameters() if parameter.squeeze().dim() > 1]
+    return found[0] if len(found) == 1 and found[0].dim() == 2 else None
 
 
 @contextmanager
@@ -127,13 +151,9 @@ class _GivenExperts(TorchFunctionMode):
 
 def _is_router(child: nn.Module) -> bool:
     """Whether `child` chooses `top_k` of its experts for each row, by trial."""
-    weight, top_k = getattr(child, "weight", None), getattr(child, "top_k", None)
-    if not isinstance(top_k, int) or not isinstance(weight, Tensor) or weight.dim() != 2 or list(child.children()):
+    top_k = getattr(child, "top_k", None)
+    if not isinstance(top_k, int):
         return False
-    with torch.no_grad():
-        try:
-            output = child.forward(weight.new_zeros(2, weight.shape[1]))  # without hooks, such as those of a replay
-        except (RuntimeError, TypeError, ValueError, AttributeError):
-            return False
+    output = call_router(child)
     chosen = output[-1] if isinstance(output, tuple) and output else None
     return isinstance(chosen, Tensor) and chosen.dtype == torch.int64 and chosen.shape == (2, top_k)

@@ -34,11 +34,12 @@ _HARMLESS = set(
 """Operations of aten, in addition to all views. With `alpha` some elements of `add` are fused products."""
 _TRIED = set(
     """
-    cos erf exp exp_ gelu hardswish log log_softmax logsumexp mean native_layer_norm norm pow rsqrt sigmoid silu sin
-    softplus square sum tanh var var_mean linalg_vector_norm _fused_rms_norm _log_softmax _softmax
+    cos erf exp exp_ gelu hardswish log log1p log_softmax logsumexp mean native_layer_norm norm pow rsqrt sigmoid silu
+    sin softplus square sum tanh var var_mean linalg_vector_norm _fused_rms_norm _log_softmax _softmax
     """.split()
 )
 """Functions of the elements or the last dimension of their first argument."""
+_NUM_TOKENS = 2
 _HEIGHTS = (1, 2, 3, 5, 7, 16, 17)
 _MANY_ELEMENTS = 70_000
 """Enough for any operation to use several threads."""
@@ -50,15 +51,15 @@ _known_results: dict[_Key, bool] = {}
 def unproven_parts(replaced: type | UnionType, module: nn.Module) -> list[str]:
     """Parts of a causal LM that may make a row depend on its batch: weights, or else operations of its forward.
 
-    Weights count unless a module of the classes `replaced`, or an embedding, holds them: something else multiplies
-    them, such as GPT-2's own linears.
+    Weights of more than one row count unless a module of the classes `replaced`, or an embedding, holds them: something
+    else multiplies them, such as GPT-2's own linears.
     """
     found = []
     for part in text_parts(module):
         for path, child in part.named_modules():
             if not isinstance(child, replaced | nn.Embedding):
                 own = child.named_parameters(recurse=False)
-                found += [f"{path}.{name}" for name, parameter in own if parameter.dim() > 1]
+                found += [f"{path}.{name}" for name, parameter in own if parameter.squeeze().dim() > 1]
     return found or unproven_operations(module)
 
 
@@ -68,7 +69,7 @@ def unproven_operations(module: nn.Module) -> list[str]:
     The second forward is watched: the first may compute and keep constants, such as "longrope" rotary frequencies.
     """
     module = trunk_of(module)
-    watch, tokens = _Watch(), torch.tensor([[0, 1]], device=next(module.parameters()).device)
+    watch, tokens = _Watch(), torch.arange(_NUM_TOKENS, device=next(module.parameters()).device)[None]
     try:
         with torch.no_grad(), without_products(module):
             module(input_ids=tokens, use_cache=False)
@@ -104,7 +105,8 @@ class _Watch(TorchDispatchMode):
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = func.overloadpacket.__name__
-        harmless = func.is_view or (name in _HARMLESS and "alpha" not in kwargs) or _is_outer_product(name, args)
+        harmless = func.is_view or (name in _HARMLESS and "alpha" not in kwargs)
+        harmless = harmless or _is_outer_product(name, args) or _is_power_of_table(name, args)
         if harmless or not _has_floats(result):
             return
         key = (func, *map(_kind, args), *map(_kind, kwargs.values()))
@@ -174,6 +176,11 @@ def _has_floats(result: Any) -> bool:
 def _is_outer_product(name: str, args: tuple[Any, ...]) -> bool:
     """Whether this is a product over one element, as in rotary embeddings, which sums nothing."""
     return name in ("mm", "bmm") and args[0].shape[-1] == 1
+
+
+def _is_power_of_table(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether this is a number to the powers of a table of one size in any batch, as in rotary frequencies."""
+    return name == "pow" and not isinstance(args[0], Tensor) and args[1].dim() == 1 and len(args[1]) != _NUM_TOKENS
 
 
 def _kind(argument: Any) -> object:

@@ -1,23 +1,37 @@
-"""SiLU: right, differentiable, and the same bits wherever an element lies."""
+"""SiLU, sigmoid and softplus: right, differentiable, and the same bits wherever an element lies."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout_engine.kernels.activation import gated_silu, silu
+from rollout_engine.kernels.activation import gated_silu, sigmoid, silu, softplus
 
 pytestmark = pytest.mark.usefixtures("side")
+GATES = {sigmoid: torch.sigmoid, softplus: F.softplus}
 
 
+@pytest.mark.parametrize("function", [silu, *GATES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_element_does_not_depend_on_its_place(dtype):
+def test_an_element_does_not_depend_on_its_place(dtype, function):
     x = (torch.randn(4096) * 4).to(dtype)
-    whole = silu(x)
+    whole = function(x)
     for length in range(1, 70):
         for offset in (0, 1, 3):
-            assert torch.equal(silu(x[offset : offset + length]), whole[offset : offset + length])
-    assert torch.equal(silu(x.view(64, 64)[:, :37]), whole.view(64, 64)[:, :37])
-    assert torch.equal(silu(x.view(64, 64).t()), whole.view(64, 64).t())
+            assert torch.equal(function(x[offset : offset + length]), whole[offset : offset + length])
+    assert torch.equal(function(x.view(64, 64)[:, :37]), whole.view(64, 64)[:, :37])
+    assert torch.equal(function(x.view(64, 64).t()), whole.view(64, 64).t())
+
+
+@pytest.mark.parametrize("function", GATES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_and_their_gradients_are_torchs(dtype, function):
+    x = torch.cat([torch.randn(300) * 4, torch.tensor([-80.0, -30.0, 0.0, 19.9, 20.1, 80.0])]).to(dtype)
+    x.requires_grad_()
+    mine, theirs = function(x), GATES[function](x)
+    tolerance = dict(rtol=1e-6, atol=1e-30) if dtype == torch.float32 else dict(rtol=0.01, atol=0.01)
+    torch.testing.assert_close(mine, theirs, **tolerance)
+    (got,), (expected,) = (torch.autograd.grad(y.float().square().sum(), x) for y in (mine, theirs))
+    torch.testing.assert_close(got, expected, **tolerance)
 
 
 def test_it_is_silu_also_at_the_extremes():

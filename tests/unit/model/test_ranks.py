@@ -19,6 +19,7 @@ from rollout_engine.model.ranks.seat import Seat, preparing, score_together
 from rollout_engine.model.ranks.share import Share, share_of
 from rollout_engine.model.ranks.shared_exchange import TOTAL_BYTES, SharedExchange
 from rollout_engine.testing import tiny_checkpoint, tiny_model
+from rollout_engine.testing.architectures import SIZES
 from tests.unit.model.ranked import Partner, backend_of, logits_of
 
 pytestmark = [
@@ -35,6 +36,9 @@ MODELS = {
     "odd sizes": ("llama", dict(hidden_size=56, intermediate_size=75, head_dim=18, vocab_size=301)),
     "tied": ("qwen3", dict(tie_word_embeddings=True)),
     "biases": ("llama", dict(attention_bias=True, mlp_bias=True)),
+    "a shared expert cut by columns": ("dots1", SIZES["dots1"]),
+    "a shared expert on every rank": ("qwen2_moe", SIZES["qwen2_moe"] | dict(num_experts=6)),
+    "a router that is given its bias": ("hy_v3", SIZES["hy_v3"]),
 }
 
 FAST = ("qwen3", "mixtral")

@@ -18,6 +18,7 @@ from rollout_engine.model.modules.geometry import probe_geometry
 from rollout_engine.model.packing.linear_groups import fuse_projections, repack
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.testing import tiny_model
+from rollout_engine.testing.architectures import SIZES
 
 pytestmark = [
     pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler here"),
@@ -41,6 +42,9 @@ MODELS = {
     "qwen3_moe of odd sizes": ODD_SIZES | EXPERTS | dict(moe_intermediate_size=24, norm_topk_prob=False),
     "qwen3_moe with MLPs between": EXPERTS | dict(mlp_only_layers=[1], num_hidden_layers=3),
     "mixtral": EXPERTS,
+    "qwen2_moe with a gated shared expert": SIZES["qwen2_moe"] | dict(shared_expert_intermediate_size=56),
+    "dots1 with groups and a shared expert": SIZES["dots1"],
+    "hy_v3 with a bias of its mixture": SIZES["hy_v3"],
     "llama with scaled positions": dict(
         rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
     ),
@@ -139,8 +143,10 @@ def test_more_rows_than_the_mlp_takes_at_once():
     assert torch.equal(*logits)
 
 
-def test_more_rows_than_a_mixture_takes_at_once():
-    module, geometry = prepared("qwen3_moe", **(EXPERTS | dict(num_experts_per_tok=4)), num_hidden_layers=1)
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe"])
+def test_more_rows_than_a_mixture_takes_at_once(architecture):
+    sizes = EXPERTS | dict(num_experts_per_tok=4, shared_expert_intermediate_size=56)
+    module, geometry = prepared(architecture, **sizes, num_hidden_layers=1)
     chunk = [SequenceChunk([i % 250 for i in range(1500)], 0, list(range(24)))]
     rows = [0, 1023, 1024, 1499]
     logits = [paged(module, geometry, 64, compiled=way).forward(chunk, rows) for way in (True, False)]
@@ -349,3 +355,18 @@ def test_without_a_compiler_modules_serve(monkeypatch):
     module, geometry = prepared("llama")
     monkeypatch.setattr(decoder_trial.compiled, "supports", lambda dtype: False)
     assert "compiled" in decoder_trial.unsupported_reason(module, geometry)
+
+
+@pytest.mark.parametrize("architecture", ["dots1", "hy_v3"])
+def test_the_next_step_sees_a_new_correction_bias(architecture):
+    module, geometry = prepared(architecture, **SIZES[architecture])
+    step, found = [SequenceChunk(list(range(3, 40)), 0, [0, 1, 2])], []
+    models = [paged(module, geometry, compiled=way) for way in (True, False)]
+    for _ in range(2):
+        one, other = (model.forward(step, range(37)) for model in models)
+        assert torch.equal(one, other)
+        found.append(one)
+        for name, buffer in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.neg_()
+    assert not torch.equal(*found)

@@ -9,7 +9,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 from rollout_engine.model.cpu.experts import swap_experts, swap_router
 from rollout_engine.model.cpu.row_invariance import make_row_invariant, unproven_parts
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
-from rollout_engine.model.modules.experts import Routing
+from rollout_engine.model.modules.expert_patterns import router_pattern
 from rollout_engine.model.packing.linear_groups import linear_groups, repack
 from rollout_engine.testing import tiny_config, tiny_model
 
@@ -46,7 +46,7 @@ def test_experts_compute_what_transformers_does(dtype, tolerance):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(dtype, threads, monkeypatch):
     experts, router = module_of(Qwen3MoeExperts, "qwen3_moe", dtype), module_of(Qwen3MoeTopKRouter, "qwen3_moe", dtype)
-    swap_router(router, Routing(True, rounded=True))
+    swap_router(router, router_pattern(router))
     swap_experts(experts)
     x, _, _ = inputs(dtype)
     before = torch.get_num_threads()

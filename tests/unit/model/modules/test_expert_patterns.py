@@ -3,11 +3,16 @@
 import pytest
 import torch
 from torch import nn
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
+from transformers.models.hy_v3.modeling_hy_v3 import HYV3TopKRouter
+from transformers.models.laguna.modeling_laguna import LagunaTopKRouter
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeExperts,
@@ -15,8 +20,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
 )
 
-from rollout_engine.model.modules.expert_patterns import are_gated_experts, mixture_of, routing_of
-from rollout_engine.model.modules.experts import Routing
+from rollout_engine.model.modules.expert_patterns import are_gated_experts, mixture_of, router_pattern, routing_of
+from rollout_engine.model.modules.experts import Groups, Routing
 from rollout_engine.testing import tiny_config
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -31,6 +36,15 @@ def module_of(cls, architecture, dtype=torch.float32, **overrides):
     return module.to(dtype).requires_grad_(False)
 
 
+class _WithOtherFloor(HYV3TopKRouter):
+    """Adds another small number to the sum of its weights."""
+
+    def forward(self, hidden_states, e_score_correction_bias):
+        logits, weights, experts = super().forward(hidden_states, e_score_correction_bias)
+        scores = logits.sigmoid().gather(1, experts)
+        return logits, scores / (scores.sum(-1, keepdim=True) + 1e-9) * self.router_scaling_factor, experts
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normalised", [True, False])
 def test_a_router_is_recognised_with_its_way_of_choosing(dtype, normalised):
@@ -42,18 +56,72 @@ def test_a_router_that_keeps_float32_is_told_from_one_that_rounds():
     assert routing_of(module_of(MixtralTopKRouter, "mixtral", torch.bfloat16)) == Routing(True, rounded=False)
 
 
+def test_a_softmax_over_the_largest_logits_is_that_of_all_with_their_sum_divided_out():
+    found = router_pattern(module_of(GraniteMoeTopKRouter, "granitemoe", torch.bfloat16))
+    assert (found.routing, found.logits_dtype) == (Routing(True, rounded=True), torch.float32)
+
+
 @pytest.mark.parametrize(
     "module",
     [
         module_of(GptOssTopKRouter, "gpt_oss"),
-        module_of(DeepseekV3TopkRouter, "deepseek_v3"),
-        module_of(GraniteMoeTopKRouter, "granitemoe", torch.bfloat16),  # logits in float32
+        module_of(PhimoeTopKRouter, "phimoe"),
+        module_of(LagunaTopKRouter, "laguna", moe_router_logit_softcapping=5.0),
+        module_of(_WithOtherFloor, "hy_v3"),
         nn.Linear(8, 6, bias=False),
     ],
     ids=lambda m: type(m).__name__,
 )
 def test_other_routers_are_left_alone(module):
-    assert routing_of(module) is None
+    assert router_pattern(module) is None
+
+
+MANY = dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 64)
+GROUPED = MANY | dict(n_group=8, topk_group=3, num_experts_per_tok=6, norm_topk_prob=True)
+BIASED = Routing(True, True, sigmoid=True)
+ROUTERS = [
+    (DeepseekV2TopkRouter, "deepseek_v2", dict(routed_scaling_factor=3.0), Routing(False, True, scaling=3.0)),
+    (
+        DeepseekV2TopkRouter,
+        "deepseek_v2",
+        GROUPED | dict(topk_method="group_limited_greedy"),
+        Routing(False, True, groups=Groups(8, 3, sums_two=False)),
+    ),
+    (DeepseekV3TopkRouter, "deepseek_v3", dict(n_group=1, topk_group=1), BIASED._replace(scaling=2.5, added=1e-20)),
+    (
+        DeepseekV3TopkRouter,
+        "deepseek_v3",
+        GROUPED,
+        BIASED._replace(groups=Groups(8, 3, sums_two=True), scaling=2.5, added=1e-20),
+    ),
+    (DeepseekV3TopkRouter, "deepseek_v3", GROUPED | dict(norm_topk_prob=False, n_group=1, topk_group=1), None),
+    (HYV3TopKRouter, "hy_v3", {}, BIASED._replace(scaling=2.826, added=1e-20)),
+    (LagunaTopKRouter, "laguna", {}, BIASED),
+    (MiniMaxM2TopKRouter, "minimax_m2", {}, BIASED),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("cls", "architecture", "fields", "routing"), ROUTERS)
+def test_scores_biases_groups_and_scales_of_a_router_are_found(cls, architecture, fields, routing, dtype):
+    found = router_pattern(module_of(cls, architecture, dtype, **fields))
+    if routing is None:
+        routing = Routing(False, True, sigmoid=True, scaling=2.5)
+    if dtype == torch.bfloat16:
+        is_float32 = cls in (DeepseekV2TopkRouter, DeepseekV3TopkRouter, HYV3TopKRouter)
+        routing = routing._replace(rounded=cls is LagunaTopKRouter, precise=is_float32)
+    assert found.routing == routing
+    assert found.has_bias == (cls is not DeepseekV2TopkRouter)
+    assert not found.is_plain
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_experts", [4, 64, 512])
+def test_any_number_of_experts_is_recognised(num_experts, dtype):
+    sizes = dict.fromkeys(MANY, num_experts) | dict(n_group=1, topk_group=1, num_experts_per_tok=min(8, num_experts))
+    assert router_pattern(module_of(DeepseekV3TopkRouter, "deepseek_v3", dtype, **sizes)).bias_name is not None
+    sizes = dict.fromkeys(MANY, num_experts) | dict(num_experts_per_tok=min(8, num_experts))
+    assert router_pattern(module_of(Qwen3MoeTopKRouter, "qwen3_moe", dtype, **sizes)).is_plain
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
