@@ -17,6 +17,7 @@ from rollout_engine.base.locations import find_directory
 from rollout_engine.model.admission.gate import admit, build_module
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.sharded_state import ShardedState
+from rollout_engine.model.loading.type_aliases import config_of_alias
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import initialize, place_on
@@ -156,6 +157,8 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
     with as_config_errors():
         file = SnapshotFile(path)
     raw = _read_json(file)
+    if (aliased := config_of_alias(raw, path)) is not None:
+        return aliased, file
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True), file
     except Exception as problem:  # transformers raises many kinds of errors here
@@ -269,7 +272,7 @@ def _checkpoint_names(module: PreTrainedModel) -> CheckpointNames:
     num_layers, num_drafting = (
         getattr(module.config, name, None) or 0 for name in ("num_hidden_layers", "num_nextn_predict_layers")
     )
-    if num_drafting:  # stored behind the model's own layers, as DeepSeek and GLM do
+    if num_drafting:  # stored behind the model's own layers, as DeepSeek and GLM do, or in a list of their own, as MiMo
         numbers = "|".join(map(str, range(num_layers, num_layers + num_drafting)))
-        unused.append(rf"(^|\.)layers\.({numbers})\.")
+        unused += [rf"(^|\.)layers\.({numbers})\.", r"(^|\.)mtp_layers\.\d+\."]
     return CheckpointNames(module.base_model_prefix, sorted(unused))
