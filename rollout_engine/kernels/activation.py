@@ -1,6 +1,6 @@
-"""SiLU and GELU whose every element is the same bits wherever it lies in the tensor.
+"""SiLU, GELU and sigmoid whose every element is the same bits wherever it lies in the tensor.
 
-`torch.nn.functional.silu` and `gelu` compute the last few elements of a tensor (or of a thread's share) with another
+`torch.nn.functional.silu` and others compute the last few elements of a tensor (or of a thread's share) with another
 `exp` than the rest; in float32 the two differ in the last bit. The C++ kernel has no such seam, nor has the eager twin:
 `torch.exp` on contiguous float32.
 """
@@ -26,6 +26,14 @@ def silu(x: Tensor) -> Tensor:
         out: Tensor = _Elementwise.apply(x, _silu, torch.ops.aten.silu_backward)
         return out
     return _silu(x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), computed in float32 and rounded once to `x.dtype`; any shape and strides."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        out: Tensor = _Elementwise.apply(x, _sigmoid, _sigmoid_backward)
+        return out
+    return _sigmoid(x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -58,6 +66,10 @@ def _silu(x: Tensor) -> Tensor:
     return x32.div(torch.neg(x32).exp_().add_(1.0)).to(x.dtype)
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    return torch.neg(_contiguous_float32(x)).exp_().add_(1.0).reciprocal().to(x.dtype)
+
+
 def _gelu(x: Tensor) -> Tensor:
     x32 = _contiguous_float32(x)
     power = (x32 * x32).mul_(-_SLOPE * _CUBE).sub_(_SLOPE).mul_(x32)
@@ -70,6 +82,11 @@ def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 def _contiguous_float32(x: Tensor) -> Tensor:
     return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+
+
+def _sigmoid_backward(grad: Tensor, x: Tensor) -> Tensor:
+    result = _sigmoid(x)
+    return grad * result * (1.0 - result)
 
 
 def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from rollout_engine.kernels.token_logprobs import row_stats
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.cpu.experts import RowInvariantExperts, RowInvariantRouter, swap_experts, swap_router
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
-from rollout_engine.model.modules.expert_patterns import are_gated_experts, routing_of
+from rollout_engine.model.modules.expert_patterns import expert_form, routing_of
 from rollout_engine.model.modules.module_patterns import (
     SILU_CLASSES,
     children_of_one_dtype,
@@ -43,8 +43,8 @@ def make_row_invariant(module: nn.Module) -> None:
             continue
         elif (routing := routing_of(child)) is not None:
             swap_router(child, routing)
-        elif are_gated_experts(child):
-            swap_experts(child)
+        elif (form := expert_form(child)) is not None:
+            swap_experts(child, form)
     swap_linears(module)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
