@@ -125,7 +125,7 @@ def test_no_bit_differs_in_other_architectures(checkpoint, architecture):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "gpt_neox", "olmo2", "phi3"])
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "gemma4_text", "gpt_neox", "olmo2", "phi3"])
 def test_no_bit_differs_in_other_architectures_in_bfloat16(checkpoint, architecture):
     directory = checkpoint(architecture, torch.bfloat16, **SIZES[architecture])
     try:
