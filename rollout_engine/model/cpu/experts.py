@@ -102,7 +102,8 @@ class RowInvariantExperts(nn.Module):
 
     def _activated(self, projected: Tensor) -> Tensor:
         """The input [n, I] of the second product, from the output [n, 2I] of the first."""
-        return gated_silu(*projected.chunk(2, dim=-1))
+        gate, up = projected.chunk(2, dim=-1)
+        return gated_silu(gate, up)
 
 
 class ExpertsWithGate(RowInvariantExperts):

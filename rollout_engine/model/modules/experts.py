@@ -94,7 +94,8 @@ def mixed(
         chosen = index == expert
         projected = F.linear(x[chosen.any(-1)], gate_up[expert])
         projected = projected + biases[0][expert] if biases else projected
-        activated = gated_silu(*projected.chunk(2, dim=-1)) if gate is None else gate(projected)
+        first, second = projected.chunk(2, dim=-1)
+        activated = gated_silu(first, second) if gate is None else gate(projected)
         output = F.linear(activated, down[expert])
         outputs[chosen] = output + biases[1][expert] if biases else output
     return add_weighted(outputs, weights.gather(1, slots))
