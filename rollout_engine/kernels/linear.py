@@ -72,13 +72,14 @@ _OWN_HEIGHTS_THREADED = (33, 200)
 def pack(weight: Tensor, plan: RowPlan, panels: Tensor | None = None) -> Operand:
     """The operand for `matmul`: our panels, int8 codes or oneDNN's layout of `weight` [N, K], or the weight itself.
 
-    `panels`: memory from `gemm.empty_panels` for ours, except codes.
+    A weight that is not contiguous is copied. `panels`: memory from `gemm.empty_panels` for ours, except codes.
     """
     if plan.int8:
         return int8.pack(weight)
     if plan.kernel == OWN:
         return gemm.pack(weight, panels)
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if plan.kernel == ONEDNN else weight
+    weight = weight.contiguous()
+    return torch.ops.mkldnn._reorder_linear_weight(weight) if plan.kernel == ONEDNN else weight
 
 
 def matmul(x: Tensor, operand: Operand, bias: Tensor | None, plan: RowPlan) -> Tensor:

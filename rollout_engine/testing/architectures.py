@@ -41,6 +41,18 @@ SIZES: dict[str, dict[str, Any]] = {
     "phi3": _THREE_HEADS | dict(num_key_value_heads=1),
     "gemma2": _HEADS | dict(sliding_window=19, query_pre_attn_scalar=24, attn_logit_softcapping=20.0),
     "gemma3_text": _HEADS | dict(sliding_window=19, layer_types=["sliding_attention", "full_attention"]),
+    "gemma4_text": _HEADS
+    | dict(
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "full_attention", *["sliding_attention"] * 2, *["full_attention"] * 2],
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        sliding_window=19,
+        global_head_dim=24,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=259,
+        final_logit_softcapping=30.0,
+    ),
     "olmo2": _THREE_HEADS,
     "gpt_neox": _THREE_HEADS,
     "gpt2": dict(n_embd=48, n_head=3, n_layer=2, n_positions=512),

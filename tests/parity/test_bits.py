@@ -20,12 +20,12 @@ from rollout_engine.testing import assert_clean, tiny_model
 from rollout_engine.testing.architectures import SIZES
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"]
-NOT_EXACT = {"gpt2", "gpt_oss", "opt"}
+NOT_EXACT = {"gpt2", "opt"}
 """Refused by the trainer's side, and by the engine's where asked for."""
 COMPILED = {"llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"}
 """Whose decoder layers run as one call."""
 MIXTURES = dict.fromkeys("dots1 hy_v3 qwen2_moe solar_open".split(), True) | dict.fromkeys(
-    "afmoe deepseek_v2 deepseek_v3 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite granitemoe laguna mimo_v2_flash "
+    "afmoe deepseek_v2 deepseek_v3 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite gpt_oss granitemoe laguna mimo_v2_flash "
     "minimax_m2 phimoe".split(),
     False,
 )
@@ -147,7 +147,7 @@ def test_no_bit_differs_in_mixtures_with_other_routers(checkpoint, architecture,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "gpt_neox", "olmo2", "phi3"])
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "gemma4_text", "gpt_neox", "olmo2", "phi3"])
 def test_no_bit_differs_in_other_architectures_in_bfloat16(checkpoint, architecture):
     directory = checkpoint(architecture, torch.bfloat16, **SIZES[architecture])
     try:

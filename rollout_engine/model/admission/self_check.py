@@ -78,9 +78,10 @@ def _small_twins(
 ) -> tuple[PreTrainedModel, PreTrainedModel, list[LayerGeometry]]:
     """Small copies with equal weights: (with our attention, with eager attention and all of `whole`, geometry)."""
     problem: Exception | None = None
-    for shrink in (_narrow_config, copy.copy):
+    kept = _kept_layers(module, geometry)
+    for shrink in (_narrow_config, _thin_config, copy.copy):
         try:
-            small = shrink(_shorten_config(module, geometry))
+            small = shrink(_shorten_config(module, kept))
             engine = construct(small, dtype=torch.float32, attention=ATTENTION_NAME)
             _spread_weights(engine)
             small_geometry = probe_geometry(engine)
@@ -88,7 +89,7 @@ def _small_twins(
         except Exception as failure:  # foreign configurations may not allow any size
             problem = failure
             continue
-        if [_kind(g) for g in small_geometry] == [_kind(g) for g in geometry[: len(small_geometry)]]:
+        if [_kind(g) for g in small_geometry] == [_kind(geometry[index]) for index in kept]:
             fuse_projections(engine)
             return engine, reference, small_geometry
     if isinstance(problem, Refusal):
@@ -110,18 +111,35 @@ def _reference(small: PretrainedConfig, engine: PreTrainedModel, whole: Pretrain
     return reference
 
 
-def _shorten_config(module: PreTrainedModel, geometry: list[LayerGeometry]) -> PretrainedConfig:
-    """The first layers, enough to include every kind, with a small vocabulary, short windows and lengths."""
-    small = copy.deepcopy(module.config)
+def _kept_layers(module: PreTrainedModel, geometry: list[LayerGeometry]) -> list[int]:
+    """Layers of a small copy: the first ones, enough to include every kind.
+
+    Of layers that read the keys and values of others, which stand behind these, one of each kind.
+    """
     total = len(geometry)
     kinds: list[object] = [_kind(layer) for layer in geometry]
     if layers := layers_of(module, total):
         kinds = list(zip(kinds, map(_settings, layers), strict=True))
-    needed = min(total, max(2, 1 + max(map(kinds.index, kinds))))
+    firsts = set(map(kinds.index, kinds))
+    read = {layer.kv_layer for layer in geometry if layer.kv_layer is not None}
+    return sorted(firsts | read) if read else list(range(min(total, max(2, 1 + max(firsts)))))
+
+
+def _shorten_config(module: PreTrainedModel, kept: list[int]) -> PretrainedConfig:
+    """A configuration of the layers `kept`, with a small vocabulary, short windows and lengths."""
+    small = copy.deepcopy(module.config)
+    total = small.num_hidden_layers
     for name, value in list(vars(small).items()):
         if isinstance(value, list) and len(value) == total:
-            setattr(small, name, value[:needed])
-    small.num_hidden_layers = needed
+            setattr(small, name, [value[index] for index in kept])
+        if name.startswith("vocab_size") and isinstance(value, int):
+            setattr(small, name, min(value, _VOCAB_SIZE))
+    small.num_hidden_layers = len(kept)
+    if getattr(small, "num_kv_shared_layers", None):
+        small.num_kv_shared_layers = sum(index >= total - small.num_kv_shared_layers for index in kept)
+    if getattr(small, "is_heterogeneous", False):
+        overrides = small._heterogeneity_spec.per_layer_overrides
+        small.per_layer_config = {new: overrides[old] for new, old in enumerate(kept) if old in overrides}
     small.vocab_size = _VOCAB_SIZE
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(getattr(small, name, None), int):
@@ -152,6 +170,12 @@ def _narrow_config(config: PretrainedConfig) -> PretrainedConfig:
     small.num_attention_heads = fewer
     if hasattr(small, "num_key_value_heads"):
         small.num_key_value_heads = min(kv_heads, 2)
+    return _thin_config(small)
+
+
+def _thin_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Narrow MLPs and experts."""
+    small = copy.deepcopy(config)
     for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if getattr(small, name, None):
             setattr(small, name, min(getattr(small, name), _INTERMEDIATE_SIZE))
@@ -162,7 +186,8 @@ def _kind(layer: LayerGeometry) -> tuple[object, ...]:
     """A layer's geometry without the sizes that a small copy changes."""
     group = layer.num_heads // layer.num_kv_heads
     windowed = layer.sliding_window is not None
-    return layer.head_dim_k, layer.head_dim_v, layer.scale, layer.softcap, layer.has_sinks, group, windowed
+    own = layer.kv_layer is None
+    return layer.head_dim_k, layer.head_dim_v, layer.scale, layer.softcap, layer.has_sinks, group, windowed, own
 
 
 def _settings(layer: nn.Module) -> list[object]:

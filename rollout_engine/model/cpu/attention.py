@@ -13,7 +13,7 @@ from rollout_engine.kernels.memory import release_pages, resident_bytes
 from rollout_engine.model.cpu.eager_attention import EagerPool
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.modules.attention_interface import attending
-from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.geometry import LayerGeometry, each_once, kv_pools
 
 
 class CpuKVPool:
@@ -81,22 +81,22 @@ class CompiledPool:
         self, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> None:
         self.block_size = block_size
-        self.layers = [
-            compiled.KVLayer(
+        self.layers = kv_pools(
+            geometry,
+            lambda layer: compiled.KVLayer(
                 num_blocks,
                 layer.num_kv_heads,
                 layer.head_dim_k,
                 layer.head_dim_v,
                 block_size=block_size,
                 dtype=dtype,
-            )
-            for layer in geometry
-        ]
+            ),
+        )
         self._num_kv_heads = min(layer.num_kv_heads for layer in geometry)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the pool; blocks are the first dimension of its shape."""
-        for layer in self.layers:
+        for layer in each_once(self.layers):
             yield from (layer.keys, layer.values)
 
     def plan(self, batch: FlatBatch) -> compiled.AttentionPlan:

@@ -10,7 +10,7 @@ from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.memory import lazy_zeros
 from rollout_engine.kernels.paged_attention import KV_TILE, Tile, TilePlan, attend, padded_rows
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
-from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.geometry import LayerGeometry, each_once, kv_pools
 
 
 class EagerPool:
@@ -20,17 +20,17 @@ class EagerPool:
         self, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> None:
         self.block_size = block_size
-        self.layers = [
-            tuple(
+        self.layers = kv_pools(
+            geometry,
+            lambda layer: tuple(
                 lazy_zeros(num_blocks, layer.num_kv_heads, block_size, dim, dtype=dtype)
                 for dim in (layer.head_dim_k, layer.head_dim_v)
-            )
-            for layer in geometry
-        ]
+            ),
+        )
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the pool; blocks are the first dimension of its shape."""
-        for layer in self.layers:
+        for layer in each_once(self.layers):
             yield from layer
 
     def step(self, batch: FlatBatch) -> "EagerStep":

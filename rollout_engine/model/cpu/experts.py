@@ -3,13 +3,17 @@
 Products are those of `kernels.linear`, whose rows do not depend on how many tokens an expert gets.
 """
 
-import torch
-from torch import Tensor, nn
+from typing import Any
 
-from rollout_engine.kernels.activation import gated_silu
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rollout_engine.kernels.activation import gated_silu, sigmoid, silu
 from rollout_engine.kernels.cpu import experts as kernels
 from rollout_engine.kernels.cpu import gemm
-from rollout_engine.model.modules.expert_patterns import RouterPattern
+from rollout_engine.model.modules.expert_patterns import EXPERT_BIASES, EXPERT_MATRICES, ExpertForm, RouterPattern
 from rollout_engine.model.modules.experts import add_weighted
 from rollout_engine.model.packing.linear_groups import LinearGroup
 from rollout_engine.model.packing.module_types import become, tensor_of
@@ -18,19 +22,23 @@ from rollout_engine.model.ranks.wiring import OwnExperts
 
 
 class WeightSlice:
-    """A parameter of `module`, or one expert's part of it, with the attributes of a linear without bias."""
+    """A parameter of `module`, or one expert's part of it, with the attributes of a linear without bias.
+
+    `is_transposed`: the parameter is [..., in, out].
+    """
 
     bias = None
 
-    def __init__(self, module: nn.Module, name: str, index: int | None = None) -> None:
-        self._module, self._name, self._index = module, name, index
+    def __init__(self, module: nn.Module, name: str, index: int | None = None, *, is_transposed: bool = False) -> None:
+        self._module, self._name, self._index, self._is_transposed = module, name, index, is_transposed
         self.out_features = self.weight.shape[0]
 
     @property
     def weight(self) -> Tensor:
         """[out_features, in_features], read each time, because the parameter may have been replaced."""
         whole: Tensor = getattr(self._module, self._name)
-        return whole if self._index is None else whole[self._index]
+        part = whole if self._index is None else whole[self._index]
+        return part.mT if self._is_transposed else part
 
 
 class RowInvariantRouter(nn.Module):
@@ -52,10 +60,14 @@ class RowInvariantRouter(nn.Module):
 
 
 class RowInvariantExperts(nn.Module):
-    """Experts down(silu(gate(x)) * up(x)) with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I]."""
+    """Experts down(silu(gate(x)) * up(x)) with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
+
+    Or as `_form` says.
+    """
 
     gate_up_proj: Tensor
     down_proj: Tensor
+    _form: ExpertForm
     _groups: list[LinearGroup]
     """Gate and up of every expert, then down of every expert."""
     _own_experts: OwnExperts | None = None
@@ -72,7 +84,8 @@ class RowInvariantExperts(nn.Module):
     def _outputs(self, rows: Tensor, index: Tensor) -> Tensor:
         """Unweighted outputs of `rows` [T * k, H], which are sorted by expert."""
         # Unbound, the backward stacks the gradients of all experts once; indexed, it fills a whole tensor for each.
-        gate_up, down = self.gate_up_proj.unbind(), self.down_proj.unbind()
+        gate_up, down = (self._unbound(name) for name in EXPERT_MATRICES)
+        biases = [tensor_of(self, name).unbind() for name in EXPERT_BIASES] if self._form.has_bias else None
         own = self._own_experts
         share = Share.all(len(gate_up)) if own is None else own.share
         counts = torch.bincount(index.flatten(), minlength=share.whole).tolist()
@@ -80,12 +93,44 @@ class RowInvariantExperts(nn.Module):
         for expert, part in enumerate(rows.split(counts)[share.rows]):
             if len(part):
                 (projected,) = self._groups[expert].product(part, [gate_up[expert]])
-                gate, up = projected.chunk(2, dim=-1)
-                activated = gated_silu(gate, up)
-                outputs += self._groups[len(gate_up) + expert].product(activated, [down[expert]])
+                activated = self._activated(projected if biases is None else projected + biases[0][expert])
+                (output,) = self._groups[len(gate_up) + expert].product(activated, [down[expert]])
+                outputs.append(output if biases is None else output + biases[1][expert])
         if own is not None:
             return own.gather(outputs, rows, counts)
         return torch.cat(outputs) if outputs else rows
+
+    def _unbound(self, name: str) -> tuple[Tensor, ...]:
+        """The matrices [out, in] of all experts."""
+        whole = tensor_of(self, name)
+        return (whole.mT if self._form.is_transposed else whole).unbind()
+
+    def _activated(self, projected: Tensor) -> Tensor:
+        """The input [n, I] of the second product, from the output [n, 2I] of the first."""
+        gate, up = projected.chunk(2, dim=-1)
+        return gated_silu(gate, up)
+
+
+class ExpertsWithGate(RowInvariantExperts):
+    """Experts with a gate of their own between the two products."""
+
+    def _activated(self, projected: Tensor) -> Tensor:
+        assert self._form.gate is not None, "the others are not of this class"
+        with _RowInvariantCalls():
+            return self._form.gate(self, projected)
+
+
+class _RowInvariantCalls(TorchFunctionMode):
+    """Replaces torch's functions of each element that have other bits at the end of a tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _REPLACED.get(func, func)(*args, **(kwargs or {}))
+
+
+_REPLACED = {
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), sigmoid),
+    F.silu: silu,
+}
 
 
 def has_product(pattern: RouterPattern, module: nn.Module) -> bool:
@@ -100,14 +145,19 @@ def swap_router(module: nn.Module, pattern: RouterPattern) -> None:
     router._groups[0].float32_out = pattern.routing.precise
 
 
-def swap_experts(module: nn.Module) -> None:
-    """Make `module`, which `expert_patterns.are_gated_experts` recognised, row-invariant; in place."""
-    experts = become(module, RowInvariantExperts)
-    names = [(name, index) for name in ("gate_up_proj", "down_proj") for index in range(len(experts.down_proj))]
-    experts._groups = [_group_of(module, name, index) for name, index in names]
+def swap_experts(module: nn.Module, form: ExpertForm) -> None:
+    """Make `module`, which `expert_patterns.expert_form` recognised, row-invariant; in place."""
+    experts = become(module, RowInvariantExperts if form.gate is None else ExpertsWithGate)
+    experts._form = form
+    experts._groups = [
+        _group_of(module, name, index, is_transposed=form.is_transposed)
+        for name in EXPERT_MATRICES
+        for index in range(len(experts.down_proj))
+    ]
     for group in experts._groups:
         group.packs = experts._groups[0].packs
 
 
-def _group_of(module: nn.Module, name: str, index: int | None = None) -> LinearGroup:
-    return LinearGroup([WeightSlice(module, name, index)])  # type: ignore[list-item]  # has all that groups read
+def _group_of(module: nn.Module, name: str, index: int | None = None, *, is_transposed: bool = False) -> LinearGroup:
+    child = WeightSlice(module, name, index, is_transposed=is_transposed)
+    return LinearGroup([child])  # type: ignore[list-item]  # has all that groups read

@@ -23,7 +23,7 @@ from rollout_engine.model.cpu.experts import (
 )
 from rollout_engine.model.cpu.own_forwards import OwnForward, names_a_gate, swap_calls, swap_own_router
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
-from rollout_engine.model.modules.expert_patterns import are_gated_experts, router_pattern
+from rollout_engine.model.modules.expert_patterns import expert_form, router_pattern
 from rollout_engine.model.modules.module_patterns import (
     SILU_CLASSES,
     children_of_one_dtype,
@@ -53,8 +53,8 @@ def make_row_invariant(module: nn.Module) -> None:
             continue
         elif (pattern := router_pattern(child)) is not None and has_product(pattern, child):
             swap_router(child, pattern)
-        elif are_gated_experts(child):
-            swap_experts(child)
+        elif (form := expert_form(child)) is not None:
+            swap_experts(child, form)
     for router in routers_of(module):
         if not isinstance(router, RowInvariantRouter | OwnForward):
             swap_own_router(router)

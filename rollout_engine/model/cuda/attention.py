@@ -15,7 +15,7 @@ from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention
 from rollout_engine.model.cuda.memory import ReleasableMemory
 from rollout_engine.model.cuda.upload import upload
-from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.geometry import LayerGeometry, each_once, kv_pools
 
 __all__ = ["CudaAttention", "CudaBatch", "CudaKVPool", "Limits", "ModuleStep"]
 
@@ -51,8 +51,9 @@ class CudaKVPool:
     ) -> None:
         """`routing`: routers whose choices are kept next to the KV."""
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.layers = [
-            KVLayer.zeros(
+        self.layers = kv_pools(
+            geometry,
+            lambda layer: KVLayer.zeros(
                 num_blocks,
                 layer.num_kv_heads,
                 block_size,
@@ -60,9 +61,8 @@ class CudaKVPool:
                 layer.head_dim_v,
                 dtype=dtype,
                 device=device,
-            )
-            for layer in geometry
-        ]
+            ),
+        )
         self.routed: Tensor | None = None
         """uint8 or int16 [num_blocks, block_size, layers with experts, k]; None without routers."""
         if routing is not None:
@@ -73,7 +73,7 @@ class CudaKVPool:
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the pool; blocks are the first dimension of its shape."""
-        for layer in self.layers:
+        for layer in each_once(self.layers):
             yield from layer
         if self.routed is not None:
             yield self.routed

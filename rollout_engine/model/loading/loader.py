@@ -18,6 +18,7 @@ from rollout_engine.base.locations import find_directory
 from rollout_engine.model.admission.gate import admit, build_module, names_of_parts, text_config_to_serve
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.sharded_state import ShardedState
+from rollout_engine.model.loading.type_aliases import config_of_alias
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import initialize, place_on
@@ -225,8 +226,9 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
     with as_config_errors():
         file = SnapshotFile(path)
     raw = _read_json(file)
+    aliased = config_of_alias(raw, path)
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        config = aliased or AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as problem:  # transformers raises many kinds of errors here
         if "auto_map" in raw:
             raise ConfigError(
@@ -383,8 +385,8 @@ def _checkpoint_names(module: PreTrainedModel, hf_config: PretrainedConfig) -> C
     num_layers, num_drafting = (
         getattr(module.config, name, None) or 0 for name in ("num_hidden_layers", "num_nextn_predict_layers")
     )
-    if num_drafting:  # stored behind the model's own layers, as DeepSeek and GLM do
+    if num_drafting:  # stored behind the model's own layers, as DeepSeek and GLM do, or in a list of their own, as MiMo
         numbers = "|".join(map(str, range(num_layers, num_layers + num_drafting)))
-        unused.append(rf"(^|\.)layers\.({numbers})\.")
+        unused += [rf"(^|\.)layers\.({numbers})\.", r"(^|\.)mtp_layers\.\d+\."]
     parts = names_of_parts(hf_config, module)
     return CheckpointNames(module.base_model_prefix, sorted(unused), parts.text, parts.others)

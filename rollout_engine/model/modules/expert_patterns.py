@@ -3,7 +3,8 @@
 import inspect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ from rollout_engine.model.modules.module_patterns import LARGE, SILU_CLASSES, ag
 from rollout_engine.model.packing.module_types import tensor_of
 
 _NUM_EXPERTS, _TOP_K, _HIDDEN, _INTERMEDIATE = 6, 3, 8, 5
+EXPERT_MATRICES = {"gate_up_proj": 3, "down_proj": 3}
+EXPERT_BIASES = {"gate_up_proj_bias": 2, "down_proj_bias": 2}
+"""Parameters of experts, and how many dimensions they have."""
 _COLUMNS = 16
 """Inputs of routers in trials."""
 _MOST_EXPERTS = 1024
@@ -66,6 +70,24 @@ def router_pattern(child: nn.Module) -> RouterPattern | None:
             pattern = RouterPattern(whole, trial.has_bias, trial.bias_name, found.logits.dtype)
             return pattern if trial.agrees(whole) else None
     return None
+
+
+Gate = Callable[[nn.Module, Tensor], Tensor]
+"""A method of a module of experts: the output of the first product [n, 2I] -> the input of the second [n, I]."""
+
+
+class ExpertForm(NamedTuple):
+    """The way a module of experts computes with its matrices, `gate_up_proj` and `down_proj`."""
+
+    is_transposed: bool
+    """Whether these are [E, in, out]; else [E, out, in]."""
+    has_bias: bool
+    """Whether `gate_up_proj_bias` [E, 2I] and `down_proj_bias` [E, H] are added to the products."""
+    gate: Gate | None
+    """The module's own method between the two products; None: silu(gate) * up, first the columns of gate."""
+
+
+_GATED = ExpertForm(is_transposed=False, has_bias=False, gate=None)
 
 
 class _Routed(NamedTuple):
@@ -227,19 +249,41 @@ class _RouterTrial(NamedTuple):
 
 def are_gated_experts(child: nn.Module) -> bool:
     """Whether `child` weights and adds down(silu(gate(x)) * up(x)) of the experts chosen for each token."""
-    if not _has_parameters(child, {"gate_up_proj": 3, "down_proj": 3}):
-        return False
-    children = dict(child.named_children())
-    if children.keys() != {"act_fn"} or type(children["act_fn"]) not in SILU_CLASSES:
-        return False
-    trial, dtype = _small_experts(child), tensor_of(child, "down_proj").dtype
-    gate_up, down = tensor_of(trial, "gate_up_proj"), tensor_of(trial, "down_proj")
+    return expert_form(child) == _GATED
+
+
+def expert_form(child: nn.Module) -> ExpertForm | None:
+    """The form of a module that weights and adds the outputs of the experts chosen for each token; None of others."""
+    has_bias = _has_parameters(child, EXPERT_MATRICES | EXPERT_BIASES)
+    if not has_bias and not _has_parameters(child, EXPERT_MATRICES):
+        return None
+    activations = list(child.children())
+    is_silu = len(activations) == 1 and type(activations[0]) in SILU_CLASSES
+    gates = [None] * is_silu + [gate for gate in [getattr(type(child), "_apply_gate", None)] if gate is not None]
+    return next(
+        (
+            form
+            for is_transposed, gate in itertools.product((False, True), gates)
+            if _computes(child, form := ExpertForm(is_transposed, has_bias, gate))
+        ),
+        None,
+    )
+
+
+def _computes(child: nn.Module, form: ExpertForm) -> bool:
+    """Whether a small copy of `child` computes as its form says."""
+    trial, dtype = _small_experts(child, form), tensor_of(child, "down_proj").dtype
+    gate_up, down = (
+        tensor_of(trial, name).mT if form.is_transposed else tensor_of(trial, name) for name in EXPERT_MATRICES
+    )
+    biases = [tensor_of(trial, name) for name in EXPERT_BIASES] if form.has_bias else []
+    gate = None if form.gate is None else partial(form.gate, trial)
     index = torch.arange(48).view(24, 2).mul(7).remainder(_NUM_EXPERTS)
     index[:, 1] = (index[:, 0] + 1 + index[:, 1] % 3) % _NUM_EXPERTS
     x, weights = _waves(24, _HIDDEN, dtype=dtype), _waves(24, 2, dtype=dtype).abs()
 
     def compute(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return mixed(x, index, weights, gate_up, down)
+        return mixed(x, index, weights, gate_up, down, biases, gate)
 
     return agree(trial, compute, x, index, weights) and agree(trial, compute, x * LARGE, index, weights)
 
@@ -253,7 +297,7 @@ def mixture_of(child: nn.Module) -> Routing | None:
     routing = routing_of(gate)
     if routing is None or not are_gated_experts(experts):
         return None
-    gate, experts = _small_router(gate), _small_experts(experts)
+    gate, experts = _small_router(gate), _small_experts(experts, _GATED)
     trial = copy_with(child, _modules={"gate": gate, "experts": experts}, hidden_dim=_HIDDEN)
     weight = tensor_of(gate)
     gate_up, down = tensor_of(experts, "gate_up_proj"), tensor_of(experts, "down_proj")
@@ -273,10 +317,16 @@ def _small_router(child: nn.Module) -> nn.Module:
     return copy_with(child, _parameters=small, **_NO_HOOKS, **sizes)
 
 
-def _small_experts(child: nn.Module) -> nn.Module:
+def _small_experts(child: nn.Module, form: ExpertForm) -> nn.Module:
     gate_up, down = (_NUM_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN), (_NUM_EXPERTS, _HIDDEN, _INTERMEDIATE)
-    shapes, dtype = {"gate_up_proj": gate_up, "down_proj": down}, tensor_of(child, "down_proj").dtype
-    small = {name: _waves(*shape, dtype=dtype) for name, shape in shapes.items()}
+    dtype = tensor_of(child, "down_proj").dtype
+    small = {name: _waves(*shape, dtype=dtype) for name, shape in zip(EXPERT_MATRICES, (gate_up, down), strict=True)}
+    if form.has_bias:
+        small |= {
+            name: _waves(*shape[:2], dtype=dtype) for name, shape in zip(EXPERT_BIASES, (gate_up, down), strict=True)
+        }
+    if form.is_transposed:
+        small |= {name: small[name].mT.contiguous() for name in EXPERT_MATRICES}
     sizes = {"num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN, "intermediate_dim": _INTERMEDIATE}
     config = SimpleNamespace(_experts_implementation="eager")
     return copy_with(child, _parameters=small, config=config, **_NO_HOOKS, **sizes)

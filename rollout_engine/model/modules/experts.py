@@ -3,12 +3,12 @@
 router    scores = softmax(W x) or sigmoid(W x); those of the k largest, or of the k with the largest sums of score and
           bias, perhaps of some groups of experts alone; normalised or not, times a number
 experts   down(silu(gate(x)) * up(x)) of each expert that was chosen, weighted; a token's k outputs are added in the
-          order of their experts' numbers
+          order of their experts' numbers. Products may have biases, and a module a gate of its own between them
 
 Kernels round at the same places.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -137,14 +137,30 @@ def _ranking(numbers: Tensor) -> Tensor:
     return ordered * count - torch.arange(count, device=bits.device)
 
 
-def mixed(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Outputs [T, H] of experts int64 [T, k] with weights [T, k] for x [T, H]; gate_up [E, 2I, H], down [E, H, I]."""
+def mixed(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    biases: Sequence[Tensor] = (),
+    gate: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Outputs [T, H] of experts int64 [T, k] with weights [T, k] for x [T, H]; gate_up [E, 2I, H], down [E, H, I].
+
+    `biases`: those of the two products, [E, 2I] and [E, H], added to results that are rounded. `gate`: [n, 2I] ->
+    [n, I], in place of silu(gate) * up.
+    """
     index, slots = experts.sort(dim=-1)
     outputs = x.new_empty(*index.shape, x.shape[1])
     for expert in index.unique().tolist():
         chosen = index == expert
-        gate, up = F.linear(x[chosen.any(-1)], gate_up[expert]).chunk(2, dim=-1)
-        outputs[chosen] = F.linear(gated_silu(gate, up), down[expert])
+        projected = F.linear(x[chosen.any(-1)], gate_up[expert])
+        projected = projected + biases[0][expert] if biases else projected
+        first, second = projected.chunk(2, dim=-1)
+        activated = gated_silu(first, second) if gate is None else gate(projected)
+        output = F.linear(activated, down[expert])
+        outputs[chosen] = output + biases[1][expert] if biases else output
     return add_weighted(outputs, weights.gather(1, slots))
 
 

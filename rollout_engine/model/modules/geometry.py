@@ -3,10 +3,10 @@
 Nothing is read from the configuration: a probe replaces attention and mask construction, and records their arguments.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -39,11 +39,29 @@ class LayerGeometry(msgspec.Struct, frozen=True):
     """c: scores become c * tanh(scores / c)."""
     has_sinks: bool
     """One learned logit per head joins the softmax and is dropped from the result."""
+    kv_layer: int | None = None
+    """The earlier layer whose keys and values it reads; None: its own."""
 
     @property
     def attention_params(self) -> AttentionParams:
         """The parameters of this layer's attention scores, as kernels take them."""
         return AttentionParams(self.scale, self.sliding_window or 0, self.softcap or 0.0)
+
+
+Pool = TypeVar("Pool")
+
+
+def kv_pools(geometry: Sequence[LayerGeometry], make: Callable[[LayerGeometry], Pool]) -> list[Pool]:
+    """The KV pool of each layer: one from `make`, or the one of the layer whose keys and values it reads."""
+    pools: list[Pool] = []
+    for layer in geometry:
+        pools.append(make(layer) if layer.kv_layer is None else pools[layer.kv_layer])
+    return pools
+
+
+def each_once(pools: Iterable[Pool]) -> Iterable[Pool]:
+    """The different ones among `kv_pools`."""
+    return {id(pool): pool for pool in pools}.values()
 
 
 class Refusal(Exception):
@@ -77,13 +95,19 @@ def probe_geometry(module: PreTrainedModel, first_position: int = 0) -> list[Lay
 class _Call(NamedTuple):
     layer_idx: int | None
     geometry: LayerGeometry
+    key: Tensor
+    value: Tensor
 
 
-class _Mask(NamedTuple):
+class _Mask(msgspec.Struct, frozen=True):
     """Replaces a mask tensor: the kind of mask that the module asked for."""
 
     kind: str
     size: int
+
+    def __getitem__(self, part: object) -> "_Mask":
+        """The mask of some queries, which is of the same kind."""
+        return self
 
 
 _calls: ContextVar[list[_Call]] = ContextVar("calls")
@@ -126,6 +150,8 @@ def _probe_attention(
     """Replaces attention: q [1, H, T, Dk], k [1, Hk, T, Dk], v [1, Hk, T, Dv] -> zeros [1, T, H, Dv]."""
     window = sliding_window or None
     _check_call(module, attention_mask, window, is_causal, kwargs)
+    calls = _calls.get()
+    is_shared = (call.key is key and call.value is value for call in calls)
     geometry = LayerGeometry(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -135,8 +161,9 @@ def _probe_attention(
         sliding_window=window,
         softcap=float(softcap) if softcap else None,
         has_sinks=s_aux is not None,
+        kv_layer=next((layer for layer, shares in enumerate(is_shared) if shares), None),
     )
-    _calls.get().append(_Call(getattr(module, "layer_idx", None), geometry))
+    calls.append(_Call(getattr(module, "layer_idx", None), geometry, key, value))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 

@@ -280,8 +280,9 @@ class PackedWeights:
 
 
 def _next_operand(group: LinearGroup, place: Callable[[Tensor], Tensor]) -> linear.Operand:
-    """The next operand of a group; torch's kernel multiplies by the plain weight, which changes in place."""
-    return linear.pack(group.weight() if group.plan.kernel == linear.LIBRARY else group.weight(place), group.plan)
+    """The next operand of a group; torch's kernel multiplies by a plain weight, which changes in place."""
+    changes_in_place = group.plan.kernel == linear.LIBRARY and group.weight().is_contiguous()
+    return linear.pack(group.weight() if changes_in_place else group.weight(place), group.plan)
 
 
 def _tie_embeddings(module: nn.Module, own: list[LinearGroup]) -> None:

@@ -21,6 +21,8 @@ class Stack(NamedTuple):
     groups: list[LinearGroup]
     like: Tensor
     """[N, K], on meta."""
+    is_transposed: bool
+    """Whether the storage holds them as [K, N]."""
     start: int
     """Number of matrices in earlier stacks."""
 
@@ -28,11 +30,12 @@ class Stack(NamedTuple):
     def of(cls, storage: torch.UntypedStorage, groups: Sequence[LinearGroup], start: int) -> "Stack | None":
         """The stack of the groups whose weights are in `storage`; None if their layout is another."""
         weights = sorted(((group.weight(), group) for group in groups), key=lambda pair: pair[0].data_ptr())
-        like = weights[0][0].to("meta")
+        like = weights[0][0].to("meta").contiguous()
         places = [storage.data_ptr() + i * like.nbytes for i in range(len(weights))]
-        fits = all(w.shape == like.shape and w.is_contiguous() for w, _ in weights)
+        is_transposed = not weights[0][0].is_contiguous()
+        fits = all(w.shape == like.shape and (w.mT if is_transposed else w).is_contiguous() for w, _ in weights)
         fits &= [w.data_ptr() for w, _ in weights] == places and storage.nbytes() == len(weights) * like.nbytes
-        return cls([group for _, group in weights], like, start) if fits else None
+        return cls([group for _, group in weights], like, is_transposed, start) if fits else None
 
     def place(self, view: Tensor) -> "Place":
         """The place among panels of a plain `view` of the storage."""
@@ -43,6 +46,8 @@ class Stack(NamedTuple):
         def move_index(index: int) -> int:
             matrix, index = divmod(index, size)
             row, column = divmod(index, self.like.shape[1])
+            if self.is_transposed:
+                column, row = divmod(index, self.like.shape[0])
             return matrix * padded_size + row * padded_columns + column
 
         steps = [(n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True)]

@@ -12,6 +12,7 @@ rank's own, and the ranks' results are added up. That is two exchanges a layer i
 
 If the plan was not written for this structure, products take whole rows in and give whole rows out, which is
 always right. Experts are divided as wholes. Modules that the plan leaves out (norms, routers) are whole on every rank.
+A model with an expert-parallel plan alone, such as gpt-oss, is cut by that.
 """
 
 import re
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.model.modules.expert_patterns import EXPERT_BIASES, EXPERT_MATRICES
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.module_patterns import is_gated_mlp
 from rollout_engine.model.ranks.part import Part
@@ -110,11 +112,13 @@ def inputs_of(linear: nn.Linear) -> Share:
 
 def _plan_of(module: PreTrainedModel) -> dict[int, str]:
     """The plan's style of each linear and of each module of experts, by the module's id."""
-    plan = getattr(module.config, "base_model_tp_plan", None) or {}
+    plan = (
+        getattr(module.config, "base_model_tp_plan", None) or getattr(module.config, "base_model_ep_plan", None) or {}
+    )
     if not plan:
         raise ConfigError(
             f"tensor_parallel_size: {type(module).__name__} cannot be cut, because transformers has no tensor-parallel "
-            "plan of it (base_model_tp_plan). Leave it out."
+            "plan of it (base_model_tp_plan), nor an expert-parallel one. Leave it out."
         )
     styles = [(re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style) for name, style in plan.items()]
     base = getattr(module, module.base_model_prefix)
@@ -130,7 +134,7 @@ def _plan_of(module: PreTrainedModel) -> dict[int, str]:
 
 def _are_experts(child: nn.Module) -> bool:
     dims = {name: parameter.dim() for name, parameter in child.named_parameters(recurse=False)}
-    return dims == {"gate_up_proj": 3, "down_proj": 3}
+    return dims in (EXPERT_MATRICES, EXPERT_MATRICES | EXPERT_BIASES)
 
 
 def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Module], plan: dict[int, str]) -> None:
@@ -139,6 +143,7 @@ def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Modu
     layer = cut.geometry[index]
     parts: dict[str, Any] = dict(parent.named_children())
     is_known = parts.keys() <= _ATTENTION_PARTS and parts.keys() >= {*_QKV, "o_proj"} and not layer.has_sinks
+    is_known = is_known and all(other.kv_layer is None for other in cut.geometry)  # readers of whole heads
     is_known = is_known and all(plan.get(id(parts[name])) == "colwise" for name in _QKV)
     is_known = is_known and plan.get(id(parts["o_proj"])) == "rowwise" and not list(parent.parameters(recurse=False))
     norms = [p for name in ("q_norm", "k_norm") if name in parts for p in parts[name].parameters()]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.ranks.cut import LinearCut, ModelCut
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.ranks.share import Share
@@ -24,6 +25,11 @@ def connect(module: Any, cut: ModelCut, *, replaced_experts: bool = True) -> Non
     for child, share in cut.experts:
         child._own_experts = own = OwnExperts(cut.seat, share)
         if not replaced_experts:
+            if hasattr(child, "gate_up_proj_bias"):  # transformers' own loop over these refuses experts of other ranks
+                raise ConfigError(
+                    f"tensor_parallel_size: the experts of {type(child).__name__} have biases, and such experts "
+                    "are cut on a CPU only. Leave it out."
+                )
             child.num_experts, child._is_expert_parallel = share.size, True
             child.register_forward_pre_hook(own.before)
             child.register_forward_hook(own.after)

@@ -8,7 +8,7 @@ import torch
 
 from rollout_engine import ConfigError, EngineConfig, SpeculationConfig
 from rollout_engine.model.cuda.backend import CudaBackend
-from rollout_engine.model.kv_size import DRAFT_SHARE, size_pool
+from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, size_pool
 
 HOST, DEVICE = 1000, 5000
 BLOCK_BYTES = 64
@@ -16,7 +16,7 @@ BLOCK_BYTES = 64
 
 
 class OneLayer:
-    geometry = (SimpleNamespace(num_kv_heads=1, head_dim_k=1, head_dim_v=1),)
+    geometry = (SimpleNamespace(num_kv_heads=1, head_dim_k=1, head_dim_v=1, kv_layer=None),)
     dtype = torch.bfloat16
     max_model_len = 16
     vocab_size = 10
@@ -40,6 +40,13 @@ def test_a_pool_of_a_device_may_be_larger_than_the_hosts_memory(options):
     assert on_device(**options) == DEVICE // BLOCK_BYTES
     with pytest.raises(ConfigError, match=f"this machine has {HOST} in all"):
         size_pool(EngineConfig(model="model", block_size=16, **options), OneLayer)
+
+
+def test_a_layer_that_reads_the_keys_of_another_takes_no_memory():
+    class SharedLayers(OneLayer):
+        geometry = (*OneLayer.geometry, SimpleNamespace(num_kv_heads=1, head_dim_k=1, head_dim_v=1, kv_layer=0))
+
+    assert bytes_per_block(SharedLayers, 16) == bytes_per_block(OneLayer, 16) == BLOCK_BYTES
 
 
 def test_a_pool_larger_than_its_device_is_refused():

@@ -4,9 +4,12 @@ import copy
 
 import pytest
 import torch
+from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from rollout_engine.model.cpu.experts import swap_experts, swap_router
+from rollout_engine.model.cpu.experts import RowInvariantExperts, swap_router
 from rollout_engine.model.cpu.row_invariance import make_row_invariant, unproven_parts
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.expert_patterns import router_pattern
@@ -16,6 +19,13 @@ from rollout_engine.testing import tiny_config, tiny_model
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = dict(num_experts=7, num_local_experts=7, num_experts_per_tok=3, moe_intermediate_size=40)
 MODELS = ["qwen3_moe", "mixtral"]
+FORMS = [
+    (Qwen3MoeExperts, "qwen3_moe"),
+    (AriaExperts, "aria_text"),
+    (Gemma4TextExperts, "gemma4_text"),
+    (GptOssExperts, "gpt_oss"),
+]
+"""Plain; with transposed matrices; with GELU; with transposed matrices, biases, and a gate that is clamped."""
 
 
 def module_of(cls, architecture, dtype=torch.float32, **overrides):
@@ -33,21 +43,47 @@ def inputs(dtype=torch.float32, num_tokens=300):
     return x, index, torch.rand(num_tokens, 3, generator=generator).to(dtype)
 
 
+def swapped(module):
+    make_row_invariant(module)
+    assert isinstance(module, RowInvariantExperts)
+    return module
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_experts_compute_what_transformers_does(dtype, tolerance):
-    theirs = module_of(Qwen3MoeExperts, "qwen3_moe", dtype)
+@pytest.mark.parametrize(("cls", "architecture"), FORMS)
+def test_experts_compute_what_transformers_does(cls, architecture, dtype, tolerance):
+    theirs = module_of(cls, architecture, dtype, moe_num_experts=7)
     theirs.config._experts_implementation = "eager"
-    ours = copy.deepcopy(theirs)
-    swap_experts(ours)
-    torch.testing.assert_close(ours(*inputs(dtype)), theirs(*inputs(dtype)), atol=tolerance, rtol=tolerance)
+    ours = swapped(copy.deepcopy(theirs))
+    x, index, weights = inputs(dtype)
+    for scale in (1, 100):  # gates that are clamped, too
+        got, wanted = ours(x * scale, index, weights), theirs(x * scale, index, weights)
+        largest = wanted.abs().max()
+        torch.testing.assert_close(got / largest, wanted / largest, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("cls", "architecture"), FORMS)
+def test_gradients_are_those_of_transformers(cls, architecture):
+    theirs = module_of(cls, architecture, moe_num_experts=7).requires_grad_(True)
+    theirs.config._experts_implementation = "eager"
+    ours = swapped(copy.deepcopy(theirs))
+    found = []
+    for module in (ours, theirs):
+        x, index, weights = inputs()
+        x, weights = (each.requires_grad_(True) for each in (x, weights))
+        (module(x, index, weights) * torch.linspace(-1, 1, 64)).sum().backward()
+        found.append([x.grad, weights.grad, *(parameter.grad for parameter in module.parameters())])
+    for mine, wanted in zip(*found, strict=True):
+        assert (mine - wanted).norm() <= 1e-6 * wanted.norm()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(dtype, threads, monkeypatch):
-    experts, router = module_of(Qwen3MoeExperts, "qwen3_moe", dtype), module_of(Qwen3MoeTopKRouter, "qwen3_moe", dtype)
+@pytest.mark.parametrize(("cls", "architecture"), FORMS)
+def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(cls, architecture, dtype, threads):
+    experts = swapped(module_of(cls, architecture, dtype, moe_num_experts=7))
+    router = module_of(Qwen3MoeTopKRouter, "qwen3_moe", dtype)
     swap_router(router, router_pattern(router))
-    swap_experts(experts)
     x, _, _ = inputs(dtype)
     before = torch.get_num_threads()
     try:
@@ -64,8 +100,7 @@ def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(dtype, threads, mon
 
 
 def test_no_tokens_are_an_empty_result():
-    experts = module_of(Qwen3MoeExperts, "qwen3_moe")
-    swap_experts(experts)
+    experts = swapped(module_of(Qwen3MoeExperts, "qwen3_moe"))
     with torch.no_grad():
         assert experts(*inputs(num_tokens=0)).shape == (0, 64)
 

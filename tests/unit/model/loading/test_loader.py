@@ -3,8 +3,9 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
+from rollout_engine import LLM, SamplingParams
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.cpu.flat_batch import SequenceChunk
@@ -275,6 +276,61 @@ class TestCodeInTheCheckpoint:
 
     def test_is_not_run_for_a_known_type(self, trap):
         assert type(load(trap).module).__module__.startswith("transformers.")
+
+
+class TestTypeReadAsAnother:
+    KIMI = dict(auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, model_type="kimi_k2")
+    KIMI |= dict(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, aux_loss_alpha=0.001, seq_aux=True)
+
+    @pytest.fixture
+    def kimi(self, tmp_path):
+        tiny_checkpoint(tmp_path, "deepseek_v3", **SIZES["deepseek_v3"])
+        edit_json(tmp_path / "config.json", **self.KIMI)
+        return tmp_path
+
+    def test_has_the_layers_of_that_type(self, kimi):
+        loaded = load(kimi)
+        assert type(loaded.module).__name__ == "DeepseekV3ForCausalLM"
+        edit_json(kimi / "config.json", model_type="deepseek_v3")
+        assert_same_weights(loaded, AutoModelForCausalLM.from_pretrained(kimi).state_dict())
+
+    def test_is_served(self, kimi):
+        with LLM(str(kimi), log_stats=False) as llm:
+            (output,) = llm.generate(["hello"], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
+
+    @pytest.mark.parametrize(
+        ("field", "value", "reason"),
+        [
+            ("scoring_func", "softmax", "computes as if scoring_func were 'sigmoid', and it is 'softmax'"),
+            ("query_norm", True, "whose configuration has no query_norm"),
+        ],
+    )
+    def test_is_refused_for_a_field_that_may_change_the_layers(self, kimi, field, value, reason):
+        edit_json(kimi / "config.json", **{field: value})
+        with pytest.raises(ConfigError, match=reason):
+            load(kimi)
+
+    def test_is_refused_for_weights_of_other_layers(self, kimi):
+        edit_tensors(kimi, lambda tensors: tensors.update({"model.layers.0.self_attn.gate.weight": torch.zeros(2, 2)}))
+        with pytest.raises(ConfigError, match=r"self_attn\.gate\.weight"):
+            load(kimi)
+
+    def test_layers_that_only_draft_are_left_out(self, tmp_path):
+        tiny_checkpoint(tmp_path, "qwen2")
+        edit_json(
+            tmp_path / "config.json",
+            model_type="mimo",
+            architectures=["MiMoForCausalLM"],
+            num_nextn_predict_layers=1,
+            attention_bias=True,
+            use_mrope=False,
+        )
+        expected = Qwen2ForCausalLM.from_pretrained(tmp_path).state_dict()
+        edit_tensors(
+            tmp_path, lambda tensors: tensors.update({"model.mtp_layers.0.input_proj.weight": torch.ones(2, 2)})
+        )
+        assert_same_weights(load(tmp_path), expected)
 
 
 @pytest.mark.parametrize(("stored", "expected"), [(7, [7]), ([7, 9], [7, 9]), (None, [2])])

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3TopKRouter
@@ -20,7 +22,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
 )
 
-from rollout_engine.model.modules.expert_patterns import are_gated_experts, mixture_of, router_pattern, routing_of
+from rollout_engine.model.modules.expert_patterns import (
+    are_gated_experts,
+    expert_form,
+    mixture_of,
+    router_pattern,
+    routing_of,
+)
 from rollout_engine.model.modules.experts import Groups, Routing
 from rollout_engine.testing import tiny_config
 
@@ -146,6 +154,36 @@ class _ScaledExperts(Qwen3MoeExperts):
 )
 def test_other_experts_are_left_alone(module):
     assert not are_gated_experts(module)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("cls", "architecture", "is_transposed", "has_bias", "has_gate"),
+    [
+        (Qwen3MoeExperts, "qwen3_moe", False, False, False),
+        (AriaExperts, "aria_text", True, False, False),
+        (Gemma4TextExperts, "gemma4_text", False, False, True),
+        (GptOssExperts, "gpt_oss", True, True, True),
+    ],
+)
+def test_the_form_of_experts_is_found(cls, architecture, is_transposed, has_bias, has_gate, dtype):
+    form = expert_form(module_of(cls, architecture, dtype))
+    assert (form.is_transposed, form.has_bias, form.gate is not None) == (is_transposed, has_bias, has_gate)
+
+
+class _BiasedOnce(GptOssExperts):
+    """Adds the biases of the second product to the sum of a token's experts."""
+
+    def forward(self, hidden_states, router_indices=None, routing_weights=None):
+        out = super().forward(hidden_states, router_indices, routing_weights)
+        return out + (1 - routing_weights.sum(-1, keepdim=True)) * self.down_proj_bias[0]
+
+
+@pytest.mark.parametrize(
+    "module", [module_of(_ScaledExperts, "qwen3_moe"), module_of(_BiasedOnce, "gpt_oss"), nn.Linear(8, 6)]
+)
+def test_experts_of_no_known_form_have_none(module):
+    assert expert_form(module) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

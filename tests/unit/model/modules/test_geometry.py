@@ -2,9 +2,11 @@ import pytest
 import torch
 from transformers import masking_utils
 
+from rollout_engine.model.cpu.attention import CpuKVPool
 from rollout_engine.model.modules.construct import construct
-from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, kv_pools, probe_geometry
 from rollout_engine.testing import tiny_config, tiny_model
+from rollout_engine.testing.architectures import SIZES
 
 DEEPSEEK = dict(
     head_dim=8,
@@ -66,6 +68,19 @@ def test_a_window_of_some_layers_only():
 
 def test_sinks_are_seen():
     assert all(g.has_sinks for g in probe_geometry(build("gpt_oss", **MOE)))
+
+
+def test_layers_that_read_the_keys_of_others_are_seen():
+    found = probe_geometry(build("gemma4_text", **SIZES["gemma4_text"]))
+    assert [each.kv_layer for each in found] == [None, None, None, 2, 1, 1]
+
+
+def test_such_layers_have_the_pool_of_the_layer_that_they_read():
+    geometry = probe_geometry(build("gemma4_text", **SIZES["gemma4_text"]))
+    pool = CpuKVPool(geometry, num_blocks=2, block_size=4, dtype=torch.float32)
+    assert len(list(pool.tensors())) == 2 * 3
+    pools = kv_pools(geometry, lambda layer: object())
+    assert [pools.index(each) for each in pools] == [0, 1, 2, 2, 1, 1]
 
 
 def test_the_module_is_left_as_it_was():

@@ -21,6 +21,7 @@ KINDS = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen3", {"tie_word_embeddings": True, "hidden_size": 56, "intermediate_size": 75, "vocab_size": 101}),
     ("qwen3_moe", {"moe_intermediate_size": 41}),
+    ("gpt_oss", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 41}),
 ]
 PLANS = [None, linear.PLAIN, linear._LIBRARY_PLANS[0]]
 pytestmark = pytest.mark.usefixtures("own_products")
