@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rollout_engine.kernels.cpu.build import cache_directory
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.latent_attention import has_latents
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ def key_of(module: PreTrainedModel) -> str:
     """Digest of everything that the gate's result depends on; weights and dtype are not part of it."""
     config = {name: value for name, value in module.config.to_dict().items() if name not in _IRRELEVANT}
     facts = [type(module).__qualname__, repr(sorted(config.items())), torch.__version__, transformers.__version__]
-    facts += [torch.backends.cpu.get_cpu_capability(), _source_digest()]
+    facts += [torch.backends.cpu.get_cpu_capability(), _source_digest(), repr(has_latents(module))]
     return hashlib.blake2b("\0".join(facts).encode(), digest_size=16).hexdigest()
 
 

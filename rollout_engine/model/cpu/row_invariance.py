@@ -17,6 +17,7 @@ from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.cpu.experts import RowInvariantExperts, RowInvariantRouter, swap_experts, swap_router
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.expert_patterns import are_gated_experts, routing_of
+from rollout_engine.model.modules.latent_attention import LatentProjection, cache_latents
 from rollout_engine.model.modules.module_patterns import (
     SILU_CLASSES,
     children_of_one_dtype,
@@ -32,8 +33,9 @@ from rollout_engine.model.packing.module_types import become
 def make_row_invariant(module: nn.Module) -> None:
     """Replace every `nn.Linear`, and the activations, norms, MLPs and experts that our kernels compute, below `module`.
 
-    Parameters, their names and their tying stay as they are.
+    Attention that expands latents caches these instead. Parameters, their names and their tying stay as they are.
     """
+    cache_latents(module)
     for child in children_of_one_dtype(module):
         if is_gated_mlp(child):
             child.__class__ = RowInvariantMLP
@@ -87,5 +89,6 @@ class RowInvariantRMSNorm(nn.Module):
         return rms_norm(hidden_states, self.weight, self._epsilon)
 
 
-unproven_parts = partial(unproven_parts_but, RowInvariantLinear | RowInvariantRouter | RowInvariantExperts)
+_REPLACED = RowInvariantLinear | RowInvariantRouter | RowInvariantExperts | LatentProjection
+unproven_parts = partial(unproven_parts_but, _REPLACED)
 ARITHMETIC = Arithmetic(ATTENTION_NAME, make_row_invariant, unproven_parts, row_stats, added)

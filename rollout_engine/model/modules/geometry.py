@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.model.modules.latent_attention import products_of
 
 _PROBE_NAME = "rollout_engine_probe"
 _NUM_TOKENS = 6
@@ -39,6 +40,13 @@ class LayerGeometry(msgspec.Struct, frozen=True):
     """c: scores become c * tanh(scores / c)."""
     has_sinks: bool
     """One learned logit per head joins the softmax and is dropped from the result."""
+    has_latents: bool = False
+    """A value is the first `head_dim_v` channels of its key, of which there is one for all heads: only keys are cached."""
+
+    @property
+    def cached_per_token(self) -> int:
+        """Numbers that the KV pool holds of each token."""
+        return self.num_kv_heads * (self.head_dim_k + (0 if self.has_latents else self.head_dim_v))
 
     @property
     def attention_params(self) -> AttentionParams:
@@ -126,6 +134,7 @@ def _probe_attention(
     """Replaces attention: q [1, H, T, Dk], k [1, Hk, T, Dk], v [1, Hk, T, Dv] -> zeros [1, T, H, Dv]."""
     window = sliding_window or None
     _check_call(module, attention_mask, window, is_causal, kwargs)
+    latents = products_of(module, key, value)
     geometry = LayerGeometry(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -135,9 +144,11 @@ def _probe_attention(
         sliding_window=window,
         softcap=float(softcap) if softcap else None,
         has_sinks=s_aux is not None,
+        has_latents=latents is not None,
     )
     _calls.get().append(_Call(getattr(module, "layer_idx", None), geometry))
-    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    size = value.shape[-1] if latents is None else latents.value_size
+    return query.new_zeros(1, query.shape[2], query.shape[1], size), None
 
 
 def _check_call(
