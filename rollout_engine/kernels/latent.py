@@ -1,12 +1,12 @@
 """The products of multi-head latent attention without expanded keys and values (DeepSeek-V2, section 2.1).
 
 A token's latent c of R channels becomes, for each head, N channels of a key and V of a value: k = A c, v = B c. Scores
-q k = (A^T q) c, and sum(w v) = B sum(w c), so attention reads latents, shared by all heads, in place of keys and values:
-`absorb` is the product before it, `expand` the one behind it. Each is summed in float32 and rounded once to the dtype of
-the weights; a row has the same bits in any batch.
+are q k = (A^T q) c, and sum(w v) = B sum(w c), so attention reads latents, which all heads share, in place of keys and
+values: `absorb` is the product before it, `expand` the one after it. Each is summed in float32 and rounded once to the
+dtype of the weights; a row has the same bits in any batch.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,30 @@ def expand(x: Tensor, weight: Tensor, nope: int) -> Tensor:
     return _expanded(x, weight, nope)
 
 
+class LatentAdapter(NamedTuple):
+    """A low-rank adapter (LoRA, Hu et al. 2021) of the matrix: some rows multiply by weight + scale * b @ a."""
+
+    a: Tensor
+    """[rank, R]."""
+    b: Tensor
+    """[H, N + V, rank]."""
+    scale: float
+    rows: Tensor | None = None
+    """int64, the tokens that have it; None: all."""
+
+    def absorb(self, q: Tensor, absorbed: Tensor, nope: int) -> Tensor:
+        """The result [T, H, R + P] of `absorb`, with the adapter: + scale * ((q b) a); differentiable."""
+        low = absorb(q[..., :nope], self.b, nope)
+        wide = absorb(low.flatten(0, 1)[:, None], self.a[None], len(self.a)).view(*low.shape[:2], -1)
+        rank = wide.shape[-1]
+        return torch.cat((absorbed[..., :rank] + wide * self.scale, absorbed[..., rank:]), -1)
+
+    def expand(self, x: Tensor, expanded: Tensor, nope: int) -> Tensor:
+        """The result [T, H, V] of `expand`, with the adapter: + scale * (b (a x)); differentiable."""
+        low = expand(x.flatten(0, 1)[:, None], self.a[None], 0).view(*x.shape[:2], -1)
+        return expanded + expand(low, self.b, nope) * self.scale
+
+
 def _absorbed(q: Tensor, weight: Tensor, nope: int) -> Tensor:
     q = q if q.stride(-1) == 1 else q.contiguous()
     if compiled.supports(q, weight):
@@ -45,7 +69,7 @@ def _expanded(x: Tensor, weight: Tensor, nope: int) -> Tensor:
 
 
 def _by_token(x: Tensor, weight: Tensor) -> Tensor:
-    """The eager twin: x [T, H, K] @ `weight` [H, K, M], a token at a time, since products of many depend on their number."""
+    """The eager twin: x [T, H, K] @ `weight` [H, K, M], a token at a time: products of many depend on their number."""
     out = x.new_empty(*x.shape[:2], weight.shape[-1])
     weight = weight.float()
     for token, row in enumerate(x.float()):

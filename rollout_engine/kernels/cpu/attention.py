@@ -115,10 +115,7 @@ class AttentionPlan:
 
     def parts_of(self, num_heads: int) -> int:
         """Number of equal parts of heads that share their keys, so that threads have work and each part is small."""
-        sizes = (size for size in range(min(num_heads, _PART), 0, -1) if num_heads % size == 0)
-        wanted = 2 * self.num_threads
-        enough = (num_heads // size for size in sizes if num_heads // size * self._plan.num_items >= wanted)
-        return next(enough, num_heads)
+        return num_parts(num_heads, -(-2 * self.num_threads // max(self._plan.num_items, 1)))
 
     def check_pool(self, num_blocks: int, block_size: int) -> None:
         """Raise `ValueError` unless a pool of this size holds all blocks of the plan."""
@@ -157,7 +154,7 @@ class KVLayer:
         self.dtype, self.num_kv_heads = dtype, num_kv_heads
         keys = (block_size, dim_k) if has_latents else (num_kv_heads, steps, block_size, per_step)
         self.keys = lazy_zeros(num_blocks, *keys, dtype=dtype)
-        """[..., i, p, j]: channel i * per_step + j at position p of the block. Latents: [num_blocks, block_size, Dk]."""
+        """[..., i, p, j]: channel i * per_step + j at position p of the block. Latents: [..., p, channel]."""
         pair = min(per_step, block_size)
         values = (num_blocks, num_kv_heads, block_size // pair, dim_v, pair)
         self.values = None if has_latents else lazy_zeros(*values, dtype=dtype)
@@ -190,8 +187,9 @@ class KVLayer:
     ) -> Tensor:
         """Write k [T, Hk, Dk] and v [T, Hk, Dv] to their slots, then attend with q [T, H, Dk] -> [T, H, Dv].
 
-        All have the pool's dtype; of latents only `k` is read. `sinks` [H]: one extra logit per head in the softmax, without a value.
-        `lse` float32 [T, H] receives the log-sum-exp of each row's scores. Raises `ValueError` for unreadable tensors.
+        All have the pool's dtype; of latents only `k` is read. `sinks` [H]: one extra logit per head in the softmax,
+        without a value. `lse` float32 [T, H] receives the log-sum-exp of each row's scores. Raises `ValueError` for
+        unreadable tensors.
         """
         call, dtype = self.call, self.dtype
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -223,6 +221,12 @@ class KVLayer:
         call.scratch = plan.scratch(kernels.attention_scratch(self._address))
         kernels.attention(self._address)
         return out
+
+
+def num_parts(num_heads: int, wanted: int = 1) -> int:
+    """Number of equal parts of heads that share their keys: `wanted` or more if that can be, and none of them large."""
+    least = max(wanted, -(-num_heads // _PART))
+    return next(parts for parts in range(min(least, num_heads), num_heads + 1) if num_heads % parts == 0)
 
 
 def are_latents(k: Tensor, v: Tensor) -> bool:

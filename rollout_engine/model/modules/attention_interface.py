@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.cpu.attention import are_latents
 from rollout_engine.kernels.dense_attention import DenseAttention, DenseKernel, TokensAt
 from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
 from rollout_engine.model.modules.latent_attention import products_of
@@ -113,8 +114,10 @@ def _attended(
     if packed is None or packed.tokens is None:
         lengths = None if packed is None else packed.lengths
         return DenseAttention.apply(query, key, value, params, sinks, dense, lengths)  # type: ignore[no-any-return]
-    whole = (TokensAt.apply(x, packed.tokens) for x in (query, key, value))
-    out: Tensor = DenseAttention.apply(*whole, params, sinks, dense, packed.lengths)
+    shared = are_latents(key, value)
+    query, key = (TokensAt.apply(x, packed.tokens) for x in (query, key))
+    value = key[..., : value.shape[-1]] if shared else TokensAt.apply(value, packed.tokens)
+    out: Tensor = DenseAttention.apply(query, key, value, params, sinks, dense, packed.lengths)
     return out.index_select(1, packed.places)
 
 

@@ -41,7 +41,7 @@ class LayerGeometry(msgspec.Struct, frozen=True):
     has_sinks: bool
     """One learned logit per head joins the softmax and is dropped from the result."""
     has_latents: bool = False
-    """A value is the first `head_dim_v` channels of its key, of which there is one for all heads: only keys are cached."""
+    """All heads share one key, whose first `head_dim_v` channels are the value: only keys are cached."""
 
     @property
     def cached_per_token(self) -> int:

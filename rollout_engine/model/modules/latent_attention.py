@@ -1,12 +1,13 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1) that caches latents in place of expanded keys and values.
 
-    attention module   q, latent, rotated key ──> expand_kv: one key [latent, rotated key] for all heads, its value the latent
-    attention function q ──> absorb ──> attention over latents, cached ──> expand ──> values of each head
+    the module's forward     latent, rotated key ──> expand_kv ──> one key for all heads, whose value is the latent
+    the attention function   q ──> absorb ──> attention over latents, which are cached ──> expand ──> values of heads
 
-Modules are recognised by a trial of their `expand_kv`, which expands latents into the keys and values of heads. The engine
+Modules are recognised by a trial of their `expand_kv`, which expands latents into the keys and values of heads. Engines
 and exact trainers on a CPU both compute this form. Its results differ from those of expanded keys by round-off.
 """
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -50,6 +51,8 @@ class LatentProjection(nn.Linear):
 
     nope_size: int
     value_size: int
+    find_adapters: Callable[[], Sequence[latent.LatentAdapter]] | None = None
+    """Finds the adapters of the rows that are computed now; in the engine alone."""
 
     def forward(self, input: Tensor) -> Tensor:
         raise ConfigError("kv_b_proj was called, and latents are not expanded here. Use attention's own forward.")
@@ -59,11 +62,18 @@ class LatentProjection(nn.Linear):
         return weight.unflatten(0, (-1, self.nope_size + self.value_size))
 
     def absorb(self, query: Tensor) -> Tensor:
-        return by_tokens(query, lambda rows: latent.absorb(rows, self.by_head(self.weight), self.nope_size))
+        return self._by_rows(query.transpose(1, 2), latent.absorb, latent.LatentAdapter.absorb).transpose(1, 2)
 
     def expand(self, mixed: Tensor) -> Tensor:
-        rows = latent.expand(mixed.flatten(0, 1), self.by_head(self.weight), self.nope_size)
-        return rows.unflatten(0, mixed.shape[:2])
+        return self._by_rows(mixed, latent.expand, latent.LatentAdapter.expand)
+
+    def _by_rows(self, x: Tensor, product: Callable[..., Tensor], add: Callable[..., Tensor]) -> Tensor:
+        """`product` of x [B, T, H, D], with the adapters that rows have."""
+        rows = x.flatten(0, 1)
+        out = product(rows, self.by_head(self.weight), self.nope_size)
+        for adapter in self.find_adapters() if self.find_adapters is not None else ():
+            out[adapter.rows] = add(adapter, rows[adapter.rows], out[adapter.rows], self.nope_size)
+        return out.unflatten(0, x.shape[:2])
 
 
 class LatentAttention:
@@ -145,12 +155,6 @@ def products_of(module: nn.Module, key: Tensor, value: Tensor) -> LatentProducts
             "Call exact.enable(model) after it was replaced, as by a LoRA."
         )
     return products  # type: ignore[no-any-return]
-
-
-def by_tokens(query: Tensor, compute: Any) -> Tensor:
-    """`compute` of query [B, H, T, D] as rows [B * T, H, D], in the shape [B, H, T, ...]."""
-    rows: Tensor = compute(query.transpose(1, 2).flatten(0, 1))
-    return rows.unflatten(0, (len(query), -1)).transpose(1, 2)
 
 
 @cache

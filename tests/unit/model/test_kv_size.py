@@ -8,7 +8,8 @@ import torch
 
 from rollout_engine import ConfigError, EngineConfig, SpeculationConfig
 from rollout_engine.model.cuda.backend import CudaBackend
-from rollout_engine.model.kv_size import DRAFT_SHARE, size_pool
+from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, size_pool
+from rollout_engine.model.modules.geometry import LayerGeometry
 
 HOST, DEVICE = 1000, 5000
 BLOCK_BYTES = 64
@@ -16,7 +17,7 @@ BLOCK_BYTES = 64
 
 
 class OneLayer:
-    geometry = (SimpleNamespace(num_kv_heads=1, head_dim_k=1, head_dim_v=1),)
+    geometry = (LayerGeometry(1, 1, 1, 1, scale=1.0, sliding_window=None, softcap=None, has_sinks=False),)
     dtype = torch.bfloat16
     max_model_len = 16
     vocab_size = 10
@@ -40,6 +41,13 @@ def test_a_pool_of_a_device_may_be_larger_than_the_hosts_memory(options):
     assert on_device(**options) == DEVICE // BLOCK_BYTES
     with pytest.raises(ConfigError, match=f"this machine has {HOST} in all"):
         size_pool(EngineConfig(model="model", block_size=16, **options), OneLayer)
+
+
+def test_a_layer_of_latents_caches_its_keys_alone():
+    fields = dict(num_heads=128, num_kv_heads=1, head_dim_k=576, head_dim_v=512, scale=1.0)
+    layer = LayerGeometry(**fields, sliding_window=None, softcap=None, has_sinks=False, has_latents=True)
+    loaded = SimpleNamespace(geometry=[layer, layer], dtype=torch.bfloat16)
+    assert bytes_per_block(loaded, 16) == 2 * 16 * 576 * 2
 
 
 def test_a_pool_larger_than_its_device_is_refused():
