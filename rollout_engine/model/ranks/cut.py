@@ -163,11 +163,13 @@ def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Modu
 
 def _cut_latents(cut: ModelCut, parent: Any, children: dict[str, nn.Module], plan: dict[int, str]) -> None:
     """Cut by heads; if these cannot be divided evenly, every rank computes all heads."""
-    layer, latents, last = cut.geometry[parent.layer_idx], parent.kv_b_proj, parent.o_proj
-    query = parent._modules.get("q_b_proj") or parent.q_proj
+    layer, latents = cut.geometry[parent.layer_idx], parent.kv_b_proj
+    query = parent._modules.get("q_b_proj") or parent._modules.get("q_proj")
+    last = parent._modules.get("o_proj")
     sizes = latents.nope_size + layer.head_dim_k - layer.head_dim_v, latents.value_size
     outputs = layer.num_heads * sizes[0], layer.num_heads * (latents.nope_size + latents.value_size)
-    is_known = (query.out_features, latents.out_features) == outputs
+    is_known = isinstance(query, nn.Linear) and isinstance(last, nn.Linear) and not layer.has_sinks
+    is_known = is_known and (query.out_features, latents.out_features) == outputs
     is_known = is_known and last.in_features == layer.num_heads * latents.value_size
     if not is_known or layer.num_heads % cut.seat.num_ranks:
         others = {name: child for name, child in children.items() if child is not latents}
