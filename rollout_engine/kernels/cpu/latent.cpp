@@ -41,7 +41,10 @@ VEC_INLINE F step(F acc, I a, I b, bf16) { return vec::dot_pairs(acc, a, b); }
 template <typename T>
 VEC_INLINE int32_t unit_at(const T* p, int count) {
     int32_t unit = 0;
-    memcpy(&unit, p, std::min(count, per_unit<T>) * sizeof(T));
+    if (count >= per_unit<T>)
+        memcpy(&unit, p, sizeof unit);
+    else
+        memcpy(&unit, p, count * sizeof(T));
     return unit;
 }
 

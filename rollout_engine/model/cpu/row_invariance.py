@@ -89,6 +89,7 @@ class RowInvariantRMSNorm(nn.Module):
         return rms_norm(hidden_states, self.weight, self._epsilon)
 
 
-_REPLACED = RowInvariantLinear | RowInvariantRouter | RowInvariantExperts | LatentProjection
-unproven_parts = partial(unproven_parts_but, _REPLACED)
+unproven_parts = partial(
+    unproven_parts_but, RowInvariantLinear | RowInvariantRouter | RowInvariantExperts | LatentProjection
+)
 ARITHMETIC = Arithmetic(ATTENTION_NAME, make_row_invariant, unproven_parts, row_stats, added)

@@ -108,7 +108,7 @@ def has_latents(module: nn.Module) -> bool:
 
 def latent_reason(attention: nn.Module) -> str | None:
     """Why `attention` does not expand latents by one product into keys and values of its heads; None if it does."""
-    linear = attention._modules.get("kv_b_proj")
+    linear: Any = attention._modules.get("kv_b_proj")
     sizes = [getattr(attention, name, None) for name in _SIZES]
     if type(linear) is not nn.Linear or linear.bias is not None:
         return "it has no linear kv_b_proj without a bias"
