@@ -8,7 +8,11 @@ from torch import nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.kernels import latent
 from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.cpu import attention
+from rollout_engine.model.cpu.flat_batch import SequenceChunk
+from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import construct, initialize
 from rollout_engine.model.modules.geometry import LayerGeometry, probe_geometry
@@ -141,3 +145,17 @@ def test_parameters_of_scores_are_those_of_the_module(monkeypatch):
     monkeypatch.setattr("rollout_engine.model.modules.attention_interface.AttentionParams", noted)
     module(input_ids=torch.arange(3, 9)[None], use_cache=False)
     assert seen == [real(attention_of(module).scaling)] * 2
+
+
+def test_the_eager_pool_holds_latents_too(monkeypatch):
+    module = build()
+    ids = list(range(3, 43))
+    wanted = module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    cache_latents(module)
+    for kernels in (attention, latent.compiled):
+        monkeypatch.setattr(kernels, "supports", lambda *given: False)
+    model = CpuModel(module, probe_geometry(module), num_blocks=3, block_size=16)
+    assert [tuple(tensor.shape) for tensor in model.kv.tensors()] == [(3, 1, 16, 24)] * 2
+    chunks = [SequenceChunk(ids[first:end], first, [2, 0, 1]) for first, end in ((0, 17), (17, 39), (39, 40))]
+    found = [model.forward([chunk], range(len(chunk.token_ids))).clone() for chunk in chunks]
+    torch.testing.assert_close(torch.cat(found), wanted, rtol=1e-4, atol=1e-4)
