@@ -10,7 +10,7 @@ depends on the number of ranks. The plan marks products that may follow one anot
 If a `Seat` splits sums, o and down, unless they have a bias, are cut by their input columns instead: they read the
 rank's own, and the ranks' results are added up. That is two exchanges a layer instead of four.
 
-Attention that caches latents is cut by heads, whatever the plan says of it; every rank holds all latents.
+Attention that caches latents is cut by heads, under any plan; every rank holds all latents.
 
 If the plan was not written for this structure, products take whole rows in and give whole rows out, which is
 always right. Experts are divided as wholes. Modules that the plan leaves out (norms, routers) are whole on every rank.
