@@ -59,7 +59,8 @@ class LatentProjection(nn.Linear):
 
     def by_head(self, weight: Tensor) -> Tensor:
         """`weight` [H * (N + V), ...] as [H, N + V, ...]."""
-        return weight.unflatten(0, (-1, self.nope_size + self.value_size))
+        result: Tensor = weight.unflatten(0, (-1, self.nope_size + self.value_size))
+        return result
 
     def absorb(self, query: Tensor) -> Tensor:
         return self._by_rows(query.transpose(1, 2), latent.absorb, latent.LatentAdapter.absorb).transpose(1, 2)
@@ -73,7 +74,8 @@ class LatentProjection(nn.Linear):
         out = product(rows, self.by_head(self.weight), self.nope_size)
         for adapter in self.find_adapters() if self.find_adapters is not None else ():
             out[adapter.rows] = add(adapter, rows[adapter.rows], out[adapter.rows], self.nope_size)
-        return out.unflatten(0, x.shape[:2])
+        result: Tensor = out.unflatten(0, x.shape[:2])
+        return result
 
 
 class LatentAttention:
