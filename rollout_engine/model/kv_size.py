@@ -10,10 +10,8 @@ _CPU_POOL_BYTES = 4 << 30
 
 
 def bytes_per_block(loaded: LoadedModel, block_size: int) -> int:
-    """Bytes of one block in this process: keys and values of all layers that have their own."""
-    own = (layer for layer in loaded.geometry if layer.kv_layer is None)
-    per_token = sum(layer.num_kv_heads * (layer.head_dim_k + layer.head_dim_v) for layer in own)
-    return per_token * block_size * loaded.dtype.itemsize
+    """Bytes of one block in this process: keys and values, or latents, of all layers that have their own."""
+    return sum(layer.cached_per_token for layer in loaded.geometry) * block_size * loaded.dtype.itemsize
 
 
 def describe_pool(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> str:

@@ -3,6 +3,7 @@
 python tests/benchmarks/run.py                                       everything, against everybody: half an hour
 python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes against two peers
 python tests/benchmarks/run.py costs updates memory startup host balancer capacity fleet attention training   ours alone
+python tests/benchmarks/run.py latents --rounds 8                    a layer of DeepSeek over latents and expanded keys
 python tests/benchmarks/run.py episodes                              how busy environments keep the engine
 python tests/benchmarks/run.py http                                  what the HTTP server adds to the engine
 python tests/benchmarks/run.py speculation --rounds 7                what drafted tokens bring
@@ -33,6 +34,7 @@ import episodes
 import fleet
 import host
 import http_server
+import latents
 import loras
 import memory
 import own_process
@@ -166,6 +168,10 @@ def measure_attention(run: Run) -> None:
     run.keep("attention, decoding", lambda: attention.measure(run.rounds, 1 << 30))
 
 
+def measure_latents(run: Run) -> None:
+    run.keep("latents against expanded keys and values", lambda: latents.measure(run.rounds))
+
+
 def measure_training(run: Run) -> None:
     for name, (shape, dtype) in training.CASES.items():
         run.keep(f"training step, {name}", lambda s=shape, d=dtype: training.measure(run.directory(s), d, run.rounds))
@@ -291,6 +297,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "balancer": measure_balancer,
     "capacity": measure_capacity,
     "attention": measure_attention,
+    "latents": measure_latents,
     "training": measure_training,
     "own_process": measure_own_process,
     "fleet": measure_fleet,

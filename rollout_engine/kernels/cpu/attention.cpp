@@ -11,6 +11,10 @@
 // block_size / 2, dv] units, two neighbouring positions in one (blocks of one position hold single elements). Weights
 // are rounded to bfloat16 with such values, as on GPUs; their sum is not.
 //
+// Latents (multi-head latent attention, DeepSeek-V2): one key for all heads, whose first dv channels are the value too. Their
+// pool is rows [num_blocks, block_size, dk], and a tile of it is turned into the layouts above before rows read it. The
+// heads may be cut into any number of parts, as if these were KV heads: bits do not depend on it.
+//
 // Three ways to multiply, chosen by shape and CPU alone (never by the number of rows, since they round differently): AMX
 // tiles of 16 rows, else vectors of sixteen: VDPBF16PS, or fused multiply-adds.
 #include "attention.h"
@@ -19,6 +23,7 @@
 
 #include "attention_amx.h"
 #include "attention_tile.h"
+#include "attention_turn.h"
 #include "openmp.h"
 #include "rows.h"
 #include "vec.h"
@@ -51,6 +56,9 @@ struct Pool {
     }
     T* values(int64_t block) const { return (T*)c.values + (block * c.num_kv_heads + head) * c.plan->block_size * z.dv; }
 
+    bool has_latents() const { return !c.values; }
+    T* latents(int64_t block) const { return (T*)c.keys + block * c.plan->block_size * z.dk; }
+
     // Channel 0 of a position in `values`, and how far its channels lie apart.
     int64_t channel_stride() const { return std::min(per_unit<T>, c.plan->block_size); }
     int64_t value_offset(int64_t inside) const {
@@ -64,6 +72,7 @@ struct Pool {
         const int32_t* blocks = p.blocks + p.block_starts[seq];
         const int64_t last = p.table_length(seq) - 1;
         Tile tile;
+        if (has_latents()) return tile;  // nothing is read in place
         tile.k_step = p.block_size;
         tile.num_parts = std::clamp<int64_t>((last + 1) * p.block_size - j * TILE, LANES, TILE) / LANES;
         for (int i = 0; i < TILE_VECTORS; i++) {
@@ -76,14 +85,19 @@ struct Pool {
         return tile;
     }
 
-    // The same for blocks of fewer than sixteen positions: copied, in the layout of blocks of 64.
+    // The same for latents, and for blocks of fewer than sixteen positions: copied, in the layout of blocks of 64.
     Tile gather(int seq, int64_t j, const Scratch& s) const {
         const AttentionPlan& p = *c.plan;
         const int size = p.block_size;
         const int32_t* blocks = p.blocks + p.block_starts[seq];
         const int64_t last = p.table_length(seq) - 1;
+        const T* rows[TILE];
         for (int key = 0; key < TILE; key += size) {
             const int64_t block = blocks[std::min((j * TILE + key) / size, last)];
+            if (has_latents()) {
+                for (int i = 0; i < size; i++) rows[key + i] = latents(block) + i * z.dk;
+                continue;
+            }
             for (int d = 0; d < z.steps; d++) memcpy(s.k_tile + d * TILE + key, keys(block) + d * size, size * 4);
             if (size >= per_unit<T>) {
                 memcpy((T*)s.v_tile + (int64_t)key * z.dv, values(block), (int64_t)size * z.dv * sizeof(T));
@@ -91,6 +105,10 @@ struct Pool {
             }
             T* pairs = (T*)(s.v_tile + (int64_t)(key / 2) * z.dv) + key % 2;
             for (int i = 0; i < z.dv; i++) pairs[2 * i] = values(block)[i];
+        }
+        if (has_latents()) {
+            turn_keys(rows, z, s.k_tile);
+            turn_values(rows, z.dv, s.v_tile);
         }
         Tile tile;
         tile.k_step = TILE;
@@ -104,7 +122,7 @@ struct Pool {
 
     // Rows [row, end) through tiles [first, stop) of a sequence; `after` is read next.
     void attend(const Scratch& s, int row, int end, int seq, int64_t first, int64_t stop, const Tile* after) const {
-        if (c.plan->block_size < LANES) {
+        if (has_latents() || c.plan->block_size < LANES) {
             for (int64_t j = first; j < stop; j++) attend_tile<T>(c, z, s, row, end, j, gather(seq, j, s), nullptr);
             return;
         }
@@ -215,6 +233,11 @@ void write_sequence(const AttentionCall& c, const Sizes<T>& z, const Scratch& s,
     const int64_t begin = p.token_starts[seq];
     for (int64_t token = begin, position = p.first_position[seq]; token < p.token_starts[seq + 1]; token++, position++) {
         const int64_t block = p.blocks[p.block_starts[seq] + position / size], inside = position % size;
+        if (pool.has_latents()) {
+            if (inside == 0) memset(pool.latents(block), 0, (int64_t)size * z.dk * sizeof(T));
+            memcpy(pool.latents(block) + inside * z.dk, (const T*)c.k + token * c.k_token, z.dk * sizeof(T));
+            continue;
+        }
         uint32_t* keys = pool.keys(block) + inside;
         T* values = pool.values(block) + pool.value_offset(inside);
         if (token == begin || inside == 0) {  // ask for the lines that this block's tokens go to
@@ -238,12 +261,13 @@ template <typename T>
 void attend(const AttentionCall& c, Team& team) {
     const Sizes<T> z(c);
     const AttentionPlan& p = *c.plan;
-    const int64_t num_writes = (int64_t)p.num_sequences * c.num_kv_heads;
+    const int num_written = c.values ? c.num_kv_heads : 1;  // heads
+    const int64_t num_writes = (int64_t)p.num_sequences * num_written;
     const int64_t num_reads = (int64_t)p.num_items * c.num_kv_heads;
     const Scratch scratch(c.scratch + omp_get_thread_num() * Scratch(nullptr, z).bytes(), z);
     const TileScope tiles(uses_amx(z));
 #pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < num_writes; i++) write_sequence<T>(c, z, scratch, i / c.num_kv_heads, i % c.num_kv_heads);
+    for (int64_t i = 0; i < num_writes; i++) write_sequence<T>(c, z, scratch, i / num_written, i % num_written);
     team.meet();
 #pragma omp for schedule(dynamic) nowait
     for (int64_t i = 0; i < num_reads; i++)

@@ -37,7 +37,7 @@ struct AttentionCall {
     const void *q, *k, *v;             // [T, H, dk], [T, Hk, dk], [T, Hk, dv]
     void* out;                         // [T, H, dv]; heads are dense
     float* lse;                        // [T, H] log-sum-exp, or null
-    void *keys, *values;               // the pool
+    void *keys, *values;               // the pool; without values, latents (see attention.cpp)
     const float* sinks;                // [H] one more logit for each head, or null
     char* scratch;                     // num_threads * attention_scratch()
     const void *q_weight, *k_weight;   // [dk] of an RMSNorm still to be done to each head, or null

@@ -5,7 +5,7 @@ Both run one kernel on one pool layout, so they agree bit for bit. `kernels.page
 
 import ctypes
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ DENSE_BLOCK_SIZE = 64
 _TILE = 64  # ATTENTION_TILE of attention.h
 _ITEM_TOKENS = 32  # ATTENTION_ITEM_TOKENS of attention.h
 _BYTES_PER_ITEM = 20
+_PART = 32
+"""Most query heads that read a tile of latents together: their rows in an item stay near the L2 cache."""
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _MOST_TOKENS = 1 << 31
 """Limit of tokens in one step: the kernel counts them in 32 bits."""
@@ -111,6 +113,10 @@ class AttentionPlan:
             self._scratch = torch.empty(bytes_per_thread * self.num_threads, dtype=torch.uint8)
         return self._scratch.data_ptr()
 
+    def parts_of(self, num_heads: int) -> int:
+        """Number of equal parts of heads that share their keys, so that threads have work and each part is small."""
+        return num_parts(num_heads, -(-2 * self.num_threads // max(self._plan.num_items, 1)))
+
     def check_pool(self, num_blocks: int, block_size: int) -> None:
         """Raise `ValueError` unless a pool of this size holds all blocks of the plan."""
         if self.max_block >= num_blocks or self.block_size != block_size:
@@ -121,7 +127,10 @@ class AttentionPlan:
 
 
 class KVLayer:
-    """KV pool of one attention layer, filled with zeros. Raises `ValueError` for sizes or dtypes without a kernel."""
+    """KV pool of one attention layer, filled with zeros. Raises `ValueError` for sizes or dtypes without a kernel.
+
+    `has_latents`: a value is the first `dim_v` channels of its key, and only keys are stored; `num_kv_heads` is 1.
+    """
 
     def __init__(
         self,
@@ -132,22 +141,27 @@ class KVLayer:
         *,
         block_size: int,
         dtype: torch.dtype,
+        has_latents: bool = False,
     ) -> None:
+        if has_latents and (num_kv_heads != 1 or dim_v > dim_k):
+            raise ValueError(f"Latents are of one head, with dim_v <= dim_k, not {num_kv_heads}, {dim_v} and {dim_k}.")
         if dtype not in DTYPES or min(num_blocks, num_kv_heads - 1, dim_k - 1, dim_v - 1) < 0:
             sizes = dict(num_blocks=num_blocks, num_kv_heads=num_kv_heads, dim_k=dim_k, dim_v=dim_v)
             raise ValueError(f"A KV pool should be float32 or bfloat16 and have positive sizes, not {dtype}, {sizes}.")
         self.num_blocks, self.block_size = num_blocks, _checked_block_size(block_size)
         per_step = 4 // dtype.itemsize
         steps = -(-dim_k // per_step)
-        self.dtype = dtype
-        self.keys = lazy_zeros(num_blocks, num_kv_heads, steps, block_size, per_step, dtype=dtype)
-        """[..., i, p, j]: channel i * per_step + j at position p of the block."""
+        self.dtype, self.num_kv_heads = dtype, num_kv_heads
+        keys = (block_size, dim_k) if has_latents else (num_kv_heads, steps, block_size, per_step)
+        self.keys = lazy_zeros(num_blocks, *keys, dtype=dtype)
+        """[..., i, p, j]: channel i * per_step + j at position p of the block. Latents: [..., p, channel]."""
         pair = min(per_step, block_size)
-        self.values = lazy_zeros(num_blocks, num_kv_heads, block_size // pair, dim_v, pair, dtype=dtype)
+        values = (num_blocks, num_kv_heads, block_size // pair, dim_v, pair)
+        self.values = None if has_latents else lazy_zeros(*values, dtype=dtype)
         """[..., i, c, j]: channel c at position i * pair + j."""
         self.call = AttentionCall(
             keys=self.keys.data_ptr(),
-            values=self.values.data_ptr(),
+            values=None if self.values is None else self.values.data_ptr(),
             num_kv_heads=num_kv_heads,
             dk=dim_k,
             dv=dim_v,
@@ -155,6 +169,10 @@ class KVLayer:
         )
         """Arguments of the kernel: this pool's; `attend` sets those of the step."""
         self._address = ctypes.addressof(self.call)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The pool's tensors."""
+        yield from (tensor for tensor in (self.keys, self.values) if tensor is not None)
 
     def attend(
         self,
@@ -169,22 +187,23 @@ class KVLayer:
     ) -> Tensor:
         """Write k [T, Hk, Dk] and v [T, Hk, Dv] to their slots, then attend with q [T, H, Dk] -> [T, H, Dv].
 
-        All have the pool's dtype. `sinks` [H]: one extra logit per head in the softmax, without a value.
-        `lse` float32 [T, H] receives the log-sum-exp of each row's scores. Raises `ValueError` for unreadable tensors.
+        All have the pool's dtype; of latents only `k` is read. `sinks` [H]: one extra logit per head in the softmax,
+        without a value. `lse` float32 [T, H] receives the log-sum-exp of each row's scores. Raises `ValueError` for
+        unreadable tensors.
         """
         call, dtype = self.call, self.dtype
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_floats(name, x, num_dims=3)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         num_tokens, num_heads = plan.num_tokens, q.shape[1]
-        if num_heads % call.num_kv_heads or not num_heads:
-            raise argument_error("q", q, f"of a multiple of {call.num_kv_heads} heads, the keys'")
+        if num_heads % self.num_kv_heads or not num_heads:
+            raise argument_error("q", q, f"of a multiple of {self.num_kv_heads} heads, the keys'")
         plan.check_pool(self.num_blocks, self.block_size)
         out = q.new_empty(num_tokens, num_heads, call.dv)
         call.plan, call.out = plan.address, out.data_ptr()
         call.q = address("q", q, dtype, (num_tokens, num_heads, call.dk), strided_rows=True)
-        call.k = address("k", k, dtype, (num_tokens, call.num_kv_heads, call.dk), strided_rows=True)
-        call.v = address("v", v, dtype, (num_tokens, call.num_kv_heads, call.dv), strided_rows=True)
+        call.k = address("k", k, dtype, (num_tokens, self.num_kv_heads, call.dk), strided_rows=True)
+        call.v = address("v", v, dtype, (num_tokens, self.num_kv_heads, call.dv), strided_rows=True)
         call.lse = None if lse is None else address("lse", lse, torch.float32, (num_tokens, num_heads))
         if sinks is not None and not sinks.is_floating_point():
             raise argument_error("sinks", sinks, f"a tensor of floats [{num_heads}]")
@@ -196,10 +215,23 @@ class KVLayer:
         call.out_token = num_heads * call.dv
         call.num_tokens, call.num_heads, call.num_threads = num_tokens, num_heads, plan.num_threads
         call.scale, call.sliding_window, call.softcap = params
+        if self.values is None:
+            call.num_kv_heads = plan.parts_of(num_heads)
         kernels = _library()
         call.scratch = plan.scratch(kernels.attention_scratch(self._address))
         kernels.attention(self._address)
         return out
+
+
+def num_parts(num_heads: int, wanted: int = 1) -> int:
+    """Number of equal parts of heads that share their keys: `wanted` or more if that can be, and none of them large."""
+    least = max(wanted, -(-num_heads // _PART))
+    return next(parts for parts in range(min(least, num_heads), num_heads + 1) if num_heads % parts == 0)
+
+
+def are_latents(k: Tensor, v: Tensor) -> bool:
+    """Whether values [B, 1, T, Dv] are a view of the first channels of the keys [B, 1, T, Dk]."""
+    return k.shape[1] == 1 and v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[-1] < k.shape[-1]
 
 
 def attend_dense(
@@ -216,7 +248,8 @@ def attend_dense(
     batch, num_heads, length, head_dim = q.shape
     lengths = [length] * batch if lengths is None else lengths
     ends = list(itertools.accumulate((-(-n // DENSE_BLOCK_SIZE) for n in lengths), initial=0))
-    layer = KVLayer(ends[-1], k.shape[1], head_dim, v.shape[-1], block_size=DENSE_BLOCK_SIZE, dtype=q.dtype)
+    sizes, has_latents = (k.shape[1], head_dim, v.shape[-1]), are_latents(k, v)
+    layer = KVLayer(ends[-1], *sizes, block_size=DENSE_BLOCK_SIZE, dtype=q.dtype, has_latents=has_latents)
     tables = (list(range(start, end)) for start, end in itertools.pairwise(ends))
     chunks = (Chunk(0, n, table) for n, table in zip(lengths, tables, strict=True))
     plan = AttentionPlan(chunks, block_size=DENSE_BLOCK_SIZE, num_kv_heads=k.shape[1])

@@ -12,6 +12,7 @@ from torch import Tensor
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.cpu.arguments import address, argument_error, check_floats
+from rollout_engine.kernels.cpu.attention import are_latents, num_parts
 
 
 def attention_gradients(
@@ -29,6 +30,11 @@ def attention_gradients(
     `out` and its gradient `grad` [B, T, H, Dv], `lse` float32 [B, T, H]; `lengths` as in `DenseAttention`. Raises
     `ValueError` for tensors that the kernel cannot read.
     """
+    if are_latents(k, v) and (parts := num_parts(q.shape[1])) > 1:  # an item is one KV head: many threads need many
+        k, v = (x.expand(-1, parts, -1, -1) for x in (k, v))
+        grad_q, *others = attention_gradients(q, k, v, out, lse, grad, params, lengths)
+        grad_k, grad_v = (x.sum(1, keepdim=True) for x in others)
+        return grad_q, grad_k, grad_v
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out), ("grad", grad)):
         check_floats(name, x, num_dims=4)
     (batch, num_heads, length, dim_k), num_kv_heads, dim_v = q.shape, k.shape[1], v.shape[-1]

@@ -58,7 +58,7 @@ struct Scratch : Carved {
     float* scores;      // [BATCH, TILE]
     uint32_t* weights;  // [BATCH, TILE / per_unit] units
     float* mixed;       // [AMX_ROWS, TILE]
-    uint32_t *k_tile, *v_tile;  // a tile gathered from blocks of fewer than sixteen, as if from one of 64
+    uint32_t *k_tile, *v_tile;  // a tile of latents, or from blocks of fewer than sixteen, as if from one of 64
 
     template <typename T>
     Scratch(char* memory, const Sizes<T>& z) : Carved(memory) {

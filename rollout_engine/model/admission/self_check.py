@@ -22,6 +22,7 @@ from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.composites import adopt_conversions, check_layouts, twin_with
 from rollout_engine.model.modules.construct import construct, initialize
 from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.modules.latent_attention import cache_latents, has_latents
 from rollout_engine.model.modules.layer_watch import layers_of
 from rollout_engine.model.modules.positions import far_starts
 from rollout_engine.model.modules.rotary import rotary_limit
@@ -84,6 +85,8 @@ def _small_twins(
             small = shrink(_shorten_config(module, kept))
             engine = construct(small, dtype=torch.float32, attention=ATTENTION_NAME)
             _spread_weights(engine)
+            if has_latents(module):
+                cache_latents(engine)
             small_geometry = probe_geometry(engine)
             reference = _reference(small, engine, whole)
         except Exception as failure:  # foreign configurations may not allow any size
@@ -184,7 +187,7 @@ def _thin_config(config: PretrainedConfig) -> PretrainedConfig:
 
 def _kind(layer: LayerGeometry) -> tuple[object, ...]:
     """A layer's geometry without the sizes that a small copy changes."""
-    group = layer.num_heads // layer.num_kv_heads
+    group = 0 if layer.has_latents else layer.num_heads // layer.num_kv_heads
     windowed = layer.sliding_window is not None
     own = layer.kv_layer is None
     return layer.head_dim_k, layer.head_dim_v, layer.scale, layer.softcap, layer.has_sinks, group, windowed, own

@@ -1,16 +1,20 @@
-"""The adapters of a model on the CPU, added to its row-invariant linears."""
+"""The adapters of a model on the CPU, added to its row-invariant linears, and to projections of latents."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.adapters import AdapterPair, AdapterRows, AdapterTable, add_adapters
 from rollout_engine.kernels.cpu.adapters import BLOCK_ROWS
+from rollout_engine.kernels.latent import LatentAdapter
 from rollout_engine.model.adapters.peft_format import LinearAdapter
 from rollout_engine.model.adapters.pool import AdapterPool, Target
+from rollout_engine.model.modules.latent_attention import LatentProjection
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
 from rollout_engine.model.ranks.cut import inputs_of, outputs_of
 
@@ -22,7 +26,7 @@ class CpuAdapterPool(AdapterPool):
 
     def __init__(self, module: nn.Module, **sizes: Any) -> None:
         super().__init__(module, **sizes)
-        self._of_number: dict[int, LinearGroup] = {}
+        self._of_number: dict[int, LinearGroup | LatentProjection] = {}
         self.active_rows: AdapterRows | None = None
         """Rows of the batch that is computed now, inside `active`."""
 
@@ -46,21 +50,59 @@ class CpuAdapterPool(AdapterPool):
             if isinstance(child, RowInvariantLinear) and child is not head:
                 found[name] = Target(id(child._group), child._slot, child, inputs_of(child), outputs_of(child))
                 self._of_number[id(child._group)] = child._group
+            elif isinstance(child, LatentProjection):
+                found[name] = Target(id(child), 0, child, inputs_of(child), outputs_of(child))
+                self._of_number[id(child)] = child
         return found
 
     def _pack_linear(self, linear: LinearAdapter) -> AdapterPair:
         return AdapterPair.packed(linear.a, linear.b, linear.scale, self.dtype)
 
-    def _made_table(self, group: int) -> AdapterTable:
-        linears = self._groups[group]
+    def _made_table(self, group: int) -> "AdapterTable | LatentAdapterTable":
+        owner, linears = self._of_number[group], self._groups[group]
+        if isinstance(owner, LatentProjection):
+            latents = LatentAdapterTable(self._max_loras, owner)
+            owner.find_adapters = lambda: latents.found(self.active_rows)
+            return latents
         sizes = [child.out_features for child in linears]
         table = AdapterTable(self._max_loras, linears[0].in_features, sizes, self.dtype)
-        self._of_number[group].add_to = partial(self._add, table)
+        owner.add_to = partial(self._add, table)
         return table
 
     def _dropped_table(self, group: int) -> None:
-        self._of_number[group].add_to = None
+        owner = self._of_number[group]
+        if isinstance(owner, LatentProjection):
+            owner.find_adapters = None
+        else:
+            owner.add_to = None
 
     def _add(self, table: AdapterTable, x: Tensor, out: Tensor) -> None:
         if self.active_rows is not None:
             add_adapters(table, x, out, self.active_rows)
+
+
+class LatentAdapterTable:
+    """The adapters of all slots for one projection of latents. Satisfies `adapters.pool.Table`."""
+
+    def __init__(self, num_slots: int, projection: LatentProjection) -> None:
+        self.sizes = [projection.out_features]
+        self._projection = projection
+        self._adapters: list[LatentAdapter | None] = [None] * num_slots
+
+    def set(self, slot: int, pairs: Sequence[AdapterPair | None]) -> None:
+        [pair] = pairs
+        self._adapters[slot] = None
+        if pair is not None:
+            a, b = (matrix.t().contiguous() for matrix in pair.matrices(self.sizes[0]))
+            self._adapters[slot] = LatentAdapter(a, self._projection.by_head(b), pair.scale)
+
+    def found(self, rows: AdapterRows | None) -> list[LatentAdapter]:
+        """The adapters of some rows of a batch, each with its own."""
+        if rows is None:
+            return []
+        of_slots = ((each, np.flatnonzero(rows.slots == slot)) for slot, each in enumerate(self._adapters))
+        return [
+            each._replace(rows=torch.from_numpy(rows.rows[places].astype(np.int64)))
+            for each, places in of_slots
+            if each is not None and len(places)
+        ]

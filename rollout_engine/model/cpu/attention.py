@@ -90,6 +90,7 @@ class CompiledPool:
                 layer.head_dim_v,
                 block_size=block_size,
                 dtype=dtype,
+                has_latents=layer.has_latents,
             ),
         )
         self._num_kv_heads = min(layer.num_kv_heads for layer in geometry)
@@ -97,7 +98,7 @@ class CompiledPool:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the pool; blocks are the first dimension of its shape."""
         for layer in each_once(self.layers):
-            yield from (layer.keys, layer.values)
+            yield from layer.tensors()
 
     def plan(self, batch: FlatBatch) -> compiled.AttentionPlan:
         """Plan attention of `batch`."""

@@ -14,7 +14,7 @@ from rollout_engine.model.modules.geometry import LayerGeometry, each_once, kv_p
 
 
 class EagerPool:
-    """KV of all layers: per layer K [num_blocks, Hk, block_size, Dk] and V [..., Dv]."""
+    """KV of all layers: per layer K [num_blocks, Hk, block_size, Dk] and V [..., Dv]; of latents K alone."""
 
     def __init__(
         self, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype
@@ -24,7 +24,7 @@ class EagerPool:
             geometry,
             lambda layer: tuple(
                 lazy_zeros(num_blocks, layer.num_kv_heads, block_size, dim, dtype=dtype)
-                for dim in (layer.head_dim_k, layer.head_dim_v)
+                for dim in (layer.head_dim_k, layer.head_dim_v)[: 1 if layer.has_latents else 2]
             ),
         )
 
@@ -56,9 +56,11 @@ class EagerStep:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sinks: Tensor | None = None
     ) -> Tensor:
-        keys, values = self._pool.layers[layer]
+        keys, *others = self._pool.layers[layer]
         keys[self._slot_blocks, :, self._slot_offsets] = k
-        values[self._slot_blocks, :, self._slot_offsets] = v
+        values = others[0] if others else keys[..., : v.shape[-1]]
+        if others:
+            values[self._slot_blocks, :, self._slot_offsets] = v
         num_tokens, num_heads, _ = q.shape
         num_kv_heads = keys.shape[1]
         group = num_heads // num_kv_heads

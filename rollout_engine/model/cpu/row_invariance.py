@@ -24,6 +24,7 @@ from rollout_engine.model.cpu.experts import (
 from rollout_engine.model.cpu.own_forwards import OwnForward, names_a_gate, swap_calls, swap_own_router
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.expert_patterns import expert_form, router_pattern
+from rollout_engine.model.modules.latent_attention import LatentProjection, cache_latents
 from rollout_engine.model.modules.module_patterns import (
     SILU_CLASSES,
     children_of_one_dtype,
@@ -42,8 +43,9 @@ def make_row_invariant(module: nn.Module) -> None:
 
     Other routers, and modules with gates, keep their forwards, with our functions in them.
 
-    Parameters, their names and their tying stay as they are.
+    Attention that expands latents caches these instead. Parameters, their names and their tying stay as they are.
     """
+    cache_latents(module)
     for child in children_of_one_dtype(module):
         if is_gated_mlp(child):
             child.__class__ = RowInvariantMLP
@@ -103,6 +105,6 @@ class RowInvariantRMSNorm(nn.Module):
         return rms_norm(hidden_states, self.weight, self._epsilon)
 
 
-_REPLACED = RowInvariantLinear | RowInvariantRouter | RowInvariantExperts | OwnForward
+_REPLACED = RowInvariantLinear | RowInvariantRouter | RowInvariantExperts | OwnForward | LatentProjection
 unproven_parts = partial(unproven_parts_but, _REPLACED)
 ARITHMETIC = Arithmetic(ATTENTION_NAME, make_row_invariant, unproven_parts, row_stats, added)

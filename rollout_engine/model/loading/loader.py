@@ -23,6 +23,7 @@ from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import initialize, place_on
 from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_of, with_labels
+from rollout_engine.model.modules.latent_attention import cache_latents
 from rollout_engine.model.modules.loaded_model import LoadedModel, ModelFiles
 from rollout_engine.model.modules.positions import position_limit
 from rollout_engine.model.packing.linear_groups import fuse_projections
@@ -70,6 +71,8 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     module = build_module(text_config, dtype, ATTENTION_NAME, head_kind, check)
     limit = position_limit(module.config)
     _check_length(module.config, limit, config.max_model_len)
+    if device == _CPU:
+        cache_latents(module)
     geometry = admit(module, hf_config)
     max_model_len = _served_length(limit, config.max_model_len)
     if device != _CPU and seat is None:

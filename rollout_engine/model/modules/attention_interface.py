@@ -14,8 +14,10 @@ from transformers import AttentionInterface
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.cpu.attention import are_latents
 from rollout_engine.kernels.dense_attention import DenseAttention, DenseKernel, TokensAt
 from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
+from rollout_engine.model.modules.latent_attention import products_of
 from rollout_engine.model.modules.packed_rows import PackedSequences, packed_rows_expected, packed_sequences
 
 ATTENTION_NAME = "rollout_engine"
@@ -28,7 +30,10 @@ class AttentionStep(Protocol):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sinks: Tensor | None = None
     ) -> Tensor:
-        """q [T, H, Dk], k [T, Hk, Dk], v [T, Hk, Dv] of the flat batch -> [T, H, Dv]."""
+        """q [T, H, Dk], k [T, Hk, Dk], v [T, Hk, Dv] of the flat batch -> [T, H, Dv].
+
+        In a layer with latents Hk is 1, and v a view of the first channels of k.
+        """
         ...
 
 
@@ -83,16 +88,37 @@ def rollout_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale, sliding_window or 0, softcap or 0.0)
     step = step or current_step()
+    latents = products_of(module, key, value)
+    if latents is not None:
+        query = latents.absorb(query)
     if step is None:
-        packed = _packed(module, query, key, kwargs.get("position_ids"))
-        if packed is None or packed.tokens is None:
-            lengths = None if packed is None else packed.lengths
-            return DenseAttention.apply(query, key, value, params, s_aux, dense, lengths), None
-        whole = (TokensAt.apply(x, packed.tokens) for x in (query, key, value))
-        out = DenseAttention.apply(*whole, params, s_aux, dense, packed.lengths)
-        return out.index_select(1, packed.places), None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return step.attend(module.layer_idx, q, k, v, params, s_aux).unsqueeze(0), None  # type: ignore[arg-type]
+        out = _attended(module, query, key, value, params, s_aux, dense, kwargs.get("position_ids"))
+    else:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = step.attend(module.layer_idx, q, k, v, params, s_aux).unsqueeze(0)  # type: ignore[arg-type]
+    return out if latents is None else latents.expand(out), None
+
+
+def _attended(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    params: AttentionParams,
+    sinks: Tensor | None,
+    dense: DenseKernel | None,
+    position_ids: Tensor | None,
+) -> Tensor:
+    """Attention of whole sequences: q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] -> [B, T, H, Dv]."""
+    packed = _packed(module, query, key, position_ids)
+    if packed is None or packed.tokens is None:
+        lengths = None if packed is None else packed.lengths
+        return DenseAttention.apply(query, key, value, params, sinks, dense, lengths)  # type: ignore[no-any-return]
+    shared = are_latents(key, value)
+    query, key = (TokensAt.apply(x, packed.tokens) for x in (query, key))
+    value = key[..., : value.shape[-1]] if shared else TokensAt.apply(value, packed.tokens)
+    out: Tensor = DenseAttention.apply(query, key, value, params, sinks, dense, packed.lengths)
+    return out.index_select(1, packed.places)
 
 
 class PositionsMissingError(ConfigError):

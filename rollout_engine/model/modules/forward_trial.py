@@ -39,6 +39,7 @@ _KNOWN = {
     "head": _ANYWHERE
     | {"model", "lm_head", "vocab_size", "num_experts", "num_experts_per_tok", "router_aux_loss_coef"}
     | {"config.output_router_logits", "config.logits_scaling"},
+    "latents": {"kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"},
 }
 """Names that a forward may read: its parts, sizes, and numbers that act on every token alike."""
 
@@ -66,15 +67,17 @@ class Mismatch(Exception):
     """A forward does something that Llama's does not, as the end of a sentence that begins with its class."""
 
 
-def unmatched_reason(kind: str, module: nn.Module, run: Callable[["Forward"], None]) -> str | None:
-    """Why the forward of `module` is not that of its `kind`, which `run` tries; None if it is.
+def unmatched_reason(
+    kind: str, module: nn.Module, run: Callable[["Forward"], None], method: str = "forward"
+) -> str | None:
+    """Why the forward of `module`, or another method, is not that of its `kind`, which `run` tries; None if it is.
 
     `run` raises `Mismatch`, by `require`, if the forward computes something else.
     """
     name = type(module).__name__
-    if "forward" in vars(module):
-        return f"the forward of {name} was replaced"
-    trial = Forward(module)
+    if method in vars(module):
+        return f"the {method} of {name} was replaced"
+    trial = Forward(module, method)
     try:
         with torch.no_grad():
             run(trial)
@@ -88,11 +91,11 @@ def unmatched_reason(kind: str, module: nn.Module, run: Callable[["Forward"], No
 
 
 class Forward:
-    """Calls the forward of `module` over other parts."""
+    """Calls the forward of `module`, or another method, over other parts."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, method: str = "forward") -> None:
         self._module = module
-        self._function = inspect.unwrap(type(module).forward)
+        self._function = inspect.unwrap(getattr(type(module), method))
         self.reads: set[str] = set()
         self.children = dict(module.named_children())
 

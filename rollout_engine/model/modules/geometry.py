@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.model.modules.latent_attention import products_of
 
 _PROBE_NAME = "rollout_engine_probe"
 _NUM_TOKENS = 6
@@ -39,8 +40,17 @@ class LayerGeometry(msgspec.Struct, frozen=True):
     """c: scores become c * tanh(scores / c)."""
     has_sinks: bool
     """One learned logit per head joins the softmax and is dropped from the result."""
+    has_latents: bool = False
+    """All heads share one key, whose first `head_dim_v` channels are the value: only keys are cached."""
     kv_layer: int | None = None
     """The earlier layer whose keys and values it reads; None: its own."""
+
+    @property
+    def cached_per_token(self) -> int:
+        """Numbers that the KV pool holds of each token."""
+        if self.kv_layer is not None:
+            return 0
+        return self.num_kv_heads * (self.head_dim_k + (0 if self.has_latents else self.head_dim_v))
 
     @property
     def attention_params(self) -> AttentionParams:
@@ -152,6 +162,7 @@ def _probe_attention(
     _check_call(module, attention_mask, window, is_causal, kwargs)
     calls = _calls.get()
     is_shared = (call.key is key and call.value is value for call in calls)
+    latents = products_of(module, key, value)
     geometry = LayerGeometry(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -161,10 +172,12 @@ def _probe_attention(
         sliding_window=window,
         softcap=float(softcap) if softcap else None,
         has_sinks=s_aux is not None,
+        has_latents=latents is not None,
         kv_layer=next((layer for layer, shares in enumerate(is_shared) if shares), None),
     )
     calls.append(_Call(getattr(module, "layer_idx", None), geometry, key, value))
-    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    size = value.shape[-1] if latents is None else latents.value_size
+    return query.new_zeros(1, query.shape[2], query.shape[1], size), None
 
 
 def _check_call(

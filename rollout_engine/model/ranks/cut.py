@@ -10,6 +10,8 @@ depends on the number of ranks. The plan marks products that may follow one anot
 If a `Seat` splits sums, o and down, unless they have a bias, are cut by their input columns instead: they read the
 rank's own, and the ranks' results are added up. That is two exchanges a layer instead of four.
 
+Attention that caches latents is cut by heads, under any plan; every rank holds all latents.
+
 If the plan was not written for this structure, products take whole rows in and give whole rows out, which is
 always right. Experts are divided as wholes. Modules that the plan leaves out (norms, routers) are whole on every rank.
 A model with an expert-parallel plan alone, such as gpt-oss, is cut by that.
@@ -26,6 +28,7 @@ from transformers import PreTrainedModel
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.modules.expert_patterns import EXPERT_BIASES, EXPERT_MATRICES
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.latent_attention import LatentAttention
 from rollout_engine.model.modules.module_patterns import is_gated_mlp
 from rollout_engine.model.ranks.part import Part
 from rollout_engine.model.ranks.seat import Seat
@@ -84,7 +87,9 @@ def cut_module(
     cut = ModelCut(seat, [], [], None, {}, {}, list(geometry), {}, {})
     for parent in module.modules():
         children = {name: child for name, child in parent.named_children() if id(child) in plan}
-        if children and hasattr(parent, "layer_idx"):
+        if isinstance(parent, LatentAttention):
+            _cut_latents(cut, parent, children, plan)
+        elif children and hasattr(parent, "layer_idx"):
             _cut_attention(cut, parent, children, plan)
         elif children:
             _cut_block(cut, parent, children, plan)
@@ -159,6 +164,26 @@ def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Modu
     cut.linears.append(_last(cut, parts["o_proj"], heads.times(layer.head_dim_v), "its hidden size"))
     fields = {"num_heads": heads.size, "num_kv_heads": kv_heads.size}
     cut.geometry[index] = layer.__class__(**{**_fields(layer), **fields})
+
+
+def _cut_latents(cut: ModelCut, parent: Any, children: dict[str, nn.Module], plan: dict[int, str]) -> None:
+    """Cut by heads; if these cannot be divided evenly, every rank computes all heads."""
+    layer, latents = cut.geometry[parent.layer_idx], parent.kv_b_proj
+    query = parent._modules.get("q_b_proj") or parent._modules.get("q_proj")
+    last = parent._modules.get("o_proj")
+    sizes = latents.nope_size + layer.head_dim_k - layer.head_dim_v, latents.value_size
+    outputs = layer.num_heads * sizes[0], layer.num_heads * (latents.nope_size + latents.value_size)
+    is_known = isinstance(query, nn.Linear) and isinstance(last, nn.Linear) and not layer.has_sinks
+    is_known = is_known and (query.out_features, latents.out_features) == outputs
+    is_known = is_known and last.in_features == layer.num_heads * latents.value_size
+    if not is_known or layer.num_heads % cut.seat.num_ranks:
+        others = {name: child for name, child in children.items() if child is not latents}
+        return _cut_block(cut, parent, others, plan)
+    heads, _ = _share_heads(layer, cut.seat)
+    cut.linears.append(LinearCut(query, heads.times(sizes[0]), None, "kept"))
+    cut.linears.append(LinearCut(latents, heads.times(latents.nope_size + latents.value_size), None, "kept"))
+    cut.linears.append(_last(cut, last, heads.times(latents.value_size), "its hidden size"))
+    cut.geometry[parent.layer_idx] = layer.__class__(**{**_fields(layer), "num_heads": heads.size})
 
 
 def _fields(layer: LayerGeometry) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 PEFT itself is not imported: its layers are recognised by their attributes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.adapters import Added, add_adapter
+from rollout_engine.kernels.latent import LatentAdapter
+from rollout_engine.model.modules.latent_attention import LatentProjection
 
 
 def plain_model(model: nn.Module) -> nn.Module:
@@ -54,7 +57,8 @@ def make_adapters_exact(model: nn.Module, kernel: Added) -> None:
     """Have every LoRA layer of a linear compute its adapter by the engine's own product, `kernel`, in place."""
     for child in model.modules():
         if _is_lora(child) and not isinstance(child, ExactAdapter):
-            child.__class__ = _exact_class(type(child), kernel)  # type: ignore[arg-type]  # mypy doubts that it has a hash
+            of_latents = isinstance(child.base_layer, LatentProjection)
+            child.__class__ = _exact_class(type(child), kernel, of_latents)  # type: ignore[arg-type]  # mypy doubts that it has a hash
 
 
 class ExactAdapter:
@@ -93,9 +97,49 @@ class ExactAdapter:
         return None if drops or has_bias or is_variant else str(name)
 
 
+class ExactLatentAdapter(ExactAdapter):
+    """Mixed into the class of a LoRA layer of a projection of latents. Satisfies `latent_attention.LatentProducts`."""
+
+    @property
+    def value_size(self) -> int:
+        layer: Any = self
+        size: int = layer.base_layer.value_size
+        return size
+
+    def absorb(self, query: Tensor) -> Tensor:
+        layer: Any = self
+        out: Tensor = layer.base_layer.absorb(query)
+        rows, absorbed = (x.transpose(1, 2).flatten(0, 1) for x in (query, out))
+        added = self._added(rows, absorbed, LatentAdapter.absorb)
+        return out if added is None else added.unflatten(0, (len(query), -1)).transpose(1, 2)
+
+    def expand(self, mixed: Tensor) -> Tensor:
+        layer: Any = self
+        out: Tensor = layer.base_layer.expand(mixed)
+        added = self._added(mixed.flatten(0, 1), out.flatten(0, 1), LatentAdapter.expand)
+        return out if added is None else added.unflatten(0, mixed.shape[:2])
+
+    def _added(self, rows: Tensor, out: Tensor, add: Callable[..., Tensor]) -> Tensor | None:
+        """`out` with the adapter; None if none is active. Raises `ConfigError` for any but one plain LoRA."""
+        layer: Any = self
+        name = self.exact_adapter
+        if name is None:
+            has_none = not any(each in layer.lora_A for each in layer.active_adapters)
+            if layer.disable_adapters or layer.merged or has_none:
+                return None
+            raise ConfigError(
+                "kv_b_proj has an adapter that is not one plain LoRA (several are active, or it has dropout, a bias or "
+                "a variant), and latents are read by no other. Leave kv_b_proj out of its target_modules."
+            )
+        base, dtype = layer.base_layer, rows.dtype
+        a, b = layer.lora_A[name].weight.to(dtype), layer.lora_B[name].weight.to(dtype)
+        return add(LatentAdapter(a, base.by_head(b), layer.scaling[name]), rows, out, base.nope_size)
+
+
 @cache
-def _exact_class(kind: type[nn.Module], kernel: Added) -> type[nn.Module]:
-    return type(f"Exact{kind.__name__}", (ExactAdapter, kind), {"adapter_kernel": staticmethod(kernel)})
+def _exact_class(kind: type[nn.Module], kernel: Added, of_latents: bool) -> type[nn.Module]:
+    mixed = ExactLatentAdapter if of_latents else ExactAdapter
+    return type(f"Exact{kind.__name__}", (mixed, kind), {"adapter_kernel": staticmethod(kernel)})
 
 
 def _is_lora(child: nn.Module) -> bool:

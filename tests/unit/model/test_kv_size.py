@@ -3,12 +3,14 @@
 from types import SimpleNamespace
 
 import psutil
+import msgspec
 import pytest
 import torch
 
 from rollout_engine import ConfigError, EngineConfig, SpeculationConfig
 from rollout_engine.model.cuda.backend import CudaBackend
 from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, size_pool
+from rollout_engine.model.modules.geometry import LayerGeometry
 
 HOST, DEVICE = 1000, 5000
 BLOCK_BYTES = 64
@@ -16,7 +18,7 @@ BLOCK_BYTES = 64
 
 
 class OneLayer:
-    geometry = (SimpleNamespace(num_kv_heads=1, head_dim_k=1, head_dim_v=1, kv_layer=None),)
+    geometry = (LayerGeometry(1, 1, 1, 1, scale=1.0, sliding_window=None, softcap=None, has_sinks=False),)
     dtype = torch.bfloat16
     max_model_len = 16
     vocab_size = 10
@@ -44,9 +46,16 @@ def test_a_pool_of_a_device_may_be_larger_than_the_hosts_memory(options):
 
 def test_a_layer_that_reads_the_keys_of_another_takes_no_memory():
     class SharedLayers(OneLayer):
-        geometry = (*OneLayer.geometry, SimpleNamespace(num_kv_heads=1, head_dim_k=1, head_dim_v=1, kv_layer=0))
+        geometry = (*OneLayer.geometry, msgspec.structs.replace(OneLayer.geometry[0], kv_layer=0))
 
     assert bytes_per_block(SharedLayers, 16) == bytes_per_block(OneLayer, 16) == BLOCK_BYTES
+
+
+def test_a_layer_of_latents_caches_its_keys_alone():
+    fields = dict(num_heads=128, num_kv_heads=1, head_dim_k=576, head_dim_v=512, scale=1.0)
+    layer = LayerGeometry(**fields, sliding_window=None, softcap=None, has_sinks=False, has_latents=True)
+    loaded = SimpleNamespace(geometry=[layer, layer], dtype=torch.bfloat16)
+    assert bytes_per_block(loaded, 16) == 2 * 16 * 576 * 2
 
 
 def test_a_pool_larger_than_its_device_is_refused():

@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here"),
     pytest.mark.usefixtures("own_products"),
 ]
+LATENTS = SIZES["deepseek_v3"] | dict(first_k_dense_replace=2)
 MODELS = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
@@ -33,6 +34,8 @@ MODELS = {
     "mixtral": ("mixtral", {}),
     "gpt_neox": ("gpt_neox", {}),
     "one key head": ("qwen3", dict(num_key_value_heads=1)),
+    "latents": ("deepseek_v3", LATENTS | dict(num_attention_heads=4, num_key_value_heads=4)),
+    "latents of odd heads": ("deepseek_v2", LATENTS),
     "odd sizes": ("llama", dict(hidden_size=56, intermediate_size=75, head_dim=18, vocab_size=301)),
     "tied": ("qwen3", dict(tie_word_embeddings=True)),
     "biases": ("llama", dict(attention_bias=True, mlp_bias=True)),
@@ -42,7 +45,8 @@ MODELS = {
     "shared keys": ("gemma4_text", SIZES["gemma4_text"]),
 }
 
-FAST = ("qwen3", "mixtral")
+FAST = ("qwen3", "mixtral", "latents")
+AS_MODULES = ("gpt_neox", "latents", "latents of odd heads", "shared keys")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ def test_logits_have_the_bits_of_one_rank(tmp_path, partner, kind, dtype):
     whole = logits_of(backend_of(path, dtype=dtype))
     backend = backend_of(path, partner.begin(path, dtype=dtype), dtype=dtype)
     assert all(map(torch.equal, logits_of(backend), whole))
-    assert ("decoder compiled" in backend.choices) == (kind not in ("gpt_neox", "shared keys"))
+    assert ("decoder compiled" in backend.choices) == (kind not in AS_MODULES)
 
 
 class Told(list):
