@@ -111,7 +111,7 @@ def _attended(
 ) -> Tensor:
     """Attention of whole sequences: q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] -> [B, T, H, Dv]."""
     packed = _packed(module, query, key, position_ids)
-    if packed is None or packed.tokens is None:
+    if packed is None or packed.tokens is None or packed.places is None:
         lengths = None if packed is None else packed.lengths
         return DenseAttention.apply(query, key, value, params, sinks, dense, lengths)  # type: ignore[no-any-return]
     shared = are_latents(key, value)

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-import psutil
 import msgspec
+import psutil
 import pytest
 import torch
 
