@@ -21,14 +21,14 @@ def absorb(q: Tensor, weight: Tensor, nope: int) -> Tensor:
     """
     if torch.is_grad_enabled() and (q.requires_grad or weight.requires_grad):
         return _Absorb.apply(q, weight, nope)  # type: ignore[no-any-return]
-    return _absorbed(q, weight, nope)
+    return _absorb_rows(q, weight, nope)
 
 
 def expand(x: Tensor, weight: Tensor, nope: int) -> Tensor:
     """Mixed latents x [T, H, R] and `weight` [H, N + V, R] -> values [T, H, V], differentiable."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Expand.apply(x, weight, nope)  # type: ignore[no-any-return]
-    return _expanded(x, weight, nope)
+    return _expand_rows(x, weight, nope)
 
 
 class LatentAdapter(NamedTuple):
@@ -55,7 +55,7 @@ class LatentAdapter(NamedTuple):
         return expanded + expand(low, self.b, nope) * self.scale
 
 
-def _absorbed(q: Tensor, weight: Tensor, nope: int) -> Tensor:
+def _absorb_rows(q: Tensor, weight: Tensor, nope: int) -> Tensor:
     q = q if q.stride(-1) == 1 else q.contiguous()
     if compiled.supports(q, weight):
         return compiled.absorb(q, weight, nope)
@@ -63,7 +63,7 @@ def _absorbed(q: Tensor, weight: Tensor, nope: int) -> Tensor:
     return torch.cat((found, q[..., nope:]), -1)
 
 
-def _expanded(x: Tensor, weight: Tensor, nope: int) -> Tensor:
+def _expand_rows(x: Tensor, weight: Tensor, nope: int) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     return compiled.expand(x, weight, nope) if compiled.supports(x, weight) else _by_token(x, weight[:, nope:].mT)
 
@@ -84,7 +84,7 @@ class _Absorb(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, weight: Tensor, nope: int) -> Tensor:
         ctx.save_for_backward(q, weight)
         ctx.nope = nope
-        return _absorbed(q, weight, nope)
+        return _absorb_rows(q, weight, nope)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -106,7 +106,7 @@ class _Expand(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, nope: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.nope = nope
-        return _expanded(x, weight, nope)
+        return _expand_rows(x, weight, nope)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -62,7 +62,7 @@ class CpuAdapterPool(AdapterPool):
         owner, linears = self._of_number[group], self._groups[group]
         if isinstance(owner, LatentProjection):
             latents = LatentAdapterTable(self._max_loras, owner)
-            owner.find_adapters = lambda: latents.found(self.active_rows)
+            owner.find_adapters = lambda: latents.adapters_of(self.active_rows)
             return latents
         sizes = [child.out_features for child in linears]
         table = AdapterTable(self._max_loras, linears[0].in_features, sizes, self.dtype)
@@ -96,7 +96,7 @@ class LatentAdapterTable:
             a, b = (matrix.t().contiguous() for matrix in pair.matrices(self.sizes[0]))
             self._adapters[slot] = LatentAdapter(a, self._projection.by_head(b), pair.scale)
 
-    def found(self, rows: AdapterRows | None) -> list[LatentAdapter]:
+    def adapters_of(self, rows: AdapterRows | None) -> list[LatentAdapter]:
         """The adapters of some rows of a batch, each with its own."""
         if rows is None:
             return []

@@ -228,11 +228,11 @@ def _mlp(mlp: MLP | Mixture, shared_columns: SharedColumns | None) -> compiled.M
     products = [_operand(group) for group in experts._groups]
     pairs = map(compiled.MLP, products[: len(products) // 2], products[len(products) // 2 :])
     first = 0 if own is None else own.share.first
-    shared = None if mlp.shared is None else _shared(mlp.shared, mlp.shared_gate, shared_columns)
+    shared = None if mlp.shared is None else _shared_expert(mlp.shared, mlp.shared_gate, shared_columns)
     return compiled.Mixture(_operand(router._groups[0]), list(pairs), first, _routing(mlp, router), shared)
 
 
-def _shared(mlp: MLP, gate: nn.Module | None, columns: SharedColumns | None) -> compiled.SharedExpert:
+def _shared_expert(mlp: MLP, gate: nn.Module | None, columns: SharedColumns | None) -> compiled.SharedExpert:
     made, by_gate = compiled.MLP(_product(mlp.gate_up[0]), _product(mlp.down)), None if gate is None else _product(gate)
     if columns is None:
         weight = made.down.weight

@@ -62,7 +62,7 @@ class RowInvariantRouter(nn.Module):
 class RowInvariantExperts(nn.Module):
     """Experts down(silu(gate(x)) * up(x)) with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
 
-    Or as `_form` says.
+    Or in another `_form`.
     """
 
     gate_up_proj: Tensor
@@ -84,7 +84,7 @@ class RowInvariantExperts(nn.Module):
     def _outputs(self, rows: Tensor, index: Tensor) -> Tensor:
         """Unweighted outputs of `rows` [T * k, H], which are sorted by expert."""
         # Unbound, the backward stacks the gradients of all experts once; indexed, it fills a whole tensor for each.
-        gate_up, down = (self._unbound(name) for name in EXPERT_MATRICES)
+        gate_up, down = (self._unbind_matrices(name) for name in EXPERT_MATRICES)
         biases = [tensor_of(self, name).unbind() for name in EXPERT_BIASES] if self._form.has_bias else None
         own = self._own_experts
         share = Share.all(len(gate_up)) if own is None else own.share
@@ -93,19 +93,19 @@ class RowInvariantExperts(nn.Module):
         for expert, part in enumerate(rows.split(counts)[share.rows]):
             if len(part):
                 (projected,) = self._groups[expert].product(part, [gate_up[expert]])
-                activated = self._activated(projected if biases is None else projected + biases[0][expert])
+                activated = self._activate(projected if biases is None else projected + biases[0][expert])
                 (output,) = self._groups[len(gate_up) + expert].product(activated, [down[expert]])
                 outputs.append(output if biases is None else output + biases[1][expert])
         if own is not None:
             return own.gather(outputs, rows, counts)
         return torch.cat(outputs) if outputs else rows
 
-    def _unbound(self, name: str) -> tuple[Tensor, ...]:
+    def _unbind_matrices(self, name: str) -> tuple[Tensor, ...]:
         """The matrices [out, in] of all experts."""
         whole = tensor_of(self, name)
         return (whole.mT if self._form.is_transposed else whole).unbind()
 
-    def _activated(self, projected: Tensor) -> Tensor:
+    def _activate(self, projected: Tensor) -> Tensor:
         """The input [n, I] of the second product, from the output [n, 2I] of the first."""
         gate, up = projected.chunk(2, dim=-1)
         return gated_silu(gate, up)
@@ -114,7 +114,7 @@ class RowInvariantExperts(nn.Module):
 class ExpertsWithGate(RowInvariantExperts):
     """Experts with a gate of their own between the two products."""
 
-    def _activated(self, projected: Tensor) -> Tensor:
+    def _activate(self, projected: Tensor) -> Tensor:
         assert self._form.gate is not None, "the others are not of this class"
         with _RowInvariantCalls():
             return self._form.gate(self, projected)

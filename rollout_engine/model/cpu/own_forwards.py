@@ -156,7 +156,7 @@ def _elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[Any, Mapping
 
 
 def _softmax(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    x, dim, dtype = _bound(args, kwargs)
+    x, dim, dtype = _bind_arguments(args, kwargs)
     if dim not in (-1, x.dim() - 1) or dtype not in (None, x.dtype, torch.float32) or not kernels.supports(x):
         return NotImplemented
     rows = scores(x.reshape(-1, x.shape[-1]), kernels.scores, is_sigmoid=False)
@@ -164,14 +164,14 @@ def _softmax(args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _sum(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    x, dim, dtype = _bound(args, kwargs)
+    x, dim, dtype = _bind_arguments(args, kwargs)
     if dim not in (-1, x.dim() - 1) or dtype is not None or not x.is_floating_point() or x.shape[-1] > _LARGEST_SUM:
         return NotImplemented
     total = sum_in_order(x.float().reshape(-1, x.shape[-1])).to(x.dtype).view(x.shape[:-1])
     return total.unsqueeze(-1) if kwargs.get("keepdim") else total
 
 
-def _bound(args: Any, kwargs: Mapping[str, Any]) -> tuple[Tensor, Any, Any]:
+def _bind_arguments(args: Any, kwargs: Mapping[str, Any]) -> tuple[Tensor, Any, Any]:
     """Input, dimension and dtype of a softmax or a sum; a dimension that is none of them if it is called otherwise."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if len(args) > 2 or not kwargs.keys() <= {"dim", "dtype", "keepdim", "_stacklevel"}:

@@ -22,6 +22,7 @@ from rollout_engine.model.loading.type_aliases import config_of_alias
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import initialize, place_on
+from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_of, with_labels
 from rollout_engine.model.modules.latent_attention import cache_latents
 from rollout_engine.model.modules.loaded_model import LoadedModel, ModelFiles
@@ -67,13 +68,10 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     head_kind = head_kind_of(hf_config)
     text_config = _text_config(hf_config, head_kind, entries, state)
     _check_head_place(head_kind, device, seat)
-    check = _size_check(directory, text_config, entries)
-    module = build_module(text_config, dtype, ATTENTION_NAME, head_kind, check)
+    module = build_module(text_config, dtype, ATTENTION_NAME, head_kind, _size_check(directory, text_config, entries))
     limit = position_limit(module.config)
     _check_length(module.config, limit, config.max_model_len)
-    if device == _CPU:
-        cache_latents(module)
-    geometry = admit(module, hf_config)
+    geometry = _admit(module, hf_config, device)
     max_model_len = _served_length(limit, config.max_model_len)
     if device != _CPU and seat is None:
         place_on(module, device)
@@ -113,6 +111,13 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
         head_kind=head_kind,
         cut=cut,
     )
+
+
+def _admit(module: PreTrainedModel, hf_config: PretrainedConfig, device: torch.device) -> list[LayerGeometry]:
+    """Check a module as it will compute, and return the geometry of its layers. Raises `ConfigError`."""
+    if device == _CPU:
+        cache_latents(module)
+    return admit(module, hf_config)
 
 
 def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedModel:

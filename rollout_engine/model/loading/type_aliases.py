@@ -2,8 +2,8 @@
 
     config.json {"model_type": "kimi_k2", ...} ──> the configuration of deepseek_v3
 
-A row of `ALIASES` says which published code was compared, and what else its configuration must say. A field that
-neither the other type nor the row has is refused, since it may change what the code computes. Weights are checked at
+A row of `ALIASES` names the published code that was compared, and the values that its configuration must have. A field that
+neither the other type nor the row has is refused, since it may change the results of that code. Weights are checked at
 load: missing ones and unknown ones are refused, as for every checkpoint.
 """
 
@@ -35,7 +35,7 @@ ALIASES = {
         without_effect=frozenset({"aux_loss_alpha", "ep_size", "seq_aux"}),
     ),
     # XiaomiMiMo/MiMo-7B-RL, modeling_mimo.py: MiMoForCausalLM is Qwen2ForCausalLM; its model is Qwen2Model with
-    # mtp_layers in addition, which only draft. Qwen2's attention has biases whatever the field says.
+    # mtp_layers in addition, which only draft. Qwen2's attention has biases for any value of the field.
     "mimo": Alias(
         "qwen2",
         required=dict(attention_bias=True, use_mrope=False),

@@ -92,14 +92,14 @@ def rollout_attention(
     if latents is not None:
         query = latents.absorb(query)
     if step is None:
-        out = _attended(module, query, key, value, params, s_aux, dense, kwargs.get("position_ids"))
+        out = _attend_rows(module, query, key, value, params, s_aux, dense, kwargs.get("position_ids"))
     else:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = step.attend(module.layer_idx, q, k, v, params, s_aux).unsqueeze(0)  # type: ignore[arg-type]
     return out if latents is None else latents.expand(out), None
 
 
-def _attended(
+def _attend_rows(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -66,7 +66,7 @@ def router_pattern(child: nn.Module) -> RouterPattern | None:
     if found is None or precise is None:
         return None
     for routing in trial.choices(precise):
-        if trial.chooses(routing, found) and (whole := trial.weighted(routing, found)) is not None:
+        if trial.chooses(routing, found) and (whole := trial.find_weighting(routing, found)) is not None:
             pattern = RouterPattern(whole, trial.has_bias, trial.bias_name, found.logits.dtype)
             return pattern if trial.agrees(whole) else None
     return None
@@ -199,20 +199,20 @@ class _RouterTrial(NamedTuple):
 
     def chooses(self, routing: Routing, found: _Routed) -> bool:
         """Whether `routing` chooses the same experts."""
-        return torch.equal(self._selected(routing, found).experts, found.experts)
+        return torch.equal(self._select_by(routing, found).experts, found.experts)
 
-    def _selected(self, routing: Routing, found: _Routed) -> _Routed:
+    def _select_by(self, routing: Routing, found: _Routed) -> _Routed:
         bias = found.bias if self.has_bias else None
         chosen = routing.select(found.logits.float(), self.top_k, bias=bias, dtype=self.dtype)
         return _Routed.of(found.logits, *chosen, found.bias)
 
-    def weighted(self, routing: Routing, found: _Routed) -> Routing | None:
+    def find_weighting(self, routing: Routing, found: _Routed) -> Routing | None:
         """`routing` with the weights that were found; None if there is no such formula."""
         numbers = sorted({float(each) for each in vars(self.child).values() if type(each) in (int, float) and each > 0})
         rounded = found.weights.dtype == self.dtype
         for normalised, scaling in itertools.product((True, False), (1.0, *numbers)):
             tried = routing._replace(normalised=normalised, rounded=rounded, scaling=scaling)
-            if same(found.weights, self._selected(tried, found).weights):
+            if same(found.weights, self._select_by(tried, found).weights):
                 return self._with_floor(tried, numbers) if normalised else tried
         return None
 
@@ -231,7 +231,7 @@ class _RouterTrial(NamedTuple):
             return None
         for added, least in ((0.0, 0.0), (_TINY, 0.0), *((0.0, number) for number in numbers)):
             tried = routing._replace(added=added, least=least)
-            if torch.allclose(found.weights.float(), self._selected(tried, found).weights.float(), rtol=0.02, atol=0):
+            if torch.allclose(found.weights.float(), self._select_by(tried, found).weights.float(), rtol=0.02, atol=0):
                 return tried
         return None
 
@@ -243,7 +243,7 @@ class _RouterTrial(NamedTuple):
         found = self.run(x[: len(x) // 2], weight, self._bias())  # large ones make scores equal
         if found is None:
             return False
-        ours = self._selected(routing, found)
+        ours = self._select_by(routing, found)
         return torch.equal(ours.experts, found.experts) and same(found.weights, ours.weights)
 
 
@@ -271,7 +271,7 @@ def expert_form(child: nn.Module) -> ExpertForm | None:
 
 
 def _computes(child: nn.Module, form: ExpertForm) -> bool:
-    """Whether a small copy of `child` computes as its form says."""
+    """Whether a small copy of `child` computes in its form."""
     trial, dtype = _small_experts(child, form), tensor_of(child, "down_proj").dtype
     gate_up, down = (
         tensor_of(trial, name).mT if form.is_transposed else tensor_of(trial, name) for name in EXPERT_MATRICES

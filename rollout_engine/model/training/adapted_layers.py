@@ -110,16 +110,16 @@ class ExactLatentAdapter(ExactAdapter):
         layer: Any = self
         out: Tensor = layer.base_layer.absorb(query)
         rows, absorbed = (x.transpose(1, 2).flatten(0, 1) for x in (query, out))
-        added = self._added(rows, absorbed, LatentAdapter.absorb)
+        added = self._add_adapter(rows, absorbed, LatentAdapter.absorb)
         return out if added is None else added.unflatten(0, (len(query), -1)).transpose(1, 2)
 
     def expand(self, mixed: Tensor) -> Tensor:
         layer: Any = self
         out: Tensor = layer.base_layer.expand(mixed)
-        added = self._added(mixed.flatten(0, 1), out.flatten(0, 1), LatentAdapter.expand)
+        added = self._add_adapter(mixed.flatten(0, 1), out.flatten(0, 1), LatentAdapter.expand)
         return out if added is None else added.unflatten(0, mixed.shape[:2])
 
-    def _added(self, rows: Tensor, out: Tensor, add: Callable[..., Tensor]) -> Tensor | None:
+    def _add_adapter(self, rows: Tensor, out: Tensor, add: Callable[..., Tensor]) -> Tensor | None:
         """`out` with the adapter; None if none is active. Raises `ConfigError` for any but one plain LoRA."""
         layer: Any = self
         name = self.exact_adapter
