@@ -1,24 +1,22 @@
 """Loads a Hugging Face module: builds and admits it, fills every weight, and collects the engine's data about it."""
 
 import logging
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.locations import find_directory
 from rollout_engine.model.admission.gate import admit, build_module, names_of_parts, text_config_to_serve
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
+from rollout_engine.model.loading.configuration import make_size_check, read_config, read_json
 from rollout_engine.model.loading.sharded_state import ShardedState
-from rollout_engine.model.loading.type_aliases import config_of_alias
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import initialize, place_on
@@ -32,10 +30,8 @@ from rollout_engine.model.packing.module_types import tensor_of
 from rollout_engine.model.ranks.cut import ModelCut, cut_module
 from rollout_engine.model.ranks.part import part_of
 from rollout_engine.model.ranks.seat import Seat
-from sync.checkpoint import CONFIG_FILE
 from sync.checkpoint_names import CheckpointNames
 from sync.file_snapshot import SnapshotFile
-from sync.manifest import decode_json
 from sync.quantised.reader import CheckpointTensor
 from sync.stored_tensor import StoredTensor
 
@@ -45,9 +41,6 @@ _GENERATION_FILE = "generation_config.json"
 _CPU = torch.device("cpu")
 _DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_FLOATS = (*_DEVICE_DTYPES, torch.float64)
-_COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
-_MOST_TIMES = 4
-"""A module of more than this many times the stored values is refused before it has memory. Tied weights count twice."""
 _OF_OLD_RELEASES = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Stored by old versions of transformers; computed now."""
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -61,14 +54,16 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     """
     is_dummy = config.load_format == "dummy"
     directory = find_directory(config.model, weights=not is_dummy)
-    hf_config, config_file = _read_config(directory)
+    hf_config, config_file = read_config(directory)
     state = _read_state(config, directory, config_file, seat)
     entries = read_entries(directory) if config.load_format == "auto" else []
     dtype = _resolve_dtype(config.dtype if state is None else state.dtype, hf_config, entries, device)
     head_kind = head_kind_of(hf_config)
     text_config = _text_config(hf_config, head_kind, entries, state)
     _check_head_place(head_kind, device, seat)
-    module = build_module(text_config, dtype, ATTENTION_NAME, head_kind, _size_check(directory, text_config, entries))
+    module = build_module(
+        text_config, dtype, ATTENTION_NAME, head_kind, make_size_check(directory, text_config, entries)
+    )
     limit = position_limit(module.config)
     _check_length(module.config, limit, config.max_model_len)
     geometry = _admit(module, hf_config, device)
@@ -126,12 +121,12 @@ def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedMod
     `name`: a directory or hub id. `dtype`: as `EngineConfig.dtype`. Raises `ConfigError` as `load_model` does.
     """
     directory = find_directory(name, weights=True, field="path")
-    hf_config, config_file = _read_config(directory)
+    hf_config, config_file = read_config(directory)
     if (head_kind := head_kind_of(hf_config)) is not None:
         raise ConfigError(f"{directory} has a head that classifies each {head_kind}: load a causal LM.")
     entries = read_entries(directory)
     text_config = _text_config(hf_config, None, entries, None)
-    check = _size_check(directory, text_config, entries)
+    check = make_size_check(directory, text_config, entries)
     module = build_module(text_config, _resolve_dtype(dtype, hf_config, entries, device), "eager", check=check)
     WeightTable.of(module).load(entries, _checkpoint_names(module, hf_config))
     with as_config_errors():
@@ -224,70 +219,6 @@ def _check_head_place(head_kind: HeadKind | None, device: torch.device, seat: Se
         )
 
 
-def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
-    """The configuration, and a snapshot of its file to check later."""
-    path = directory / CONFIG_FILE
-    if not os.path.lexists(path):
-        raise ConfigError(
-            f"{directory} has no config.json, so it is not a checkpoint. Give the directory that holds it."
-        )
-    with as_config_errors():
-        file = SnapshotFile(path)
-    raw = _read_json(file)
-    aliased = config_of_alias(raw, path)
-    try:
-        config = aliased or AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except Exception as problem:  # transformers raises many kinds of errors here
-        if "auto_map" in raw:
-            raise ConfigError(
-                f"{path}: model_type '{raw.get('model_type')}' needs code shipped with the checkpoint (auto_map), and "
-                "such code is never run here. Use an architecture that transformers has built in."
-            ) from None
-        raise ConfigError(f"{path} is not a configuration transformers can read: {problem}") from None
-    for each in (config, getattr(config, "text_config", None)):
-        if each is not None and hasattr(each, "quantization_config"):
-            del each.quantization_config  # weights are dequantised as they are read
-    names = config.architectures
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ConfigError(f"{path}: architectures={names!r:.80} is not a list of names.")
-    if config.dtype is not None and not _is_float_dtype(config.dtype):
-        raise ConfigError(
-            f"{path}: dtype={raw.get('dtype', raw.get('torch_dtype'))!r} is not a floating dtype of torch."
-        )
-    return config, file
-
-
-def _read_json(file: SnapshotFile) -> dict[str, Any]:
-    with as_config_errors():
-        content: dict[str, Any] = decode_json(file.content(), dict[str, Any], f"{file.path} is not valid JSON")
-    return content
-
-
-def _size_check(
-    directory: Path, hf_config: PretrainedConfig, entries: list[CheckpointTensor]
-) -> Callable[[PreTrainedModel], None]:
-    """A check that a module is not far larger than the checkpoint, before it is given memory.
-
-    Raises `ConfigError` at once for more layers or experts than the checkpoint can have.
-    """
-    path, largest = directory / CONFIG_FILE, max([len(entries), *(size for entry in entries for size in entry.shape)])
-    for name in _COUNTS if entries else ():
-        count = getattr(hf_config, name, None)
-        if isinstance(count, int) and count > largest:
-            raise ConfigError(f"{path}: {name}={count} is more than the {len(entries)} stored tensors have room for.")
-
-    def check(module: PreTrainedModel) -> None:
-        needed = sum(tensor.numel() for tensor in module.state_dict().values())
-        stored = sum(math.prod(entry.shape) for entry in entries)
-        if entries and needed > _MOST_TIMES * stored:
-            raise ConfigError(
-                f"{path} describes a model of {needed} values, and its files have {stored}: one of the two is not of "
-                "this model, or damaged. Save or download it again."
-            )
-
-    return check
-
-
 def _resolve_dtype(
     asked: str, hf_config: PretrainedConfig, entries: Iterable[CheckpointTensor], device: torch.device
 ) -> torch.dtype:
@@ -324,11 +255,6 @@ def _stored_dtype(hf_config: PretrainedConfig, entries: Iterable[CheckpointTenso
 
 def _first_float_dtype(entries: Iterable[CheckpointTensor]) -> torch.dtype | None:
     return next((e.dtype for e in entries if isinstance(e, StoredTensor) and e.dtype in _STORED_FLOATS), None)
-
-
-def _is_float_dtype(dtype: object) -> bool:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    return isinstance(found, torch.dtype) and found.is_floating_point
 
 
 def _has_native_bfloat16() -> bool:
@@ -374,7 +300,7 @@ def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig, text_confi
     found = None
     if os.path.lexists(path):
         with as_config_errors():
-            found = _read_json(SnapshotFile(path)).get("eos_token_id")
+            found = read_json(SnapshotFile(path)).get("eos_token_id")
     if found is None:
         configs = (hf_config, text_config)
         found = next((ids for each in configs if (ids := getattr(each, "eos_token_id", None)) is not None), None)

@@ -2,9 +2,9 @@
 
     config.json {"model_type": "kimi_k2", ...} ──> the configuration of deepseek_v3
 
-A row of `ALIASES` names the published code that was compared, and the values that its configuration must have. A field that
-neither the other type nor the row has is refused, since it may change the results of that code. Weights are checked at
-load: missing ones and unknown ones are refused, as for every checkpoint.
+A row of `ALIASES` names the published code that was compared, and the values that its configuration must have. A field
+that neither the other type nor the row has is refused, since it may change the results of that code. Weights are
+checked at load: missing ones and unknown ones are refused, as for every checkpoint.
 """
 
 from pathlib import Path
