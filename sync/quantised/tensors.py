@@ -110,7 +110,7 @@ class DequantisedTensor(LazyTensor):
             found = self._recipe.compute(*values)
         except RuntimeError as problem:  # torch's own word for memory that it cannot have
             raise SyncError(f"{self.path}: '{self.name}' could not be dequantised: {problem}") from None
-        assert found.dtype == torch.float32 and tuple(found.shape) == self.shape, "as the recipe says"
+        assert found.dtype == torch.float32 and tuple(found.shape) == self.shape, "as in the recipe"
         if not found.isfinite().all():
             what = f"{self.path}: the weight '{self.name}' is not finite: a stored scale or code is damaged"
             raise ManifestMismatch(f"{what}. Save or download it again.")

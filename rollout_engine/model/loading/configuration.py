@@ -56,6 +56,7 @@ def read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
 
 
 def read_json(file: SnapshotFile) -> dict[str, Any]:
+    """The content of a JSON file. Raises `ConfigError`."""
     with as_config_errors():
         content: dict[str, Any] = decode_json(file.content(), dict[str, Any], f"{file.path} is not valid JSON")
     return content
