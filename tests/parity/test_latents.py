@@ -51,7 +51,7 @@ def test_no_bit_differs_from_the_trainer(checkpoint, architecture, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_chunks_prefix_hits_and_preemption_change_no_bit_and_the_pool_holds_latents(checkpoint, dtype):
     directory = checkpoint("deepseek_v3", dtype, **DENSE)
-    params = SamplingParams(max_tokens=30, n=3, logprobs=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=30, n=3, seed=3, logprobs=0, ignore_eos=True)
     with LLM(str(directory), dtype=str(dtype)[6:], deterministic=True, log_stats=False, **TINY_POOL) as llm:
         outputs = llm.generate(draw_prompts(random.Random(0)), params, use_tqdm=False)
         outputs += llm.generate(draw_prompts(random.Random(0)), params, use_tqdm=False)
@@ -92,7 +92,7 @@ def test_log_probs_are_close_to_transformers_own_and_so_are_gradients(checkpoint
 def test_an_update_reaches_the_matrix_that_latents_are_read_by(checkpoint):
     directory = checkpoint("deepseek_v3", torch.float32, **DENSE)
     trainer = tiny_model("deepseek_v3", seed=1, **DENSE)
-    params = SamplingParams(max_tokens=8, n=2, logprobs=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=8, n=2, seed=3, logprobs=0, ignore_eos=True)
     with LLM(str(directory), deterministic=True, log_stats=False) as llm:
         llm.generate(draw_prompts(random.Random(0)), params, use_tqdm=False)
         llm.update_weights(trainer)

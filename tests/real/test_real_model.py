@@ -125,7 +125,7 @@ def test_conversations_of_eight_turns_are_exact_and_as_the_chat_template_has_the
     options = dict(max_model_len=1024, kv_cache_bytes=1 << 28, log_stats=False)
     with RolloutPolicy.from_pretrained(path, dtype=name_of(dtype), **options) as policy:
         params = SamplingParams(max_tokens=12)
-        batch = policy.rollout(None, params, env=Interview, num_episodes=3, num_samples=2, use_tqdm=False)
+        batch = policy.rollout(None, params, env=Interview, num_episodes=3, num_samples=2, seed=3, use_tqdm=False)
         text = policy.tokenizer.decode(
             batch["tokens", "full"][0][batch["masks", "all_attention_mask"][0].bool()].tolist()
         )
@@ -169,7 +169,7 @@ def test_an_adapter_is_exact_before_and_after_a_step_of_its_training(path, load,
         for version in (1, 2):
             assert policy.update_weights(trainer, merge=False).version == version
             params = SamplingParams(max_tokens=24)
-            batch = policy.rollout(PROMPTS[:4], params, num_samples=2, lora_request="default", use_tqdm=False)
+            batch = policy.rollout(PROMPTS[:4], params, num_samples=2, seed=3, lora_request="default", use_tqdm=False)
             logprobs = exact.token_logprobs(trainer, batch)
             assert exact.check(batch, logprobs).is_exact
             logprobs[batch["masks", "all_assistant_mask"][:, 1:]].mean().backward()
