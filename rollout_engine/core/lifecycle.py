@@ -207,7 +207,7 @@ class Lifecycle:
         self.require_clean(verb)
         if self.paused is not None or self.sleep_wanted or self.asleep:
             call = "wake_up" if self.asleep or self.sleep_wanted else "resume_generation"
-            raise self._make_refusal(verb, f"it would wait for ever; call {call}() first")
+            raise self._make_refusal(verb, f"it would wait indefinitely; call {call}() first")
 
     def _check_between(self, verb: str, *, but_draining: bool = False) -> None:
         """Raise during an update and (unless `but_draining`) while requests finish for a sleep."""

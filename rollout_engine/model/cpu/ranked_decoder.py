@@ -49,9 +49,9 @@ class SharedColumns(NamedTuple):
     """The columns of a mixture's shared expert that a rank computes."""
 
     inner: Columns
-    """Of gate and up."""
+    """The columns of gate and up that the rank computes."""
     outer: Columns
-    """Of down: the rank's own of the hidden size, or all."""
+    """The columns of down that the rank computes: its own of the hidden size, or all."""
 
 
 def shared_columns(cut: ModelCut | None, mlp: MLP | Mixture) -> SharedColumns | None:

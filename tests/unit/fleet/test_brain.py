@@ -54,7 +54,7 @@ def test_a_replica_that_has_served_for_long_is_started_at_once_again():
 def test_a_replica_that_could_not_catch_up_and_starts_anew_is_heard_again():
     brain = serving(2)
     assert brain.add_request(request_of(7)) == [Send(0, request_of(7))]
-    brain.note_commit([1], 1, 0.0)  # replica 0 has missed it: its request goes on at replica 1
+    brain.note_commit([1], 1, 0.0)  # replica 0 has missed it: its request continues at replica 1
     problems = [brain.note_failed_catch_up(0, "the disk is broken", 0.0) for _ in range(MAX_FAILURES)]
     assert problems[-1] == [Stop(0), Start(0, 0.0)]
     brain.note_start(0, -1, 0.0)
@@ -140,4 +140,4 @@ def test_the_rest_of_a_request_is_tried_elsewhere_with_its_other_samples():
         (False, [5]),
         (False, [6]),
     ]
-    assert brain.note_refusal(0, holder, others_may=True) == (None, []), "it goes on elsewhere"
+    assert brain.note_refusal(0, holder, others_may=True) == (None, []), "it continues elsewhere"
