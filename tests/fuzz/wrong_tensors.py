@@ -23,6 +23,7 @@ from rollout_engine import exact
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu import attention, decoder, gemm, rows, sampling
 from rollout_engine.kernels.cpu.attention_backward import attention_gradients
+from rollout_engine.kernels.routing_rule import RoutingRule
 from rollout_engine.kernels.token_logprobs import token_logprobs
 from rollout_engine.testing import tiny_model
 
@@ -258,7 +259,7 @@ def _calls_of_a_layer(*, has_mixture: bool) -> Iterator[Call]:
         norms = {name: decoder.Norm(given[name], 1e-6) for name in vectors if name != "bias"}
         mlp: decoder.MLP | decoder.Mixture = decoder.MLP(products["gate_up"], products["down"])
         if has_mixture:
-            mlp = decoder.Mixture(products["router"], [mlp, mlp], 0, decoder.Routing(1, True, True))
+            mlp = decoder.Mixture(products["router"], [mlp, mlp], 0, decoder.Routing(1, RoutingRule(True, True)))
         layer = decoder.LayerWeights(
             **norms,
             qkv=products["qkv"],

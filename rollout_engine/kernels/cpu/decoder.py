@@ -18,6 +18,7 @@ from rollout_engine.kernels.cpu.adapters import AdapterRows, AdapterTable, RowsC
 from rollout_engine.kernels.cpu.arguments import address
 from rollout_engine.kernels.cpu.gemm import PackedWeight, addresses
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError, Turns
+from rollout_engine.kernels.routing_rule import Groups, RoutingRule
 
 _CACHE_LINE = 64
 
@@ -47,27 +48,14 @@ class Routing(NamedTuple):
     """The way a router chooses `top_k` experts by scores of its logits, and weights them."""
 
     top_k: int
-    is_normalised: bool
-    """Whether their weights, which are their scores, are divided by their sum."""
-    is_rounded: bool
-    """Whether they are rounded to the dtype of the model; else they are float32."""
-    is_sigmoid: bool = False
-    """Whether scores are sigmoids; else they are a softmax."""
-    is_precise: bool = False
-    """Whether logits are float32 sums; else they are rounded to the dtype of the model."""
+    rule: RoutingRule
     bias: Tensor | None = None
     """[E], float32 or bfloat16, added to scores for the choice."""
-    num_groups: int = 1
-    top_groups: int = 1
-    """Groups from which experts are chosen."""
-    sums_two: bool = False
-    """Whether the score of a group is the sum of its two largest; else it is its largest."""
-    scaling: float = 1.0
-    """Multiplies the weights at last."""
-    added: float = 0.0
-    """Added to the sum that divides them."""
-    least: float = 0.0
-    """The sum that divides them is at least this."""
+
+    @property
+    def groups(self) -> Groups:
+        """The groups from which experts are chosen: all in one, unless the rule has some."""
+        return self.rule.groups or Groups(1, 1, sums_two=False)
 
 
 class Columns(NamedTuple):
@@ -399,7 +387,7 @@ def _check_mixture(mixture: Mixture, hidden_columns: Columns, dtype: torch.dtype
 
 
 def _check_routing(routing: Routing, num_experts: int) -> None:
-    num, chosen = routing.num_groups, routing.top_groups
+    num, chosen, _ = routing.groups
     if not 0 < chosen <= num or num_experts % num or chosen * (num_experts // num) < routing.top_k:
         raise ValueError(f"{chosen} of {num} equal groups should have {routing.top_k} of {num_experts} experts.")
     if routing.bias is not None:
@@ -538,13 +526,13 @@ def _mixture(mixture: Mixture, place: int) -> _Mixture:
 
 
 def _routing(routing: Routing, num_experts: int) -> _Routing:
-    bias = routing.bias
+    bias, rule, groups = routing.bias, routing.rule, routing.groups
     return _Routing(
-        *(num_experts, routing.top_k, routing.num_groups, routing.top_groups),
+        *(num_experts, routing.top_k, groups.num, groups.num_chosen),
         None if bias is None else bias.data_ptr(),
-        *(routing.scaling, routing.added, routing.least),
-        *(routing.is_sigmoid, routing.is_precise, routing.is_normalised, routing.is_rounded),
-        *(bias is not None and bias.dtype == torch.bfloat16, routing.sums_two),
+        *(rule.scaling, rule.added, rule.least),
+        *(rule.sigmoid, rule.precise, rule.normalised, rule.rounded),
+        *(bias is not None and bias.dtype == torch.bfloat16, groups.sums_two),
     )
 
 

@@ -32,7 +32,6 @@ from rollout_engine.model.modules.decoder_structure import (
     decoder_structure,
     require,
 )
-from rollout_engine.model.modules.experts import Groups
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.rotary import RotaryTable, rotary_limit
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
@@ -241,26 +240,12 @@ def _shared_expert(mlp: MLP, gate: nn.Module | None, columns: SharedColumns | No
 
 
 def _routing(mixture: Mixture, router: RowInvariantRouter) -> compiled.Routing:
-    pattern, routing, bias = router._pattern, router._pattern.routing, None
+    pattern, bias = router._pattern, None
     if pattern.has_bias:
         owner, name = (mixture.module, mixture.bias_name) if pattern.bias_name is None else (router, pattern.bias_name)
         require(name is not None, "its router chooses with a bias, which its caller does not give")
         bias = tensor_of(owner, str(name)).detach()
-    groups = Groups(1, 1, sums_two=False) if routing.groups is None else routing.groups
-    return compiled.Routing(
-        router.top_k,
-        is_normalised=routing.normalised,
-        is_rounded=routing.rounded,
-        is_sigmoid=routing.sigmoid,
-        is_precise=routing.precise,
-        bias=bias,
-        num_groups=groups.num,
-        top_groups=groups.num_chosen,
-        sums_two=groups.sums_two,
-        scaling=routing.scaling,
-        added=routing.added,
-        least=routing.least,
-    )
+    return compiled.Routing(router.top_k, pattern.routing, bias)
 
 
 def _mixture_parts(mixture: Mixture) -> tuple[RowInvariantRouter, RowInvariantExperts]:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rollout_engine.model.modules.experts import Groups, Routing, mixed
+from rollout_engine.kernels.routing_rule import Groups
+from rollout_engine.model.modules.experts import Routing, mixed
 from rollout_engine.model.modules.module_patterns import LARGE, SILU_CLASSES, agree, copy_with, same
 from rollout_engine.model.packing.module_types import tensor_of
 

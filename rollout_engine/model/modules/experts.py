@@ -9,46 +9,24 @@ Kernels round at the same places.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rollout_engine.kernels.activation import gated_silu
+from rollout_engine.kernels.routing_rule import RoutingRule
 
 ScoresKernel = Callable[..., Tensor]
 """(logits [T, E], is_sigmoid=) -> scores, float32: their sigmoids, or the softmax of each row."""
 _LOWEST = torch.iinfo(torch.int64).min
 
 
-class Groups(NamedTuple):
-    """Groups of experts, of equal sizes, from some of which alone a router chooses."""
-
-    num: int
-    num_chosen: int
-    sums_two: bool
-    """Whether a group's score is the sum of its two largest; else it is its largest."""
-
-
-class Routing(NamedTuple):
+class Routing(RoutingRule):
     """The way a router turns its scores into weights of experts."""
 
-    normalised: bool
-    """Whether the k weights are divided by their sum."""
-    rounded: bool
-    """Whether they are rounded to the dtype of the router's weight; else they stay float32."""
-    sigmoid: bool = False
-    """Whether scores are sigmoids of logits; else they are a softmax."""
-    precise: bool = False
-    """Whether logits are float32 sums, in a model of another dtype; else they are rounded to that dtype."""
-    groups: Groups | None = None
-    scaling: float = 1.0
-    """Multiplies the weights at last."""
-    added: float = 0.0
-    """Added to the sum that divides them."""
-    least: float = 0.0
-    """The sum that divides them is at least this."""
+    __slots__ = ()
 
     @property
     def is_plain(self) -> bool:

@@ -22,6 +22,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
 )
 
+from rollout_engine.kernels.routing_rule import Groups
 from rollout_engine.model.modules.expert_patterns import (
     are_gated_experts,
     expert_form,
@@ -29,7 +30,7 @@ from rollout_engine.model.modules.expert_patterns import (
     router_pattern,
     routing_of,
 )
-from rollout_engine.model.modules.experts import Groups, Routing
+from rollout_engine.model.modules.experts import Routing
 from rollout_engine.testing import tiny_config
 
 DTYPES = [torch.float32, torch.bfloat16]
