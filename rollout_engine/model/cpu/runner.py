@@ -82,7 +82,7 @@ class CpuRunner:
             prompt_logprobs = {}
         if not work.samples:
             return ModelRunnerOutput(token_ids=[], logprobs=None, pooled=pooled)
-        if any(chunk.draft_token_ids for chunk in work.scheduled):
+        if _has_drafts(work, batch):
             out = self._sample_drafts(logits, work, asked.drawn_rows.tolist())
         else:
             if asked.num_drawn < len(work.samples):
@@ -111,7 +111,7 @@ class CpuRunner:
         self._note_changes(work)
         batch = self._flat_batch(work.scheduled, token_ids)
         num_drafted = None
-        if any(chunk.draft_token_ids for chunk in work.scheduled):
+        if _has_drafts(work, batch):
             num_drafted = np.array([len(chunk.draft_token_ids) for chunk in work.scheduled], np.int64)
         chunks, prompt_rows = [task.row for task in work.samples], self._prompts.rows(work.scheduled)
         return batch, AskedRows.of(chunks, batch.columns.token_starts, num_drafted, prompt_rows)
@@ -146,7 +146,7 @@ class CpuRunner:
         sizes = [chunk.num_scheduled_tokens for chunk in scheduled]
         _, tokens, rows = self._chunk_sequences([chunk.sequence_id for chunk in scheduled])
         if token_ids is None:
-            token_ids = _tokens_of(scheduled, tokens)
+            token_ids = _tokens_of(scheduled, tokens, are_single=not sizes or max(sizes) == 1)
         columns = ChunkColumns(
             first_positions=np.array(first, np.int64),
             token_starts=np.array([0, *accumulate(sizes)], np.int64),
@@ -212,9 +212,14 @@ class CpuRunner:
         return draw_behind_drafts(tasks, draw)
 
 
-def _tokens_of(scheduled: list[ScheduledSequence], tokens: list[list[int]]) -> np.ndarray:
-    """The tokens of chunks, int64 [T], from those of their sequences."""
-    if all(chunk.num_scheduled_tokens == 1 for chunk in scheduled):
+def _has_drafts(work: SchedulerOutput, batch: FlatBatch) -> bool:
+    """Whether tokens were drafted; a step of one token a sequence has none."""
+    return len(batch.token_ids) > len(work.scheduled) and any(chunk.draft_token_ids for chunk in work.scheduled)
+
+
+def _tokens_of(scheduled: list[ScheduledSequence], tokens: list[list[int]], *, are_single: bool) -> np.ndarray:
+    """The tokens of chunks, int64 [T], from those of their sequences. `are_single`: each chunk is one token."""
+    if are_single:
         found = [ids[chunk.num_computed_tokens] for ids, chunk in zip(tokens, scheduled, strict=True)]
     else:
         found = []

@@ -84,9 +84,13 @@ class Seat:
         )
 
 
-@contextmanager
-def preparing(seat: Seat | None, work: SchedulerOutput) -> Iterator[None]:
+def preparing(seat: Seat | None, work: SchedulerOutput) -> AbstractContextManager[None]:
     """Inside, rank 0 prepares a step. If that fails, the followers still note the sequences that it ends and begins."""
+    return nullcontext() if seat is None else _preparing(seat, work)
+
+
+@contextmanager
+def _preparing(seat: Seat, work: SchedulerOutput) -> Iterator[None]:
     try:
         yield
     except BaseException:

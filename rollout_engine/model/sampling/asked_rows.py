@@ -29,6 +29,9 @@ class AskedRows(NamedTuple):
         cls, chunks: Sequence[int], token_starts: np.ndarray, num_drafted: np.ndarray | None, prompt_rows: list[int]
     ) -> "AskedRows":
         """`chunks`: those that samples are drawn behind; `num_drafted`: drafted tokens of each chunk; None: none."""
+        drawn = np.array(chunks, np.int64)
+        if num_drafted is None and not prompt_rows and (drawn[1:] > drawn[:-1]).all():  # most steps
+            return cls(token_starts[1:][drawn] - 1, np.arange(len(drawn)), len(drawn))
         distinct = list(dict.fromkeys(chunks))  # the n samples of a prompt draw from the same row
         rows = token_starts[1:][distinct] - 1
         firsts = range(len(distinct))
