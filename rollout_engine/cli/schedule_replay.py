@@ -38,7 +38,11 @@ def replay(lines: list[post_mortem.Line]) -> Replayed:
     config = msgspec.convert(header.config, CoreConfig)
     scripts, failed = _scripts(rest, config.vocab_size), _failed_steps(rest)
     executor = _Executor(
-        block_size=config.block_size, vocab_size=config.vocab_size, scripts=scripts, fail_at_steps=failed
+        block_size=config.block_size,
+        vocab_size=config.vocab_size,
+        scripts=scripts,
+        fail_at_steps=failed,
+        num_state_slots=config.num_state_slots,
     )
     core = EngineCore(executor, config, policy_version=header.policy_version)
     found, schedules = Replayed(), _Schedules()
