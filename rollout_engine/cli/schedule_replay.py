@@ -12,7 +12,8 @@ from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import mix
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError
+from rollout_engine.core.fake_executor import FakeExecutor
+from rollout_engine.core.fake_states import FakeKVError
 from rollout_engine.core.recorder import Recorder, call_entry
 from rollout_engine.core.request import Sequence
 from rollout_engine.process import post_mortem

@@ -17,11 +17,11 @@ from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import (
     FakeExecutor,
-    FakeKVError,
     fake_next_token,
     fake_pooled,
     fake_routed_experts,
 )
+from rollout_engine.core.fake_states import FakeKVError
 
 Key = tuple[str, int]
 
