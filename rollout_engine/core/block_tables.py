@@ -65,7 +65,7 @@ class BlockTables:
         Returns (source, destination) copies of blocks, and what the next row has to say about its state.
         """
         copies = []
-        if self._writes_shared_block(sequence):
+        if self._writes_shared_block(sequence) or self._spares_full_block(sequence, end):
             index = sequence.num_computed_tokens // self.block_size
             source, destination = sequence.block_ids[index], self._allocate()
             sequence.block_ids[index] = destination
@@ -121,16 +121,22 @@ class BlockTables:
             self.states.publish(sequence, end)
 
     def publish_tail(self, sequence: Sequence) -> None:
-        """Publish, for a next turn, the last block of a sequence whose last token was just sampled, and has no KV."""
-        self._publish_tail(sequence, len(sequence.token_ids) - 1)
+        """Publish, for a next turn, the last block of a sequence whose last token was just sampled, and has no KV.
 
-    def keep_preempted(self, sequence: Sequence) -> None:
-        """Publish the end of a sequence that is about to lose its blocks, no step in flight, if it keeps a state.
-
-        Without it the sequence would find its KV again, and no state behind it.
+        And its state, if that is behind the same tokens: no step in flight has computed the last one.
         """
-        if self.states is not None:
-            self._publish_tail(sequence, sequence.num_computed_tokens)
+        end = len(sequence.token_ids) - 1
+        index, num_tokens = divmod(end, self.block_size)
+        is_known = len(sequence.prefix) == index and sequence.kv_min_version == self.policy_version
+        if not end or not is_known or not self.caching:
+            return
+        if num_tokens:
+            identity = self._identify(sequence, index, end)
+            self._cache.publish_tail(sequence.block_ids[index], identity)
+        else:
+            identity = sequence.prefix[-1]
+        if self.states is not None and sequence.num_computed_tokens == end:
+            self.states.publish_live(sequence, identity)
 
     def finish_scheduling(self, scheduled: Rows[ScheduledSequence], sequences: Rows[Sequence]) -> None:
         """Complete the rows of a step, once all are scheduled."""
@@ -218,7 +224,8 @@ class BlockTables:
         That may be inside a full block: then it writes there as into a tail. It waits only for a snapshot of its own
         prefix that another sequence is about to take: KV alone would not help it.
         """
-        end, blocks = sequence.num_tokens - 1, []
+        end = sequence.num_tokens - 1
+        blocks: list[int] = []
         while (len(sequence.prefix) + 1) * self.block_size <= end:
             found = self._cache.find(self._identify(sequence, len(sequence.prefix)))
             if found is None:
@@ -262,21 +269,6 @@ class BlockTables:
                 self._promise(sequence, promised)
         return True
 
-    def _publish_tail(self, sequence: Sequence, end: int) -> None:
-        index, num_tokens = divmod(end, self.block_size)
-        is_known = len(sequence.prefix) == index and sequence.kv_min_version == self.policy_version
-        if not is_known or not self.caching:
-            return
-        if num_tokens:
-            identity = self._identify(sequence, index, end)
-            self._cache.publish_tail(sequence.block_ids[index], identity)
-        elif index:
-            identity = sequence.prefix[-1]
-        else:
-            return
-        if self.states is not None and sequence.num_computed_tokens == end:
-            self.states.publish_live(sequence, identity)
-
     def _allocate(self) -> int:
         block = self._pool.allocate()
         self._cache.forget(block)
@@ -305,6 +297,13 @@ class BlockTables:
     def _writes_shared_block(self, sequence: Sequence) -> bool:
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         return offset > 0 and self._pool.is_shared(sequence.block_ids[index])
+
+    def _spares_full_block(self, sequence: Sequence, end: int) -> bool:
+        """Whether `sequence` is to continue inside a known full block, as states let it, and a copy of that fits too."""
+        index, offset = divmod(sequence.num_computed_tokens, self.block_size)
+        if self.states is None or not offset or not self._cache.holds_full(sequence.block_ids[index], self.block_size):
+            return False
+        return self._num_missing(sequence, end) < self._pool.num_free
 
     def _identify(self, sequence: Sequence, index: int, end: int = sys.maxsize) -> PrefixBlock:
         """The identity of a block of `sequence`, of its tokens below `end` only."""

@@ -116,6 +116,11 @@ class PrefixCache:
         """Whether `block` was published, under any version, and not forgotten since."""
         return block in self._identity
 
+    def holds_full(self, block: int, block_size: int) -> bool:
+        """Whether `block` is known with as many tokens as it has room for."""
+        identity = self._identity.get(block)
+        return identity is not None and identity.num_tokens == block_size
+
     @property
     def num_known(self) -> int:
         """Blocks of which that is so."""

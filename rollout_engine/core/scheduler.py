@@ -235,7 +235,7 @@ class Scheduler:
                 continue
             victim = self.running[-1]
             self.stats.num_preemptions += 1
-            self._preempt(victim)
+            self._drop(victim)
             if victim is sequence:
                 return False
         return True
@@ -334,12 +334,7 @@ class Scheduler:
 
     def _drop_references(self) -> None:
         self.stats.num_references_dropped += 1
-        self._preempt(self.parked[-1])
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take the blocks of `sequence` for another one. No step is in flight."""
-        self.tables.keep_preempted(sequence)
-        self._drop(sequence)
+        self._drop(self.parked[-1])
 
     def _drop(self, sequence: Sequence) -> None:
         """Move `sequence` back to `waiting`; it keeps its tokens and computes their KV again."""

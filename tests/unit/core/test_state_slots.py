@@ -108,7 +108,7 @@ def test_a_hit_inside_a_full_block_goes_on_there(make_rig):
     rig.assert_clean()
 
 
-def test_two_sequences_go_on_inside_one_full_block(make_rig):
+def test_several_sequences_go_on_inside_one_full_block(make_rig):
     rig = make_rig(block_size=8, num_state_slots=64, state_interval=64)
     rig.add("turn 1", range(4), max_tokens=3)
     rig.run()
@@ -117,10 +117,10 @@ def test_two_sequences_go_on_inside_one_full_block(make_rig):
     rig.run()
     prompt += rig.tokens["turn 2", 0]
     for name in "xyz":
-        rig.add(name, [*prompt[:9], ord(name) - 60])
+        rig.add(name, [*prompt[:9], *[ord(name) - 60] * 9])
     rig.run()
     assert cached(rig, "xyz") == [6, 6, 6]
-    assert rig.core.stats.num_block_copies == 2
+    assert rig.core.stats.num_block_copies == 3, "the block stays known"
     rig.assert_clean()
 
 
@@ -136,7 +136,7 @@ def test_kv_without_a_state_behind_it_is_computed_again(make_rig):
 def test_the_snapshots_used_longest_ago_are_overwritten_first(make_rig):
     rig = make_rig(block_size=4, num_state_slots=7, max_num_seqs=2, state_interval=64)
     for name, first in (("a", 1), ("b", 2), ("a again", 1), ("c", 3), ("d", 4), ("a at last", 1), ("b at last", 2)):
-        rig.add(name, [first] * 6, max_tokens=1, ignore_eos=True)
+        rig.add(name, [first] * 6, max_tokens=1)
         rig.run()
     assert cached(rig, ("a again", "a at last", "b at last")) == [4, 4, 0]
     rig.assert_clean()
@@ -259,20 +259,6 @@ def test_a_wait_ends_with_the_request_that_was_waited_for(make_rig):
     rig.abort("first")
     rig.run()
     assert rig.ends["second", 0].finish_reason == "length"
-    rig.assert_clean()
-
-
-# Preemption
-
-
-def test_a_preempted_sequence_goes_on_from_its_own_state(make_rig_in_turn):
-    rig = make_rig_in_turn(num_blocks=9, block_size=4, num_state_slots=30, state_interval=64)
-    for name in "abc":
-        rig.add(name, [ord(name)] * 7, max_tokens=12)
-    rig.run()
-    stats = rig.core.stats
-    assert stats.num_preemptions > 0
-    assert stats.num_recomputed_tokens < 8 * stats.num_preemptions, "blocks were free to keep most of its KV"
     rig.assert_clean()
 
 
