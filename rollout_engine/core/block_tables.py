@@ -1,7 +1,8 @@
 """Block tables of sequences: grow, share, copy on write, publish, release; and their slots of states, if any."""
 
 import sys
-from collections.abc import Iterable, Sequence as Rows
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 
 from rollout_engine.base.messages import ScheduledSequence, StateMove
 from rollout_engine.core.block_pool import BlockPool
@@ -299,7 +300,7 @@ class BlockTables:
         return offset > 0 and self._pool.is_shared(sequence.block_ids[index])
 
     def _spares_full_block(self, sequence: Sequence, end: int) -> bool:
-        """Whether `sequence` is to continue inside a known full block, as states let it, and a copy of that fits too."""
+        """Whether `sequence` continues inside a known full block, as states let it, and a copy of that fits too."""
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         if self.states is None or not offset or not self._cache.holds_full(sequence.block_ids[index], self.block_size):
             return False

@@ -12,7 +12,8 @@ A step holds a reference on each slot that it reads and does not write until all
 writes what another one reads.
 """
 
-from collections.abc import Iterable, Sequence as Rows
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 
 from rollout_engine.base.messages import ScheduledSequence, StateMove
 from rollout_engine.core.block_pool import BlockPool

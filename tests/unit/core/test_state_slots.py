@@ -271,7 +271,7 @@ def test_the_state_behind_the_last_right_draft_is_kept(make_rig):
         pytest.skip("nothing is drafted behind a step in flight")
     for rig in rigs:
         for name in "ab":
-            rig.add(name, [ord(name)] * 6, max_tokens=60)
+            rig.add(name, [ord(name) - 60] * 6, max_tokens=60)
         rig.run()
         rig.assert_clean()
         rows = [row for work in rig.works for row in work.scheduled if row.draft_token_ids]
@@ -286,7 +286,7 @@ def test_drafts_are_cut_to_the_slots_that_are_free(make_rig):
     if rig.config.async_scheduling:
         pytest.skip("nothing is drafted behind a step in flight")
     for name in "ab":
-        rig.add(name, [ord(name)] * 6, max_tokens=40)
+        rig.add(name, [ord(name) - 60] * 6, max_tokens=40)
     rig.run()
     rig.assert_clean()
     drafted = [sum(len(row.draft_token_ids) for row in work.scheduled) for work in rig.works]
