@@ -15,7 +15,7 @@ from rollout_engine.core.state_slots import StateSlots
 class BlockTables:
     """Every change of a sequence's `block_ids` happens here, over one pool and one prefix cache.
 
-    If the model keeps states, a sequence goes on from position p only with KV of the tokens before p and a state at p:
+    If the model keeps states, a sequence continues from position p only with KV of the tokens before p and a state at p:
     `states` has those, and each method here cares for both.
     """
 
@@ -63,7 +63,7 @@ class BlockTables:
     def extend(self, sequence: Sequence, end: int) -> tuple[list[tuple[int, int]], StateMove | None]:
         """Give every position below `end` a block of its own to be written, and the state behind it a slot.
 
-        Returns (source, destination) copies of blocks, and what the next row has to say about its state.
+        Returns (source, destination) copies of blocks, and the move of its state that the next row has to name.
         """
         copies = []
         if self._writes_shared_block(sequence) or self._spares_full_block(sequence, end):
@@ -155,7 +155,7 @@ class BlockTables:
             self.states.add_drafts(row, sequence)
 
     def keep_drafted(self, sequence: Sequence) -> None:
-        """Drop what a completed row computed behind the last right draft: `num_computed_tokens` says which it was."""
+        """Drop the tokens of a completed row behind its last right draft, which are beyond `num_computed_tokens`."""
         if self.states is not None:
             self.states.keep_drafted(sequence)
 

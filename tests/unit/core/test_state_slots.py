@@ -154,14 +154,14 @@ def test_a_snapshot_that_no_slot_can_replace_is_overwritten(make_rig):
     rig.assert_clean()
 
 
-@pytest.mark.parametrize("forget", ["salt", "commit", "reset", "sleep"])
+@pytest.mark.parametrize("forget", ["salt", "commit", "same version", "reset", "sleep"])
 def test_snapshots_are_found_only_under_the_same_salt_and_version_and_until_they_are_forgotten(make_rig, forget):
     rig = make_rig(**ROOMY)
     rig.add("a", range(16), max_tokens=1)
     rig.run()
     assert rig.core.metrics().num_state_snapshots > 0
-    if forget == "commit":
-        rig.commit(1)
+    if forget in ("commit", "same version"):
+        rig.commit(int(forget == "commit"))
     elif forget == "reset":
         assert rig.core.reset_prefix_cache()
     elif forget == "sleep":
@@ -259,6 +259,17 @@ def test_a_wait_ends_with_the_request_that_was_waited_for(make_rig):
     rig.abort("first")
     rig.run()
     assert rig.ends["second", 0].finish_reason == "length"
+    rig.assert_clean()
+
+
+def test_a_wait_ends_once_the_snapshot_is_taken(make_rig):
+    rig = make_rig(**ROOMY)
+    for name in ("first", "second"):
+        rig.add(name, range(20), max_tokens=40)
+    for _ in range(4):
+        rig.step()
+    assert rig.tokens["second", 0] and ("first", 0) not in rig.ends
+    rig.run()
     rig.assert_clean()
 
 
