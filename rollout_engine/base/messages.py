@@ -207,6 +207,20 @@ class NewSequence(msgspec.Struct):
     """The runner's slot of its adapter; -1: it runs under the base model."""
 
 
+class StateMove(msgspec.Struct, gc=False):
+    """Slots of a pool of states that one row of a step reads and writes. Only for models whose layers keep states.
+
+    No slot is written by two rows of a step, or written by one and read by another; a row may write the slot it reads.
+    """
+
+    source: int
+    """Slot with the state before the first scheduled token; -1: the row begins with zeros."""
+    slot: int
+    """Slot written behind the last scheduled token. The runner reads and writes it in place from then on."""
+    others: list[tuple[int, int]] = []
+    """(n, slot), rising in n: also written, behind the first n scheduled tokens; 1 <= n < all of them."""
+
+
 class ScheduledSequence(msgspec.Struct, gc=False):
     """Work of one sequence in one step: compute `num_scheduled_tokens` tokens from `num_computed_tokens` on."""
 
@@ -219,6 +233,9 @@ class ScheduledSequence(msgspec.Struct, gc=False):
     draft_token_ids: list[int] = []
     """Guesses at the next tokens, the last of the scheduled ones: a token is drawn behind each, and those up to the
     first that differs from its guess are kept."""
+    state: StateMove | None = None
+    """None: its state is read and written in place, in the slot that the runner has for it; or the model keeps none.
+    Given with every row of several tokens whose states it keeps, and whenever the slot changes."""
 
 
 class SampleTask(msgspec.Struct, gc=False):
