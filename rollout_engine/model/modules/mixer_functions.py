@@ -271,13 +271,14 @@ def _record(mixer: _Mixer, **shape: Any) -> bool:
 
 
 def _current_mixer(function: str, others: dict[str, Any], **given: Tensor | None) -> _Mixer:
-    """The mixer that calls. Raises `ConfigError` if tensors are given that it cannot compute with."""
+    """The mixer that calls. Raises `ConfigError` if values are given that it cannot compute with."""
     mixer: _Mixer | None = getattr(_running, "mixer", None)
     assert mixer is not None, "these functions are the globals of a mixer's forward"
     strangers = [name for name, value in given.items() if value is not None]
-    strangers += [name for name, value in others.items() if isinstance(value, Tensor) and name not in _HARMLESS]
+    numbers = {name: value for name, value in others.items() if isinstance(value, Tensor | float | str)}
+    strangers += sorted(numbers.keys() - _HARMLESS)
     if strangers:
-        raise ConfigError(f"{mixer.name} passes {', '.join(sorted(strangers))} to {function}: not supported.")
+        raise ConfigError(f"{mixer.name} passes {', '.join(strangers)} to {function}: not supported.")
     return mixer
 
 
