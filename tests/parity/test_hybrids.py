@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, SamplingParams, exact
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.testing import assert_clean, tiny_model
 from rollout_engine.testing.architectures import HYBRID_SIZES
 from tests.parity.test_architectures import NUM_TOKENS, TIE, draw_prompts, generated, reference_logits
@@ -96,8 +97,11 @@ def test_drafted_tokens_change_no_bit(checkpoint):
     directory = directory_of(checkpoint, "bamba")
     trainer = exact.enable(AutoModelForCausalLM.from_pretrained(directory))
     params = SamplingParams(n=4, max_tokens=40, logprobs=0, ignore_eos=True, seed=3, temperature=0.3)
-    with LLM(str(directory), log_stats=False, speculation="ngram") as llm:
+    with LLM(str(directory), log_stats=False, speculation=SpeculationConfig(max_draft_tokens=3)) as llm:
+        core = llm.llm_engine.frontend.client.driver.core
+        core._scheduler.speculator._costs.of = lambda num_rows: 1.0  # every draft pays
         outputs = llm.generate([[5, 6, 7] * 20, [9] * 30], params, use_tqdm=False)
+        assert core.stats.drafts.num_kept > 0
         assert_clean(llm.llm_engine)
     assert mismatches(outputs, trainer, 0.3) == (2 * 4 * 40, 0)
 
