@@ -203,6 +203,12 @@ class CoreMetrics(msgspec.Struct):
     state: str
     """"RUNNING", "PAUSED", ... of `core.lifecycle.State`."""
     counters: CoreStats
+    num_state_slots: int = 0
+    """Slots for states of sequences; 0: the model's layers keep none."""
+    state_usage: float = 0.0
+    """Slots referenced by live requests / all slots."""
+    num_state_snapshots: int = 0
+    """States that are kept to be found again."""
 
 
 class ReplicaMetrics(msgspec.Struct):

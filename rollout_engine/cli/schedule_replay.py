@@ -12,7 +12,8 @@ from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import mix
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError
+from rollout_engine.core.fake_executor import FakeExecutor
+from rollout_engine.core.fake_states import FakeKVError
 from rollout_engine.core.recorder import Recorder, call_entry
 from rollout_engine.core.request import Sequence
 from rollout_engine.process import post_mortem
@@ -38,7 +39,11 @@ def replay(lines: list[post_mortem.Line]) -> Replayed:
     config = msgspec.convert(header.config, CoreConfig)
     scripts, failed = _scripts(rest, config.vocab_size), _failed_steps(rest)
     executor = _Executor(
-        block_size=config.block_size, vocab_size=config.vocab_size, scripts=scripts, fail_at_steps=failed
+        block_size=config.block_size,
+        vocab_size=config.vocab_size,
+        scripts=scripts,
+        fail_at_steps=failed,
+        num_state_slots=config.num_state_slots,
     )
     core = EngineCore(executor, config, policy_version=header.policy_version)
     found, schedules = Replayed(), _Schedules()

@@ -48,6 +48,10 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Kinds of pooling that the model offers; None: the runner does not pool."""
     routing: RoutingInfo | None = None
     """The model's routers, whose choices the runner returns; None: it does not."""
+    num_state_slots: int = 0
+    """Slots for states of sequences, one more than `max_num_seqs` at least; 0: the model's layers keep none."""
+    state_interval: int = 512
+    """Tokens of a prompt from one snapshot of its state to the next; a multiple of `block_size`."""
 
     @property
     def max_scored_tokens(self) -> int:
@@ -61,3 +65,8 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__[:7]:
             assert getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
+        if self.num_state_slots:
+            least, size = self.max_num_seqs + 1, self.block_size
+            assert self.num_state_slots >= least, f"num_state_slots={self.num_state_slots} must be at least {least}"
+            is_multiple = self.state_interval >= 1 and self.state_interval % size == 0
+            assert is_multiple, f"state_interval={self.state_interval} must be a multiple of {size}"

@@ -334,6 +334,9 @@ class EngineCore:
             policy_version=self.policy_version,
             state=self.lifecycle.state,
             counters=deepcopy(self.stats),
+            num_state_slots=self.config.num_state_slots,
+            state_usage=self._tables.state_usage,
+            num_state_snapshots=self._tables.num_state_snapshots,
         )
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""A deterministic fake model over simulated KV blocks, which raises when it reads stale, torn or foreign KV."""
+"""A deterministic fake model over simulated KV blocks and states, which raises when it reads stale or foreign ones."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -13,14 +13,12 @@ from rollout_engine.base.messages import (
     PromptLogprobs,
     ScheduledSequence,
     SchedulerOutput,
+    StateMove,
 )
 from rollout_engine.base.pooling_params import PoolingParams
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import mix
-
-
-class FakeKVError(AssertionError):
-    """KV was read that was never written, or that belongs to another context."""
+from rollout_engine.core.fake_states import FakeKVError, FakeState, FakeStates
 
 
 class FakeExecutor:
@@ -39,6 +37,7 @@ class FakeExecutor:
         scripts: Mapping[int, list[int]] = MappingProxyType({}),
         errors: Mapping[int, str] = MappingProxyType({}),
         draft_model: "FakeExecutor | None" = None,
+        num_state_slots: int = 0,
     ) -> None:
         self.draft_model = draft_model
         """The model that drafts, over blocks of its own."""
@@ -58,6 +57,8 @@ class FakeExecutor:
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self._routed: set[tuple[int, int]] = set()
         """Slots whose tokens' experts were recorded."""
+        self._states, self._state_slots = FakeStates(num_state_slots), dict[int, int]()
+        """Slots of states, and the one of each sequence, if the model keeps any."""
         self.weights: Literal["live", "kept", "forgotten"] = "live"
         """`restore_weights` sets "live", and so do tests in place of an update."""
 
@@ -71,10 +72,11 @@ class FakeExecutor:
         return self.draft_model.execute(work)
 
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step in the order of `SchedulerOutput`. Raises `FakeKVError` if it reads KV of another context."""
+        """Run one step in the order of `SchedulerOutput`. Raises `FakeKVError` for KV or states of another context."""
         for sequence_id in work.finished_sequence_ids:
             self.sequences.pop(sequence_id, None)
             self.kv_min_versions.pop(sequence_id, None)
+            self._state_slots.pop(sequence_id, None)
         for new in work.new:
             if new.sequence_id in self.sequences:
                 raise FakeKVError(f"sequence {new.sequence_id} is new, but already known")
@@ -83,13 +85,14 @@ class FakeExecutor:
             self.sequences[row.sequence_id].block_ids[row.first_block :] = row.block_ids
         self._copy_blocks(work.block_copies)
         self._check_slots(work.scheduled)
+        moves = self._states.resolve(work.scheduled, self._state_slots)
         if work.scheduled and self.weights != "live":
             raise FakeKVError("computed while the weights are released")
         records = any(self.sequences[row.sequence_id].params.return_routed_experts for row in work.scheduled)
-        for index, row in enumerate(work.scheduled):
+        for index, (row, move) in enumerate(zip(work.scheduled, moves, strict=True)):
             if work.step in self.fail_at_steps and index == len(work.scheduled) // 2:
                 raise RuntimeError(f"told to fail at step {work.step}")
-            self._compute(row, work.policy_version, records)
+            self._compute(row, move, work.policy_version, records)
         prompts, pooled = self._score_prompts(work.scheduled), self._pool(work.scheduled)
         routed = self._route_prompts(work.scheduled)
         self.num_steps += 1
@@ -98,9 +101,10 @@ class FakeExecutor:
         return output
 
     def release_kv(self) -> None:
-        """Forget all KV."""
+        """Forget all KV and states."""
         self._slots.clear()
         self._routed.clear()
+        self._states.clear()
 
     def release_weights(self, *, forget: bool) -> None:
         """Refuse to compute until the weights are back."""
@@ -131,11 +135,15 @@ class FakeExecutor:
     def _mark_routed(self, slot: tuple[int, int], is_routed: bool) -> None:
         (self._routed.add if is_routed else self._routed.discard)(slot)
 
-    def _compute(self, row: ScheduledSequence, version: int, records: bool) -> None:
-        digest, _ = self._read(row, row.num_computed_tokens)
+    def _compute(self, row: ScheduledSequence, move: StateMove | None, version: int, records: bool) -> None:
+        digest, oldest = self._read(row, row.num_computed_tokens)
+        if move is not None:
+            self._states.read(row.sequence_id, move, FakeState(digest, oldest))
         tokens = self.sequences[row.sequence_id].token_ids + row.draft_token_ids
-        for position in _positions(row):
-            digest = mix(digest, tokens[position])
+        for num_done, position in enumerate(_positions(row), start=1):
+            digest, oldest = mix(digest, tokens[position]), min(oldest, version)
+            if move is not None:
+                self._states.write(move, num_done, row.num_scheduled_tokens, FakeState(digest, oldest))
             self._slots[self._slot(row, position)] = (digest, version)
             self._mark_routed(self._slot(row, position), records)
             self.num_tokens_computed += 1

@@ -112,6 +112,20 @@ class PrefixCache:
         identity = self._identity.get(block)
         return identity is not None and identity.version == version
 
+    def is_known(self, block: int) -> bool:
+        """Whether `block` was published, under any version, and not forgotten since."""
+        return block in self._identity
+
+    def holds_full(self, block: int, block_size: int) -> bool:
+        """Whether `block` is known with as many tokens as it has room for."""
+        identity = self._identity.get(block)
+        return identity is not None and identity.num_tokens == block_size
+
+    @property
+    def num_known(self) -> int:
+        """Blocks of which that is so."""
+        return len(self._identity)
+
     def clear(self) -> None:
         """Forget every block."""
         self._block_by_hash.clear()

@@ -85,7 +85,7 @@ class Sequence:
     """Tokens from the start on whose KV was computed once, and then given up."""
     block_ids: list[int] = field(default_factory=list)
     num_writable_tokens: int = 0
-    """Positions from num_computed_tokens up to here have a block of their own."""
+    """Positions from num_computed_tokens up to here have a block of their own, and the state has a slot of its own."""
     num_sent_blocks: int = 0
     """Entries of the block table that the runner has."""
     prefix: list[PrefixBlock] = field(default_factory=list)
@@ -101,6 +101,12 @@ class Sequence:
     ended: bool = False
     draft: Draft | None = None
     """The source of its drafts; None before it has had any."""
+    state_slot: int = -1
+    """Slot of the state behind `num_computed_tokens`; -1 if there is none."""
+    sent_state_slot: int = -1
+    """The slot that the runner has for it."""
+    state_writes: tuple[tuple[int, int], ...] = ()
+    """(position, slot) of further states that steps in flight write: snapshots, and those behind drafted tokens."""
 
     def __lt__(self, other: "Sequence") -> bool:
         return self.order < other.order

@@ -25,6 +25,9 @@ class Scheduler:
     When blocks run out, the last of `parked` drops its references, then the last of `running` is preempted; both go
     back to `waiting` with their tokens and compute their KV again later. The first running sequence can always take
     all blocks, and `check_request` refuses a request that needs more: every step with work computes something.
+
+    Slots of states run out likewise, if the model keeps any. A running sequence has a slot, which it shares with
+    parked ones alone once no step is in flight; so when all of those have dropped their references, it needs no other.
     """
 
     def __init__(self, tables: BlockTables, config: CoreConfig, speculator: Speculator | None = None) -> None:
@@ -65,6 +68,7 @@ class Scheduler:
                 budget = self._schedule_waiting(step, budget)
             if self.speculator is not None and not num_in_flight:
                 self.speculator.add_drafts(step, most - budget)
+        self.tables.finish_scheduling(step.work.scheduled, step.rows)
         step.work.finished_sequence_ids += self._take_finished()
         self._advance(step)
         assert step.rows or num_in_flight or not self.num_queued, "work, but nothing scheduled"
@@ -122,6 +126,7 @@ class Scheduler:
                 source = step.draft_sources[row.sequence_id]
                 self.stats.drafts.count(source, len(row.draft_token_ids), sequence.num_computed_tokens - start - 1)
                 num_tokens = sequence.num_computed_tokens - start
+                self.tables.keep_drafted(sequence)
             if num_tokens > 1 or (start + 1) % block_size == 0:  # else no block became full
                 self.tables.publish(sequence, start + num_tokens)
         stats.step_tokens.observe(stats.num_tokens_computed - num_before)
@@ -199,8 +204,9 @@ class Scheduler:
 
     def _running_fit(self) -> bool:
         """Whether all running sequences can continue without taking blocks from any."""
-        grown = (s for s in self.running if s.num_tokens > s.num_writable_tokens and not s.awaits_last_token)
-        return sum(self.tables.num_missing(s, s.num_tokens) for s in grown) <= self.tables.num_free
+        return self.tables.fit_together(
+            [s for s in self.running if s.num_tokens > s.num_writable_tokens and not s.awaits_last_token]
+        )
 
     def _must_wait(self, sequence: Sequence) -> bool:
         """Whether the sequence will end anyway, or the step has no budget left for its prompt."""
@@ -223,7 +229,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Free blocks until running `sequence` fits up to `end`; False if it had to give up its own."""
-        while self.tables.num_missing(sequence, end) > self.tables.num_free:
+        while not self.tables.fits(sequence, end):
             if self.parked:
                 self._drop_references()
                 continue
@@ -242,7 +248,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Move to `running` if all its tokens fit along with the others. No running sequence loses blocks for it."""
         came_without_blocks, looks_up = sequence.queue is self.waiting, self._looks_up(sequence)
-        while self.tables.num_missing(sequence, sequence.num_tokens) > self.tables.num_free:
+        while not self.tables.fits(sequence, sequence.num_tokens):
             if self.running or not self.parked or self.parked[-1] is sequence:
                 assert self.running, f"sequence {sequence.sequence_id} does not fit an empty pool"
                 if came_without_blocks:
@@ -261,8 +267,9 @@ class Scheduler:
         """Add one row to the step, and the samples drawn from it."""
         work = step.work
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+        state = None
         if end > sequence.num_writable_tokens:
-            copies = self.tables.extend(sequence, end)
+            copies, state = self.tables.extend(sequence, end)
             self.stats.num_block_copies += len(copies)
             work.block_copies += copies
         if not sequence.in_runner:
@@ -270,7 +277,8 @@ class Scheduler:
         first_block = sequence.num_sent_blocks
         new_blocks = sequence.block_ids[first_block:] if first_block < len(sequence.block_ids) else _NOTHING
         sequence.num_sent_blocks = len(sequence.block_ids)
-        work.scheduled.append(ScheduledSequence(sequence.sequence_id, start, num_tokens, new_blocks, first_block))
+        name = sequence.sequence_id
+        work.scheduled.append(ScheduledSequence(name, start, num_tokens, new_blocks, first_block, _NOTHING, state))
         step.rows.append(sequence)
         if end < sequence.num_tokens or sequence.pooling is not None:
             return

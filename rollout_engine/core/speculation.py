@@ -234,20 +234,25 @@ class Speculator:
         return choose(proposals, self._costs, num_rows, num_samples, self._max_num_tokens - num_rows)
 
     def _extend(self, row: ScheduledSequence, sequence: Sequence, draft: list[int]) -> None:
-        """Add drafts to a row, with blocks for them; if blocks are short, as many as its own have room for."""
+        """Add drafts to a row, with blocks for them; if blocks are short, as many as its own have room for.
+
+        If slots of states are short, as many as there are.
+        """
         tables, num_tokens = self._tables, len(sequence.token_ids)
-        if tables.num_missing(sequence, num_tokens + len(draft)) > tables.num_free:
+        draft = draft[: tables.max_drafts]
+        if not tables.fits(sequence, num_tokens + len(draft)):
             draft = draft[: max(sequence.num_writable_tokens - num_tokens, 0)]
         if not draft:
             return
         end = num_tokens + len(draft)
         if end > sequence.num_writable_tokens:
-            copies = tables.extend(sequence, end)
-            assert not copies, "its last block is its own by now"
+            copies, move = tables.extend(sequence, end)
+            assert not copies and move is None, "its last block and its slot are its own by now"
             row.block_ids = sequence.block_ids[row.first_block :]
             sequence.num_sent_blocks = len(sequence.block_ids)
         row.draft_token_ids = draft
         row.num_scheduled_tokens += len(draft)
+        tables.add_drafts(row, sequence)
 
 
 def source_of(sequence: Sequence) -> str:

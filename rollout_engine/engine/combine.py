@@ -61,6 +61,9 @@ def metrics(results: Sequence[CoreMetrics]) -> CoreMetrics:
         policy_version=min(each.policy_version for each in results),
         state=next((each.state for each in results if each.state != "RUNNING"), "RUNNING"),
         counters=counters([each.counters for each in results]),
+        num_state_slots=sum(each.num_state_slots for each in results),
+        state_usage=mean([each.state_usage for each in results]),
+        num_state_snapshots=sum(each.num_state_snapshots for each in results),
     )
 
 

@@ -25,6 +25,7 @@ engine/update_seconds            time of weight updates, during generation or no
 engine/cached_share              share of looked-up tokens that were found in the prefix cache
 engine/preemptions               sequences that lost their blocks
 engine/cache_usage               share of KV blocks in use, at the moment
+engine/state_usage               share of slots for states in use, at the moment, if the model's layers keep states
 engine/policy_version            version of the live weights
 """
 
@@ -105,6 +106,7 @@ class EngineRates:
             **({"engine/cached_share": cached / looked_up} if looked_up > 0 else {}),
             "engine/preemptions": float(counters.num_preemptions - before.num_preemptions),
             "engine/cache_usage": core.cache_usage,
+            **({"engine/state_usage": core.state_usage} if core.num_state_slots else {}),
             "engine/policy_version": float(core.policy_version),
         }
 

@@ -149,6 +149,9 @@ def _core_gauges(core: CoreMetrics) -> Values:
         ("sequences_running", "Sequences with a place in the batch.", core.num_running),
         ("sequences_waiting", "Sequences that wait for a place.", core.num_waiting),
         ("kv_cache_usage_ratio", "KV blocks referenced by live requests / all blocks.", core.cache_usage),
+        ("state_slots", "Slots for states of sequences, 0 if the model's layers keep none.", core.num_state_slots),
+        ("state_usage_ratio", "Those referenced by live requests / all.", core.state_usage),
+        ("state_snapshots", "States that are kept to be found again.", core.num_state_snapshots),
         ("policy_version", "Version of the live weights.", core.policy_version),
         ("running", "1 where requests may compute, 0 while paused, asleep or dirty.", core.state == "RUNNING"),
     ]

@@ -54,7 +54,7 @@ class LogLine:
         num_sampled = now.num_tokens_sampled - before.num_tokens_sampled
         logger.info(
             "%.2f s: %d tokens sampled (%.0f tokens/s), %d prompt tokens computed, %d tokens cached, %d steps, "
-            "%d preemptions; %d running, %d waiting, KV cache %.0f %% used, policy version %d",
+            "%d preemptions; %d running, %d waiting, KV cache %.0f %% used%s, policy version %d",
             seconds,
             num_sampled,
             num_sampled / max(seconds, 1e-9),
@@ -65,6 +65,7 @@ class LogLine:
             core.num_running,
             core.num_waiting,
             100 * core.cache_usage,
+            f", states {100 * core.state_usage:.0f} % used" if core.num_state_slots else "",
             core.policy_version,
         )
 

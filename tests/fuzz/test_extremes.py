@@ -65,6 +65,7 @@ CONFIG_EXTREMES = {
     "block_size": [1, 64, 48, 128],
     "kv_cache_bytes": [1, 2**20, 2**60, 0],
     "num_kv_blocks": [1, 4, 2**40, 0],
+    "state_cache_bytes": [0, 2**20, 2**60, -1],
     "max_num_seqs": [1, 2**20, 10**9, 0],
     "max_loras": [1, 64, 0, 10**6],
     "max_lora_rank": [1, 512, 0, 10**6],

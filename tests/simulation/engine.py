@@ -27,6 +27,8 @@ class Sizes(NamedTuple):
     max_num_batched_tokens: int
     enable_prefix_caching: bool
     admission: str
+    num_spare_slots: int
+    """Slots of states beyond those of running sequences; -1: the model keeps no states."""
 
     @classmethod
     def drawn(cls, choices: Choices) -> "Sizes":
@@ -40,6 +42,7 @@ class Sizes(NamedTuple):
             max_num_batched_tokens=choices.pick([64, 8, 16]),
             enable_prefix_caching=not choices.chance(0.2),
             admission=choices.pick(["queue", "queue", "queue", "reject"]),
+            num_spare_slots=choices.pick([-1, -1, 1, 3, 24]),
         )
 
 
@@ -47,6 +50,7 @@ class SimulatedEngine:
     """The parts of one engine that are the same in any process: a core over a spelling worker."""
 
     def __init__(self, scheduler: Scheduler, faults: RandomFaults, sizes: Sizes) -> None:
+        num_state_slots = 0 if sizes.num_spare_slots < 0 else sizes.max_num_seqs + sizes.num_spare_slots
         self.worker = SpellingWorker(
             block_size=sizes.block_size,
             num_blocks=sizes.num_blocks,
@@ -54,6 +58,7 @@ class SimulatedEngine:
             reach=faults.reach,
             sleep=scheduler.sleep,
             step_seconds=sizes.step_seconds,
+            num_state_slots=num_state_slots,
         )
         self.executor = InlineExecutor(self.worker, async_scheduling=sizes.async_scheduling)
         config = CoreConfig(
@@ -68,6 +73,8 @@ class SimulatedEngine:
             async_scheduling=sizes.async_scheduling,
             speculation=None if sizes.async_scheduling else SpeculationConfig(),
             step_seconds=((1, 1.0), (64, 1.1)),
+            num_state_slots=num_state_slots,
+            state_interval=2 * sizes.block_size,
         )
         self.core = EngineCore(self.executor, config)
         if config.speculation is not None:
@@ -100,6 +107,7 @@ class SimulatedEngine:
         core = self.core
         assert not core.num_unfinished_requests, f"{core.num_unfinished_requests} requests are left in the core"
         assert core.cache_usage() == 0.0, "KV blocks are left"
+        assert core.metrics().state_usage == 0.0, "slots of states are left"
         assert str(core.lifecycle.state) == "RUNNING", f"the engine is left {core.lifecycle.describe()}"
         assert not driver._waiting, f"{len(driver._waiting)} calls still wait for a step"
         core.check_integrity()

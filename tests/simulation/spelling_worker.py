@@ -90,9 +90,14 @@ class SpellingRunner(FakeExecutor):
     num_sequences = property(lambda self: len(self.sequences))
 
     def __init__(
-        self, block_size: int, live: Mapping[str, Tensor], reach: Callable[[str], Any], rest: Callable[[], None]
+        self,
+        block_size: int,
+        num_state_slots: int,
+        live: Mapping[str, Tensor],
+        reach: Callable[[str], Any],
+        rest: Callable[[], None],
     ) -> None:
-        super().__init__(block_size=block_size, vocab_size=VOCAB_SIZE)
+        super().__init__(block_size=block_size, vocab_size=VOCAB_SIZE, num_state_slots=num_state_slots)
         self._live, self._reach, self._rest, self._first = live, reach, rest, 0
         self.model = SimpleNamespace(kv=SimpleNamespace(release=self.release_kv, num_resident_bytes=0))
 
@@ -106,8 +111,8 @@ class SpellingRunner(FakeExecutor):
                 output.errors[index] = "a logits processor failed"
         return output
 
-    def _compute(self, row: Any, version: int, records: bool) -> None:
-        super()._compute(row, self._version("last"), records)
+    def _compute(self, row: Any, move: Any, version: int, records: bool) -> None:
+        super()._compute(row, move, self._version("last"), records)
 
     def _next_token(self, sequence_id: int, digest: int) -> int:
         seed, oldest = self.sequences[sequence_id].seed, self.kv_min_versions[sequence_id]
@@ -154,11 +159,12 @@ class SpellingWorker:
         reach: Callable[[str], Any],
         sleep: Callable[[float], None],
         step_seconds: float,
+        num_state_slots: int = 0,
     ) -> None:
         self.notes, self.sleep, self._reach = NoteBook(), sleep, reach
         self.step_seconds = step_seconds
         self.live = weights_of(0)
-        self.runner = SpellingRunner(block_size, self.live, reach, lambda: sleep(self.step_seconds))
+        self.runner = SpellingRunner(block_size, num_state_slots, self.live, reach, lambda: sleep(self.step_seconds))
         self.backend = SimpleNamespace(runs_ahead=False, score=self.score)
         memory = _ShadowMemory(reach)
         self.updater = WeightUpdater.of(self.live, [], PackedWeights(_EMPTY), memory, prepare=self._take_back)

@@ -17,11 +17,11 @@ from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import (
     FakeExecutor,
-    FakeKVError,
     fake_next_token,
     fake_pooled,
     fake_routed_experts,
 )
+from rollout_engine.core.fake_states import FakeKVError
 
 Key = tuple[str, int]
 
@@ -71,6 +71,7 @@ class Rig:
             vocab_size=self.config.vocab_size,
             fail_at_steps=self.fail_at_steps,
             errors=self.errors,
+            num_state_slots=self.config.num_state_slots,
         )
         self.draft = self.executor.draft
         self.core = EngineCore(self, self.config, policy_version=policy_version)
@@ -247,7 +248,7 @@ class Rig:
             self.assert_routed(request_id, request)
         assert self.step() == []
         self.core.check_integrity()
-        assert self.core.cache_usage() == 0.0
+        assert self.core.cache_usage() == self.core.metrics().state_usage == 0.0
         assert self.executor.sequences == {}
 
     def assert_true(self, key: Key) -> None:

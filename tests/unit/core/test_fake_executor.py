@@ -2,9 +2,10 @@
 
 import pytest
 
-from rollout_engine.base.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+from rollout_engine.base.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput, StateMove
 from rollout_engine.base.sampling_params import SamplingParams
-from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError, fake_next_token
+from rollout_engine.core.fake_executor import FakeExecutor, fake_next_token
+from rollout_engine.core.fake_states import FakeKVError
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -106,3 +107,68 @@ def test_finished_sequences_are_forgotten_and_unknown_ones_ignored(fake):
     fake.execute(work(prefill(), new=[new()]))
     assert fake.execute(work(finished=[0, 99], step=1)).token_ids == []
     assert fake.sequences == {}
+
+
+# States
+
+
+@pytest.fixture
+def fake_with_states():
+    return FakeExecutor(block_size=4, vocab_size=50, num_state_slots=6)
+
+
+def with_state(row, source, slot, *others):
+    row.state = StateMove(source, slot, list(others))
+    return row
+
+
+def test_a_state_is_read_where_it_was_written(fake_with_states):
+    first = with_state(prefill(end=4), -1, 0, (2, 1), (3, 2))
+    fake_with_states.execute(work(first, new=[new()], samples=[]))
+    fake_with_states.execute(work(with_state(prefill(start=2, end=4), 1, 3), step=1, samples=[]))
+    fake_with_states.execute(work(prefill(start=4), step=2))
+    assert fake_with_states.num_tokens_computed == 7
+
+
+@pytest.mark.parametrize(
+    "start, source, message",
+    [(4, 1, "state of another context in slot 1"), (4, -1, "another context in slot -1"), (4, 5, "never written")],
+)
+def test_a_wrong_state_raises(fake_with_states, start, source, message):
+    fake_with_states.execute(work(with_state(prefill(end=4), -1, 0, (2, 1)), new=[new()], samples=[]))
+    with pytest.raises(FakeKVError, match=message):
+        fake_with_states.execute(work(with_state(prefill(start=start), source, 2), step=1))
+
+
+def test_a_state_of_another_version_than_the_kv_raises(fake_with_states):
+    fake_with_states.execute(work(with_state(prefill(end=4), -1, 0), new=[new()], samples=[], version=1))
+    fake_with_states.execute(work(with_state(prefill(end=4), -1, 1), samples=[], version=2, step=1))
+    with pytest.raises(FakeKVError, match="state is of version 1, its KV of 2"):
+        fake_with_states.execute(work(with_state(prefill(start=4), 0, 2), version=2, step=2))
+
+
+def test_moves_that_contradict_one_another_raise(fake_with_states):
+    both = dict(new=[new(), new(1)])
+    for one, other, message in (
+        ((-1, 0), (-1, 0), r"\[0\] are written twice"),
+        ((-1, 0, (2, 0)), (-1, 1), r"\[0\] are written twice"),
+        ((-1, 0), (0, 1), "slot 0 is read by one row and written by another"),
+        ((-1, 6), (-1, 1), "leaves the pool of 6"),
+        ((-1, 0, (2, -1)), (-1, 1), "leaves the pool of 6"),
+        ((-1, 0, (5, 1)), (-1, 2), r"behind tokens \[5, 5\], which do not rise"),
+        ((-1, 0, (3, 1), (2, 3)), (-1, 2), r"behind tokens \[3, 2, 5\], which do not rise"),
+    ):
+        rows = with_state(prefill(), *one), with_state(prefill(1, blocks=(2, 3)), *other)
+        with pytest.raises(FakeKVError, match=message):
+            fake_with_states.execute(work(*rows, **both, finished=[0, 1]))
+
+
+def test_a_sequence_goes_on_in_its_own_slot_until_it_is_released(fake_with_states):
+    fake_with_states.execute(work(with_state(prefill(end=4), -1, 0), new=[new()], samples=[]))
+    with pytest.raises(FakeKVError, match="is to go on in its state slot, but it has none"):
+        fake_with_states.execute(work(prefill(start=4), new=[new()], finished=[0], step=1))
+
+
+def test_a_move_for_a_model_that_keeps_no_states_raises(fake):
+    with pytest.raises(FakeKVError, match="keeps none"):
+        fake.execute(work(with_state(prefill(), -1, 0), new=[new()]))

@@ -83,6 +83,24 @@ def test_random_operations_with_a_draft_model(make_drafting_rig, monkeypatch, so
     assert rig.model._model._free == [] or len(rig.model._model._free) == num_draft_blocks
 
 
+@pytest.mark.parametrize("num_spare_slots", [1, 6, 40])
+@pytest.mark.parametrize("shape", ["roomy", "tiny pool"])
+def test_random_operations_with_a_draft_model_of_a_policy_that_keeps_states(
+    make_drafting_rig, some_of, shape, num_spare_slots
+):
+    sizes = SHAPES[shape]
+    slots = dict(num_state_slots=sizes["max_num_seqs"] + num_spare_slots, state_interval=2 * sizes["block_size"])
+    rig = make_drafting_rig(0.8, ("rollouts", "ngram"), vocab_size=23, **sizes, **slots)
+    monkey = Monkey(rig, seed=f"draft model and states {shape}")
+    for _ in range(some_of(400)):
+        monkey.act()
+        check(rig)
+    rig.run(max_steps=20_000)
+    rig.assert_clean()
+    assert not rig.model.is_off
+    assert rig.core.stats.drafts.accepted_by_source["draft_model"] > 0
+
+
 def test_a_model_that_agrees_saves_steps(make_drafting_rig, make_rig):
     rigs = [make_drafting_rig(), make_rig()]
     for rig in rigs:

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -33,9 +34,10 @@ BEFORE = st.tuples(REQUESTS, st.integers(0, 6), st.sampled_from([False] * 15 + [
 class Lifecycles(RuleBasedStateMachine):
     """The rig checks every output against the slow truth; this chooses the verbs."""
 
-    def __init__(self, make_rig):
+    def __init__(self, make_rig, num_state_slots):
         super().__init__()
-        self.rig = make_rig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_seqs=4, vocab_size=VOCAB_SIZE)
+        sizes = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_seqs=4, vocab_size=VOCAB_SIZE)
+        self.rig = make_rig(**sizes, num_state_slots=num_state_slots, state_interval=2 * BLOCK_SIZE)
         self.num_added = 0
 
     @property
@@ -147,8 +149,9 @@ class Lifecycles(RuleBasedStateMachine):
             assert {name: str(value) for name, value in vars(self.lifecycle).items()} == before
 
 
-def test_any_order_of_verbs_ends_every_request_once_and_leaks_nothing(make_rig, some_of):
+@pytest.mark.parametrize("num_state_slots", [0, 5, 12])
+def test_any_order_of_verbs_ends_every_request_once_and_leaks_nothing(make_rig, some_of, num_state_slots):
     chosen = settings(
         max_examples=some_of(30), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
-    run_state_machine_as_test(lambda: Lifecycles(make_rig), settings=chosen)
+    run_state_machine_as_test(lambda: Lifecycles(make_rig, num_state_slots), settings=chosen)

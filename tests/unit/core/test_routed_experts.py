@@ -5,7 +5,7 @@ import pytest
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
 from rollout_engine.base.sampling_params import SamplingParams
-from rollout_engine.core.fake_executor import FakeKVError
+from rollout_engine.core.fake_states import FakeKVError
 
 ASKS = dict(return_routed_experts=True)
 
