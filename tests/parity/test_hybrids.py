@@ -101,7 +101,7 @@ def test_drafted_tokens_change_no_bit(checkpoint):
         core = llm.llm_engine.frontend.client.driver.core
         core._scheduler.speculator._costs.of = lambda num_rows: 1.0  # every draft pays
         outputs = llm.generate([[5, 6, 7] * 20, [9] * 30], params, use_tqdm=False)
-        assert core.stats.drafts.num_kept > 0
+        assert sum(core.stats.drafts.num_accepted) > 0
         assert_clean(llm.llm_engine)
     assert mismatches(outputs, trainer, 0.3) == (2 * 4 * 40, 0)
 
