@@ -65,7 +65,11 @@ def step_costs(config: EngineConfig, backend: Backend) -> SpeculationCosts:
 
 
 def measure_steps(
-    execute: Callable[[SchedulerOutput], ModelRunnerOutput], max_rows: int, *, num_drafted: int = 0, keeps_states: bool = False
+    execute: Callable[[SchedulerOutput], ModelRunnerOutput],
+    max_rows: int,
+    *,
+    num_drafted: int = 0,
+    keeps_states: bool = False,
 ) -> Costs:
     """Time steps of up to `max_rows` rows of sequences that decode, each in a KV block of its own, which is written.
 
@@ -92,9 +96,7 @@ def measure_steps(
     return tuple(zip(least, accumulate(least.values(), max), strict=True))
 
 
-def _work(
-    num_sequences: int, *, is_new: bool, num_drafted: int = 0, keeps_states: bool = False
-) -> SchedulerOutput:
+def _work(num_sequences: int, *, is_new: bool, num_drafted: int = 0, keeps_states: bool = False) -> SchedulerOutput:
     params = SamplingParams(logprobs=0)
     names, draft = range(num_sequences), [0] * num_drafted
     return SchedulerOutput(

@@ -36,7 +36,11 @@ def key_of(module: PreTrainedModel, whole: PretrainedConfig | None = None) -> st
     for each in (module.config, whole):
         config = {} if each is None else each.to_dict()
         facts.append(repr(sorted((name, value) for name, value in config.items() if name not in _IRRELEVANT)))
-    facts += [torch.backends.cpu.get_cpu_capability(), _source_digest(), repr((has_latents(module), len(mixers_of(module))))]
+    facts += [
+        torch.backends.cpu.get_cpu_capability(),
+        _source_digest(),
+        repr((has_latents(module), len(mixers_of(module)))),
+    ]
     return hashlib.blake2b("\0".join(facts).encode(), digest_size=16).hexdigest()
 
 

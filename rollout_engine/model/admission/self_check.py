@@ -269,7 +269,9 @@ def _relative_far_error(
     ]
     tables = _shuffled_tables((_NUM_FAR,) * len(starts))
     paged = _paged(engine, geometry, tables)
-    chunks = [SequenceChunk(row.tolist(), 0, table, s) for s, (row, table) in enumerate(zip(tokens, tables, strict=True))]
+    chunks = [
+        SequenceChunk(row.tolist(), 0, table, s) for s, (row, table) in enumerate(zip(tokens, tables, strict=True))
+    ]
     computed = paged.forward(FlatBatch.of(chunks, starts), range(tokens.numel()))
     wanted = torch.cat(expected)
     return float((computed - wanted).abs().max() / wanted.abs().max())

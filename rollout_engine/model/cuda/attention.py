@@ -55,13 +55,13 @@ class CudaKVPool:
             kv_pools(
                 geometry,
                 lambda layer: KVLayer.zeros(
-                num_blocks,
-                layer.num_kv_heads,
-                block_size,
-                layer.head_dim_k,
-                layer.head_dim_v,
-                dtype=dtype,
-                device=device,
+                    num_blocks,
+                    layer.num_kv_heads,
+                    block_size,
+                    layer.head_dim_k,
+                    layer.head_dim_v,
+                    dtype=dtype,
+                    device=device,
                 ),
             ).values()
         )

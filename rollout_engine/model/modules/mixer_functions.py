@@ -7,7 +7,8 @@
     mamba2_split_conv1d_scan_combined           None, as transformers' own without its package
 
 Inside `keeping_states(step)` the rows of a call are the chunks of that step, whose states are read from slots and
-written there. Outside, each row of a batch is a sequence of its own from zeros, or several packed ones, as in attention.
+written there. Outside, each row of a batch is a sequence of its own from zeros, or several packed ones, as attention
+has them.
 """
 
 import threading
