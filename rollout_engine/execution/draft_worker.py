@@ -39,8 +39,8 @@ class DraftWorker:
         self._check_vocabulary(config, loaded, policy)
         if keeps_states(loaded.geometry):
             raise ConfigError(
-                f"speculation.draft_model={self.name!r} has layers that keep a state, and these do not draft yet. Give a "
-                "model that attends in every layer, or leave it out: drafts of other sources need none."
+                f"speculation.draft_model={self.name!r} has layers that keep a state, and these do not draft yet. Give "
+                "a model that attends in every layer, or leave it out: drafts of other sources need none."
             )
         num_blocks = _num_blocks(config, speculation.draft_kv_cache_bytes, loaded, policy, policy_backend.num_blocks)
         backend = device.backend(msgspec.structs.replace(own, num_kv_blocks=num_blocks), loaded, ())

@@ -28,10 +28,10 @@ from rollout_engine.model.packing.linear_groups import LinearGroup
 
 _LARGEST_SUM = 64
 """Most elements that are added one after the other."""
-_GATES = {"sigmoid", "softplus"}
+_GATES = {"sigmoid", "softplus", "silu"}
 """Functions that some modules apply to the output of a linear, and whose last elements torch computes otherwise."""
-_ACTIVATIONS = {"silu", "ACT2FN"}
-"""Names by which forwards inside a mixer call other such functions."""
+_TABLE = "ACT2FN"
+"""Transformers' table of activations, from which forwards inside a mixer take others."""
 
 
 class OwnForward(nn.Module):
@@ -63,14 +63,18 @@ def swap_own_router(module: nn.Module) -> None:
 
 def names_a_gate(module: nn.Module) -> bool:
     """Whether the forward of a module's class calls a function of `_GATES` itself."""
-    forward: Any = inspect.unwrap(type(module).forward)
-    return not _GATES.isdisjoint(getattr(getattr(forward, "__code__", None), "co_names", ()))
+    return not _GATES.isdisjoint(_names_of(module))
 
 
 def names_an_activation(module: nn.Module) -> bool:
-    """Whether that forward names SiLU, or transformers' table of activations."""
+    """Whether that forward calls one of `_GATES`, or an activation of transformers' table."""
+    return not (_GATES | {_TABLE}).isdisjoint(_names_of(module))
+
+
+def _names_of(module: nn.Module) -> tuple[str, ...]:
     forward: Any = inspect.unwrap(type(module).forward)
-    return not _ACTIVATIONS.isdisjoint(getattr(getattr(forward, "__code__", None), "co_names", ()))
+    names: tuple[str, ...] = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return names
 
 
 def swap_calls(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rollout_engine.base.messages import ScheduledSequence, StateMove
+from rollout_engine.model.cpu.deterministic import make_deterministic
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.states import CpuStatePool, StateSlots
@@ -39,7 +40,9 @@ def paged(architecture):
     module = tiny_model(architecture, **HYBRID_SIZES[architecture]).requires_grad_(False)
     module.set_attn_implementation("rollout_engine")
     swap_mixers(module)
-    return CpuModel(module, probe_geometry(module), num_blocks=8, block_size=16, num_state_slots=4)
+    geometry = probe_geometry(module)
+    assert make_deterministic(module, geometry) is None
+    return CpuModel(module, geometry, num_blocks=8, block_size=16, num_state_slots=4)
 
 
 @pytest.mark.parametrize("architecture", ["lfm2", "bamba", "qwen3_5_text"])
