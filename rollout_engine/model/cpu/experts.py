@@ -129,7 +129,7 @@ class _RowInvariantCalls(TorchFunctionMode):
 
 _REPLACED = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), sigmoid),
-    F.silu: silu,
+    F.silu: lambda input, inplace=False: silu(input),
 }
 
 
