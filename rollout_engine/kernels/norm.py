@@ -1,27 +1,61 @@
-"""RMSNorm of Llama, Qwen2 and Qwen3 (Zhang and Sennrich 2019); each row has the same bits in any batch."""
+"""RMSNorm (Zhang and Sennrich 2019), also with a gate; each row has the same bits in any batch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.activation import sigmoid, silu
 from rollout_engine.kernels.cpu import rows
+from rollout_engine.kernels.cpu.arguments import argument_error
 
 Kernel = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, kernel: Kernel | None = None) -> Tensor:
-    """weight * round(x / sqrt(mean(x^2) + epsilon)) over the last dimension; any strides, contiguous result.
+    """RMSNorm of Llama, Qwen2 and Qwen3: weight * round(x / sqrt(mean(x^2) + epsilon)) over the last dimension.
 
-    float32 inside, rounded to `x.dtype` before and after the weight, which has that dtype too. `kernel` replaces
-    the CPU's forward; it need not support gradients.
+    Any strides, contiguous result. float32 inside, rounded to `x.dtype` before and after the weight, which has that
+    dtype too. `kernel` replaces the CPU's forward; it need not support gradients.
     """
     kernel = kernel or _forward
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         out: Tensor = _RMSNorm.apply(x, weight, epsilon, kernel)
         return out
     return kernel(x, weight, epsilon)
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    *,
+    group_size: int,
+    gate_first: bool,
+    activation: Literal["silu", "sigmoid"] = "silu",
+    rounds_norm: bool = True,
+) -> Tensor:
+    """RMSNorm of x [..., D] with a gate [..., D] and `weight` [D], in `x.dtype`; differentiable, of any strides.
+
+    With f the activation and n the norm over each group of `group_size` channels, the result is weight * n(x * f(gate))
+    with `gate_first` (Mamba 2), else weight * n(x) * f(gate) (Gated DeltaNet). float32 inside and rounded once at the
+    end; with `rounds_norm` the norm is rounded before and after the weight too. All three are float32 or bfloat16.
+    Raises `ValueError` for other shapes.
+    """
+    rule = _GateRule(group_size, gate_first, activation, rounds_norm)
+    if gate.shape != x.shape:
+        raise argument_error("gate", gate, f"{list(x.shape)} as x")
+    if weight.shape != x.shape[-1:]:
+        raise argument_error("weight", weight, f"{list(x.shape[-1:])}, the last dimension of x")
+    if activation not in ("silu", "sigmoid"):
+        raise ValueError(f'activation should be "silu" or "sigmoid", and is {activation!r}.')
+    if group_size < 1 or x.shape[-1] % group_size:
+        raise ValueError(f"group_size should divide {x.shape[-1]}, the last dimension of x, and is {group_size}.")
+    if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or weight.requires_grad):
+        return _GatedRMSNorm.apply(x, gate, weight, epsilon, rule)  # type: ignore[no-any-return]
+    return _norm_with_gate(x, gate, weight, epsilon, rule)
 
 
 def _forward(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -63,3 +97,64 @@ class _RMSNorm(torch.autograd.Function):
         if of_weight:
             grad_weight = (grad32 * normalised).flatten(0, -2).sum(0).to(weight.dtype)
         return grad_x, grad_weight, None, None
+
+
+class _GateRule(NamedTuple):
+    """How a norm and a gate are combined: arguments of `gated_rms_norm`."""
+
+    group_size: int
+    gate_first: bool
+    activation: str
+    rounds_norm: bool
+
+
+def _norm_with_gate(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, rule: _GateRule) -> Tensor:
+    if not (rows.supports(x) and rows.supports(gate) and rows.supports(weight)):
+        return _norm_with_gate_eagerly(x, gate, weight, epsilon, rule)
+    return rows.gated_norm(
+        x,
+        gate,
+        weight,
+        epsilon,
+        group_size=rule.group_size,
+        gate_first=rule.gate_first,
+        is_sigmoid=rule.activation == "sigmoid",
+        rounds_norm=rule.rounds_norm,
+    )
+
+
+def _norm_with_gate_eagerly(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, rule: _GateRule) -> Tensor:
+    """The eager twin, differentiable by torch itself."""
+    factor = (sigmoid if rule.activation == "sigmoid" else silu)(gate.float())
+    groups = (x.float() * factor if rule.gate_first else x.float()).unflatten(-1, (-1, rule.group_size))
+    normal = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + epsilon)).flatten(-2)
+    if rule.rounds_norm:
+        normal = normal.to(x.dtype).float()
+    weighed = weight.float() * normal
+    if rule.rounds_norm:
+        weighed = weighed.to(x.dtype).float()
+    return (weighed if rule.gate_first else weighed * factor).to(x.dtype)
+
+
+class _GatedRMSNorm(torch.autograd.Function):
+    """The kernel forward; float32 gradients of the eager twin without its roundings backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, rule: _GateRule) -> Tensor:
+        ctx.save_for_backward(x, gate, weight)
+        ctx.epsilon, ctx.rule = epsilon, rule
+        return _norm_with_gate(x, gate, weight, epsilon, rule)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wide = [x.detach().float().requires_grad_(needs) for x, needs in _with_needs(ctx)]
+        with torch.enable_grad():
+            out = _norm_with_gate_eagerly(*wide, ctx.epsilon, ctx.rule._replace(rounds_norm=False))
+        found = iter(torch.autograd.grad(out, [x for x in wide if x.requires_grad], grad.float()))
+        grads = (next(found).to(x.dtype) if needs else None for x, needs in _with_needs(ctx))
+        return *grads, None, None
+
+
+def _with_needs(ctx: Any) -> list[tuple[Tensor, bool]]:
+    """Saved tensors of a call, each with whether its gradient is wanted."""
+    return list(zip(ctx.saved_tensors, ctx.needs_input_grad[: len(ctx.saved_tensors)], strict=True))

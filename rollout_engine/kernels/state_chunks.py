@@ -45,11 +45,11 @@ class StateChunks:
     """Slots that a pool needs to have: one more than the highest that is named."""
 
     def __post_init__(self) -> None:
-        arrays = [np.asarray(getattr(self, name), np.int64) for name in _ARRAYS]
+        arrays = [np.asarray(getattr(self, name)) for name in _ARRAYS]
         for name, array in zip(_ARRAYS, arrays, strict=True):
-            if array.ndim != 1:
-                raise ValueError(f"{name} should have one dimension, and has {array.ndim}.")
-        table = np.concatenate(arrays)
+            if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+                raise ValueError(f"{name} should be integers in one dimension, and is {array.dtype} {array.shape}.")
+        table = np.concatenate(arrays, dtype=np.int64, casting="unsafe")
         table.flags.writeable = False
         ends = np.cumsum([len(array) for array in arrays])
         for name, part in zip(_ARRAYS, np.split(table, ends[:-1]), strict=True):
@@ -87,13 +87,14 @@ class StateChunks:
         return int(self.token_starts[-1])
 
     def check(self, num_tokens: int, num_slots: int | None) -> None:
-        """Raise `ValueError` unless these are chunks of `num_tokens`, and of a pool of `num_slots`; None: of no pool."""
+        """Raise `ValueError` unless these are chunks of `num_tokens` in a pool of `num_slots`; None: no pool."""
         if num_tokens != self.num_tokens:
-            raise ValueError(f"chunks should have {num_tokens} tokens, those of the values, and have {self.num_tokens}.")
+            raise ValueError(f"chunks should have {num_tokens} tokens, not {self.num_tokens}.")
         if num_slots is None and self.num_slots:
-            raise ValueError("chunks without states should start from zeros and write nothing: pass `states` too.")
+            raise ValueError("chunks without states should read and write no slot: pass `states` too.")
         if num_slots is not None and self.num_slots > num_slots:
-            raise ValueError(f"slots of chunks should be below {num_slots}, the states' number; one is {self.num_slots - 1}.")
+            highest = self.num_slots - 1
+            raise ValueError(f"slots of chunks should be below {num_slots}, the number of states; one is {highest}.")
 
     def each(self) -> Iterator[StateChunk]:
         """The chunks, one at a time."""
@@ -108,12 +109,14 @@ class StateChunks:
         for name, total in (("token_starts", None), ("write_starts", num_writes)):
             starts = getattr(self, name)
             if len(starts) != count + 1:
-                raise ValueError(f"{name} should have {count + 1} elements, one more than sources; it has {len(starts)}.")
+                raise ValueError(f"{name} should have {count + 1} elements, one more than sources, not {len(starts)}.")
             if starts[0] or (np.diff(starts) < 0).any() or (total is not None and starts[-1] != total):
                 end = "" if total is None else f" up to {total}, the number of write_slots"
                 raise ValueError(f"{name} should rise from 0{end}, and is {starts.tolist()}.")
         if len(self.write_ends) != num_writes:
-            raise ValueError(f"write_ends should have {num_writes} elements, as write_slots; it has {len(self.write_ends)}.")
+            raise ValueError(
+                f"write_ends should have {num_writes} elements, as write_slots, and has {len(self.write_ends)}."
+            )
         if self.sources.min(initial=0) < -1 or self.write_slots.min(initial=0) < 0:
             raise ValueError("sources should be slots or -1, and write_slots slots; one of them is below that.")
 

@@ -82,6 +82,40 @@ void sigmoid(const Rows& a) {
     });
 }
 
+template <typename T>
+void l2_normalise(const Rows& a) {
+    const int64_t total = a.outer * a.inner;
+#pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
+    for (int64_t i = 0; i < total; i++)
+        rows::l2_normalise_row(row_of<T>(a.x, i / a.inner, i % a.inner), (float*)a.out + i * a.size, a.size, (float)a.epsilon);
+}
+
+struct GatedNorm {
+    Operand x, gate;
+    const float* weight;  // [size]
+    void* out;            // [outer, inner, size]
+    int64_t outer, inner, size;
+    int64_t group;  // elements that are normalised together; divides `size`
+    int64_t is_bf16, is_gate_bf16;
+    int64_t threads;
+    double epsilon;
+    rows::GatedNormRule rule;
+};
+
+template <typename T, typename G>
+void gated_norm(const GatedNorm& a) {
+    const int64_t total = a.outer * a.inner;
+#pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
+    for (int64_t i = 0; i < total; i++) {
+        const T* x = row_of<T>(a.x, i / a.inner, i % a.inner);
+        const G* gate = row_of<G>(a.gate, i / a.inner, i % a.inner);
+        for (int64_t first = 0; first < a.size; first += a.group) {
+            const auto run = a.rule.is_sigmoid ? rows::gated_norm_group<true, T, G> : rows::gated_norm_group<false, T, G>;
+            run(x + first, gate + first, a.weight + first, (T*)a.out + i * a.size + first, a.group, (float)a.epsilon, a.rule);
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" void rows_norm(const Rows* a) { a->is_bf16 ? norm<bf16>(*a) : norm<float>(*a); }
@@ -90,3 +124,10 @@ extern "C" void rows_norm_gradients(const NormGradients* a) {
 }
 extern "C" void rows_activate(const Rows* a) { a->is_bf16 ? activate<bf16>(*a) : activate<float>(*a); }
 extern "C" void rows_sigmoid(const Rows* a) { a->is_bf16 ? sigmoid<bf16>(*a) : sigmoid<float>(*a); }
+extern "C" void rows_l2_normalise(const Rows* a) { a->is_bf16 ? l2_normalise<bf16>(*a) : l2_normalise<float>(*a); }
+extern "C" void rows_gated_norm(const GatedNorm* a) {
+    if (a->is_bf16)
+        a->is_gate_bf16 ? gated_norm<bf16, bf16>(*a) : gated_norm<bf16, float>(*a);
+    else
+        a->is_gate_bf16 ? gated_norm<float, bf16>(*a) : gated_norm<float, float>(*a);
+}

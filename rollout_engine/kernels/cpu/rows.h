@@ -1,5 +1,6 @@
-// Operations on a row of activations: RMSNorm and its gradients, sigmoid, SiLU, SiLU times a second operand, rotation by
-// position, sum. float32 inside; rounded where the Hugging Face modules round. A row's bits depend on that row alone.
+// Operations on a row of activations: RMSNorm and its gradients, RMSNorm with a gate, L2 norm, sigmoid, SiLU, SiLU times a second
+// operand, rotation by position, sum. float32 inside; rounded where the Hugging Face modules round. A row's bits depend on that
+// row alone.
 #pragma once
 
 #include <cmath>
@@ -55,14 +56,18 @@ VEC_INLINE void store_first(T* p, F x, int n) {
     n == LANES ? vec::store(p, x) : vec::store(p, x, n);
 }
 
-// 1 / sqrt(mean(x^2) + epsilon)
 template <typename T>
-VEC_INLINE float inverse_rms(const T* x, int64_t size, float epsilon) {
-    const float squares = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
+VEC_INLINE float sum_of_squares(const T* x, int64_t size) {
+    return sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
         const F v = load_first(x + i, n);
         return vec::fma(v, v, sum);
     });
-    return 1.0f / std::sqrt(squares / size + epsilon);
+}
+
+// 1 / sqrt(mean(x^2) + epsilon)
+template <typename T>
+VEC_INLINE float inverse_rms(const T* x, int64_t size, float epsilon) {
+    return 1.0f / std::sqrt(sum_of_squares(x, size) / size + epsilon);
 }
 
 // weight * round(x / sqrt(mean(x^2) + epsilon)): the formula of Llama, Qwen2 and Qwen3 in transformers.
@@ -93,6 +98,47 @@ void norm_gradients_row(const T* x, const T* weight, const T* grad, T* grad_x, f
 
 VEC_INLINE F sigmoid(F x) { return 1.0f / (1.0f + vec::exp(-x)); }
 VEC_INLINE F silu(F x) { return x / (1.0f + vec::exp(-x)); }
+
+// x / sqrt(sum(x^2) + epsilon), float32.
+template <typename T>
+void l2_normalise_row(const T* x, float* out, int64_t size, float epsilon) {
+    const F scale = vec::set1(1.0f / std::sqrt(sum_of_squares(x, size) + epsilon));
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = size - i < LANES ? (int)(size - i) : LANES;
+        store_first(out + i, vec::product(load_first(x + i, n), scale), n);
+    }
+}
+
+// How a gate and a norm are combined. Mirrored in rows.py.
+struct GatedNormRule {
+    int32_t is_gate_first;  // the norm of x * f(gate), else the norm of x, times f(gate)
+    int32_t is_sigmoid;     // f, else SiLU
+    int32_t is_rounded;     // the norm, before and after the weight, to the type of x
+};
+
+// Norm and gate of `size` elements, one group of a row; rounded to the type of x at the end.
+template <bool SIGMOID, typename T, typename G>
+void gated_norm_group(const T* x, const G* gate, const float* weight, T* out, int64_t size, float epsilon, GatedNormRule rule) {
+    const auto gate_at = [=](int64_t i, int n) LAMBDA_INLINE {
+        const F g = load_first(gate + i, n);
+        return SIGMOID ? sigmoid(g) : silu(g);
+    };
+    const auto value_at = [=](int64_t i, int n) LAMBDA_INLINE {
+        const F v = load_first(x + i, n);
+        return rule.is_gate_first ? vec::product(v, gate_at(i, n)) : v;
+    };
+    const float squares = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
+        const F v = value_at(i, n);
+        return vec::fma(v, v, sum);
+    });
+    const F scale = vec::set1(1.0f / std::sqrt(squares / size + epsilon));
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = size - i < LANES ? (int)(size - i) : LANES;
+        const F normal = vec::product(value_at(i, n), scale), w = load_first(weight + i, n);
+        const F weighed = rule.is_rounded ? rounded(w * rounded(normal, x), x) : vec::product(w, normal);
+        store_first(out + i, rule.is_gate_first ? weighed : vec::product(weighed, gate_at(i, n)), n);
+    }
+}
 
 template <typename T>
 void sigmoid_row(const T* x, T* out, int64_t size) {

@@ -1,7 +1,7 @@
 """ctypes wrapper of `rows.cpp`. Callers ask `supports` first."""
 
 import ctypes
-from ctypes import c_double, c_int64, c_void_p
+from ctypes import c_double, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -43,6 +43,18 @@ class _NormGradients(ctypes.Structure):
         *((name, c_void_p) for name in ("weight", "grad", "grad_x", "grad_weights")),
         *((name, c_int64) for name in ("outer", "inner", "size", "chunk", "is_bf16", "threads")),
         ("epsilon", c_double),
+    ]
+
+
+class _GatedNorm(ctypes.Structure):
+    _fields_ = [
+        *_Rows._fields_[:3],
+        ("gate", c_void_p),
+        *((name, c_int64) for name in ("gate_outer_stride", "gate_inner_stride")),
+        *((name, c_void_p) for name in ("weight", "out")),
+        *((name, c_int64) for name in ("outer", "inner", "size", "group", "is_bf16", "is_gate_bf16", "threads")),
+        ("epsilon", c_double),
+        *((name, c_int32) for name in ("is_gate_first", "is_sigmoid", "is_rounded")),
     ]
 
 
@@ -111,8 +123,56 @@ def sigmoid(x: Tensor) -> Tensor:
     return _run("rows_sigmoid", x, layout, None, layout, 0.0)
 
 
-def _run(name: str, x: Tensor, layout: _Layout, other: Tensor | None, other_layout: _Layout, epsilon: float) -> Tensor:
+def l2_normalise(x: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(sum(x^2) + epsilon) over the last dimension, float32. Raises `ValueError` as `norm` does."""
+    check_floats("x", x)
+    x, layout = _readable(x)
+    return _run("rows_l2_normalise", x, layout, None, layout, epsilon, torch.float32)
+
+
+def gated_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    *,
+    group_size: int,
+    gate_first: bool,
+    is_sigmoid: bool,
+    rounds_norm: bool,
+) -> Tensor:
+    """C++ side of `kernels.norm.gated_rms_norm`: x and `gate` [..., D], `weight` [D], each float32 or bfloat16.
+
+    Raises `ValueError` as `norm` does.
+    """
+    check_floats("x", x)
+    check_floats("gate", gate)
+    size = x.shape[-1]
+    weight = weight.float().contiguous()
+    (x, layout), (gate, gate_layout) = _readable(x), _readable(gate)
+    if layout[:2] != gate_layout[:2]:
+        (x, layout), (gate, gate_layout) = _readable(x.contiguous()), _readable(gate.contiguous())
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    args = _GatedNorm(
+        *(x.data_ptr(), *layout[2:], gate.data_ptr(), *gate_layout[2:]),
+        *(address("weight", weight, torch.float32, (size,)), out.data_ptr()),
+        *(*layout[:2], size, group_size, x.dtype is torch.bfloat16, gate.dtype is torch.bfloat16, _num_threads(x)),
+        *(epsilon, gate_first, is_sigmoid, rounds_norm),
+    )
+    build.declared(rows_gated_norm=(None, c_void_p)).rows_gated_norm(ctypes.addressof(args))
+    return out
+
+
+def _run(
+    name: str,
+    x: Tensor,
+    layout: _Layout,
+    other: Tensor | None,
+    other_layout: _Layout,
+    epsilon: float,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     outer, inner, x_outer, x_inner = layout
     args = _Rows(
         x.data_ptr(),

@@ -5,9 +5,13 @@ import pytest
 
 from rollout_engine.kernels.state_chunks import StateChunk, StateChunks
 
+RIGHT = dict(
+    token_starts=[0, 3, 7], sources=[5, -1], write_starts=[0, 2, 3], write_ends=[1, 3, 7], write_slots=[5, 0, 2]
+)
 
-def chunks(token_starts=(0, 3, 7), sources=(5, -1), write_starts=(0, 2, 3), write_ends=(1, 3, 7), write_slots=(5, 0, 2)):
-    return StateChunks(*map(np.array, (token_starts, sources, write_starts, write_ends, write_slots)))
+
+def chunks(**changed):
+    return StateChunks(**{name: np.array(each) for name, each in (RIGHT | changed).items()})
 
 
 def test_they_are_read_one_at_a_time():
@@ -41,7 +45,8 @@ def test_states_are_written_at_every_interval_inside_a_chunk():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"token_starts": [[0, 3, 7]]}, "token_starts should have one dimension"),
+        ({"token_starts": [[0, 3, 7]]}, "token_starts should be integers in one dimension"),
+        ({"sources": [5.0, -1.0]}, "sources should be integers"),
         ({"token_starts": [0, 7]}, "token_starts should have 3 elements"),
         ({"token_starts": [1, 3, 7]}, "token_starts should rise from 0"),
         ({"token_starts": [0, 8, 7]}, "token_starts should rise from 0"),

@@ -1,0 +1,68 @@
+"""ctypes wrapper of `convolution.cpp`. Callers ask `supports` first."""
+
+import ctypes
+from ctypes import c_int32, c_int64, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.cpu import build
+from rollout_engine.kernels.cpu.arguments import DTYPES, address, check_floats
+from rollout_engine.kernels.cpu.state_chunks import ChunkTable
+from rollout_engine.kernels.state_chunks import StateChunks
+
+_SMALL = 1 << 15
+"""Number of elements below which a second thread does not pay."""
+
+
+def supports(*tensors: Tensor) -> bool:
+    """Whether the kernel is available for these tensors: float32 or bfloat16, on the CPU."""
+    return all(x.is_cpu and x.dtype in DTYPES for x in tensors) and build.load_kernels() is not None
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool, chunks: StateChunks, states: Tensor | None
+) -> Tensor:
+    """C++ side of `kernels.convolution.causal_convolution`, which has checked `chunks`.
+
+    Raises `ValueError` for tensors that it cannot read, among them `states` that are not contiguous.
+    """
+    check_floats("x", x, num_dims=2)
+    (num_tokens, num_channels), width = x.shape, weight.shape[-1]
+    x = x if x.stride(1) == 1 or num_channels == 1 else x.contiguous()
+    weight32, bias32 = weight.float().contiguous(), None if bias is None else bias.float().contiguous()
+    call = _Call()
+    call.x = address("x", x, x.dtype, (num_tokens, num_channels), strided_rows=True)
+    call.weight = address("weight", weight32, torch.float32, (num_channels, width))
+    if bias32 is not None:
+        call.bias = address("bias", bias32, torch.float32, (num_channels,))
+    if states is not None:
+        call.states = address("states", states, x.dtype, (len(states), width - 1, num_channels))
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    call.out, call.x_token = out.data_ptr(), x.stride(0)
+    call.chunks = ChunkTable.of(chunks)
+    call.num_channels, call.width = num_channels, width
+    call.half, call.silu = x.dtype is torch.bfloat16, silu
+    call.num_threads = 1 if x.numel() < _SMALL else torch.get_num_threads()
+    place = ctypes.addressof(call)
+    scratch = torch.empty(_library().convolution_scratch(place) * call.num_threads, dtype=torch.uint8)
+    call.scratch = scratch.data_ptr()
+    _library().convolution_run(place)
+    return out
+
+
+class _Call(ctypes.Structure):
+    """Mirror of `ConvolutionCall`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "weight", "bias", "states", "out", "scratch")),
+        ("x_token", c_int64),
+        ("chunks", ChunkTable),
+        *((name, c_int32) for name in ("num_channels", "width", "half", "silu", "num_threads")),
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return build.declared(convolution_scratch=(c_int64, c_void_p), convolution_run=(None, c_void_p))
