@@ -88,14 +88,15 @@ def running(module: nn.Module) -> Iterator[None]:
         _running.mixer = before
 
 
-def note_positions(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Keep the positions that a decoder layer is given, for the mixer in it: a forward pre-hook with keywords."""
-    _running.positions = kwargs.get("position_ids")
-
-
-def forget_positions(layer: nn.Module, args: Any, output: Any) -> None:
-    """Undo `note_positions`: a forward hook."""
-    _running.positions = None
+@contextmanager
+def given_positions(position_ids: Tensor | None) -> Iterator[None]:
+    """Inside, mixers of this thread separate packed sequences by these positions, which their layer is given."""
+    before = getattr(_running, "positions", None)
+    _running.positions = position_ids
+    try:
+        yield
+    finally:
+        _running.positions = before
 
 
 class _Rows(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.model.modules.mixer_functions import FUNCTIONS, forget_positions, note_positions, running
+from rollout_engine.model.modules.mixer_functions import FUNCTIONS, given_positions, running
 
 _WITH_CACHE = {
     "causal_conv1d_update",
@@ -82,9 +82,24 @@ def _swap(mixer: nn.Module, parent: nn.Module) -> None:
         if type(child) is nn.Conv1d:
             child.__class__ = MixerConvolution
     takes_positions = "position_ids" in inspect.signature(type(parent).forward).parameters
-    if takes_positions and note_positions not in parent._forward_pre_hooks.values():
-        parent.register_forward_pre_hook(note_positions, with_kwargs=True)
-        parent.register_forward_hook(forget_positions, always_call=True)
+    if takes_positions and not isinstance(parent, _LayerWithMixer):
+        parent.__class__ = _layer_class(type(parent))  # type: ignore[arg-type]  # mypy doubts that it has a hash
+
+
+class _LayerWithMixer(nn.Module):
+    """Mixed into the class of a decoder layer: it leaves the positions that it is given to its mixer."""
+
+
+@cache
+def _layer_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class like `kind` whose forward leaves its positions, also when checkpointing of gradients runs it again."""
+
+    @wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with given_positions(kwargs.get("position_ids")):
+            return kind.forward(self, *args, **kwargs)
+
+    return type(kind.__name__, (_LayerWithMixer, kind), {"forward": forward, "__module__": kind.__module__})
 
 
 @cache
