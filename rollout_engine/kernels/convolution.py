@@ -92,12 +92,13 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[:3]
-        inputs = [
-            None if each is None else each.detach().requires_grad_(is_needed)
-            for each, is_needed in zip(ctx.saved_tensors, needed, strict=True)
-        ]
+        x, weight, bias = map(_make_leaf, ctx.saved_tensors, needed)
         with torch.enable_grad():
-            out = _convolve(*inputs, ctx.silu, ctx.chunks, None)
-        wanted = [each for each in inputs if each is not None and each.requires_grad]
+            out = _convolve(x, weight, bias, ctx.silu, ctx.chunks, None)
+        wanted = [each for each in (x, weight, bias) if each is not None and each.requires_grad]
         found = iter(torch.autograd.grad(out, wanted, grad))
         return *(next(found) if is_needed else None for is_needed in needed), None, None
+
+
+def _make_leaf(x: Tensor | None, needs_gradient: bool) -> Any:
+    return None if x is None else x.detach().requires_grad_(needs_gradient)

@@ -127,7 +127,7 @@ def _norm_with_gate_eagerly(x: Tensor, gate: Tensor, weight: Tensor, epsilon: fl
     """The eager twin, differentiable by torch itself."""
     factor = (sigmoid if rule.activation == "sigmoid" else silu)(gate.float())
     groups = (x.float() * factor if rule.gate_first else x.float()).unflatten(-1, (-1, rule.group_size))
-    normal = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + epsilon)).flatten(-2)
+    normal: Tensor = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + epsilon)).flatten(-2)
     if rule.rounds_norm:
         normal = normal.to(x.dtype).float()
     weighed = weight.float() * normal
@@ -147,9 +147,9 @@ class _GatedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wide = [x.detach().float().requires_grad_(needs) for x, needs in _with_needs(ctx)]
+        x, gate, weight = wide = [x.detach().float().requires_grad_(needs) for x, needs in _with_needs(ctx)]
         with torch.enable_grad():
-            out = _norm_with_gate_eagerly(*wide, ctx.epsilon, ctx.rule._replace(rounds_norm=False))
+            out = _norm_with_gate_eagerly(x, gate, weight, ctx.epsilon, ctx.rule._replace(rounds_norm=False))
         found = iter(torch.autograd.grad(out, [x for x in wide if x.requires_grad], grad.float()))
         grads = (next(found).to(x.dtype) if needs else None for x, needs in _with_needs(ctx))
         return *grads, None, None

@@ -148,8 +148,10 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, kept = ctx.saved_tensors
-        found = compiled.find_gradients(*inputs, kept, grad, delta=ctx.delta, scale=ctx.scale, chunks=ctx.chunks)
+        q, k, v, log_decay, beta, skip, kept = ctx.saved_tensors
+        inputs = q, k, v, log_decay, beta, skip
+        rule = {"delta": ctx.delta, "scale": ctx.scale, "chunks": ctx.chunks}
+        found = compiled.find_gradients(*inputs, kept, grad, **rule)
         grads = (None if x is None else x.to(of.dtype) for x, of in zip(found, inputs, strict=True))
         return *grads, None, None, None
 

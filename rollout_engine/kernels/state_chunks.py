@@ -40,7 +40,7 @@ class StateChunks:
     write_slots: np.ndarray
     """int64 [W]: slot that is written."""
     address: int = field(init=False, repr=False)
-    """Address of the five arrays, which lie end to end: what C++ reads (`cpu/state_chunks.h`)."""
+    """Address of the five arrays, which lie end to end, as C++ reads them (`cpu/state_chunks.h`)."""
     num_slots: int = field(init=False, repr=False)
     """Slots that a pool needs to have: one more than the highest that is named."""
 

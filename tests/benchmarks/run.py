@@ -4,6 +4,7 @@ python tests/benchmarks/run.py                                       everything,
 python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes against two peers
 python tests/benchmarks/run.py costs updates memory startup host balancer capacity fleet attention training   ours alone
 python tests/benchmarks/run.py latents --rounds 8                    a layer of DeepSeek over latents and expanded keys
+python tests/benchmarks/run.py recurrences                           layers with a state against steps in torch
 python tests/benchmarks/run.py episodes                              how busy environments keep the engine
 python tests/benchmarks/run.py http                                  what the HTTP server adds to the engine
 python tests/benchmarks/run.py speculation --rounds 7                what drafted tokens bring
@@ -39,6 +40,7 @@ import loras
 import memory
 import own_process
 import psutil
+import recurrences
 import results
 import rounding
 import speculation
@@ -172,6 +174,10 @@ def measure_latents(run: Run) -> None:
     run.keep("latents against expanded keys and values", lambda: latents.measure(run.rounds))
 
 
+def measure_recurrences(run: Run) -> None:
+    run.keep("recurrences against steps in torch", lambda: recurrences.measure(run.rounds))
+
+
 def measure_training(run: Run) -> None:
     for name, (shape, dtype) in training.CASES.items():
         run.keep(f"training step, {name}", lambda s=shape, d=dtype: training.measure(run.directory(s), d, run.rounds))
@@ -298,6 +304,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "capacity": measure_capacity,
     "attention": measure_attention,
     "latents": measure_latents,
+    "recurrences": measure_recurrences,
     "training": measure_training,
     "own_process": measure_own_process,
     "fleet": measure_fleet,

@@ -107,17 +107,19 @@ int64_t recurrence_scratch(const RecurrenceCall* c) { return Scratch(c->in, null
 void recurrence_run(const RecurrenceCall* c) {
     const Inputs& in = c->in;
     const int64_t blocks = (in.value_size + WIDTH - 1) / WIDTH, num_heads = in.chunks.num_chunks * in.num_heads;
-    const int64_t share = num_heads < 4 * in.num_threads ? 1 : std::max<int64_t>(blocks, 1);  // blocks of a state are neighbours
+    // Blocks of a state are neighbours in memory: an item is all of them, if there are enough heads for the threads.
+    const int64_t total = num_heads * blocks, share = num_heads < 4 * in.num_threads ? 1 : std::max<int64_t>(blocks, 1);
 #pragma omp parallel num_threads(in.num_threads) if (in.num_threads > 1)
     {
         Scratch scratch(in, c->scratch + omp_get_thread_num() * Scratch(in, nullptr).bytes());
-#pragma omp for schedule(dynamic, share)
-        for (int64_t i = 0; i < num_heads * blocks; i++) {
-            const int column = i % blocks * WIDTH;
-            const Item item{*c, in, i / blocks / in.num_heads, (int)(i / blocks % in.num_heads), column,
-                            std::min(WIDTH, in.value_size - column)};
-            in.delta ? item.run<true>(scratch) : item.run<false>(scratch);
-        }
+#pragma omp for schedule(dynamic)
+        for (int64_t first = 0; first < total; first += share)
+            for (int64_t i = first; i < first + share; i++) {
+                const int column = i % blocks * WIDTH;
+                const Item item{*c, in, i / blocks / in.num_heads, (int)(i / blocks % in.num_heads), column,
+                                std::min(WIDTH, in.value_size - column)};
+                in.delta ? item.run<true>(scratch) : item.run<false>(scratch);
+            }
     }
 }
 }

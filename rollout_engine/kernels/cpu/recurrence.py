@@ -118,7 +118,10 @@ def _describe(
     inputs.v = _operand(held, "v", v, (num_tokens, num_heads, value_size))
     by_head = (num_tokens, num_heads)
     by_channel = log_decay.dim() == 3
-    wanted = [("log_decay", log_decay, (*by_head, key_size) if by_channel else by_head), ("beta", beta, by_head)]
+    wanted: list[tuple[str, Tensor, tuple[int, ...]]] = [
+        ("log_decay", log_decay, (*by_head, key_size) if by_channel else by_head),
+        ("beta", beta, by_head),
+    ]
     wanted += [] if skip is None else [("skip", skip.float(), (num_heads,))]
     for name, x, shape in wanted:
         held.append(x.contiguous())
