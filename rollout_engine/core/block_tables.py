@@ -1,7 +1,8 @@
 """Block tables of sequences: grow, share, copy on write, publish, release; and their slots of states, if any."""
 
 import sys
-from collections.abc import Iterable, Sequence as Rows
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 
 from rollout_engine.base.messages import ScheduledSequence, StateMove
 from rollout_engine.core.block_pool import BlockPool
@@ -14,7 +15,7 @@ from rollout_engine.core.state_slots import StateSlots
 class BlockTables:
     """Every change of a sequence's `block_ids` happens here, over one pool and one prefix cache.
 
-    If the model keeps states, a sequence goes on from position p only with KV of the tokens before p and a state at p:
+    If the model keeps states, a sequence continues from position p only with KV of the tokens before p and a state at p:
     `states` has those, and each method here cares for both.
     """
 
@@ -62,7 +63,7 @@ class BlockTables:
     def extend(self, sequence: Sequence, end: int) -> tuple[list[tuple[int, int]], StateMove | None]:
         """Give every position below `end` a block of its own to be written, and the state behind it a slot.
 
-        Returns (source, destination) copies of blocks, and what the next row has to say about its state.
+        Returns (source, destination) copies of blocks, and the move of its state that the next row has to name.
         """
         copies = []
         if self._writes_shared_block(sequence) or self._spares_full_block(sequence, end):
@@ -154,7 +155,7 @@ class BlockTables:
             self.states.add_drafts(row, sequence)
 
     def keep_drafted(self, sequence: Sequence) -> None:
-        """Drop what a completed row computed behind the last right draft: `num_computed_tokens` says which it was."""
+        """Drop the tokens of a completed row behind its last right draft, which are beyond `num_computed_tokens`."""
         if self.states is not None:
             self.states.keep_drafted(sequence)
 
@@ -299,7 +300,7 @@ class BlockTables:
         return offset > 0 and self._pool.is_shared(sequence.block_ids[index])
 
     def _spares_full_block(self, sequence: Sequence, end: int) -> bool:
-        """Whether `sequence` is to continue inside a known full block, as states let it, and a copy of that fits too."""
+        """Whether `sequence` continues inside a known full block, as states let it, and a copy of that fits too."""
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         if self.states is None or not offset or not self._cache.holds_full(sequence.block_ids[index], self.block_size):
             return False

@@ -35,11 +35,11 @@ class FakeStates:
         """
         moves = [self._resolve(row, slots) for row in rows]
         given = [move for move in moves if move is not None]
-        written = Counter(slot for move in given for slot in _written(move))
+        written = Counter(slot for move in given for slot in _list_written(move))
         if twice := [slot for slot, count in written.items() if count > 1]:
             raise FakeKVError(f"state slots {twice} are written twice in one step")
         for move in given:
-            if move.source in written and move.source not in _written(move):
+            if move.source in written and move.source not in _list_written(move):
                 raise FakeKVError(f"state slot {move.source} is read by one row and written by another")
         return moves
 
@@ -74,9 +74,9 @@ class FakeStates:
             return None
         if move is None:
             if name not in slots:
-                raise FakeKVError(f"sequence {name} is to go on in its state slot, but it has none")
+                raise FakeKVError(f"sequence {name} is to continue in its state slot, but it has none")
             move = StateMove(slots[name], slots[name])
-        if not -1 <= move.source < self._num_slots or not all(0 <= s < self._num_slots for s in _written(move)):
+        if not -1 <= move.source < self._num_slots or not all(0 <= s < self._num_slots for s in _list_written(move)):
             raise FakeKVError(f"sequence {name}: {move} leaves the pool of {self._num_slots} state slots")
         counts = [0, *(num for num, _ in move.others), row.num_scheduled_tokens]
         if sorted(set(counts)) != counts:
@@ -85,5 +85,5 @@ class FakeStates:
         return move
 
 
-def _written(move: StateMove) -> list[int]:
+def _list_written(move: StateMove) -> list[int]:
     return [*(slot for _, slot in move.others), move.slot]

@@ -1,6 +1,6 @@
 """Slots of a pool of states: read, written, shared and kept to be found again, as KV blocks are.
 
-A slot holds what the layers that keep a state have of one sequence behind one of its tokens. KV of a longer sequence
+A slot holds the states of one sequence in all layers that keep one, behind one of its tokens. KV of a longer sequence
 serves a shorter one; a state holds its own position alone. A row of a step reads one slot and writes one:
 
     the same       the slot has one reference and is no snapshot: nearly all rows
@@ -9,10 +9,11 @@ serves a shorter one; a state holds its own position alone. A row of a step read
                    is kept
 
 A step holds a reference on each slot that it reads and does not write until all of it is scheduled, so that no row
-writes what another one reads.
+writes a slot that another one reads.
 """
 
-from collections.abc import Iterable, Sequence as Rows
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 
 from rollout_engine.base.messages import ScheduledSequence, StateMove
 from rollout_engine.core.block_pool import BlockPool
@@ -70,7 +71,7 @@ class StateSlots:
         return int(self._snapshots.is_known(slot) and self._can_spare())
 
     def move(self, sequence: Sequence) -> StateMove | None:
-        """Give the next row a slot that it may write; returns the move, or None if the runner goes on in its slot."""
+        """Give the next row a slot that it may write; returns the move, or None if the runner continues in its slot."""
         source = sequence.state_slot
         if self.num_missing(sequence):
             sequence.state_slot = self._allocate()
@@ -86,7 +87,7 @@ class StateSlots:
     def finish_scheduling(self, scheduled: Rows[ScheduledSequence], sequences: Rows[Sequence]) -> None:
         """Add snapshots to the rows of a step, and release the slots that it reads alone: later steps may write them.
 
-        Snapshots come last, so that they take no slot that a row of this step needs.
+        Snapshots are added last, so that they take no slot that a row of this step needs.
         """
         if self.takes_snapshots:
             for row, sequence in zip(scheduled, sequences, strict=True):
@@ -110,7 +111,7 @@ class StateSlots:
         for position, slot in sequence.state_writes:
             if position == sequence.num_computed_tokens:
                 slot, sequence.state_slot = sequence.state_slot, slot
-                sequence.num_writable_tokens = position  # the runner is to be told of the slot
+                sequence.num_writable_tokens = position  # so that the next row names the slot
             self._release(slot)
         self._num_writes -= len(sequence.state_writes)
         sequence.state_writes = ()
@@ -209,10 +210,9 @@ class StateSlots:
         for position in self._positions(sequence, start, end):
             if not self._can_spare():
                 break
-            if position == end:  # its own slot is the snapshot, and its next row writes another
+            if position == end:  # its own slot is the snapshot: its next row, in another block, writes another
                 slot = sequence.state_slot
                 self._pool.share(slot)
-                sequence.num_writable_tokens = end
             else:
                 slot = self._allocate()
             writes.append((position, slot))

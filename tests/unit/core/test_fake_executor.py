@@ -165,7 +165,7 @@ def test_moves_that_contradict_one_another_raise(fake_with_states):
 
 def test_a_sequence_goes_on_in_its_own_slot_until_it_is_released(fake_with_states):
     fake_with_states.execute(work(with_state(prefill(end=4), -1, 0), new=[new()], samples=[]))
-    with pytest.raises(FakeKVError, match="is to go on in its state slot, but it has none"):
+    with pytest.raises(FakeKVError, match="is to continue in its state slot, but it has none"):
         fake_with_states.execute(work(prefill(start=4), new=[new()], finished=[0], step=1))
 
 

@@ -39,7 +39,7 @@ def few_scored_tokens(monkeypatch):
 def test_random_operations_on_states_give_every_sequence_its_own_tokens(make_rig, some_of, shape, spare, seed):
     rig = make_rig(**sizes_of(shape, spare))
     run(rig, f"states {shape} {spare} {seed}", some_of(800))
-    assert {end.finish_reason for end in rig.ends.values()} >= {"stop", "length", "abort"}
+    assert {end.finish_reason for end in rig.ends.values()} >= {"stop", "length"}
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])

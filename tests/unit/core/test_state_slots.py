@@ -154,14 +154,14 @@ def test_a_snapshot_that_no_slot_can_replace_is_overwritten(make_rig):
     rig.assert_clean()
 
 
-@pytest.mark.parametrize("forget", ["salt", "commit", "reset", "sleep"])
+@pytest.mark.parametrize("forget", ["salt", "commit", "same version", "reset", "sleep"])
 def test_snapshots_are_found_only_under_the_same_salt_and_version_and_until_they_are_forgotten(make_rig, forget):
     rig = make_rig(**ROOMY)
     rig.add("a", range(16), max_tokens=1)
     rig.run()
     assert rig.core.metrics().num_state_snapshots > 0
-    if forget == "commit":
-        rig.commit(1)
+    if forget in ("commit", "same version"):
+        rig.commit(int(forget == "commit"))
     elif forget == "reset":
         assert rig.core.reset_prefix_cache()
     elif forget == "sleep":
@@ -262,6 +262,17 @@ def test_a_wait_ends_with_the_request_that_was_waited_for(make_rig):
     rig.assert_clean()
 
 
+def test_a_wait_ends_once_the_snapshot_is_taken(make_rig):
+    rig = make_rig(**ROOMY)
+    for name in ("first", "second"):
+        rig.add(name, range(20), max_tokens=40)
+    for _ in range(4):
+        rig.step()
+    assert rig.tokens["second", 0] and ("first", 0) not in rig.ends
+    rig.run()
+    rig.assert_clean()
+
+
 # Drafts
 
 
@@ -271,7 +282,7 @@ def test_the_state_behind_the_last_right_draft_is_kept(make_rig):
         pytest.skip("nothing is drafted behind a step in flight")
     for rig in rigs:
         for name in "ab":
-            rig.add(name, [ord(name)] * 6, max_tokens=60)
+            rig.add(name, [ord(name) - 60] * 6, max_tokens=60)
         rig.run()
         rig.assert_clean()
         rows = [row for work in rig.works for row in work.scheduled if row.draft_token_ids]
@@ -286,7 +297,7 @@ def test_drafts_are_cut_to_the_slots_that_are_free(make_rig):
     if rig.config.async_scheduling:
         pytest.skip("nothing is drafted behind a step in flight")
     for name in "ab":
-        rig.add(name, [ord(name)] * 6, max_tokens=40)
+        rig.add(name, [ord(name) - 60] * 6, max_tokens=40)
     rig.run()
     rig.assert_clean()
     drafted = [sum(len(row.draft_token_ids) for row in work.scheduled) for work in rig.works]
