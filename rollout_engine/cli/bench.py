@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     if params.max_tokens is None:
         raise RequestError.for_field("max_tokens", None, "a number: every completion gets as many tokens")
     work = ceilings.Work(arguments.prompts, params.n, arguments.prompt_tokens, params.max_tokens)
+    ceilings.dimensions_of(arguments.model, torch.float32)  # raises an error before anything is loaded
     with announce(f"loading {arguments.model}"):
         llm = rollout_engine.LLM(arguments.model, **(_ENGINE | overrides.engine))
     with llm:

@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.locations import find_directory
 from rollout_engine.kernels import linear
 
 _READ_BYTES = 1 << 30
 _PREFILL_ROWS = 512
+_ATTENDING = {"full_attention", "sliding_attention"}
 
 
 class Work(NamedTuple):
@@ -73,7 +75,13 @@ class Dimensions(NamedTuple):
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> "Dimensions":
-        """Read a config with the field names of Llama, Mixtral, Qwen2, Qwen3 and similar models."""
+        """Read a config with the field names of Llama, Mixtral, Qwen2, Qwen3 and similar models.
+
+        Raises `ConfigError` for layers that keep states: their products have other shapes.
+        """
+        if others := sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENDING):
+            kinds = ", ".join(others)
+            raise ConfigError(f"Limits are not known of {config.model_type}, which has layers of kind {kinds}.")
         hidden, mlp = config.hidden_size, config.intermediate_size
         num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         if num_experts:
@@ -113,10 +121,15 @@ class Ceilings(NamedTuple):
         }
 
 
+def dimensions_of(model: str, dtype: torch.dtype) -> Dimensions:
+    """The shapes of a checkpoint (directory or hub id). Raises `ConfigError` for one whose shapes are not known."""
+    hf_config = AutoConfig.from_pretrained(find_directory(model, weights=False), trust_remote_code=False)
+    return Dimensions.of(hf_config.get_text_config(), dtype)
+
+
 def measure(model: str, dtype: torch.dtype, work: Work) -> Ceilings:
     """Measure the limits of `work` on a checkpoint (directory or hub id) in `dtype`, with torch's current threads."""
-    hf_config = AutoConfig.from_pretrained(find_directory(model, weights=False), trust_remote_code=False)
-    dims = Dimensions.of(hf_config.get_text_config(), dtype)
+    dims = dimensions_of(model, dtype)
     num_steps = max(work.num_sampled_tokens - 1, 1)  # the prompt's own step samples the first token
     bandwidth = read_bandwidth()
     rows = work.num_sequences

@@ -10,6 +10,9 @@ from rollout_engine.engine.step_trace import StepTrace
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.model_info import ModelInfo
 
+_STATE_INTERVAL = 512
+"""Tokens between the states of a long prompt that the prefix cache keeps, rounded up to blocks."""
+
 
 def make_core(config: EngineConfig, executor: InlineExecutor) -> EngineCore:
     """Make the core over a loaded model; with `config.step_trace` its steps are written there. Raises `ConfigError`."""
@@ -40,6 +43,8 @@ def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         generates=info.generates,
         pooling=info.pooling,
         routing=info.routing,
+        num_state_slots=info.num_state_slots,
+        state_interval=-(-_STATE_INTERVAL // info.block_size) * info.block_size,
     )
 
 

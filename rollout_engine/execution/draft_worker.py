@@ -16,6 +16,7 @@ from rollout_engine.model.backends import Device
 from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, cap_model_len
 from rollout_engine.model.loading.loader import load_model
 from rollout_engine.model.loading.vocabulary import first_difference
+from rollout_engine.model.modules.geometry import keeps_states
 from rollout_engine.model.modules.loaded_model import LoadedModel
 
 _LEAST_BLOCKS = 2
@@ -36,6 +37,11 @@ class DraftWorker:
         assert speculation is not None, "a draft model is configured"
         self.name = own.model
         self._check_vocabulary(config, loaded, policy)
+        if keeps_states(loaded.geometry):
+            raise ConfigError(
+                f"speculation.draft_model={self.name!r} has layers that keep a state, and these do not draft yet. Give "
+                "a model that attends in every layer, or leave it out: drafts of other sources need none."
+            )
         num_blocks = _num_blocks(config, speculation.draft_kv_cache_bytes, loaded, policy, policy_backend.num_blocks)
         backend = device.backend(msgspec.structs.replace(own, num_kv_blocks=num_blocks), loaded, ())
         self._runner = runner = backend.runner

@@ -34,3 +34,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """(rows, seconds) of steps in which some rows are drafted tokens, measured on devices; empty: as `step_seconds`."""
     draft: DraftInfo | None = None
     """Sizes of the draft model, if there is one."""
+    num_state_slots: int = 0
+    """Slots of the pool of states; 0: no layer keeps any."""

@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.base.messages import ModelRunnerOutput, NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+from rollout_engine.base.messages import (
+    ModelRunnerOutput,
+    NewSequence,
+    SampleTask,
+    ScheduledSequence,
+    SchedulerOutput,
+    StateMove,
+)
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.model.backend import Backend
 
@@ -47,7 +54,9 @@ def step_costs(config: EngineConfig, backend: Backend) -> SpeculationCosts:
         return SpeculationCosts()
     max_rows = min(backend.num_blocks, config.max_num_batched_tokens)
     if not backend.runs_ahead:
-        return SpeculationCosts(measure_steps(backend.runner.execute, max_rows))
+        slots = backend.num_state_slots
+        max_rows = min(max_rows, slots or max_rows)
+        return SpeculationCosts(measure_steps(backend.runner.execute, max_rows, keeps_states=slots > 0))
     plain, drafted = (
         measure_steps(lambda work: backend.runner.submit(work)(), min(max_rows, most), num_drafted=num)
         for num, most in ((0, config.max_num_seqs), (1, 2 * config.max_num_seqs))
@@ -56,11 +65,15 @@ def step_costs(config: EngineConfig, backend: Backend) -> SpeculationCosts:
 
 
 def measure_steps(
-    execute: Callable[[SchedulerOutput], ModelRunnerOutput], max_rows: int, *, num_drafted: int = 0
+    execute: Callable[[SchedulerOutput], ModelRunnerOutput],
+    max_rows: int,
+    *,
+    num_drafted: int = 0,
+    keeps_states: bool = False,
 ) -> Costs:
     """Time steps of up to `max_rows` rows of sequences that decode, each in a KV block of its own, which is written.
 
-    `num_drafted`: drafted tokens of each sequence, which are rows too.
+    `num_drafted`: drafted tokens of each sequence, which are rows too. `keeps_states`: each has a slot of states, too.
 
     Of each size the least of four, taken in turns, and no less than a step of fewer rows. Nothing if fewer than two
     sizes fit.
@@ -69,7 +82,7 @@ def measure_steps(
     sizes = [num for num in _NUM_ROWS if per_sequence <= num <= max_rows]
     if len(sizes) < 2:
         return ()
-    execute(_work(sizes[-1] // per_sequence, is_new=True))
+    execute(_work(sizes[-1] // per_sequence, is_new=True, keeps_states=keeps_states))
     least: dict[int, float] = {}
     for _ in range(_TURNS):
         for num_rows in list(least or sizes):
@@ -83,7 +96,7 @@ def measure_steps(
     return tuple(zip(least, accumulate(least.values(), max), strict=True))
 
 
-def _work(num_sequences: int, *, is_new: bool, num_drafted: int = 0) -> SchedulerOutput:
+def _work(num_sequences: int, *, is_new: bool, num_drafted: int = 0, keeps_states: bool = False) -> SchedulerOutput:
     params = SamplingParams(logprobs=0)
     names, draft = range(num_sequences), [0] * num_drafted
     return SchedulerOutput(
@@ -93,7 +106,14 @@ def _work(num_sequences: int, *, is_new: bool, num_drafted: int = 0) -> Schedule
         new=[NewSequence(name, [0], num_prompt_tokens=1, params=params, seed=name) for name in names] if is_new else [],
         block_copies=[],
         scheduled=[
-            ScheduledSequence(name, 0, 1 + num_drafted, [name] if is_new else [], draft_token_ids=draft)
+            ScheduledSequence(
+                name,
+                0,
+                1 + num_drafted,
+                [name] if is_new else [],
+                draft_token_ids=draft,
+                state=StateMove(-1, name) if keeps_states else None,
+            )
             for name in names
         ],
         samples=[SampleTask(name, name) for name in names],

@@ -79,6 +79,7 @@ class Worker:
             generates=backend.generates,
             pooling=backend.pooling,
             routing=backend.routing,
+            num_state_slots=backend.num_state_slots,
             choices=(
                 f"{type(loaded.module).__name__} from {config.model}: {backend.choices}, "
                 f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"

@@ -178,8 +178,9 @@ class _L2Normalised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        x32 = ctx.saved_tensors[0].float()
+        (x,) = ctx.saved_tensors  # once: checkpointing of gradients counts
+        x32 = x.float()
         scale = _inverse_length(x32, ctx.epsilon)
         normal = x32 * scale
         inner = (normal * grad).sum(-1, keepdim=True)
-        return ((grad - normal * inner) * scale).to(ctx.saved_tensors[0].dtype), None
+        return ((grad - normal * inner) * scale).to(x.dtype), None

@@ -92,6 +92,8 @@ class Backend(Protocol):
     """Runs steps; holds the model, its KV pool and the state of sequences."""
     num_blocks: int
     """Blocks of the KV pool."""
+    num_state_slots: int
+    """Slots of the pool of states; 0: no layer keeps any."""
     is_deterministic: bool
     """Whether no row of any product depends on the others."""
     packed: PackedWeights

@@ -1,4 +1,4 @@
-"""Sizes the KV pool, and caps the length of a sequence to the tokens that fit it."""
+"""Sizes the pools of KV and of states, and caps the length of a sequence to the tokens that fit KV."""
 
 import psutil
 
@@ -7,6 +7,8 @@ from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.modules.loaded_model import LoadedModel
 
 _CPU_POOL_BYTES = 4 << 30
+_SNAPSHOTS_PER_SEQUENCE = 2
+"""By default the prefix cache holds at most this many states for each of `max_num_seqs`."""
 
 
 def bytes_per_block(loaded: LoadedModel, block_size: int) -> int:
@@ -30,6 +32,7 @@ def size_pool(config: EngineConfig, loaded: LoadedModel, device_bytes: int | Non
     The default never exceeds the tokens of `max_num_seqs` sequences of the longest length. `device_bytes`: all memory
     of the device that holds the pool; None: the host does. Raises `ConfigError` for a pool larger than that.
     """
+    _check_state_option(config, loaded)
     block_bytes = bytes_per_block(loaded, config.tokens_per_block)
     if config.num_kv_blocks is not None:
         num_bytes = config.num_kv_blocks * block_bytes * loaded.num_ranks
@@ -39,6 +42,8 @@ def size_pool(config: EngineConfig, loaded: LoadedModel, device_bytes: int | Non
     if given is not None:
         _check_fits("kv_cache_bytes", given, given, device_bytes)
     pool_bytes = given if given is not None else min(_CPU_POOL_BYTES, psutil.virtual_memory().available // 4)
+    if block_bytes == 0:  # no layer attends
+        return most_blocks(config, loaded)
     num_blocks = pool_bytes // (block_bytes * loaded.num_ranks)
     if num_blocks < 1:
         raise ConfigError(
@@ -48,17 +53,59 @@ def size_pool(config: EngineConfig, loaded: LoadedModel, device_bytes: int | Non
     return num_blocks if given is not None else min(num_blocks, most_blocks(config, loaded))
 
 
+def bytes_per_state(loaded: LoadedModel) -> int:
+    """Bytes of one slot: the states that all layers keep of a sequence; 0 if none keeps any."""
+    return sum(layer.state.bytes_of(loaded.dtype) for layer in loaded.geometry if layer.state is not None)
+
+
+def size_states(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> int:
+    """Number of slots of states; 0 if the model keeps none.
+
+    One for each of `max_num_seqs` sequences and one to move a state to, those behind the drafted tokens of a sequence,
+    and those of the prefix cache: as many as `state_cache_bytes` hold, by default as half the KV pool's `num_blocks`,
+    and no more than two for each sequence. Raises `ConfigError` for more than the machine has.
+    """
+    slot_bytes = bytes_per_state(loaded)
+    if slot_bytes == 0:
+        return 0
+    drafted = 0 if config.speculates is None else config.speculates.max_draft_tokens
+    needed = config.max_num_seqs + 1 + drafted
+    _check_fits("max_num_seqs", config.max_num_seqs, needed * slot_bytes, None, "states")
+    if not config.enable_prefix_caching:
+        return needed
+    if config.state_cache_bytes is not None:
+        _check_fits("state_cache_bytes", config.state_cache_bytes, config.state_cache_bytes, None, "states")
+        return needed + config.state_cache_bytes // slot_bytes
+    half = num_blocks * bytes_per_block(loaded, config.tokens_per_block) // 2
+    return needed + min(half // slot_bytes, _SNAPSHOTS_PER_SEQUENCE * config.max_num_seqs)
+
+
+def describe_states(loaded: LoadedModel, num_slots: int) -> str:
+    """The size of the pool of states, for the start-up line; "" without one."""
+    if num_slots == 0:
+        return ""
+    return f", states {num_slots} slots ({num_slots * bytes_per_state(loaded) / 2**20:.0f} MiB)"
+
+
+def _check_state_option(config: EngineConfig, loaded: LoadedModel) -> None:
+    if config.state_cache_bytes is not None and bytes_per_state(loaded) == 0:
+        raise ConfigError(
+            f"state_cache_bytes={config.state_cache_bytes} is for models whose layers keep states, and no layer of "
+            f"{type(loaded.module).__name__} does. Leave it out."
+        )
+
+
 def most_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     """Blocks that `max_num_seqs` sequences of the longest length fill."""
     return config.max_num_seqs * -(-(config.max_model_len or loaded.max_model_len) // config.tokens_per_block)
 
 
-def _check_fits(field: str, value: int, num_bytes: int, device_bytes: int | None) -> None:
+def _check_fits(field: str, value: int, num_bytes: int, device_bytes: int | None, what: str = "KV pool") -> None:
     """Refuse a pool larger than memory: host pages are allocated at first touch, which would kill the process later."""
     place = "machine" if device_bytes is None else "device"
     total = psutil.virtual_memory().total if device_bytes is None else device_bytes
     if num_bytes > total:
-        raise ConfigError(f"{field}={value} asks for {num_bytes} bytes of KV pool; this {place} has {total} in all.")
+        raise ConfigError(f"{field}={value} asks for {num_bytes} bytes of {what}; this {place} has {total} in all.")
 
 
 def cap_model_len(config: EngineConfig, checkpoint_len: int, num_blocks: int) -> int:

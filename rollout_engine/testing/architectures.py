@@ -101,3 +101,94 @@ SIZES: dict[str, dict[str, Any]] = {
     ),
 }
 """Arguments for `tiny_config`: odd numbers of heads, few experts, windows and lengths shorter than a prompt."""
+
+_LINEAR = dict(
+    num_hidden_layers=3,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=4,
+    shared_expert_intermediate_size=56,
+)
+_MAMBA = _THREE_HEADS | dict(
+    num_key_value_heads=1,
+    num_hidden_layers=3,
+    mamba_n_heads=6,
+    mamba_d_head=16,
+    mamba_n_groups=2,
+    mamba_d_state=8,
+    mamba_d_conv=4,
+    mamba_expand=2,
+    mamba_chunk_size=16,
+)
+_CONVOLVED = _THREE_HEADS | dict(
+    num_key_value_heads=1, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], conv_L_cache=3
+)
+
+HYBRID_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _HEADS | _LINEAR,
+    "qwen3_next": _HEADS | _LINEAR | _EXPERTS | dict(mlp_only_layers=[0]),
+    "qwen3_5_moe_text": _HEADS | _LINEAR | _EXPERTS,
+    "olmo_hybrid": _HEADS | _LINEAR | dict(linear_allow_neg_eigval=True),
+    "kimi_linear": _LATENT
+    | dict(
+        q_lora_rank=None,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        linear_num_heads=4,
+        linear_head_dim=12,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
+    "lfm2": _CONVOLVED | dict(block_auto_adjust_ff_dim=False, conv_bias=True),
+    "lfm2_moe": _CONVOLVED | dict(num_dense_layers=1, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=40),
+    "bamba": _MAMBA | dict(attn_layer_indices=[1]),
+    "granitemoehybrid": _MAMBA
+    | dict(
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        shared_intermediate_size=56,
+        residual_multiplier=0.7,
+        logits_scaling=1.5,
+        position_embedding_type="rope",
+    ),
+    "nemotron_h": _HEADS
+    | dict(
+        num_hidden_layers=5,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        ssm_state_size=8,
+        mamba_num_heads=6,
+        mamba_head_dim=16,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=16,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=40,
+        moe_shared_expert_intermediate_size=56,
+    ),
+    "falcon_h1": _MAMBA
+    | dict(
+        mamba_d_ssm=96,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        lm_head_multiplier=0.8,
+        embedding_multiplier=1.3,
+        mlp_multipliers=[0.9, 1.1],
+        ssm_multipliers=[0.8, 0.9, 1.1, 1.2, 0.7],
+        ssm_in_multiplier=1.1,
+        ssm_out_multiplier=0.9,
+        attention_out_multiplier=1.2,
+    ),
+}
+"""The same for architectures with layers that keep a state in place of keys and values."""

@@ -65,7 +65,6 @@ REFUSED = {
     "aya_vision": "its logits differ from transformers' own",  # whose composite leaves out Cohere's logit_scale
     "paligemma": "its attention is bidirectional",
     "llama4": "chunked_attention",
-    "qwen3_5": "linear_attention",
 }
 SERVED = [
     pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in COMPOSITES if kind not in REFUSED

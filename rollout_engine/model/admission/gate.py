@@ -27,11 +27,13 @@ from rollout_engine.model.modules.composites import (
 )
 from rollout_engine.model.modules.construct import construct
 from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.modules.mixers import unserved_mixers
 from rollout_engine.model.modules.one_thread import one_thread
 
 logger = logging.getLogger(__name__)
 
-_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+_SERVED_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"}
+"""Kinds that configurations name; "linear_attention" is any recurrence, "hybrid" has one beside its attention."""
 
 
 def text_config_to_serve(config: PretrainedConfig, head: str | None = None) -> PretrainedConfig:
@@ -99,6 +101,7 @@ def admit(module: PreTrainedModel, whole: PretrainedConfig | None = None) -> lis
     started = time.perf_counter()
     try:
         with one_thread():
+            _check_mixers(module)
             geometry = probe_geometry(module)
             check_numerics(module, geometry, whole)
     except Refusal as reason:
@@ -120,6 +123,11 @@ def _check_static(config: PretrainedConfig) -> None:
             f"it has layers of kind {', '.join(sorted(kinds - _SERVED_LAYERS))}, and only these are served: "
             f"{', '.join(sorted(_SERVED_LAYERS))}"
         )
+
+
+def _check_mixers(module: PreTrainedModel) -> None:
+    if others := unserved_mixers(module):
+        raise Refusal(f"its layers compute over tokens by functions that are not served here: {'; '.join(others)}")
 
 
 def _construct(

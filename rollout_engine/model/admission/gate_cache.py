@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.latent_attention import has_latents
+from rollout_engine.model.modules.mixers import mixers_of
 from sync.own_files import cache_directory
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,11 @@ def key_of(module: PreTrainedModel, whole: PretrainedConfig | None = None) -> st
     for each in (module.config, whole):
         config = {} if each is None else each.to_dict()
         facts.append(repr(sorted((name, value) for name, value in config.items() if name not in _IRRELEVANT)))
-    facts += [torch.backends.cpu.get_cpu_capability(), _source_digest(), repr(has_latents(module))]
+    facts += [
+        torch.backends.cpu.get_cpu_capability(),
+        _source_digest(),
+        repr((has_latents(module), len(mixers_of(module)))),
+    ]
     return hashlib.blake2b("\0".join(facts).encode(), digest_size=16).hexdigest()
 
 

@@ -24,6 +24,7 @@ from rollout_engine.model.modules.construct import construct, initialize
 from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
 from rollout_engine.model.modules.latent_attention import cache_latents, has_latents
 from rollout_engine.model.modules.layer_watch import layers_of
+from rollout_engine.model.modules.mixers import mixers_of, swap_mixers
 from rollout_engine.model.modules.positions import far_starts
 from rollout_engine.model.modules.rotary import rotary_limit
 from rollout_engine.model.packing.linear_groups import fuse_projections
@@ -87,6 +88,8 @@ def _small_twins(
             _spread_weights(engine)
             if has_latents(module):
                 cache_latents(engine)
+            if mixers_of(module):
+                swap_mixers(engine)
             small_geometry = probe_geometry(engine)
             reference = _reference(small, engine, whole)
         except Exception as failure:  # foreign configurations may not allow any size
@@ -173,7 +176,23 @@ def _narrow_config(config: PretrainedConfig) -> PretrainedConfig:
     small.num_attention_heads = fewer
     if hasattr(small, "num_key_value_heads"):
         small.num_key_value_heads = min(kv_heads, 2)
+    _narrow_states(small, fewer, heads)
     return _thin_config(small)
+
+
+def _narrow_states(small: PretrainedConfig, fewer: int, heads: int) -> None:
+    """As many heads of Mamba 2 as the hidden size allows, and two of others with their grouping; head sizes stay."""
+    if getattr(small, "mamba_n_heads", None):
+        small.mamba_n_heads = small.mamba_n_heads * fewer // heads
+        small.mamba_n_groups = min(small.mamba_n_groups, small.mamba_n_heads)
+    if getattr(small, "mamba_d_ssm", None):
+        small.mamba_d_ssm = small.mamba_n_heads * small.mamba_d_head
+    if getattr(small, "linear_num_key_heads", None):
+        group = small.linear_num_value_heads // small.linear_num_key_heads
+        small.linear_num_key_heads = min(small.linear_num_key_heads, 2)
+        small.linear_num_value_heads = small.linear_num_key_heads * group
+    if getattr(small, "linear_num_heads", None):
+        small.linear_num_heads = min(small.linear_num_heads, 2)
 
 
 def _thin_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -187,10 +206,13 @@ def _thin_config(config: PretrainedConfig) -> PretrainedConfig:
 
 def _kind(layer: LayerGeometry) -> tuple[object, ...]:
     """A layer's geometry without the sizes that a small copy changes."""
+    state = None if layer.state is None else layer.state.without_counts()
+    if not layer.attends:
+        return (state,)
     group = 0 if layer.has_latents else layer.num_heads // layer.num_kv_heads
     windowed = layer.sliding_window is not None
     own = layer.kv_layer is None
-    return layer.head_dim_k, layer.head_dim_v, layer.scale, layer.softcap, layer.has_sinks, group, windowed, own
+    return layer.head_dim_k, layer.head_dim_v, layer.scale, layer.softcap, layer.has_sinks, group, windowed, own, state
 
 
 def _settings(layer: nn.Module) -> list[object]:
@@ -224,9 +246,9 @@ def _relative_error(engine: PreTrainedModel, reference: PreTrainedModel, geometr
     expected = [reference(input_ids=torch.tensor([p]), use_cache=False).logits[0] for p in prompts]
     computed = [torch.full_like(logits, torch.nan) for logits in expected]
     tables = _shuffled_tables(lengths)
-    paged = CpuModel(engine, geometry, num_blocks=sum(map(len, tables)), block_size=_BLOCK_SIZE)
+    paged = _paged(engine, geometry, tables)
     for step in _steps(lengths):
-        chunks = [SequenceChunk(prompts[s][first:end], first, tables[s]) for s, first, end in step]
+        chunks = [SequenceChunk(prompts[s][first:end], first, tables[s], s) for s, first, end in step]
         sizes = [end - first for _, first, end in step]
         for (s, first, end), logits in zip(step, paged.forward(chunks, range(sum(sizes))).split(sizes), strict=True):
             computed[s][first:end] = logits
@@ -246,11 +268,19 @@ def _relative_far_error(
         for start, row in zip(starts, tokens, strict=True)
     ]
     tables = _shuffled_tables((_NUM_FAR,) * len(starts))
-    paged = CpuModel(engine, geometry, num_blocks=sum(map(len, tables)), block_size=_BLOCK_SIZE)
-    chunks = [SequenceChunk(row.tolist(), 0, table) for row, table in zip(tokens, tables, strict=True)]
+    paged = _paged(engine, geometry, tables)
+    chunks = [
+        SequenceChunk(row.tolist(), 0, table, s) for s, (row, table) in enumerate(zip(tokens, tables, strict=True))
+    ]
     computed = paged.forward(FlatBatch.of(chunks, starts), range(tokens.numel()))
     wanted = torch.cat(expected)
     return float((computed - wanted).abs().max() / wanted.abs().max())
+
+
+def _paged(engine: PreTrainedModel, geometry: list[LayerGeometry], tables: list[list[int]]) -> CpuModel:
+    """The model over block tables, with a slot of states for each."""
+    num_blocks, num_slots = sum(map(len, tables)), len(tables)
+    return CpuModel(engine, geometry, num_blocks=num_blocks, block_size=_BLOCK_SIZE, num_state_slots=num_slots)
 
 
 def _shuffled_tables(lengths: tuple[int, ...]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The KV pool on the CPU, and how Hugging Face modules attend over it."""
+"""The pools of KV and of states on the CPU, and how Hugging Face modules attend over KV."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,18 +12,29 @@ from rollout_engine.kernels.cpu import attention as compiled
 from rollout_engine.kernels.memory import release_pages, resident_bytes
 from rollout_engine.model.cpu.eager_attention import EagerPool
 from rollout_engine.model.cpu.flat_batch import FlatBatch
+from rollout_engine.model.cpu.states import CpuStatePool
 from rollout_engine.model.modules.attention_interface import attending
 from rollout_engine.model.modules.geometry import LayerGeometry, each_once, kv_pools
 
 
 class CpuKVPool:
-    """The KV pool of all layers, in the model's dtype, for the C++ kernel, or its eager twin if that cannot run."""
+    """The KV pool of all layers, in the model's dtype, for the C++ kernel, or its eager twin if that cannot run.
+
+    `states` are those of layers that keep some, in `num_state_slots` slots.
+    """
 
     def __init__(
-        self, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype
+        self,
+        geometry: Sequence[LayerGeometry],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        num_state_slots: int = 0,
     ) -> None:
         pool = CompiledPool if compiled.supports(dtype) else EagerPool
         self._pool = pool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        self.states = CpuStatePool(geometry, num_slots=num_state_slots, dtype=dtype)
         self.block_size = block_size
         self._shape = num_blocks, block_size
         self._columns: list[Tensor] = []
@@ -31,8 +42,8 @@ class CpuKVPool:
 
     @contextmanager
     def step(self, batch: FlatBatch) -> Iterator[None]:
-        """Inside, attention of this thread's forwards runs over the chunks of `batch`."""
-        with attending(self._pool.step(batch)):
+        """Inside, attention and mixers of this thread's forwards run over the chunks of `batch`."""
+        with attending(self._pool.step(batch)), self.states.step(batch.states):
             yield
 
     def add_column(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -47,21 +58,21 @@ class CpuKVPool:
 
     @property
     def num_resident_bytes(self) -> int:
-        """Bytes of the pool that take memory now."""
-        return resident_bytes(self.tensors())
+        """Bytes of KV and states that take memory now."""
+        return resident_bytes([*self.tensors(), *self.states.tensors()])
 
     def release(self) -> None:
-        """Forget all KV and give its memory back to the system; later writes take it again."""
-        release_pages(self.tensors())
+        """Forget all KV and states and give their memory back to the system; later writes take it again."""
+        release_pages([*self.tensors(), *self.states.tensors()])
 
     @property
     def layers(self) -> list[compiled.KVLayer]:
-        """The layers of the C++ kernel's pool."""
+        """The layers of the C++ kernel's pool that attend, in order."""
         assert isinstance(self._pool, CompiledPool), "the eager twin has no such layers"
-        return self._pool.layers
+        return list(self._pool.layers.values())
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the pool; blocks are the first dimension of its shape."""
+        """Every tensor of KV; blocks are the first dimension of its shape."""
         yield from self._pool.tensors()
         yield from self._columns
 
@@ -93,11 +104,11 @@ class CompiledPool:
                 has_latents=layer.has_latents,
             ),
         )
-        self._num_kv_heads = min(layer.num_kv_heads for layer in geometry)
+        self._num_kv_heads = min((layer.num_kv_heads for layer in geometry if layer.attends), default=1)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the pool; blocks are the first dimension of its shape."""
-        for layer in each_once(self.layers):
+        for layer in each_once(self.layers.values()):
             yield from layer.tensors()
 
     def plan(self, batch: FlatBatch) -> compiled.AttentionPlan:

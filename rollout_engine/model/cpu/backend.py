@@ -23,7 +23,7 @@ from rollout_engine.model.cpu.runner import CpuRunner
 from rollout_engine.model.cpu.sequence_logprobs import sequence_logprobs
 from rollout_engine.model.cpu.shadow_memory import CpuShadowMemory
 from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
-from rollout_engine.model.kv_size import describe_pool, size_pool
+from rollout_engine.model.kv_size import describe_pool, describe_states, size_pool, size_states
 from rollout_engine.model.modules.heads import head_of, pooling_info
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.packing.linear_groups import linear_groups
@@ -55,6 +55,7 @@ class CpuBackend(Backend):
         self.is_deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
         self.packed = PackedWeights(loaded.module, loaded.num_ranks)
         self.num_blocks = size_pool(config, loaded)
+        self.num_state_slots = size_states(config, loaded, self.num_blocks)
         cut = loaded.cut
         if cut is not None:
             _check_products(loaded.module, cut, is_deterministic=self.is_deterministic)
@@ -72,6 +73,7 @@ class CpuBackend(Backend):
             loaded.geometry,
             num_blocks=self.num_blocks,
             block_size=config.tokens_per_block,
+            num_state_slots=self.num_state_slots,
             compiled=reason is None,
             adapters=self.adapters,
             cut=cut,
@@ -96,7 +98,7 @@ class CpuBackend(Backend):
             f"deterministic {self.is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"
             f"{'' if config.quantization is None else f'layers in {config.quantization}, '}"
             f"decoder {'modules' if reason is not None else 'compiled'}, "
-            f"{describe_pool(config, loaded, self.num_blocks)}"
+            f"{describe_pool(config, loaded, self.num_blocks)}{describe_states(loaded, self.num_state_slots)}"
         )
 
     def score(

@@ -12,7 +12,7 @@ from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
-from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.geometry import LayerGeometry, keeps_states
 from rollout_engine.model.modules.one_thread import one_thread
 from rollout_engine.model.modules.positions import far_starts
 from rollout_engine.model.ranks.cut import ModelCut
@@ -42,6 +42,8 @@ def unsupported_reason(
 def _unsupported_reason(module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> str | None:
     if not compiled.supports(next(module.parameters()).dtype):
         return "there is no compiled attention for it here"
+    if keeps_states(geometry):
+        return "some of its layers keep states"
     reason = _reason_of(lambda: _compiled_model(module, geometry, cut))
     if cut is not None and not cut.seat.all_agree(reason is None):  # ranks run together, or none does
         return reason or ELSEWHERE

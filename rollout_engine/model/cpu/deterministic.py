@@ -33,7 +33,8 @@ def make_deterministic(
     """
     dtype = next(module.parameters()).dtype
     try:
-        prove_row_invariance({dim for layer in geometry for dim in (layer.head_dim_k, layer.head_dim_v)}, dtype)
+        attending = [layer for layer in geometry if layer.attends]
+        prove_row_invariance({dim for layer in attending for dim in (layer.head_dim_k, layer.head_dim_v)}, dtype)
         make_row_invariant(module)
         if cut is not None:
             connect(module, cut)

@@ -30,7 +30,7 @@ class EagerPool:
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the pool; blocks are the first dimension of its shape."""
-        for layer in each_once(self.layers):
+        for layer in each_once(self.layers.values()):
             yield from layer
 
     def step(self, batch: FlatBatch) -> "EagerStep":

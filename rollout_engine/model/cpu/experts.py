@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from rollout_engine.kernels.activation import gated_silu, sigmoid, silu
 from rollout_engine.kernels.cpu import experts as kernels
 from rollout_engine.kernels.cpu import gemm
-from rollout_engine.model.modules.expert_patterns import EXPERT_BIASES, EXPERT_MATRICES, ExpertForm, RouterPattern
+from rollout_engine.model.modules.expert_patterns import EXPERT_BIASES, ExpertForm, RouterPattern
 from rollout_engine.model.modules.experts import add_weighted
 from rollout_engine.model.packing.linear_groups import LinearGroup
 from rollout_engine.model.packing.module_types import become, tensor_of
@@ -84,7 +84,7 @@ class RowInvariantExperts(nn.Module):
     def _outputs(self, rows: Tensor, index: Tensor) -> Tensor:
         """Unweighted outputs of `rows` [T * k, H], which are sorted by expert."""
         # Unbound, the backward stacks the gradients of all experts once; indexed, it fills a whole tensor for each.
-        gate_up, down = (self._unbind_matrices(name) for name in EXPERT_MATRICES)
+        gate_up, down = (self._unbind_matrices(name) for name in self._form.matrices)
         biases = [tensor_of(self, name).unbind() for name in EXPERT_BIASES] if self._form.has_bias else None
         own = self._own_experts
         share = Share.all(len(gate_up)) if own is None else own.share
@@ -129,7 +129,7 @@ class _RowInvariantCalls(TorchFunctionMode):
 
 _REPLACED = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), sigmoid),
-    F.silu: silu,
+    F.silu: lambda input, inplace=False: silu(input),
 }
 
 
@@ -151,7 +151,7 @@ def swap_experts(module: nn.Module, form: ExpertForm) -> None:
     experts._form = form
     experts._groups = [
         _group_of(module, name, index, is_transposed=form.is_transposed)
-        for name in EXPERT_MATRICES
+        for name in form.matrices
         for index in range(len(experts.down_proj))
     ]
     for group in experts._groups:

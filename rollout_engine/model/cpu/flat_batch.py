@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout_engine.kernels.cpu.attention import Chunk, ChunkColumns
+from rollout_engine.kernels.state_chunks import StateChunks
 
 
 class SequenceChunk(NamedTuple):
@@ -15,6 +16,8 @@ class SequenceChunk(NamedTuple):
     num_computed_tokens: int
     block_ids: list[int]
     """The sequence's block table, from position 0 to the end of the chunk."""
+    state_slot: int = -1
+    """The slot of its states, written behind the chunk, and read if it does not begin at 0; -1: it keeps none."""
 
 
 class FlatBatch(NamedTuple):
@@ -26,6 +29,8 @@ class FlatBatch(NamedTuple):
     """Columns of N chunks."""
     shifts: np.ndarray | None = None
     """int64 [N], added to the positions of each chunk's tokens: how trials reach far positions with short contexts."""
+    states: StateChunks | None = None
+    """The slots of states that chunks read and write; None: no layer keeps any."""
 
     @classmethod
     def of(cls, chunks: Iterable[SequenceChunk], shifts: Sequence[int] | None = None) -> "FlatBatch":
@@ -33,7 +38,10 @@ class FlatBatch(NamedTuple):
         chunks = list(chunks)
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         work = (Chunk(c.num_computed_tokens, len(c.token_ids), c.block_ids) for c in chunks)
-        return cls(np.array(token_ids, np.int64), ChunkColumns.of(work), None if shifts is None else np.array(shifts))
+        columns, states = ChunkColumns.of(work), None
+        if any(chunk.state_slot >= 0 for chunk in chunks):
+            states = _states_in_place(chunks, columns)
+        return cls(np.array(token_ids, np.int64), columns, None if shifts is None else np.array(shifts), states)
 
     @property
     def positions(self) -> np.ndarray:
@@ -55,3 +63,9 @@ class FlatBatch(NamedTuple):
             table = columns.block_starts[row] + np.arange(-(-(first + end - start) // block_size))
             made.append(SequenceChunk(self.token_ids[start:end].tolist(), first, blocks[table].tolist()))
         return made
+
+
+def _states_in_place(chunks: Sequence[SequenceChunk], columns: ChunkColumns) -> StateChunks:
+    slots = np.array([chunk.state_slot for chunk in chunks], np.int64)
+    sources = np.where(columns.first_positions > 0, slots, -1)
+    return StateChunks(columns.token_starts, sources, np.arange(len(chunks) + 1), columns.token_starts[1:], slots)

@@ -24,7 +24,7 @@ from rollout_engine.model.sampling.module_logits import module_logits
 
 
 class CpuModel:
-    """A module built with `ATTENTION_NAME`, and its KV pool.
+    """A module built with `ATTENTION_NAME`, and its pools of KV and of states.
 
     `compiled`: its layers run as one C++ call instead of as modules, unless `layer_watch` has watchers;
     `decoder_trial` must have allowed it. `adapters`: those that rows may have. `cut`: how it is cut over ranks, which
@@ -38,13 +38,15 @@ class CpuModel:
         *,
         num_blocks: int,
         block_size: int,
+        num_state_slots: int = 0,
         compiled: bool = False,
         adapters: CpuAdapterPool | None = None,
         cut: ModelCut | None = None,
     ) -> None:
         dtype = next(module.parameters()).dtype
         self.module, self.adapters = module, adapters
-        self.kv = CpuKVPool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        sizes = dict(num_blocks=num_blocks, block_size=block_size, num_state_slots=num_state_slots)
+        self.kv = CpuKVPool(geometry, **sizes, dtype=dtype)
         self.decoder = CpuDecoder(module, geometry, self.kv.layers, adapters, cut) if compiled else None
         self.layer_watch = LayerWatch(module, len(geometry))
         self.routers = routers_of(module)

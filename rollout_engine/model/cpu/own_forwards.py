@@ -5,7 +5,7 @@ forward of their own class. Inside, these calls are replaced, gradients included
 trial decides whether their rows depend on the batch:
 
     linear(x, w), w the router's own weight     the packed product; float32 sums if the module casts x and w to float32
-    sigmoid, softplus, softmax                  `kernels.activation`, `kernels.cpu.experts`
+    sigmoid, softplus, silu, softmax            `kernels.activation`, `kernels.cpu.experts`
     sum over a few elements of each row         in their order
 """
 
@@ -28,8 +28,10 @@ from rollout_engine.model.packing.linear_groups import LinearGroup
 
 _LARGEST_SUM = 64
 """Most elements that are added one after the other."""
-_GATES = {"sigmoid", "softplus"}
+_GATES = {"sigmoid", "softplus", "silu"}
 """Functions that some modules apply to the output of a linear, and whose last elements torch computes otherwise."""
+_TABLE = "ACT2FN"
+"""Transformers' table of activations, from which forwards inside a mixer take others."""
 
 
 class OwnForward(nn.Module):
@@ -61,8 +63,18 @@ def swap_own_router(module: nn.Module) -> None:
 
 def names_a_gate(module: nn.Module) -> bool:
     """Whether the forward of a module's class calls a function of `_GATES` itself."""
+    return not _GATES.isdisjoint(_names_of(module))
+
+
+def names_an_activation(module: nn.Module) -> bool:
+    """Whether that forward calls one of `_GATES`, or an activation of transformers' table."""
+    return not (_GATES | {_TABLE}).isdisjoint(_names_of(module))
+
+
+def _names_of(module: nn.Module) -> tuple[str, ...]:
     forward: Any = inspect.unwrap(type(module).forward)
-    return not _GATES.isdisjoint(getattr(getattr(forward, "__code__", None), "co_names", ()))
+    names: tuple[str, ...] = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return names
 
 
 def swap_calls(module: nn.Module) -> None:
@@ -155,6 +167,11 @@ def _elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[Any, Mapping
     return replace
 
 
+def _silu(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    is_plain = len(args) == 1 and not kwargs.get("inplace") and args[0].is_floating_point()
+    return activation.silu(args[0]) if is_plain else NotImplemented
+
+
 def _softmax(args: Any, kwargs: Mapping[str, Any]) -> Any:
     x, dim, dtype = _bind_arguments(args, kwargs)
     if dim not in (-1, x.dim() - 1) or dtype not in (None, x.dtype, torch.float32) or not kernels.supports(x):
@@ -183,6 +200,7 @@ _CASTS = {Tensor.to, Tensor.type, Tensor.float}
 _REPLACED: dict[Any, Callable[[Any, Mapping[str, Any]], Any]] = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), _elementwise(activation.sigmoid)),
     F.softplus: _elementwise(activation.softplus),
+    F.silu: _silu,
     **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax), _softmax),
     **dict.fromkeys((torch.sum, Tensor.sum), _sum),
 }

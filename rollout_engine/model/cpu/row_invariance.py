@@ -21,10 +21,17 @@ from rollout_engine.model.cpu.experts import (
     swap_experts,
     swap_router,
 )
-from rollout_engine.model.cpu.own_forwards import OwnForward, names_a_gate, swap_calls, swap_own_router
+from rollout_engine.model.cpu.own_forwards import (
+    OwnForward,
+    names_a_gate,
+    names_an_activation,
+    swap_calls,
+    swap_own_router,
+)
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.expert_patterns import expert_form, router_pattern
 from rollout_engine.model.modules.latent_attention import LatentProjection, cache_latents
+from rollout_engine.model.modules.mixers import MixerConvolution, mixers_of, swap_mixers
 from rollout_engine.model.modules.module_patterns import (
     SILU_CLASSES,
     children_of_one_dtype,
@@ -41,12 +48,19 @@ from rollout_engine.model.packing.module_types import become
 def make_row_invariant(module: nn.Module) -> None:
     """Replace every `nn.Linear`, and the activations, norms, MLPs and experts that our kernels compute, below `module`.
 
-    Other routers, and modules with gates, keep their forwards, with our functions in them.
+    Other routers, modules with gates and mixers keep their forwards, with our functions in them.
 
     Attention that expands latents caches these instead. Parameters, their names and their tying stay as they are.
     """
     cache_latents(module)
+    swap_mixers(module)
+    for mixer in mixers_of(module):
+        for child in mixer.modules():
+            if names_an_activation(child) and not isinstance(child, OwnForward):
+                swap_calls(child)  # before a gated norm is taken for a norm
     for child in children_of_one_dtype(module):
+        if isinstance(child, OwnForward):
+            continue
         if is_gated_mlp(child):
             child.__class__ = RowInvariantMLP
         elif (epsilon := rms_norm_epsilon(child)) is not None:
@@ -105,6 +119,8 @@ class RowInvariantRMSNorm(nn.Module):
         return rms_norm(hidden_states, self.weight, self._epsilon)
 
 
-_REPLACED = RowInvariantLinear | RowInvariantRouter | RowInvariantExperts | OwnForward | LatentProjection
+_REPLACED = (
+    RowInvariantLinear | RowInvariantRouter | RowInvariantExperts | OwnForward | LatentProjection | MixerConvolution
+)
 unproven_parts = partial(unproven_parts_but, _REPLACED)
 ARITHMETIC = Arithmetic(ATTENTION_NAME, make_row_invariant, unproven_parts, row_stats, added)

@@ -17,6 +17,7 @@ from rollout_engine.kernels.cpu.attention import ChunkColumns
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.routing import RoutingRecorder
+from rollout_engine.model.cpu.states import StateSlots
 from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.ranks.seat import Seat, lead, preparing
 from rollout_engine.model.sampling.asked_rows import AskedRows
@@ -32,7 +33,7 @@ from rollout_engine.model.sequences.sequence_states import SequenceStates
 
 
 class CpuRunner:
-    """The model, its KV pool, and the sequences they work on."""
+    """The model, its pools of KV and states, and the sequences they work on."""
 
     def __init__(
         self,
@@ -51,6 +52,8 @@ class CpuRunner:
         self._prompts = PromptScorer(vocab_size)
         self._sequences = SequenceStates(vocab_size, processors, self._prompts, grammars)
         self._blocks = BlockTableMatrix()
+        self._state_slots: StateSlots | None = None if model.kv.states.is_empty else StateSlots()
+        """Slots of sequences; None: the model keeps no states."""
         self.routing = RoutingRecorder(model)
         self._logits: LogitRows | None = None
         """Logits that the step that was followed last has left."""
@@ -138,6 +141,8 @@ class CpuRunner:
             self._pooler.update(work)
         for sequence_id in work.finished_sequence_ids:
             self._blocks.forget(sequence_id)
+        if self._state_slots is not None:
+            self._state_slots.forget(work.finished_sequence_ids)
         self._blocks.add(new.sequence_id for new in work.new)
         self._blocks.extend(work.scheduled)
 
@@ -153,7 +158,9 @@ class CpuRunner:
             blocks=self._blocks.matrix,
             block_starts=rows * self._blocks.matrix.shape[1],
         )
-        return FlatBatch(token_ids, columns)
+        slots = self._state_slots
+        states = None if slots is None else slots.chunks(scheduled, columns.token_starts)
+        return FlatBatch(token_ids, columns, states=states)
 
     def _chunk_sequences(self, sequence_ids: list[int]) -> "_Computed":
         """Tokens and block tables of these sequences."""

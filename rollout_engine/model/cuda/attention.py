@@ -51,17 +51,19 @@ class CudaKVPool:
     ) -> None:
         """`routing`: routers whose choices are kept next to the KV."""
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.layers = kv_pools(
-            geometry,
-            lambda layer: KVLayer.zeros(
-                num_blocks,
-                layer.num_kv_heads,
-                block_size,
-                layer.head_dim_k,
-                layer.head_dim_v,
-                dtype=dtype,
-                device=device,
-            ),
+        self.layers = list(
+            kv_pools(
+                geometry,
+                lambda layer: KVLayer.zeros(
+                    num_blocks,
+                    layer.num_kv_heads,
+                    block_size,
+                    layer.head_dim_k,
+                    layer.head_dim_v,
+                    dtype=dtype,
+                    device=device,
+                ),
+            ).values()
         )
         self.routed: Tensor | None = None
         """uint8 or int16 [num_blocks, block_size, layers with experts, k]; None without routers."""

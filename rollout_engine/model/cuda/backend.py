@@ -54,6 +54,7 @@ class CudaBackend(Backend):
     runs_ahead = True
     generates = True
     pooling = None
+    num_state_slots = 0
     max_prefill_beside_decode = 1 << 30
     """A device computes a longer step faster per token."""
 

@@ -24,6 +24,7 @@ from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_of, with_labels
 from rollout_engine.model.modules.latent_attention import cache_latents
 from rollout_engine.model.modules.loaded_model import LoadedModel, ModelFiles
+from rollout_engine.model.modules.mixers import is_mixer, swap_mixers
 from rollout_engine.model.modules.positions import position_limit
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.model.packing.module_types import tensor_of
@@ -112,6 +113,11 @@ def _admit(module: PreTrainedModel, hf_config: PretrainedConfig, device: torch.d
     """Check a module as it will compute, and return the geometry of its layers. Raises `ConfigError`."""
     if device == _CPU:
         cache_latents(module)
+        swap_mixers(module)
+    elif any(map(is_mixer, module.modules())):
+        raise ConfigError(
+            f"{type(module).__name__} has layers that keep a state, and these run on a CPU alone. Use device='cpu'."
+        )
     return admit(module, hf_config)
 
 

@@ -66,6 +66,13 @@ def give_memory(owner: PreTrainedModel, *parts: nn.Module) -> None:
         for child in part.modules():
             if next(child.buffers(recurse=False), None) is not None:  # rotary frequencies, which no checkpoint has
                 owner._init_weights(child)
+        for child in list(part.modules()) if _lacks_values(part) else ():
+            if _lacks_values(child):  # of buffers that a module above theirs computes
+                owner._init_weights(child)
+
+
+def _lacks_values(module: nn.Module) -> bool:
+    return any(bool(buffer.isnan().any()) for buffer in module.buffers() if buffer.is_floating_point())
 
 
 def _apply_dtype_plan(module: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from rollout_engine.model.packing.module_types import tensor_of
 
 _NUM_EXPERTS, _TOP_K, _HIDDEN, _INTERMEDIATE = 6, 3, 8, 5
 EXPERT_MATRICES = {"gate_up_proj": 3, "down_proj": 3}
+_PLAIN_MATRICES = {"up_proj": 3, "down_proj": 3}
 EXPERT_BIASES = {"gate_up_proj_bias": 2, "down_proj_bias": 2}
 """Parameters of experts, and how many dimensions they have."""
 _COLUMNS = 16
@@ -78,7 +79,7 @@ Gate = Callable[[nn.Module, Tensor], Tensor]
 
 
 class ExpertForm(NamedTuple):
-    """The way a module of experts computes with its matrices, `gate_up_proj` and `down_proj`."""
+    """The way a module of experts computes with its matrices, `gate_up_proj`, or `up_proj`, and `down_proj`."""
 
     is_transposed: bool
     """Whether these are [E, in, out]; else [E, out, in]."""
@@ -86,6 +87,13 @@ class ExpertForm(NamedTuple):
     """Whether `gate_up_proj_bias` [E, 2I] and `down_proj_bias` [E, H] are added to the products."""
     gate: Gate | None
     """The module's own method between the two products; None: silu(gate) * up, first the columns of gate."""
+    has_gate: bool = True
+    """Whether the first matrix has 2I columns; else it is `up_proj`, and `gate` the activation of its I columns."""
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of the two matrices."""
+        return tuple(EXPERT_MATRICES if self.has_gate else _PLAIN_MATRICES)
 
 
 _GATED = ExpertForm(is_transposed=False, has_bias=False, gate=None)
@@ -255,6 +263,9 @@ def are_gated_experts(child: nn.Module) -> bool:
 
 def expert_form(child: nn.Module) -> ExpertForm | None:
     """The form of a module that weights and adds the outputs of the experts chosen for each token; None of others."""
+    if _has_parameters(child, _PLAIN_MATRICES):
+        form = ExpertForm(is_transposed=False, has_bias=False, gate=_activate, has_gate=False)
+        return form if isinstance(getattr(child, "act_fn", None), nn.Module) and _computes(child, form) else None
     has_bias = _has_parameters(child, EXPERT_MATRICES | EXPERT_BIASES)
     if not has_bias and not _has_parameters(child, EXPERT_MATRICES):
         return None
@@ -271,11 +282,16 @@ def expert_form(child: nn.Module) -> ExpertForm | None:
     )
 
 
+def _activate(experts: Any, projected: Tensor) -> Tensor:
+    activated: Tensor = experts.act_fn(projected)
+    return activated
+
+
 def _computes(child: nn.Module, form: ExpertForm) -> bool:
     """Whether a small copy of `child` computes in its form."""
     trial, dtype = _small_experts(child, form), tensor_of(child, "down_proj").dtype
     gate_up, down = (
-        tensor_of(trial, name).mT if form.is_transposed else tensor_of(trial, name) for name in EXPERT_MATRICES
+        tensor_of(trial, name).mT if form.is_transposed else tensor_of(trial, name) for name in form.matrices
     )
     biases = [tensor_of(trial, name) for name in EXPERT_BIASES] if form.has_bias else []
     gate = None if form.gate is None else partial(form.gate, trial)
@@ -319,15 +335,16 @@ def _small_router(child: nn.Module) -> nn.Module:
 
 
 def _small_experts(child: nn.Module, form: ExpertForm) -> nn.Module:
-    gate_up, down = (_NUM_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN), (_NUM_EXPERTS, _HIDDEN, _INTERMEDIATE)
+    num_columns = 2 * _INTERMEDIATE if form.has_gate else _INTERMEDIATE
+    gate_up, down = (_NUM_EXPERTS, num_columns, _HIDDEN), (_NUM_EXPERTS, _HIDDEN, _INTERMEDIATE)
     dtype = tensor_of(child, "down_proj").dtype
-    small = {name: _waves(*shape, dtype=dtype) for name, shape in zip(EXPERT_MATRICES, (gate_up, down), strict=True)}
+    small = {name: _waves(*shape, dtype=dtype) for name, shape in zip(form.matrices, (gate_up, down), strict=True)}
     if form.has_bias:
         small |= {
             name: _waves(*shape[:2], dtype=dtype) for name, shape in zip(EXPERT_BIASES, (gate_up, down), strict=True)
         }
     if form.is_transposed:
-        small |= {name: small[name].mT.contiguous() for name in EXPERT_MATRICES}
+        small |= {name: small[name].mT.contiguous() for name in form.matrices}
     sizes = {"num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN, "intermediate_dim": _INTERMEDIATE}
     config = SimpleNamespace(_experts_implementation="eager")
     return copy_with(child, _parameters=small, config=config, **_NO_HOOKS, **sizes)

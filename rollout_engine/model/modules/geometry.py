@@ -1,6 +1,7 @@
-"""The shapes and parameters of each attention layer, learnt by watching one forward.
+"""The shapes and parameters of each layer's attention and states, learnt by watching one forward.
 
-Nothing is read from the configuration: a probe replaces attention and mask construction, and records their arguments.
+Nothing is read from the configuration: a probe replaces attention, mask construction and the functions of mixers, and
+records their arguments.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.model.modules.latent_attention import products_of
+from rollout_engine.model.modules.state_geometry import StateCall, StateGeometry, recording_states, states_by_layer
 
 _PROBE_NAME = "rollout_engine_probe"
 _NUM_TOKENS = 6
@@ -25,7 +27,7 @@ HARMLESS_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_l
 
 
 class LayerGeometry(msgspec.Struct, frozen=True):
-    """One attention layer: query head h reads key/value head h // (num_heads // num_kv_heads)."""
+    """One layer: query head h reads key/value head h // (num_heads // num_kv_heads). Without attention all are 0."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,6 +46,18 @@ class LayerGeometry(msgspec.Struct, frozen=True):
     """All heads share one key, whose first `head_dim_v` channels are the value: only keys are cached."""
     kv_layer: int | None = None
     """The earlier layer whose keys and values it reads; None: its own."""
+    state: StateGeometry | None = None
+    """The states that it keeps of a sequence; None: it keeps none."""
+
+    @classmethod
+    def without_attention(cls, state: StateGeometry | None) -> "LayerGeometry":
+        """A layer that keeps a state alone, or computes each token by itself."""
+        return cls(0, 0, 0, 0, scale=1.0, sliding_window=None, softcap=None, has_sinks=False, state=state)
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention."""
+        return self.num_heads > 0
 
     @property
     def cached_per_token(self) -> int:
@@ -61,12 +75,18 @@ class LayerGeometry(msgspec.Struct, frozen=True):
 Pool = TypeVar("Pool")
 
 
-def kv_pools(geometry: Sequence[LayerGeometry], make: Callable[[LayerGeometry], Pool]) -> list[Pool]:
-    """The KV pool of each layer: one from `make`, or the one of the layer whose keys and values it reads."""
-    pools: list[Pool] = []
-    for layer in geometry:
-        pools.append(make(layer) if layer.kv_layer is None else pools[layer.kv_layer])
+def kv_pools(geometry: Sequence[LayerGeometry], make: Callable[[LayerGeometry], Pool]) -> dict[int, Pool]:
+    """The KV pool of each layer that attends: from `make`, or that of the layer whose keys and values it reads."""
+    pools: dict[int, Pool] = {}
+    for index, layer in enumerate(geometry):
+        if layer.attends:
+            pools[index] = make(layer) if layer.kv_layer is None else pools[layer.kv_layer]
     return pools
+
+
+def keeps_states(geometry: Iterable[LayerGeometry]) -> bool:
+    """Whether a layer keeps a state."""
+    return any(layer.state is not None for layer in geometry)
 
 
 def each_once(pools: Iterable[Pool]) -> Iterable[Pool]:
@@ -79,16 +99,16 @@ class Refusal(Exception):
 
 
 def probe_geometry(module: PreTrainedModel, first_position: int = 0) -> list[LayerGeometry]:
-    """The geometry of every attention layer of a Hugging Face causal LM on the CPU, by one forward of six tokens.
+    """The geometry of every layer of a Hugging Face causal LM on the CPU, by one forward of six tokens.
 
     `first_position`: that of the first token; the others follow. Weights are not changed and their values do not
     matter. Raises `Refusal` unless each layer calls Hugging Face's attention interface once, with causal or
-    sliding-window attention and no extra inputs.
+    sliding-window attention and no extra inputs; if some keep states, not every layer needs to attend.
     """
     calls: list[_Call] = []
     token = _calls.set(calls)
     try:
-        with _attention_set_to(module, _PROBE_NAME), torch.no_grad():
+        with _attention_set_to(module, _PROBE_NAME), torch.no_grad(), recording_states() as state_calls:
             positions = {"position_ids": torch.arange(_NUM_TOKENS)[None] + first_position} if first_position else {}
             module(input_ids=torch.arange(1, 1 + _NUM_TOKENS)[None], use_cache=False, **positions)
     except Refusal:
@@ -99,7 +119,7 @@ def probe_geometry(module: PreTrainedModel, first_position: int = 0) -> list[Lay
         ) from None
     finally:
         _calls.reset(token)
-    return _in_layer_order(calls, module.config.num_hidden_layers)
+    return _by_layer(calls, state_calls, module.config.num_hidden_layers)
 
 
 class _Call(NamedTuple):
@@ -123,13 +143,26 @@ class _Mask(msgspec.Struct, frozen=True):
 _calls: ContextVar[list[_Call]] = ContextVar("calls")
 
 
-def _in_layer_order(calls: list[_Call], num_layers: int) -> list[LayerGeometry]:
-    if not calls:
+def _by_layer(calls: list[_Call], state_calls: list[StateCall], num_layers: int) -> list[LayerGeometry]:
+    try:
+        states = states_by_layer(state_calls)
+    except ValueError as problem:
+        raise Refusal(str(problem)) from None
+    if not calls and not states:
         raise Refusal("it never calls the attention interface")
     layers = [call.layer_idx for call in calls]
-    if layers != list(range(num_layers)):
+    all_layers = list(range(num_layers))
+    if layers != (sorted(set(layers) & set(all_layers)) if states else all_layers):
         raise Refusal(f"attention was called for layers {layers}, expected each of 0..{num_layers - 1} once, in order")
-    return [call.geometry for call in calls]
+    if strangers := sorted(states.keys() - set(all_layers)):
+        raise Refusal(f"layers {strangers} keep states, and it has layers 0..{num_layers - 1}")
+    attention = {call.layer_idx: call.geometry for call in calls}
+    return [
+        msgspec.structs.replace(attention[index], state=states.get(index))
+        if index in attention
+        else LayerGeometry.without_attention(states.get(index))
+        for index in all_layers
+    ]
 
 
 @contextmanager
@@ -161,7 +194,6 @@ def _probe_attention(
     window = sliding_window or None
     _check_call(module, attention_mask, window, is_causal, kwargs)
     calls = _calls.get()
-    is_shared = (call.key is key and call.value is value for call in calls)
     latents = products_of(module, key, value)
     geometry = LayerGeometry(
         num_heads=query.shape[1],
@@ -173,7 +205,7 @@ def _probe_attention(
         softcap=float(softcap) if softcap else None,
         has_sinks=s_aux is not None,
         has_latents=latents is not None,
-        kv_layer=next((layer for layer, shares in enumerate(is_shared) if shares), None),
+        kv_layer=next((call.layer_idx for call in calls if call.key is key and call.value is value), None),
     )
     calls.append(_Call(getattr(module, "layer_idx", None), geometry, key, value))
     size = value.shape[-1] if latents is None else latents.value_size

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.modules.expert_patterns import EXPERT_BIASES, EXPERT_MATRICES
-from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.geometry import LayerGeometry, keeps_states
 from rollout_engine.model.modules.latent_attention import LatentAttention
 from rollout_engine.model.modules.module_patterns import is_gated_mlp
 from rollout_engine.model.ranks.part import Part
@@ -83,6 +83,11 @@ def cut_module(
 
     Raises `ConfigError` if it cannot be cut for this number of ranks.
     """
+    if keeps_states(geometry):
+        raise ConfigError(
+            f"tensor_parallel_size={seat.num_ranks}: {type(module).__name__} has layers that keep a state, and these "
+            "are not cut yet. Leave it out."
+        )
     plan = _plan_of(module)
     cut = ModelCut(seat, [], [], None, {}, {}, list(geometry), {}, {})
     for parent in module.modules():

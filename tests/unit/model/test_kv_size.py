@@ -9,8 +9,9 @@ import torch
 
 from rollout_engine import ConfigError, EngineConfig, SpeculationConfig
 from rollout_engine.model.cuda.backend import CudaBackend
-from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, size_pool
+from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, bytes_per_state, size_pool, size_states
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.state_geometry import StateGeometry
 
 HOST, DEVICE = 1000, 5000
 BLOCK_BYTES = 64
@@ -116,3 +117,43 @@ def test_where_a_second_copy_would_leave_no_pool_updates_are_said_to_be_made_in_
     assert "30.0 GiB are left" in record.getMessage()
     caplog.clear()
     assert pool_of(22, cuda_graphs=False) == pytest.approx(90 - 66, abs=1e-3) and not caplog.records
+
+
+class WithStates(OneLayer):
+    """One layer of KV, and one of states: 96 + 64 bytes a slot."""
+
+    geometry = (
+        *OneLayer.geometry,
+        LayerGeometry.without_attention(StateGeometry(((3, 16),), (1, 4, 4))),
+        LayerGeometry.without_attention(None),
+    )
+    module = SimpleNamespace()
+
+
+def slots(num_blocks=100, **options):
+    config = EngineConfig(model="model", block_size=16, max_num_seqs=3, **options)
+    return size_states(config, WithStates, num_blocks)
+
+
+def test_states_of_all_sequences_have_slots_and_the_prefix_cache_the_rest():
+    assert bytes_per_state(WithStates) == 2 * 3 * 16 + 4 * 16 == 160
+    assert bytes_per_block(WithStates, 16) == BLOCK_BYTES
+    assert slots(enable_prefix_caching=False) == 3 + 1
+    assert slots() == 4 + 6
+    assert slots(num_blocks=10) == 4 + 10 * BLOCK_BYTES // 2 // 160
+    assert slots(state_cache_bytes=0) == 4
+    assert slots(state_cache_bytes=479) == 4 + 2
+    assert slots(state_cache_bytes=0, speculation=SpeculationConfig(max_draft_tokens=2)) == 4 + 2
+
+
+def test_states_that_do_not_fit_memory_are_refused():
+    with pytest.raises(ConfigError, match=f"state_cache_bytes=1001 asks for 1001 bytes of states; .* {HOST} in all"):
+        slots(state_cache_bytes=HOST + 1)
+    with pytest.raises(ConfigError, match=r"max_num_seqs=10 asks for 1760 bytes of states"):
+        size_states(EngineConfig(model="model", block_size=16, max_num_seqs=10), WithStates, 1)
+
+
+def test_a_model_without_states_has_no_slots_for_them():
+    assert size_states(EngineConfig(model="model", block_size=16), OneLayer, 1) == 0
+    with pytest.raises(ConfigError, match="no layer of SimpleNamespace does"):
+        size_pool(EngineConfig(model="model", block_size=16, state_cache_bytes=1), OneLayer)

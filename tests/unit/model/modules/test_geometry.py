@@ -79,7 +79,7 @@ def test_such_layers_have_the_pool_of_the_layer_that_they_read():
     geometry = probe_geometry(build("gemma4_text", **SIZES["gemma4_text"]))
     pool = CpuKVPool(geometry, num_blocks=2, block_size=4, dtype=torch.float32)
     assert len(list(pool.tensors())) == 2 * 3
-    pools = kv_pools(geometry, lambda layer: object())
+    pools = list(kv_pools(geometry, lambda layer: object()).values())
     assert [pools.index(each) for each in pools] == [0, 1, 2, 2, 1, 1]
 
 
