@@ -15,8 +15,8 @@ from rollout_engine.core.state_slots import StateSlots
 class BlockTables:
     """Every change of a sequence's `block_ids` happens here, over one pool and one prefix cache.
 
-    If the model keeps states, a sequence continues from position p only with KV of the tokens before p and a state at p:
-    `states` has those, and each method here cares for both.
+    If the model keeps states, a sequence continues from position p only with KV of the tokens before p and a state at
+    p: `states` has those, and each method here cares for both.
     """
 
     def __init__(self, config: CoreConfig, policy_version: int) -> None:
