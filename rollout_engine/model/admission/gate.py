@@ -33,7 +33,7 @@ from rollout_engine.model.modules.one_thread import one_thread
 logger = logging.getLogger(__name__)
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"}
-"""Kinds that configurations name; "linear_attention" is any recurrence, "hybrid" has one beside its attention."""
+"""Kinds that configurations name; "linear_attention" is any recurrence, "hybrid" has one next to its attention."""
 
 
 def text_config_to_serve(config: PretrainedConfig, head: str | None = None) -> PretrainedConfig:

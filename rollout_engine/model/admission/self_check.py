@@ -246,7 +246,7 @@ def _relative_error(engine: PreTrainedModel, reference: PreTrainedModel, geometr
     expected = [reference(input_ids=torch.tensor([p]), use_cache=False).logits[0] for p in prompts]
     computed = [torch.full_like(logits, torch.nan) for logits in expected]
     tables = _shuffled_tables(lengths)
-    paged = _paged(engine, geometry, tables)
+    paged = _make_model(engine, geometry, tables)
     for step in _steps(lengths):
         chunks = [SequenceChunk(prompts[s][first:end], first, tables[s], s) for s, first, end in step]
         sizes = [end - first for _, first, end in step]
@@ -268,7 +268,7 @@ def _relative_far_error(
         for start, row in zip(starts, tokens, strict=True)
     ]
     tables = _shuffled_tables((_NUM_FAR,) * len(starts))
-    paged = _paged(engine, geometry, tables)
+    paged = _make_model(engine, geometry, tables)
     chunks = [
         SequenceChunk(row.tolist(), 0, table, s) for s, (row, table) in enumerate(zip(tokens, tables, strict=True))
     ]
@@ -277,7 +277,7 @@ def _relative_far_error(
     return float((computed - wanted).abs().max() / wanted.abs().max())
 
 
-def _paged(engine: PreTrainedModel, geometry: list[LayerGeometry], tables: list[list[int]]) -> CpuModel:
+def _make_model(engine: PreTrainedModel, geometry: list[LayerGeometry], tables: list[list[int]]) -> CpuModel:
     """The model over block tables, with a slot of states for each."""
     num_blocks, num_slots = sum(map(len, tables)), len(tables)
     return CpuModel(engine, geometry, num_blocks=num_blocks, block_size=_BLOCK_SIZE, num_state_slots=num_slots)

@@ -1,4 +1,4 @@
-"""The pool of states on the CPU: what layers keep of a sequence in place of keys and values.
+"""The pool of states on the CPU, which layers keep of a sequence in place of keys and values.
 
 A slot holds the states of one sequence, of all layers. A step reads the states of a chunk in one slot, and writes them
 to that one or to others (`StateChunks`).
@@ -49,7 +49,7 @@ class CpuStatePool:
             yield
             return
         if chunks is None:
-            raise ValueError("Layers of this model keep states, and the batch does not say in which slots.")
+            raise ValueError("Layers of this model keep states, and the batch names no slots of them.")
         with keeping_states(StateStep(chunks, self.layers)):
             yield
 

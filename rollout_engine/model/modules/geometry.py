@@ -51,7 +51,7 @@ class LayerGeometry(msgspec.Struct, frozen=True):
 
     @classmethod
     def without_attention(cls, state: StateGeometry | None) -> "LayerGeometry":
-        """A layer that keeps a state alone, or computes each token by itself."""
+        """A layer that keeps a state alone, or computes each token separately."""
         return cls(0, 0, 0, 0, scale=1.0, sliding_window=None, softcap=None, has_sinks=False, state=state)
 
     @property

@@ -120,7 +120,7 @@ class _Rows(NamedTuple):
             raise ConfigError(f"{mixer.name} computes {batch} x {length} tokens in a step of {num_tokens}: not served.")
         states = None if mixer.layer_idx is None else step.layers[mixer.layer_idx]
         if states is None:
-            raise ConfigError(f"{mixer.name} keeps a state in layer {mixer.layer_idx}, where the probe saw none.")
+            raise ConfigError(f"{mixer.name} keeps a state in layer {mixer.layer_idx}, and the probe saw none there.")
         return cls(step.chunks, states)
 
     @classmethod

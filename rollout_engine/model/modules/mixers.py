@@ -26,7 +26,7 @@ _WITH_CACHE = {
 }
 """Functions that mixers call with a cache alone, which they are not given."""
 _STATELESS = {"apply_mask_to_padding_states"}
-"""Functions that treat each token by itself."""
+"""Functions that treat each token separately."""
 _CACHES = ("cache_params", "past_key_values")
 
 

@@ -27,7 +27,7 @@ class StateGeometry(msgspec.Struct, frozen=True):
     """(heads, key size, value size); None: the layer has no recurrence."""
 
     def without_counts(self) -> tuple[object, ...]:
-        """What a copy with fewer heads and channels has in common with it."""
+        """The sizes that a copy with fewer heads and channels has too."""
         inputs = [kept for kept, _ in self.convolutions]
         return *inputs, None if self.recurrence is None else self.recurrence[1:]
 

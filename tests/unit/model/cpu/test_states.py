@@ -57,7 +57,7 @@ def test_chunks_of_several_sequences_compute_what_each_alone_does(architecture):
 
 def test_a_batch_without_slots_is_refused():
     model = paged("lfm2")
-    with pytest.raises(ValueError, match="does not say in which slots"):
+    with pytest.raises(ValueError, match="names no slots of them"):
         model.forward(FlatBatch.of([SequenceChunk([5, 6], 0, [0])]), [0])
 
 
