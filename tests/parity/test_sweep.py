@@ -15,19 +15,12 @@ from rollout_engine import LLM, SamplingParams
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.testing.architectures import SIZES
+from tests.models import results
 
-SERVED = set(
-    """
-    afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3
-    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe
-    glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
-    granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama longcat_flash
-    mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral3 mistral mixtral modernbert-decoder moshi
-    nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
-    smollm3 solar_open stablelm starcoder2 vaultgemma youtu
-    """.split()
-)
-"""What is known to be served, so that a change which refuses one of these is seen."""
+_ROWS = results.read()
+SERVED = set(results.names_of(_ROWS, "type", *results.SERVED))
+REFUSED = set(results.names_of(_ROWS, "type", "refused", "untried"))
+"""As docs/models.md lists them, so that a change which serves or refuses other types is seen."""
 
 _MOST_PARAMETERS = 8_000_000
 _COMMON = dict(vocab_size=259, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -168,6 +161,7 @@ def test_it_is_served_right_or_refused_with_the_reason(model_type, tmp_path):
             refusals.append(str(refusal))
             continue
         assert_right(directory, outputs)
+        assert model_type not in REFUSED, f"run `python -m tests.models {model_type}`"
         return
     assert model_type not in SERVED, refusals
     if not refusals:
