@@ -11,6 +11,7 @@ Each row is written when its type is done, so a run that was ended continues fro
 """
 
 import argparse
+import logging
 import os
 import sys
 import tempfile
@@ -41,18 +42,23 @@ def run() -> int:
         is_wrong = _try_types(options.names, parts, anew=options.anew or bool(options.names))
     text = PAGE.read_text(encoding="utf-8")
     made = updated(text, results.read())
-    if options.check and made != text:
-        print("docs/models.md is not what tests/models/results.json says: run `python -m tests.models --page`.")
-        return 1
+    if options.check:
+        if made != text:
+            print("docs/models.md is not what tests/models/results.json says: run `python -m tests.models --page`.")
+        return int(made != text)
     PAGE.write_text(made, encoding="utf-8")
     return int(is_wrong)
 
 
 def _try_types(names: list[str], parts: list[str], *, anew: bool) -> bool:
     """Try parts of types, of all if no names are given, and write their rows; whether one went wrong."""
+    import transformers
+
     from tests.models.tiny import all_names
     from tests.models.trial import describe_machine, tried
 
+    transformers.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)  # rows have the reasons
     if strangers := sorted(set(names) - set(all_names())):
         sys.exit(f"transformers has no causal LM of type {', '.join(strangers)}, and it is no composite of ours.")
     rows, machine, is_wrong = results.read(), describe_machine(), False

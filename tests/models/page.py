@@ -60,8 +60,8 @@ def _count(results: dict[str, Row]) -> str:
     num_types = sum(row["kind"] == "type" for row in results.values())
     versions = "; ".join(sorted({row["made_with"] for row in results.values()}))
     return (
-        f"Of {num_types} causal LMs of transformers {len(exact)} are equal to the trainer, bit for bit, in float32, {num_both} of "
-        f"them in bfloat16 too; the layers of {num_fast} run as one C++ call. Made with {versions}."
+        f"Of {num_types} causal LMs of transformers {len(exact)} are equal to the trainer, bit for bit, in float32, "
+        f"{num_both} of them in bfloat16 too; the layers of {num_fast} run as one C++ call. Made with {versions}."
     )
 
 

@@ -1,9 +1,9 @@
 """Tries a type of model: an engine serves a tiny random one, and trainer, transformers and ranks compute the same.
 
-    bits        of samples of a small engine and of `exact.load`; and they are close to transformers' own log-probs
-    gradients   of one step of the exact trainer, beside autograd of transformers' own module
-    ranks       logits of two ranks, beside those of one process
-    device      our Triton kernels in the interpreter, by the trial that an engine makes at its start
+bits        of samples of a small engine and of `exact.load`; and they are close to transformers' own log-probs
+gradients   of one step of the exact trainer, beside autograd of transformers' own module
+ranks       logits of two ranks, beside those of one process
+device      our Triton kernels in the interpreter, by the trial that an engine makes at its start
 """
 
 import contextlib
