@@ -183,7 +183,8 @@ def _compare_bits(name: str, path: Path, dtype: str) -> tuple[str, str]:
     try:
         trainer = exact.load(path, getattr(torch, dtype))
     except ConfigError as refusal:
-        return f"round-off: {_without(path, refusal)}", layers
+        outcome = "wrong" if "deterministic True" in choices else "round-off"
+        return f"{outcome}: {_without(path, refusal)}", layers
     compared, wrong = mismatches(sampled + greedy, trainer, 1.0)
     return (f"wrong: {wrong} of {compared} log-probs differ from the trainer's" if wrong else "exact"), layers
 
