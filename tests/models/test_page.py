@@ -73,6 +73,11 @@ def test_composites_are_refused_as_their_tests_say():
     assert set(results.names_of(ROWS, "composite", "exact")) == COMPOSITES.keys() - test_composites.REFUSED.keys()
 
 
+def test_published_models_are_proved_with_sizes_of_their_own():
+    exact = results.names_of(ROWS, "type", *results.SERVED)
+    assert not [name for name in exact if name in PUBLISHED and ROWS[name]["sizes"] == "generic"]
+
+
 def test_published_models_and_aliases_are_of_types_with_a_row():
     assert PUBLISHED.keys() <= ROWS.keys() | ALIASES.keys()
     assert {alias.model_type for alias in ALIASES.values()} <= set(results.names_of(ROWS, "type", "exact"))

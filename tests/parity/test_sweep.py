@@ -76,13 +76,13 @@ def tiny_models(model_type):
                 size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
             if size > _MOST_PARAMETERS:
                 continue
-            model = _random_model(config)
+            model = random_model(config)
         except Exception:  # whatever transformers does with a configuration that does not fit
             continue
         yield model
 
 
-def _random_model(config):
+def random_model(config):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -114,7 +114,7 @@ def with_scaled_positions(model, directory):
     is_by_kind = all(isinstance(each, dict) for each in rope.values())
     config.rope_parameters = {k: each | SCALED for k, each in rope.items()} if is_by_kind else rope | SCALED
     try:
-        made = _random_model(config)
+        made = random_model(config)
         made.save_pretrained(directory)
     except Exception:  # whatever transformers does with a configuration that does not fit
         return None
