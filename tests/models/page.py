@@ -77,8 +77,8 @@ def _cells(row: Row, *columns: str) -> list[str]:
 
 
 def _exceptions(rows: dict[str, Row]) -> list[str]:
-    """A list of what keeps exact types from being so in every column, by reason."""
-    columns = {"bfloat16": "in bfloat16", "gradients": "gradients", "ranks": "over two ranks", "device": "on a device"}
+    """A list of reasons why exact types have other outcomes in a column; results.json has those for devices, too."""
+    columns = {"bfloat16": "in bfloat16", "gradients": "gradients", "ranks": "over two ranks"}
     lines = []
     for column, words in columns.items():
         for reason, names in _by_reason(rows, column).items():
@@ -105,6 +105,8 @@ def _by_reason(rows: dict[str, Row], column: str) -> dict[str, list[str]]:
 
 
 def _shorten(reason: str) -> str:
+    """A reason without its figures and advice, as types share it."""
+    reason = re.sub(r", and only these are served: .*| by \S+ of the largest \(allowed: \S+\)|\. Leave it out$", "", reason)
     plain = reason.replace("|", "/").replace("<", "&lt;")
     return plain if len(plain) <= _MOST_LETTERS else plain[:_MOST_LETTERS].rpartition(" ")[0] + " ..."
 

@@ -130,13 +130,13 @@ class Ranks:
         """Outcome of two ranks: "equal" to one process, or "refused" with the reason."""
         try:  # what cannot be cut is refused before the other rank is asked
             load_model(_config(path), CPU, SimpleNamespace(rank=0, num_ranks=2, splits_sums=False))
+        except ConfigError as refusal:
+            return f"refused: {_without(path, refusal)}"
+        try:
             whole = logits_of(backend_of(path, dtype="float32"))
             self._partner = self._partner or Partner()
             cut = logits_of(backend_of(path, self._partner.begin(path, dtype="float32"), dtype="float32"))
-        except ConfigError as refusal:
-            self.close()
-            return f"refused: {_without(path, refusal)}"
-        except Exception:
+        except Exception:  # the other rank is lost
             self.close()
             raise
         return "equal" if all(map(torch.equal, cut, whole)) else "wrong: logits differ from those of one process"
