@@ -12,6 +12,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MARK = r"(?<=<!-- begin: {0} -->\n).*?(?=<!-- end: {0} -->)"
 _MOST_LETTERS = 220
 """Of a reason; the whole is in results.json."""
+_NOT_SHARED = re.compile(
+    r", and only these are served: .*"
+    r"| by \S+ of the largest \(allowed: \S+\)"
+    r"|\. Leave it out$"
+)
+"""Figures and advice in reasons, so that types share the rest."""
 
 
 def updated(page: str, results: dict[str, Row]) -> str:
@@ -105,8 +111,10 @@ def _by_reason(rows: dict[str, Row], column: str) -> dict[str, list[str]]:
 
 
 def _shorten(reason: str) -> str:
-    """A reason without its figures and advice, as types share it."""
-    reason = re.sub(r", and only these are served: .*| by \S+ of the largest \(allowed: \S+\)|\. Leave it out$", "", reason)
+    """A reason in words that types share."""
+    reason = re.sub(
+        r", and only these are served: .*| by \S+ of the largest \(allowed: \S+\)|\. Leave it out$", "", reason
+    )
     plain = reason.replace("|", "/").replace("<", "&lt;")
     return plain if len(plain) <= _MOST_LETTERS else plain[:_MOST_LETTERS].rpartition(" ")[0] + " ..."
 

@@ -4,7 +4,7 @@ A row has these columns, each an outcome or "outcome: reason":
 
     kind        type | composite
     sizes       own (rollout_engine/testing/architectures.py, tests/integration/composites.py)
-                | generic (the recipe of tests/parity/test_sweep.py)
+                | generic (tests/models/recipe.py)
     made_with   versions and machine
     float32     exact | round-off | refused | untried
     bfloat16    exact | round-off | refused

@@ -1,22 +1,17 @@
 """Tiny random models of every type: those with sizes of their own, composites, and all others by a generic recipe."""
 
-import copy
 from collections.abc import Callable, Iterator
-from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollout_engine.testing import byte_tokenizer, tiny_model
 from rollout_engine.testing.architectures import SIZES
 from rollout_engine.testing.models import tiny_config
 from tests.integration.composites import COMPOSITES, composite, save
-from tests.parity.test_sweep import random_model, tiny_models
-
-AS_PUBLISHED = {"lfm2": {"layer_types": ["conv", "full_attention"]}}
-"""Kinds of layers that published models have, and the default configuration of their type has not."""
+from tests.models.recipe import tiny_models
 
 
 class Tiny(NamedTuple):
@@ -59,34 +54,7 @@ def tiny_of(name: str) -> Iterator[Tiny]:
         yield Tiny(tiny_config(name, **SIZES[name]), lambda: tiny_model(name, **SIZES[name]))
     else:
         for model in tiny_models(name):
-            yield _with_all_kinds(name, model)
-
-
-def _with_all_kinds(name: str, model: PreTrainedModel) -> Tiny:
-    """A model of a generic recipe, with a layer of each kind that its type has.
-
-    Without them if transformers does not build that, unless no engine serves such a kind: then all models are refused.
-    """
-    fields, config = layer_kinds(name), copy.deepcopy(model.config)
-    missing = {kind for field, kinds in fields.items() for kind in kinds - set(getattr(config, field) or ())}
-    if missing:
-        config.num_hidden_layers = max(map(len, fields.values()))
-        for field, kinds in fields.items():
-            in_order = sorted(kinds, key=lambda kind: (kind == "full_attention", kind))  # some types want that last
-            setattr(config, field, list(islice(cycle(in_order), config.num_hidden_layers)))
-        try:
-            model = random_model(config)
-        except Exception:  # whatever transformers does with a configuration that does not fit
-            if missing - {"sliding_attention", "full_attention", "dense", "sparse"}:
-                return Tiny(config, lambda: random_model(config))
-    return Tiny(model.config, lambda: model)
-
-
-def layer_kinds(name: str) -> dict[str, set[str]]:
-    """The kinds of layers of a type, by the field of its configuration that lists them."""
-    found = AS_PUBLISHED.get(name) or vars(AutoConfig.for_model(name))
-    fields = ((field, found.get(field)) for field in ("layer_types", "mlp_layer_types"))
-    return {field: set(kinds) for field, kinds in fields if kinds}
+            yield Tiny(model.config, lambda model=model: model)
 
 
 def tiny_for_ranks(name: str) -> Tiny | None:
