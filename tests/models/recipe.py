@@ -74,10 +74,11 @@ def tiny_models(model_type):
 def _with_all_kinds(model_type, model):
     """A model like it with a layer of each kind that its type has.
 
-    If transformers does not build that, the model itself; None if its type has kinds that no engine serves.
+    If transformers does not build that, the model itself; None if an engine would serve it, and not its type.
     """
     fields, config = layer_kinds(model_type), copy.deepcopy(model.config)
-    missing = {kind for field, kinds in fields.items() for kind in kinds - set(getattr(config, field) or ())}
+    present = {kind for field in fields for kind in getattr(config, field) or ()}
+    missing = set().union(*fields.values()) - present
     if not missing:
         return model
     config.num_hidden_layers = max(map(len, fields.values()))
@@ -87,7 +88,7 @@ def _with_all_kinds(model_type, model):
     try:
         return random_model(config)
     except Exception:  # whatever transformers does with a configuration that does not fit
-        return None if missing - _SERVED_KINDS else model
+        return None if missing - _SERVED_KINDS and present <= _SERVED_KINDS else model
 
 
 def layer_kinds(name: str) -> dict[str, set[str]]:
