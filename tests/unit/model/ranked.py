@@ -39,7 +39,7 @@ class Partner:
         return Seat(SharedExchange(self._memory, 0, 2))
 
     def end(self) -> None:
-        self._process.kill()  # its end takes a while on a busy machine, and it keeps nothing
+        self._process.terminate()  # its own end may take long on a busy machine
         self._process.wait()
         self._process.stdin.close()
         os.close(self._memory)
