@@ -4,6 +4,7 @@ from typing import Any
 
 _HEADS = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=16, intermediate_size=88)
 _THREE_HEADS = dict(hidden_size=48, num_attention_heads=3, num_key_value_heads=3, head_dim=16, intermediate_size=88)
+_BOTH_KINDS: dict[str, Any] = dict(sliding_window=19, layer_types=["sliding_attention", "full_attention"])
 _EXPERTS = dict(num_experts=5, num_local_experts=5, num_experts_per_tok=2, moe_intermediate_size=40)
 _BIASED = dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 8) | dict(
     num_experts_per_tok=3,
@@ -40,7 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "mistral": _HEADS | dict(sliding_window=19),
     "phi3": _THREE_HEADS | dict(num_key_value_heads=1),
     "gemma2": _HEADS | dict(sliding_window=19, query_pre_attn_scalar=24, attn_logit_softcapping=20.0),
-    "gemma3_text": _HEADS | dict(sliding_window=19, layer_types=["sliding_attention", "full_attention"]),
+    "gemma3_text": _HEADS | _BOTH_KINDS,
     "gemma4_text": _HEADS
     | dict(
         num_hidden_layers=6,
@@ -64,14 +65,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "granite": _HEADS,
     "granitemoe": _HEADS | _EXPERTS,
     "cohere": _HEADS,
-    "cohere2": _HEADS | dict(sliding_window=19),
+    "cohere2": _HEADS | _BOTH_KINDS,
     "starcoder2": _HEADS | dict(sliding_window=19),
     "stablelm": _THREE_HEADS,
     "phi": _THREE_HEADS,
     "opt": dict(hidden_size=48, ffn_dim=88, word_embed_proj_dim=48, num_attention_heads=3),
     "smollm3": _HEADS,
+    "seed_oss": _HEADS,
     "olmo": _THREE_HEADS,
-    "olmo3": _THREE_HEADS | dict(sliding_window=19, layer_types=["sliding_attention", "full_attention"]),
+    "olmo3": _THREE_HEADS | _BOTH_KINDS,
     "glm": _HEADS,
     "glm4": _HEADS,
     "nemotron": _HEADS,
@@ -83,9 +85,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "dots1": _HEADS | _BIASED,
     "solar_open": _HEADS | _BIASED,
     "glm4_moe": _HEADS | _BIASED,
-    "exaone_moe": _HEADS | _BIASED | dict(sliding_window=19),
+    "exaone_moe": _HEADS | _BIASED | _BOTH_KINDS,
     "mimo_v2_flash": _HEADS | _BIASED | dict(num_key_value_heads=1, v_head_dim=12, sliding_window=19),
-    "afmoe": _HEADS | _BIASED | dict(sliding_window=19),
+    "afmoe": _HEADS | _BIASED | _BOTH_KINDS,
     "ernie4_5_moe": _HEADS | _BIASED,
     "glm4_moe_lite": _LATENT | _BIASED,
     "deepseek_v2": _LATENT | _BIASED | dict(topk_method="group_limited_greedy"),
@@ -192,3 +194,4 @@ HYBRID_SIZES: dict[str, dict[str, Any]] = {
     ),
 }
 """The same for architectures with layers that keep a state in place of keys and values."""
+ALL_SIZES = SIZES | HYBRID_SIZES

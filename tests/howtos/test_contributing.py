@@ -38,6 +38,7 @@ MAX_LINES = 40
 MAX_FILE_LINES = 400
 PYTEST = re.compile(r"^\.venv/bin/python -m pytest (?P<paths>.+) -k (?P<names>.+)$")
 WRITE = ".venv/bin/python -m tests.contract.messages --write"
+TRY = re.compile(r"^\.venv/bin/python (?P<arguments>-m tests\.models .+)$")
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,9 @@ def outcomes(copy):
     """(module, name, outcome) of each test that the page has a contributor run, and all that they print."""
     written = run(copy, "-m", "tests.contract.messages", "--write")
     assert written.returncode == 0, written.stdout
+    for command in filter(None, (TRY.match(line) for howto in HOWTOS.values() for line in howto.commands)):
+        tried = run(copy, *shlex.split(command["arguments"]))
+        assert tried.returncode == 0, tried.stdout
     found = [PYTEST.match(line) for howto in HOWTOS.values() for line in howto.commands]
     paths = dict.fromkeys(path for each in found if each for path in each["paths"].split())
     names = " or ".join(shlex.split(each["names"])[0] for each in found if each)

@@ -8,100 +8,21 @@ import random
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollout_engine import LLM, SamplingParams
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.testing import byte_tokenizer
-from rollout_engine.testing.architectures import HYBRID_SIZES, SIZES
+from tests.models import results
+from tests.models.recipe import random_model, tiny_models
 
-SERVED = set(
-    """
-    youtu vaultgemma starcoder2 stablelm solar_open smollm3 seed_oss qwen3_next qwen3_moe qwen3_5_text
-    qwen3_5_moe_text qwen3 qwen2_moe qwen2 phimoe phi3 phi persimmon opt olmoe olmo_hybrid olmo3 olmo2 olmo nemotron_h
-    nemotron nanochat moshi modernbert-decoder mixtral mistral ministral3 minimax_m3_vl_text minimax_m2 minicpm3
-    mimo_v2_flash mellum longcat_flash llama lfm2_moe lfm2 laguna kolibri1 kimi_linear jetmoe jais2 iquestcoder
-    internlm3 hyperclovax hy_v3 helium granitemoeshared granitemoehybrid granitemoe_swa granitemoe granite_swa granite
-    gpt_oss gpt_neox gpt_bigcode gpt2 gpt-sw3 glm4_moe_lite glm4_moe glm4 glm gemma4_text gemma3_text gemma2 gemma
-    flint flex_olmo falcon_h1 exaone_moe exaone4 ernie4_5_moe ernie4_5 deepseek_v3 deepseek_v2 cwm ctrl cohere2_moe
-    cohere2 cohere bitnet biogpt beam bamba axk1 aria_text arcee apertus afmoe
-    """.split()
-)
-"""What is known to be served, so that a change which refuses one of these is seen."""
+_ROWS = results.read()
+SERVED = set(results.names_of(_ROWS, "type", *results.SERVED))
+REFUSED = set(results.names_of(_ROWS, "type", "refused", "untried"))
+"""As docs/models.md lists them, so that a change which serves or refuses other types is seen."""
 
-_MOST_PARAMETERS = 8_000_000
-_COMMON = dict(vocab_size=259, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-_FIELDS = (
-    _COMMON
-    | dict(tie_word_embeddings=False)
-    | dict.fromkeys(["hidden_size", "d_model", "n_embd", "word_embed_proj_dim"], 64)
-    | dict.fromkeys(["n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"], 2)
-    | dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads"], 4)
-    | dict.fromkeys(["decoder_attention_heads", "encoder_attention_heads"], 4)
-    | dict.fromkeys(["intermediate_size", "ffn_dim", "ffn_hidden_size", "d_ff"], 96)
-    | dict.fromkeys(["decoder_ffn_dim", "encoder_ffn_dim"], 96)
-    | dict.fromkeys(["max_position_embeddings", "n_positions"], 256)
-    | dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size"], 40)
-    | dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4)
-    | dict(num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1)
-    | dict(num_key_value_heads=2, q_lora_rank=24, kv_lora_rank=16, sliding_window=19)
-    | dict.fromkeys(["head_dim", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"], 16)
-    | dict.fromkeys(["mamba_d_state", "state_size"], 8)
-)
 SCALED = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=48, llama_4_scaling_beta=0.3)
-_LEFT_WHERE_UNSET = {"sliding_window", "head_dim", "moe_intermediate_size", "q_lora_rank"}
-
-
-def recipes(model_type):
-    """Fields for a config of this type, the likeliest first."""
-    for sizes in (SIZES, HYBRID_SIZES):
-        if model_type in sizes:
-            yield _COMMON | sizes[model_type]
-    try:
-        default = AutoConfig.for_model(model_type)
-    except Exception:  # it cannot be made without arguments
-        return
-    given = {}
-    for name, value in _FIELDS.items():
-        try:
-            current = getattr(default, name)
-        except Exception:  # it has none, or one for each layer
-            continue
-        if current is not None or name not in _LEFT_WHERE_UNSET:
-            given[name] = value
-    yield given
-    if "num_key_value_heads" in given:
-        yield given | {"num_key_value_heads": 4}
-        yield {name: value for name, value in given.items() if name not in ("head_dim", "num_key_value_heads")}
-
-
-def tiny_models(model_type):
-    """Random models of this type, one for each recipe that transformers can build and run."""
-    for fields in recipes(model_type):
-        try:
-            config = AutoConfig.for_model(model_type, **fields)
-            with torch.device("meta"):
-                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-            if size > _MOST_PARAMETERS:
-                continue
-            model = _random_model(config)
-        except Exception:  # whatever transformers does with a configuration that does not fit
-            continue
-        yield model
-
-
-def _random_model(config):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, 0.2)
-                elif name.endswith("bias"):
-                    parameter.normal_(0.0, 0.1)
-    return model
 
 
 def draw_prompts(seed):
@@ -123,7 +44,7 @@ def with_scaled_positions(model, directory):
     is_by_kind = all(isinstance(each, dict) for each in rope.values())
     config.rope_parameters = {k: each | SCALED for k, each in rope.items()} if is_by_kind else rope | SCALED
     try:
-        made = _random_model(config)
+        made = random_model(config)
         made.save_pretrained(directory)
     except Exception:  # whatever transformers does with a configuration that does not fit
         return None
@@ -170,6 +91,7 @@ def test_it_is_served_right_or_refused_with_the_reason(model_type, tmp_path):
             refusals.append(str(refusal))
             continue
         assert_right(directory, outputs)
+        assert model_type not in REFUSED, f"run `python -m tests.models {model_type}`"
         return
     assert model_type not in SERVED, refusals
     if not refusals:

@@ -19,6 +19,7 @@ from rollout_engine.model.loading.configuration import make_size_check, read_con
 from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.composites import adopt_conversions
 from rollout_engine.model.modules.construct import initialize, place_on
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_of, with_labels
@@ -134,6 +135,8 @@ def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedMod
     text_config = _text_config(hf_config, None, entries, None)
     check = make_size_check(directory, text_config, entries)
     module = build_module(text_config, _resolve_dtype(dtype, hf_config, entries, device), "eager", check=check)
+    if text_config is not hf_config:
+        adopt_conversions(module, hf_config)
     WeightTable.of(module).load(entries, _checkpoint_names(module, hf_config))
     with as_config_errors():
         config_file.check()

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from rollout_engine import LLM, RolloutPolicy, SamplingParams, exact
 from rollout_engine.base.errors import ConfigError, WeightUpdateError
 from rollout_engine.testing import tiny_checkpoint
+from tests.integration.composites import composite, save
 from tests.quantised_files import quantise_checkpoint
 
 
@@ -65,3 +66,10 @@ def test_a_head_that_classifies_is_refused(tmp_path):
     tiny_checkpoint(tmp_path, head="sequence")
     with pytest.raises(ConfigError, match="classifies each sequence"):
         exact.load(tmp_path)
+
+
+def test_a_composite_whose_experts_are_stacked_is_loaded_as_its_engine_does(tmp_path):
+    model = composite("glm4v_moe")
+    save(model, tmp_path)
+    found, expected = exact.load(tmp_path).model.state_dict(), model.get_decoder().state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

@@ -39,8 +39,9 @@ class Partner:
         return Seat(SharedExchange(self._memory, 0, 2))
 
     def end(self) -> None:
+        self._process.terminate()  # its own end may take long on a busy machine
+        self._process.wait()
         self._process.stdin.close()
-        self._process.wait(10)
         os.close(self._memory)
 
 
