@@ -45,13 +45,15 @@ def tile_for(out_features: int, in_features: int, dtype: torch.dtype) -> Tile:
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile | None = None) -> Tensor:
     """Write x [M, K] @ weight.T + bias into `out` [M, N], all of one dtype: bfloat16, float16 or float32 (not TF32).
 
+    Or with `out` in float32: the sums, which are not rounded then.
+
     `weight` [N, K], `bias` [N]; any stride between rows. `tile` replaces `tile_for`'s: a slice of a weight's rows with
     the tile of the whole weight gives the same bits.
     """
     (rows, in_features), out_features = x.shape, weight.shape[0]
     if not x.stride(1) == weight.stride(1) == out.stride(1) == 1:
         raise ValueError(f"Rows should be contiguous, got strides {x.stride()}, {weight.stride()}, {out.stride()}.")
-    if not x.dtype == weight.dtype == out.dtype:
+    if x.dtype != weight.dtype or out.dtype not in (x.dtype, torch.float32):
         raise ValueError(f"Dtypes should be equal, got {x.dtype} @ {weight.dtype} -> {out.dtype}.")
     if rows == 0:
         return out

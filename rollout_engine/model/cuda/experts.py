@@ -16,7 +16,7 @@ from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.experts import Groups, add_weighted, multiply
 from rollout_engine.kernels.triton.matmul import tile_for
 from rollout_engine.kernels.triton.routers import Routes, choose
-from rollout_engine.model.cuda.gradients import ExpertProduct, Product, gated_rows, probabilities
+from rollout_engine.model.cuda.gradients import ExpertProduct, Product, gated_rows, scores
 from rollout_engine.model.modules import experts as formulas
 from rollout_engine.model.modules.expert_patterns import RouterPattern
 from rollout_engine.model.modules.experts import Routing
@@ -33,17 +33,19 @@ class Experts(NamedTuple):
     """[E, H, I]."""
     top_k: int
     routing: Routing
+    bias: Tensor | None
+    """[E], added to scores for the choice alone."""
     own: OwnExperts | None
     """The experts that this rank computes; None if it computes all."""
     place: int
     """The layer's number among those that have experts."""
 
     def forward(self, x: Tensor, logits: Tensor, routes: Routes | None = None) -> Tensor:
-        """x [T, H] and the router's logits [T, E] -> [T, H]."""
+        """x [T, H] and the router's logits [T, E], float32 if these are precise -> [T, H]."""
         shape = len(x), self.top_k
-        weights = logits.new_empty(shape, dtype=logits.dtype if self.routing.rounded else torch.float32)
-        experts = logits.new_empty(shape, dtype=torch.int32)
-        choose(logits, weights, experts, normalised=self.routing.normalised, routes=routes)
+        weights = x.new_empty(shape, dtype=x.dtype if self.routing.rounded else torch.float32)
+        experts = x.new_empty(shape, dtype=torch.int32)
+        choose(logits, weights, experts, self.routing, bias=self.bias, routes=routes)
         groups = Groups.of(experts, logits.shape[1])
         if self.own is not None:
             groups = groups.part(self.own.share.rows)
@@ -66,12 +68,15 @@ class TrainedRouter(nn.Module):
     top_k: int
     _pattern: RouterPattern
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    def forward(self, hidden_states: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """`bias` [E] of the choice, if the module that calls has it."""
+        pattern, rows = self._pattern, hidden_states.reshape(-1, hidden_states.shape[-1])
         tile = tile_for(len(self.weight), self.weight.shape[1], self.weight.dtype)
-        logits = Product.apply(rows, self.weight, None, tile)
-        chosen = self._pattern.routing.select(logits, self.top_k, probabilities)
-        return logits.to(self._pattern.logits_dtype), *chosen
+        logits = Product.apply(rows, self.weight, None, tile, pattern.routing.precise)
+        if pattern.bias_name is not None:
+            bias = getattr(self, pattern.bias_name)
+        chosen = pattern.routing.select(logits, self.top_k, scores, bias=bias, dtype=self.weight.dtype)
+        return logits.to(pattern.logits_dtype), *chosen
 
 
 class TrainedExperts(nn.Module):
@@ -101,7 +106,7 @@ class TrainedExperts(nn.Module):
 
 
 def swap_router(module: nn.Module, pattern: RouterPattern) -> None:
-    """Make `module`, which `expert_patterns.router_pattern` recognised as plain, compute as steps do; in place."""
+    """Make `module`, which `expert_patterns.router_pattern` recognised, compute as steps do; in place."""
     become(module, TrainedRouter)._pattern = pattern
 
 

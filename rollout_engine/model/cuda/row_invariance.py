@@ -45,7 +45,7 @@ def make_row_invariant(module: nn.Module) -> None:
             become(child, _RMSNorm)._epsilon = epsilon
         elif isinstance(child, TrainedRouter | TrainedExperts):
             continue
-        elif (pattern := router_pattern(child)) is not None and pattern.is_plain:
+        elif (pattern := router_pattern(child)) is not None:
             swap_router(child, pattern)
         elif are_gated_experts(child):
             swap_experts(child)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rollout_engine.kernels.routing_rule import RoutingRule
 from rollout_engine.kernels.triton.experts import Groups, add_weighted, multiply
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.routers import choose
@@ -19,7 +20,7 @@ def _chosen(logits, top_k, *, normalised, dtype=torch.float32):
     weights = torch.full((len(logits), top_k), torch.nan, dtype=dtype, device=logits.device)
     experts = torch.full((len(logits), top_k), -7, dtype=torch.int32, device=logits.device)
     probabilities = torch.full(logits.shape, torch.nan, device=logits.device)
-    choose(logits, weights, experts, normalised=normalised, probabilities=probabilities)
+    choose(logits, weights, experts, RoutingRule(normalised, rounded=True), scores=probabilities)
     return weights, experts, probabilities
 
 
