@@ -21,7 +21,7 @@ from rollout_engine.model.cpu.experts import (
     swap_experts,
     swap_router,
 )
-from rollout_engine.model.cpu.own_forwards import OwnForward, names_a_gate, swap_calls, swap_own_router
+from rollout_engine.model.cpu.own_forwards import SCORES, swap_router_calls
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.expert_patterns import expert_form, router_pattern
 from rollout_engine.model.modules.latent_attention import LatentProjection, cache_latents
@@ -32,6 +32,7 @@ from rollout_engine.model.modules.module_patterns import (
     is_gelu_tanh,
     rms_norm_epsilon,
 )
+from rollout_engine.model.modules.own_forwards import OwnForward, names_a_gate, swap_calls
 from rollout_engine.model.modules.routers import routers_of
 from rollout_engine.model.modules.row_trial import unproven_parts as unproven_parts_but
 from rollout_engine.model.packing.linear_groups import RowInvariantLinear, swap_linears
@@ -59,10 +60,10 @@ def make_row_invariant(module: nn.Module) -> None:
             swap_experts(child, form)
     for router in routers_of(module):
         if not isinstance(router, RowInvariantRouter | OwnForward):
-            swap_own_router(router)
+            swap_router_calls(router)
     for child in list(module.modules()):
         if names_a_gate(child) and not isinstance(child, OwnForward):
-            swap_calls(child)
+            swap_calls(child, SCORES)
     swap_linears(module)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
