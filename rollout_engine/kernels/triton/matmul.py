@@ -109,8 +109,13 @@ def _matmul_kernel(
 
 
 @triton.jit
-def accumulated(x_ptrs, weight_ptrs, total, in_features, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`total` and the product of a tile of rows [M, BLOCK_K] and one of columns [BLOCK_K, N], over K in order."""
+def accumulated(
+    x_ptrs, weight_ptrs, total, in_features, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHT_K: tl.constexpr = 1
+):
+    """`total` and the product of a tile of rows [M, BLOCK_K] and one of columns [BLOCK_K, N], over K in order.
+
+    WEIGHT_K: the weight's stride over K.
+    """
     k = tl.arange(0, BLOCK_K)
     for start in range(0, in_features, BLOCK_K):
         if IS_EVEN:
@@ -123,7 +128,7 @@ def accumulated(x_ptrs, weight_ptrs, total, in_features, IS_EVEN: tl.constexpr, 
             x, weight = x.to(tl.float32), weight.to(tl.float32)
         total = tl.dot(x, weight, total, input_precision="ieee")
         x_ptrs += BLOCK_K
-        weight_ptrs += BLOCK_K
+        weight_ptrs += BLOCK_K * WEIGHT_K
     return total
 
 

@@ -121,10 +121,7 @@ def _choose_kernel(
     score = _scores(logits, IS_SIGMOID)
     if KEEPS_SCORES:
         tl.store(scores_ptr + row * NUM_EXPERTS + expert, score, mask=inside)
-    wanted = score
-    if HAS_BIAS:
-        wanted = score + tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32)
-    left = tl.where(inside, _order(wanted), _LOWEST)
+    left = tl.where(inside, _order(_wanted(score, bias_ptr + expert, inside, HAS_BIAS)), _LOWEST)
     if NUM_GROUPS:
         left = _of_chosen_groups(left, expert, NUM_EXPERTS // NUM_GROUPS, NUM_GROUPS, NUM_CHOSEN, SUMS_TWO, BLOCK)
     chosen = expert < 0
@@ -143,15 +140,7 @@ def _choose_kernel(
         total += tl.sum(tl.where(is_it, score, 0.0))
         chosen = chosen | is_it
         left = tl.where(is_it, _LOWEST, left)
-    weight = score
-    if NORMALISED:
-        if ADDED != 0.0:
-            total += ADDED
-        if LEAST != 0.0:
-            total = tl.where(total < LEAST, LEAST, total)
-        weight = tl.div_rn(score, tl.zeros_like(score) + total)
-    if SCALING != 1.0:
-        weight = weight * SCALING
+    weight = _weights(score, total, NORMALISED, ADDED, LEAST, SCALING)
     place = row * TOP_K + tl.cumsum(chosen.to(tl.int32)) - 1
     tl.store(weights_ptr + place, narrow(weight, weights_ptr.dtype.element_ty), mask=chosen)
     tl.store(experts_ptr + place, expert, mask=chosen)
@@ -167,6 +156,32 @@ def _scores(logits, IS_SIGMOID: tl.constexpr):
         power = tl.exp(logits - tl.max(logits))
         score = tl.div_rn(power, tl.zeros_like(power) + tl.sum(power))
     return score
+
+
+@triton.jit
+def _wanted(score, bias_ptrs, inside, HAS_BIAS: tl.constexpr):
+    """Scores by which experts are chosen."""
+    wanted = score
+    if HAS_BIAS:
+        wanted = score + tl.load(bias_ptrs, mask=inside, other=0.0).to(tl.float32)
+    return wanted
+
+
+@triton.jit
+def _weights(
+    score, total, NORMALISED: tl.constexpr, ADDED: tl.constexpr, LEAST: tl.constexpr, SCALING: tl.constexpr
+):  # fmt: skip
+    """Weights of experts, of which those chosen have scores that add up to `total`."""
+    weight = score
+    if NORMALISED:
+        if ADDED != 0.0:
+            total += ADDED
+        if LEAST != 0.0:
+            total = tl.where(total < LEAST, LEAST, total)
+        weight = tl.div_rn(score, tl.zeros_like(score) + total)
+    if SCALING != 1.0:
+        weight = weight * SCALING
+    return weight
 
 
 @triton.jit
@@ -208,7 +223,7 @@ def _of_chosen_groups(
             score += _number(tl.zeros_like(left) + second)
         ranks = tl.where(group == index, _order(score), ranks)
     is_chosen = expert < 0
-    for index in tl.static_range(NUM_CHOSEN):
+    for _index in tl.static_range(NUM_CHOSEN):
         first = tl.min(tl.where(ranks == tl.max(ranks), group, BLOCK))
         is_chosen = is_chosen | (group == first)
         ranks = tl.where(group == first, lowest, ranks)

@@ -27,6 +27,7 @@ from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.kernels.triton.decode_inputs import prepare
 from rollout_engine.kernels.triton.experts import Groups, add_weighted, multiply
+from rollout_engine.kernels.triton.latent import absorb, expand
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.logit_edits import edit
 from rollout_engine.kernels.triton.matmul import matmul
@@ -100,6 +101,9 @@ def call_experts(dtype: torch.dtype) -> None:
     down = empty(num_experts, hidden, intermediate, dtype=dtype)
     multiply(projected[:, :intermediate], down, groups, outputs.flatten(0, 1), by_entry=True)
     add_weighted(outputs, weights, x)
+    multiply(x, empty(num_experts, hidden, 2 * intermediate, dtype=dtype).mT, groups, projected, top_k=top_k)
+    matrix, q = empty(16, 256, 512, dtype=dtype), empty(num_tokens, 16, 192, dtype=dtype)  # DeepSeek-V2-Lite
+    expand(absorb(q, matrix, 128)[..., :512], matrix, 128)
 
 
 def call_sampling(dtype: torch.dtype) -> None:

@@ -94,6 +94,18 @@ def test_each_row_is_the_product_with_its_expert(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_in_another_layout_give_the_same_bits(device, dtype):
+    x, weight = (_random(*shape, dtype=dtype, device=device) for shape in ((9, 40), (3, 35, 40)))
+    groups = Groups.of((torch.arange(18, device=device).view(9, 2) % 3).int(), 3)
+    wanted = multiply(x, weight, groups, x.new_empty(18, 35), top_k=2)
+    by_columns = weight.mT.contiguous().mT
+    assert not by_columns.is_contiguous()
+    assert torch.equal(multiply(x, by_columns, groups, torch.full_like(wanted, torch.nan), top_k=2), wanted)
+    with pytest.raises(ValueError, match="Rows should be contiguous"):
+        multiply(x, weight[:, ::2], groups, x.new_empty(18, 18), top_k=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weights_dtype", DTYPES)
 def test_outputs_are_weighted_and_added_in_order(device, dtype, weights_dtype):
     outputs, weights = _random(5, 3, 70, dtype=dtype, device=device), _random(5, 3, device=device).to(weights_dtype)
