@@ -12,9 +12,12 @@ from rollout_engine.kernels.routing_rule import RoutingRule
 from rollout_engine.kernels.triton import experts as grouped
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.experts import Groups
-from rollout_engine.kernels.triton.matmul import Tile, matmul
+from rollout_engine.kernels.triton.matmul import Tile, matmul, tile_for
 from rollout_engine.kernels.triton.norm import rms_norm
 from rollout_engine.kernels.triton.routers import choose
+
+_MOST_SCORES = 4096
+"""Most logits of a row: one program holds them all."""
 
 
 class Product(torch.autograd.Function):
@@ -24,9 +27,7 @@ class Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, float32_out: bool = False
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, float32_out: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         out = x.new_empty(len(x), len(weight), dtype=torch.float32 if float32_out else x.dtype)
         return matmul(x, weight, bias, out, tile)
@@ -42,6 +43,18 @@ class Product(torch.autograd.Function):
             None,
             None,
         )
+
+
+class OwnRouterProduct:
+    """Satisfies `modules.own_forwards.OwnProduct`."""
+
+    def __init__(self, *, float32_out: bool) -> None:
+        self.float32_out = float32_out
+
+    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        tile = tile_for(len(weight), weight.shape[1], weight.dtype)
+        out: Tensor = Product.apply(rows, weight, bias, tile, self.float32_out)
+        return out
 
 
 class ExpertProduct(torch.autograd.Function):
@@ -78,6 +91,11 @@ def scores(logits: Tensor, *, is_sigmoid: bool) -> Tensor:
     rule = RoutingRule(normalised=False, rounded=False, sigmoid=is_sigmoid)
     choose(logits, weights, experts, rule, scores=found)
     return found
+
+
+def takes_scores(logits: Tensor) -> bool:
+    """Whether `scores` takes logits [..., E]."""
+    return logits.is_floating_point() and 0 < logits.shape[-1] <= _MOST_SCORES
 
 
 def gated_rows(gate: Tensor, up: Tensor) -> Tensor:
