@@ -6,6 +6,7 @@ values: `absorb` is the product before it, `expand` the one after it. Each is su
 dtype of the weights; a row has the same bits in any batch.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,22 +14,34 @@ from torch import Tensor
 
 from rollout_engine.kernels.cpu import latent as compiled
 
+Kernel = Callable[[Tensor, Tensor, int], Tensor]
 
-def absorb(q: Tensor, weight: Tensor, nope: int) -> Tensor:
+
+class LatentKernels(NamedTuple):
+    """Forwards of `absorb` and `expand` on one kind of device, without gradients; rows and weights have strides."""
+
+    absorb: Kernel
+    expand: Kernel
+
+
+def absorb(q: Tensor, weight: Tensor, nope: int, kernels: LatentKernels | None = None) -> Tensor:
     """q [T, H, N + P] and `weight` [H, N + V, R] -> [T, H, R + P], differentiable.
 
-    The first N = `nope` channels become those that meet latents; the last P are as they were.
+    The first N = `nope` channels become those that meet latents; the last P are as they were. `kernels` replace the
+    CPU's forward.
     """
+    kernel = _absorb_rows if kernels is None else kernels.absorb
     if torch.is_grad_enabled() and (q.requires_grad or weight.requires_grad):
-        return _Absorb.apply(q, weight, nope)  # type: ignore[no-any-return]
-    return _absorb_rows(q, weight, nope)
+        return _Absorb.apply(q, weight, nope, kernel)  # type: ignore[no-any-return]
+    return kernel(q, weight, nope)
 
 
-def expand(x: Tensor, weight: Tensor, nope: int) -> Tensor:
-    """Mixed latents x [T, H, R] and `weight` [H, N + V, R] -> values [T, H, V], differentiable."""
+def expand(x: Tensor, weight: Tensor, nope: int, kernels: LatentKernels | None = None) -> Tensor:
+    """Mixed latents x [T, H, R] and `weight` [H, N + V, R] -> values [T, H, V], differentiable; `kernels` as before."""
+    kernel = _expand_rows if kernels is None else kernels.expand
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Expand.apply(x, weight, nope)  # type: ignore[no-any-return]
-    return _expand_rows(x, weight, nope)
+        return _Expand.apply(x, weight, nope, kernel)  # type: ignore[no-any-return]
+    return kernel(x, weight, nope)
 
 
 class LatentAdapter(NamedTuple):
@@ -81,13 +94,13 @@ class _Absorb(torch.autograd.Function):
     """The kernel forward; ordinary matrix products backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, weight: Tensor, nope: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, weight: Tensor, nope: int, kernel: Kernel) -> Tensor:
         ctx.save_for_backward(q, weight)
         ctx.nope = nope
-        return _absorb_rows(q, weight, nope)
+        return kernel(q, weight, nope)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (q, weight), nope, rank = ctx.saved_tensors, ctx.nope, ctx.saved_tensors[1].shape[2]
         latent = grad[..., :rank].transpose(0, 1)
         grad_q = grad_weight = None
@@ -96,20 +109,20 @@ class _Absorb(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
             grad_weight[:, :nope] = torch.bmm(q[..., :nope].permute(1, 2, 0), latent)
-        return grad_q, grad_weight, None
+        return grad_q, grad_weight, None, None
 
 
 class _Expand(torch.autograd.Function):
     """The kernel forward; ordinary matrix products backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, nope: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, nope: int, kernel: Kernel) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.nope = nope
-        return _expand_rows(x, weight, nope)
+        return kernel(x, weight, nope)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x, weight), nope = ctx.saved_tensors, ctx.nope
         by_head = grad.transpose(0, 1)
         grad_x = grad_weight = None
@@ -118,4 +131,4 @@ class _Expand(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
             grad_weight[:, nope:] = torch.bmm(by_head.mT, x.transpose(0, 1))
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None

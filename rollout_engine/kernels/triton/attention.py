@@ -139,9 +139,8 @@ def _shape(
     assert work.is_whole or work.tokens_per_item * group <= rows, "an item has more rows than the workspace"
     assert work.unit == tiling.unit, "the work list uses another unit"
     has = params.sliding_window > 0, params.softcap > 0, sinks is not None, initial is not None
-    return _make_shape(
-        group, keys[1:], dim_v, tiling, (rows, slots), has, result.parts is not None, result.lse is not None
-    )
+    writes = result.parts is not None, result.lse is not None
+    return _make_shape(group, keys[1:], dim_v, tiling, (rows, slots), has, writes, layer.has_latents)
 
 
 @functools.cache
@@ -152,11 +151,11 @@ def _make_shape(
     tiling: Tiling,
     workspace: tuple[int, int],
     has: tuple[bool, bool, bool, bool],
-    writes_parts: bool,
-    writes_lse: bool,
+    writes: tuple[bool, bool],
+    has_latents: bool,
 ) -> Shape:
     """`keys`: KV heads, positions of a block, channels. `workspace`: rows and slots."""
-    num_kv_heads, block_size, dim_k = keys
+    (num_kv_heads, block_size, dim_k), (writes_parts, writes_lse) = keys, writes
     has_window, has_softcap, has_sinks, has_initial = has
     return Shape(
         group=group,
@@ -179,4 +178,6 @@ def _make_shape(
         has_initial=has_initial,
         writes_parts=writes_parts,
         writes_lse=writes_lse,
+        has_latents=has_latents,
+        block_r=next_power_of_2(max(dim_k - dim_v, 16)) if has_latents else 0,
     )

@@ -67,10 +67,20 @@ def _rows_of(item, head, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_query(q, rows, SHAPE: tl.constexpr):
+    """[BLOCK_M, BLOCK_K]; with latents two: the channels that are values of keys, and those behind them."""
     token, q_head, position, real = rows
-    column = tl.arange(0, SHAPE.block_k)
-    places = q.data + (token * q.token_stride + q_head * q.head_stride)[:, None] + column[None, :]
-    return tl.load(places, mask=real[:, None] & (column < SHAPE.dim_k)[None, :], other=0.0)
+    row = (token * q.token_stride + q_head * q.head_stride)[:, None]
+    if SHAPE.has_latents:
+        column = tl.arange(0, SHAPE.block_v)
+        first = tl.load(q.data + row + column[None, :], mask=real[:, None] & (column < SHAPE.dim_v)[None, :], other=0.0)
+        column = tl.arange(0, SHAPE.block_r)
+        kept = real[:, None] & (column < SHAPE.dim_k - SHAPE.dim_v)[None, :]
+        query = (first, tl.load(q.data + row + (SHAPE.dim_v + column)[None, :], mask=kept, other=0.0))
+    else:
+        column = tl.arange(0, SHAPE.block_k)
+        kept = real[:, None] & (column < SHAPE.dim_k)[None, :]
+        query = tl.load(q.data + row + column[None, :], mask=kept, other=0.0)
+    return query
 
 
 @triton.jit
@@ -165,7 +175,7 @@ def _attend_tiles(
     for tile in tl.range(first, last):
         key = tile * SHAPE.tile + tl.arange(0, SHAPE.tile)
         k, v = _load_tile(tile, key, context, IS_MASKED, SHAPE)
-        scores = dot(query, tl.trans(k), tl.full([SHAPE.block_m, SHAPE.tile], 0.0, tl.float32)) * numbers.inner
+        scores = _products(query, k, v, SHAPE) * numbers.inner
         if SHAPE.has_softcap:
             scores = tanh(scores) * numbers.outer
         if IS_MASKED:
@@ -183,8 +193,23 @@ def _attend_tiles(
 
 
 @triton.jit
+def _products(query, k, v, SHAPE: tl.constexpr):
+    """Products [BLOCK_M, TILE] of queries and keys."""
+    products = tl.full([SHAPE.block_m, SHAPE.tile], 0.0, tl.float32)
+    if SHAPE.has_latents:
+        of_values, of_others = query
+        products = dot(of_others, tl.trans(k), dot(of_values, tl.trans(v), products))
+    else:
+        products = dot(query, tl.trans(k), products)
+    return products
+
+
+@triton.jit
 def _load_tile(tile, key, context, IS_MASKED: tl.constexpr, SHAPE: tl.constexpr):
-    """K [TILE, BLOCK_K] and V [TILE, BLOCK_V]; V is zero past the end, as memory there may hold NaN."""
+    """K [TILE, BLOCK_K] and V [TILE, BLOCK_V]; V is zero past the end, as memory there may hold NaN.
+
+    With latents K is [TILE, BLOCK_R]: the channels of the keys behind those that are V.
+    """
     table, keys, values, steps, limit = context
     if SHAPE.block_size % SHAPE.tile == 0:
         block = tl.load(table + tile * SHAPE.tile // SHAPE.block_size).to(tl.int64)
@@ -193,11 +218,13 @@ def _load_tile(tile, key, context, IS_MASKED: tl.constexpr, SHAPE: tl.constexpr)
     else:
         block = tl.load(table + key // SHAPE.block_size).to(tl.int64)
     offset = key % SHAPE.block_size
-    column = tl.arange(0, SHAPE.block_k)
+    column = tl.arange(0, SHAPE.block_r if SHAPE.has_latents else SHAPE.block_k)
+    if SHAPE.has_latents:
+        column += SHAPE.dim_v
     key_places = (keys + (block * steps[0] + offset * steps[1]))[:, None] + column[None, :]
     value_column = tl.arange(0, SHAPE.block_v)
     value_places = (values + (block * steps[2] + offset * steps[3]))[:, None] + value_column[None, :]
-    if SHAPE.dim_k == SHAPE.block_k:
+    if SHAPE.dim_k == (SHAPE.dim_v + SHAPE.block_r if SHAPE.has_latents else SHAPE.block_k):
         k = tl.load(key_places)
     else:
         k = tl.load(key_places, mask=(column < SHAPE.dim_k)[None, :], other=0.0)

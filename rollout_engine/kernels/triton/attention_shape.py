@@ -34,6 +34,10 @@ class Shape(NamedTuple):
     has_initial: bool
     writes_parts: bool
     writes_lse: bool
+    has_latents: bool = False
+    """Keys are values, `block_v` channels, and `block_r` more channels."""
+    block_r: int = 0
+    """`dim_k` - `dim_v` rounded up to a power of two."""
 
 
 class Pool(NamedTuple):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.cpu.attention import are_latents
 from rollout_engine.kernels.dense_attention import UnpackedSequences
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention
@@ -23,8 +24,9 @@ def attend_dense(
 ) -> tuple[Tensor, Tensor]:
     """Device kernel of `kernels.dense_attention.DenseAttention`."""
     batch, num_heads, length, _ = q.shape
-    heads = Heads(num_heads, k.shape[1], k.shape[3], v.shape[3], q.dtype)
-    sequences = UnpackedSequences.of(q, lengths, heads.num_kv_heads)
+    has_latents = are_latents(k, v)
+    heads = Heads.of(num_heads, k.shape[1], k.shape[3], v.shape[3], q.dtype, has_latents=has_latents)
+    sequences = UnpackedSequences.of(q, lengths, k.shape[1])
     tokens = batch * length
     attention = PagedAttention(
         heads, Limits(tokens, sequences.num_sequences, sequences.length), q.device, deterministic=True
@@ -36,7 +38,8 @@ def attend_dense(
     out = q.new_empty(tokens, num_heads, heads.dim_v)
     lse = q.new_empty(tokens, num_heads, dtype=torch.float32)
     flat = q.transpose(1, 2).reshape(tokens, num_heads, -1)
-    layer = KVLayer(_blocks(sequences.unpack(k)), _blocks(sequences.unpack(v)))
+    keys = _blocks(sequences.unpack(k))
+    layer = KVLayer(keys, keys[..., : heads.dim_v] if has_latents else _blocks(sequences.unpack(v)))
     attention.attend(flat, layer, params, out, sinks=sinks, lse=lse)
     shape = batch, length, num_heads
     return out.view(*shape, -1), lse.view(shape)

@@ -52,14 +52,15 @@ def multiply(
 
     Args:
         x: [N, K] in the order of the places, or with `top_k` [T, K]; any stride between rows.
-        weight: [E, O, K], contiguous.
+        weight: [E, O, K], contiguous, or a view of one that is [E, K, O].
         groups: of E experts; if they do not have all N entries, other rows of `out` are not written.
         out: in the order of the places, or of the entries.
         top_k: k, if an entry's row is that of its token.
         by_entry: whether `out` is in the order of the entries.
     """
     num_experts, out_features, in_features = weight.shape
-    if not (x.stride(1) == out.stride(1) == 1 and weight.is_contiguous()):
+    is_transposed = not weight.is_contiguous()
+    if not (x.stride(1) == out.stride(1) == 1 and (weight.mT if is_transposed else weight).is_contiguous()):
         raise ValueError(f"Rows should be contiguous, got strides {x.stride()}, {weight.stride()}, {out.stride()}.")
     if not x.dtype == weight.dtype == out.dtype:
         raise ValueError(f"Dtypes should be equal, got {x.dtype} @ {weight.dtype} -> {out.dtype}.")
@@ -73,7 +74,7 @@ def multiply(
         (x, weight, out, *groups),
         (),
         (
-            *(x.stride(0), out.stride(0), num_experts, out_features, in_features),
+            *(x.stride(0), out.stride(0), num_experts, out_features, in_features, is_transposed),
             *(top_k, by_entry, in_features % tile.block_k == 0, next_power_of_2(num_experts), *tile[:3]),
         ),
         num_warps=tile.num_warps,
@@ -128,6 +129,7 @@ def _multiply_kernel(
     NUM_EXPERTS: tl.constexpr,
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
     TOP_K: tl.constexpr,
     BY_ENTRY: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -156,10 +158,15 @@ def _multiply_kernel(
     row = entry // TOP_K if TOP_K else place
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    weight_row = expert.to(tl.int64) * OUT_FEATURES + tl.minimum(column, OUT_FEATURES - 1)
+    weight_n: tl.constexpr = 1 if IS_TRANSPOSED else IN_FEATURES
+    weight_k: tl.constexpr = OUT_FEATURES if IS_TRANSPOSED else 1
+    start = (
+        expert.to(tl.int64) * OUT_FEATURES * IN_FEATURES + tl.minimum(column, OUT_FEATURES - 1).to(tl.int64) * weight_n
+    )
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_ptrs = weight_ptr + weight_row[None, :] * IN_FEATURES + k[:, None]
-    total = accumulated(x_ptrs, weight_ptrs, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), IN_FEATURES, IS_EVEN, BLOCK_K)
+    weight_ptrs = weight_ptr + start[None, :] + k[:, None] * weight_k
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = accumulated(x_ptrs, weight_ptrs, total, IN_FEATURES, IS_EVEN, BLOCK_K, weight_k)
     out_row = entry if BY_ENTRY else place
     out = out_ptr + out_row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(out, narrow(total, out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < OUT_FEATURES)[None, :])

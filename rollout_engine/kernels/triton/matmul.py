@@ -45,13 +45,15 @@ def tile_for(out_features: int, in_features: int, dtype: torch.dtype) -> Tile:
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile | None = None) -> Tensor:
     """Write x [M, K] @ weight.T + bias into `out` [M, N], all of one dtype: bfloat16, float16 or float32 (not TF32).
 
+    Or with `out` in float32: the sums, which are not rounded then.
+
     `weight` [N, K], `bias` [N]; any stride between rows. `tile` replaces `tile_for`'s: a slice of a weight's rows with
     the tile of the whole weight gives the same bits.
     """
     (rows, in_features), out_features = x.shape, weight.shape[0]
     if not x.stride(1) == weight.stride(1) == out.stride(1) == 1:
         raise ValueError(f"Rows should be contiguous, got strides {x.stride()}, {weight.stride()}, {out.stride()}.")
-    if not x.dtype == weight.dtype == out.dtype:
+    if x.dtype != weight.dtype or out.dtype not in (x.dtype, torch.float32):
         raise ValueError(f"Dtypes should be equal, got {x.dtype} @ {weight.dtype} -> {out.dtype}.")
     if rows == 0:
         return out
@@ -107,8 +109,13 @@ def _matmul_kernel(
 
 
 @triton.jit
-def accumulated(x_ptrs, weight_ptrs, total, in_features, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`total` and the product of a tile of rows [M, BLOCK_K] and one of columns [BLOCK_K, N], over K in order."""
+def accumulated(
+    x_ptrs, weight_ptrs, total, in_features, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHT_K: tl.constexpr = 1
+):
+    """`total` and the product of a tile of rows [M, BLOCK_K] and one of columns [BLOCK_K, N], over K in order.
+
+    WEIGHT_K: the weight's stride over K.
+    """
     k = tl.arange(0, BLOCK_K)
     for start in range(0, in_features, BLOCK_K):
         if IS_EVEN:
@@ -121,7 +128,7 @@ def accumulated(x_ptrs, weight_ptrs, total, in_features, IS_EVEN: tl.constexpr, 
             x, weight = x.to(tl.float32), weight.to(tl.float32)
         total = tl.dot(x, weight, total, input_precision="ieee")
         x_ptrs += BLOCK_K
-        weight_ptrs += BLOCK_K
+        weight_ptrs += BLOCK_K * WEIGHT_K
     return total
 
 

@@ -28,6 +28,28 @@ class Heads(NamedTuple):
     dim_k: int
     dim_v: int
     dtype: torch.dtype
+    has_latents: bool = False
+    """There is one key head, whose first `dim_v` channels are the value; `num_kv_heads` parts of the heads read it."""
+
+    @classmethod
+    def of(
+        cls,
+        num_heads: int,
+        num_kv_heads: int,
+        dim_k: int,
+        dim_v: int,
+        dtype: torch.dtype,
+        *,
+        has_latents: bool,
+    ) -> "Heads":
+        """Those of a layer: with latents, as few equal parts of heads as products have rows for."""
+        if not has_latents:
+            return cls(num_heads, num_kv_heads, dim_k, dim_v, dtype)
+        if num_kv_heads != 1 or dim_v >= dim_k:
+            raise ValueError(f"Latents are of one head, with dim_v < dim_k, not {num_kv_heads}, {dim_v} and {dim_k}.")
+        most = tilings.most_heads_of_latents(dim_v)
+        parts = next(parts for parts in range(-(-num_heads // most), num_heads + 1) if num_heads % parts == 0)
+        return cls(num_heads, parts, dim_k, dim_v, dtype, has_latents=True)
 
     @property
     def group(self) -> int:
@@ -40,8 +62,11 @@ class Heads(NamedTuple):
         `block_size`: KV positions of a block.
         """
         sizes = self.group, self.dim_k, self.dim_v, self.dtype.itemsize
-        made = tilings.fitted(getattr(tilings, kind)(*sizes), *sizes, shared_bytes)
-        return tilings.with_third_program(made, *sizes, shared_bytes, block_size) if kind == "decode" else made
+        of_latents = {"has_latents": self.has_latents}
+        made = tilings.fitted(getattr(tilings, kind)(*sizes, **of_latents), *sizes, shared_bytes, **of_latents)
+        if kind != "decode" or self.has_latents:
+            return made
+        return tilings.with_third_program(made, *sizes, shared_bytes, block_size)
 
 
 class Limits(NamedTuple):
@@ -139,6 +164,8 @@ class PagedAttention:
         batch = self._batch
         assert batch is not None, "call plan first"
         count, window = batch.num_decodes, params.sliding_window
+        if self._heads.has_latents:
+            layer = layer.read_by_parts(self._heads.num_kv_heads)
 
         def run(stage: _Stage, result: Result, initial: Parts | None = None) -> None:
             work, memory = stage.list_of(window), stage.workspace

@@ -3,19 +3,15 @@
 Products are those of `kernels.linear`, whose rows do not depend on how many tokens an expert gets.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from rollout_engine.kernels.activation import gated_silu, sigmoid, silu
+from rollout_engine.kernels.activation import gated_silu
 from rollout_engine.kernels.cpu import experts as kernels
 from rollout_engine.kernels.cpu import gemm
 from rollout_engine.model.modules.expert_patterns import EXPERT_BIASES, ExpertForm, RouterPattern
 from rollout_engine.model.modules.experts import add_weighted
+from rollout_engine.model.modules.own_forwards import RowInvariantElements
 from rollout_engine.model.packing.linear_groups import LinearGroup
 from rollout_engine.model.packing.module_types import become, tensor_of
 from rollout_engine.model.ranks.share import Share
@@ -117,25 +113,8 @@ class ExpertsWithGate(RowInvariantExperts):
 
     def _activate(self, projected: Tensor) -> Tensor:
         assert self._form.gate is not None, "the others are not of this class"
-        with _RowInvariantCalls():
+        with RowInvariantElements():
             return self._form.gate(self, projected)
-
-
-class _RowInvariantCalls(TorchFunctionMode):
-    """Replaces torch's functions of each element that have other bits at the end of a tensor."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _REPLACED.get(func, func)(*args, **(kwargs or {}))
-
-
-def _silu(input: Tensor, inplace: bool = False) -> Tensor:
-    return silu(input)
-
-
-_REPLACED: dict[Any, Callable[..., Tensor]] = {
-    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), sigmoid),
-    F.silu: _silu,
-}
 
 
 def has_product(pattern: RouterPattern, module: nn.Module) -> bool:

@@ -21,13 +21,7 @@ from rollout_engine.model.cpu.experts import (
     swap_experts,
     swap_router,
 )
-from rollout_engine.model.cpu.own_forwards import (
-    OwnForward,
-    names_a_gate,
-    names_an_activation,
-    swap_calls,
-    swap_own_router,
-)
+from rollout_engine.model.cpu.own_forwards import SCORES, swap_router_calls
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.expert_patterns import expert_form, router_pattern
 from rollout_engine.model.modules.latent_attention import LatentProjection, cache_latents
@@ -39,6 +33,7 @@ from rollout_engine.model.modules.module_patterns import (
     is_gelu_tanh,
     rms_norm_epsilon,
 )
+from rollout_engine.model.modules.own_forwards import OwnForward, names_a_gate, names_an_activation, swap_calls
 from rollout_engine.model.modules.routers import routers_of
 from rollout_engine.model.modules.row_trial import unproven_parts as unproven_parts_but
 from rollout_engine.model.packing.linear_groups import RowInvariantLinear, swap_linears
@@ -57,7 +52,7 @@ def make_row_invariant(module: nn.Module) -> None:
     for mixer in mixers_of(module):
         for child in mixer.modules():
             if names_an_activation(child) and not isinstance(child, OwnForward):
-                swap_calls(child)  # before a gated norm is taken for a norm
+                swap_calls(child, SCORES)  # before a gated norm is taken for a norm
     for child in children_of_one_dtype(module):
         if isinstance(child, OwnForward):
             continue
@@ -73,10 +68,10 @@ def make_row_invariant(module: nn.Module) -> None:
             swap_experts(child, form)
     for router in routers_of(module):
         if not isinstance(router, RowInvariantRouter | OwnForward):
-            swap_own_router(router)
+            swap_router_calls(router)
     for child in list(module.modules()):
         if names_a_gate(child) and not isinstance(child, OwnForward):
-            swap_calls(child)
+            swap_calls(child, SCORES)
     swap_linears(module)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

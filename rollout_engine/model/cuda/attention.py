@@ -62,6 +62,7 @@ class CudaKVPool:
                     layer.head_dim_v,
                     dtype=dtype,
                     device=device,
+                    has_latents=layer.has_latents,
                 ),
             ).values()
         )
@@ -76,7 +77,7 @@ class CudaKVPool:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the pool; blocks are the first dimension of its shape."""
         for layer in each_once(self.layers):
-            yield from layer
+            yield from layer.own_tensors
         if self.routed is not None:
             yield self.routed
 
@@ -133,7 +134,10 @@ class CudaAttention:
         block_size: int,
     ) -> None:
         """`block_size`: KV positions of a block."""
-        heads = [Heads(g.num_heads, g.num_kv_heads, g.head_dim_k, g.head_dim_v, dtype) for g in geometry]
+        heads = [
+            Heads.of(g.num_heads, g.num_kv_heads, g.head_dim_k, g.head_dim_v, dtype, has_latents=g.has_latents)
+            for g in geometry
+        ]
         self._windows: dict[Heads, set[int]] = {each: set() for each in heads}
         for each, layer in zip(heads, geometry, strict=True):
             self._windows[each].add(layer.sliding_window or 0)
@@ -172,7 +176,8 @@ class ModuleStep(NamedTuple):
         kv, size = self.pool.layers[layer], self.pool.block_size
         blocks, offsets = self.batch.slots // size, self.batch.slots % size
         kv.keys[blocks, :, offsets] = k
-        kv.values[blocks, :, offsets] = v
+        if not kv.has_latents:
+            kv.values[blocks, :, offsets] = v
         out = q.new_empty(*q.shape[:2], v.shape[2])
         self.attention.attend(layer, q.contiguous(), kv, params, out, sinks)
         return out

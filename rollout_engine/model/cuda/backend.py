@@ -21,18 +21,20 @@ from rollout_engine.model.cuda.attention import Limits
 from rollout_engine.model.cuda.captured_graphs import can_capture
 from rollout_engine.model.cuda.copy_stream import copy_stream_for
 from rollout_engine.model.cuda.decode_graphs import DecodeGraphs, graph_bytes
+from rollout_engine.model.cuda.deterministic import make_modules_exact
 from rollout_engine.model.cuda.largest_step import run_largest_step
 from rollout_engine.model.cuda.memory import ReleasableMemory
 from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.pinned_upload import PinnedUpload
 from rollout_engine.model.cuda.ranked_graphs import RankedDecodeGraphs
-from rollout_engine.model.cuda.row_invariance import ARITHMETIC
+from rollout_engine.model.cuda.row_invariance import ARITHMETIC, LATENT_KERNELS
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.cuda.sequence_logprobs import sequence_logprobs
 from rollout_engine.model.cuda.shadow_memory import CudaShadowMemory
 from rollout_engine.model.cuda.warm_up import warm_up
 from rollout_engine.model.cuda.weight_memory import CudaWeightMemory
 from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, describe_pool, most_blocks, size_pool
+from rollout_engine.model.modules.latent_attention import use_latent_kernels
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.modules.routers import routers_of, routing_info
 from rollout_engine.model.packing.packed_weights import PackedWeights
@@ -73,6 +75,7 @@ class CudaBackend(Backend):
         if loaded.cut is not None:
             _check_cut(loaded.cut)
             connect(loaded.module, loaded.cut, replaced_experts=False)
+        use_latent_kernels(loaded.module, LATENT_KERNELS)
         self._fused = runs_fused(
             loaded, deterministic=deterministic, block_size=config.tokens_per_block, seat=self._seat
         )
@@ -233,13 +236,14 @@ class CudaBackend(Backend):
 def runs_fused(loaded: LoadedModel, *, deterministic: bool, block_size: int, seat: Seat | None = None) -> bool:
     """Whether our kernels run the layers of `loaded`; logs the reason if not, as a warning if they fail here.
 
-    `seat`: of a rank; all call this together. Raises `ConfigError` if `deterministic` layers cannot be had.
+    `deterministic` layers of another structure then run as a trainer's modules do. `seat`: of a rank; all call this
+    together. Raises `ConfigError` if `deterministic` layers cannot be had.
     """
     reason = decoder_trial.unsupported_reason(
         loaded.module, loaded.geometry, deterministic=deterministic, block_size=block_size, seat=seat
     )
     if reason is not None and deterministic:
-        raise ConfigError(f"deterministic=True is not possible on a device: {reason.text}. Use deterministic=False.")
+        make_modules_exact(loaded, reason, block_size=block_size)
     if reason is not None:
         level = logging.WARNING if reason.is_failure else logging.INFO
         logger.log(level, "The layers run as modules, more slowly: %s.", reason.text)

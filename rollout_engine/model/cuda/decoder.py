@@ -5,7 +5,7 @@
                                                          ├─ gate|up ── activation ── down ──┐
                                                          └────────────────────── add, norm ─┘
 
-In a mixture of experts, `experts` computes the part between the last two norms.
+In a mixture of experts, `experts` computes the part between the last two norms, and a shared MLP is added to it.
 
 Products are torch's. In deterministic mode they are those of `kernels.triton.matmul`, and heads are normed before they
 are rotated, by the same kernel as in a trainer's modules.
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollout_engine.kernels.activation import sigmoid
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.layout import KVLayer
@@ -99,13 +100,27 @@ class CudaDecoder:
         return self._multiply_adapted(out.flatten(1), layer.out, batch)
 
     def _feed_forward(self, mlp: MLP | Mixture, hidden: Tensor, batch: CudaBatch, pool: CudaKVPool) -> Tensor:
-        if isinstance(mlp, Mixture):
-            place = mlp.experts.place
-            given = None if batch.routed is None else batch.routed[:, place]
-            kept = None if pool.routed is None else pool.routed_rows[:, place]
-            return mlp.experts.forward(hidden, self._product(hidden, mlp.router), Routes(given, kept, batch.slots))
-        gate, up = self._multiply_adapted(hidden, mlp.gate_up, batch).chunk(2, dim=1)
-        return self._multiply_adapted(gated(gate, up, gate), mlp.down, batch)
+        if isinstance(mlp, MLP):
+            gate, up = self._multiply_adapted(hidden, mlp.gate_up, batch).chunk(2, dim=1)
+            return self._multiply_adapted(gated(gate, up, gate), mlp.down, batch)
+        place = mlp.experts.place
+        given = None if batch.routed is None else batch.routed[:, place]
+        kept = None if pool.routed is None else pool.routed_rows[:, place]
+        out = mlp.experts.forward(hidden, self._route(mlp, hidden), Routes(given, kept, batch.slots))
+        if mlp.shared is None:
+            return out
+        shared = self._feed_forward(mlp.shared, hidden, batch, pool)
+        if mlp.shared_gate is not None:
+            shared = sigmoid(self._multiply_adapted(hidden, mlp.shared_gate, batch)) * shared
+        return out + shared
+
+    def _route(self, mixture: Mixture, hidden: Tensor) -> Tensor:
+        """Logits [T, E] of the router: float32 sums if they are precise, by one kernel in every mode."""
+        router = mixture.router
+        if not mixture.experts.routing.precise:
+            return self._product(hidden, router)
+        out = hidden.new_empty(len(hidden), router.num_outputs, dtype=torch.float32)
+        return matmul(hidden, router.weight, None, out, router.tile)
 
     def _multiply_adapted(self, x: Tensor, linear: Linear, batch: CudaBatch) -> Tensor:
         """A product of a layer, with the adapters of its rows."""

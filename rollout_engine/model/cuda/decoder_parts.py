@@ -13,7 +13,7 @@ from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary
 from rollout_engine.model.cuda.experts import Experts
 from rollout_engine.model.modules import decoder_structure as structure
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure, require
-from rollout_engine.model.modules.expert_patterns import mixture_of
+from rollout_engine.model.modules.expert_patterns import RouterPattern, are_gated_experts, router_pattern
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.packing.linear_groups import stacked
@@ -56,6 +56,10 @@ class Mixture(NamedTuple):
 
     router: Linear
     experts: Experts
+    shared: MLP | None
+    """Computes every token, in addition to its experts."""
+    shared_gate: Linear | None
+    """Its one output's sigmoid multiplies that of `shared`."""
 
 
 class Layer(NamedTuple):
@@ -141,9 +145,11 @@ def _mlp(mlp: structure.MLP) -> MLP:
 
 
 def _mixture(mixture: structure.Mixture, place: int) -> Mixture:
-    routing, kind = mixture_of(mixture.module), type(mixture.module).__name__
-    if routing is None:
-        raise UnsupportedStructure(f"{kind} does not weight and add down(silu(gate(x)) * up(x)) of its experts")
+    kind, pattern = type(mixture.module).__name__, router_pattern(mixture.router)
+    if pattern is None:
+        raise UnsupportedStructure(f"{type(mixture.router).__name__} weights experts by a formula that no kernel has")
+    are_gated = are_gated_experts(mixture.experts)
+    require(are_gated, f"{kind} does not weight and add down(silu(gate(x)) * up(x)) of its experts")
     gate_up, down = (tensor_of(mixture.experts, name).detach() for name in ("gate_up_proj", "down_proj"))
     require(gate_up.is_contiguous() and down.is_contiguous(), f"the experts of {kind} are not contiguous")
     router: Any = mixture.router
@@ -152,8 +158,20 @@ def _mixture(mixture: structure.Mixture, place: int) -> Mixture:
     own = getattr(mixture.experts, "_own_experts", None)
     return Mixture(
         router=Linear(weight, None, tile, len(weight), id(router), Joins(None, None)),
-        experts=Experts(gate_up, down, router.top_k, routing, own, place),
+        experts=Experts(gate_up, down, router.top_k, pattern.routing, _bias(mixture, pattern), own, place),
+        shared=None if mixture.shared is None else _mlp(mixture.shared),
+        shared_gate=None if mixture.shared_gate is None else _linear([mixture.shared_gate]),
     )
+
+
+def _bias(mixture: structure.Mixture, pattern: RouterPattern) -> Tensor | None:
+    """The bias [E] with which the router chooses."""
+    if not pattern.has_bias:
+        return None
+    is_own = pattern.bias_name is not None
+    owner, name = (mixture.router, pattern.bias_name) if is_own else (mixture.module, mixture.bias_name)
+    require(name is not None, "its router chooses with a bias, which its caller does not give")
+    return tensor_of(owner, str(name)).detach()
 
 
 def _norm(child: nn.Module) -> Norm:

@@ -105,6 +105,14 @@ def _compare(
             raise _Disagreement("its logits are not bit for bit those that its modules give a trainer")
 
 
+def trainer_difference(module: PreTrainedModel, geometry: Sequence[LayerGeometry], *, block_size: int) -> str | None:
+    """How modules that `row_invariance` has replaced compute other bits for an engine than for a trainer; or None."""
+    modules = small_model(module, geometry, block_size, fused=False, deterministic=True)
+    if all(map(torch.equal, served(modules), _compute_trained(module))):
+        return None
+    return "its logits are not bit for bit those that the same modules give a trainer"
+
+
 def _far_shift(module: PreTrainedModel) -> int:
     """A shift of the trial's positions to the model's last ones, or to those before `_END`; 0 if they are near."""
     return max(far_starts(module.config.get_text_config(), _LONGEST, end=_END), default=0)

@@ -16,11 +16,12 @@ from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.experts import Groups, add_weighted, multiply
 from rollout_engine.kernels.triton.matmul import tile_for
 from rollout_engine.kernels.triton.routers import Routes, choose
-from rollout_engine.model.cuda.gradients import ExpertProduct, Product, gated_rows, probabilities
+from rollout_engine.model.cuda.gradients import ExpertProduct, Product, gated_rows, scores
 from rollout_engine.model.modules import experts as formulas
-from rollout_engine.model.modules.expert_patterns import RouterPattern
+from rollout_engine.model.modules.expert_patterns import ExpertForm, RouterPattern
 from rollout_engine.model.modules.experts import Routing
-from rollout_engine.model.packing.module_types import become
+from rollout_engine.model.modules.own_forwards import RowInvariantElements
+from rollout_engine.model.packing.module_types import become, tensor_of
 from rollout_engine.model.ranks.wiring import OwnExperts
 
 
@@ -33,17 +34,19 @@ class Experts(NamedTuple):
     """[E, H, I]."""
     top_k: int
     routing: Routing
+    bias: Tensor | None
+    """[E], added to scores for the choice alone."""
     own: OwnExperts | None
     """The experts that this rank computes; None if it computes all."""
     place: int
     """The layer's number among those that have experts."""
 
     def forward(self, x: Tensor, logits: Tensor, routes: Routes | None = None) -> Tensor:
-        """x [T, H] and the router's logits [T, E] -> [T, H]."""
+        """x [T, H] and the router's logits [T, E], float32 if these are precise -> [T, H]."""
         shape = len(x), self.top_k
-        weights = logits.new_empty(shape, dtype=logits.dtype if self.routing.rounded else torch.float32)
-        experts = logits.new_empty(shape, dtype=torch.int32)
-        choose(logits, weights, experts, normalised=self.routing.normalised, routes=routes)
+        weights = x.new_empty(shape, dtype=x.dtype if self.routing.rounded else torch.float32)
+        experts = x.new_empty(shape, dtype=torch.int32)
+        choose(logits, weights, experts, self.routing, bias=self.bias, routes=routes)
         groups = Groups.of(experts, logits.shape[1])
         if self.own is not None:
             groups = groups.part(self.own.share.rows)
@@ -66,19 +69,26 @@ class TrainedRouter(nn.Module):
     top_k: int
     _pattern: RouterPattern
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    def forward(self, hidden_states: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """`bias` [E] of the choice, if the module that calls has it."""
+        pattern, rows = self._pattern, hidden_states.reshape(-1, hidden_states.shape[-1])
         tile = tile_for(len(self.weight), self.weight.shape[1], self.weight.dtype)
-        logits = Product.apply(rows, self.weight, None, tile)
-        chosen = self._pattern.routing.select(logits, self.top_k, probabilities)
-        return logits.to(self._pattern.logits_dtype), *chosen
+        logits = Product.apply(rows, self.weight, None, tile, pattern.routing.precise)
+        if pattern.bias_name is not None:
+            bias = getattr(self, pattern.bias_name)
+        chosen = pattern.routing.select(logits, self.top_k, scores, bias=bias, dtype=self.weight.dtype)
+        return logits.to(pattern.logits_dtype), *chosen
 
 
 class TrainedExperts(nn.Module):
-    """Experts down(silu(gate(x)) * up(x)) with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I]."""
+    """Experts down(silu(gate(x)) * up(x)) with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
+
+    Or in another `_form`.
+    """
 
     gate_up_proj: Tensor
     down_proj: Tensor
+    _form: ExpertForm
     _is_expert_parallel: bool
     _own_experts: OwnExperts | None = None
     """The experts that this rank has, if the model is cut; the parameters hold these alone."""
@@ -91,20 +101,38 @@ class TrainedExperts(nn.Module):
         if own is not None:
             groups = groups.part(own.share.rows)
         order = groups.order.long()
-        rows = hidden_states[order // index.shape[1]]
-        gate, up = ExpertProduct.apply(rows, self.gate_up_proj, groups).chunk(2, dim=1)
-        outputs = ExpertProduct.apply(activation.gated_silu(gate, up, gated_rows), self.down_proj, groups)
+        rows, experts = hidden_states[order // index.shape[1]], index.flatten()[order]
+        activated = self._activate(self._multiply("gate_up_proj", rows, groups, experts))
+        outputs = self._multiply("down_proj", activated, groups, experts)
         by_entry = outputs[order.argsort()]
         if own is not None:
             by_entry = own.merge(by_entry, index)
         return formulas.add_weighted(by_entry.view(*index.shape, -1), top_k_weights.gather(1, slots))
 
+    def _multiply(self, name: str, x: Tensor, groups: Groups, experts: Tensor) -> Tensor:
+        """The product of x [N, K], in the order of `groups`, of `experts` [N], with a parameter, plus its bias."""
+        weight = tensor_of(self, name)
+        out: Tensor = ExpertProduct.apply(x, weight.mT if self._form.is_transposed else weight, groups)
+        if not self._form.has_bias:
+            return out
+        assert self._own_experts is None, "experts with biases are not cut over devices"
+        return out + tensor_of(self, f"{name}_bias")[experts]
+
+    def _activate(self, projected: Tensor) -> Tensor:
+        """The input [N, I] of the second product, from the output [N, 2I] of the first."""
+        if self._form.gate is None:
+            gate, up = projected.chunk(2, dim=1)
+            return activation.gated_silu(gate, up, gated_rows)
+        with RowInvariantElements():
+            return self._form.gate(self, projected)
+
 
 def swap_router(module: nn.Module, pattern: RouterPattern) -> None:
-    """Make `module`, which `expert_patterns.router_pattern` recognised as plain, compute as steps do; in place."""
+    """Make `module`, which `expert_patterns.router_pattern` recognised, compute as steps do; in place."""
     become(module, TrainedRouter)._pattern = pattern
 
 
-def swap_experts(module: nn.Module) -> None:
-    """Make `module`, which `expert_patterns.are_gated_experts` recognised, compute as steps do; in place."""
-    become(module, TrainedExperts)._is_expert_parallel = False
+def swap_experts(module: nn.Module, form: ExpertForm) -> None:
+    """Make `module`, which `expert_patterns.expert_form` recognised, compute as steps do; in place."""
+    experts = become(module, TrainedExperts)
+    experts._form, experts._is_expert_parallel = form, False

@@ -8,32 +8,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.routing_rule import RoutingRule
 from rollout_engine.kernels.triton import experts as grouped
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.experts import Groups
-from rollout_engine.kernels.triton.matmul import Tile, matmul
+from rollout_engine.kernels.triton.matmul import Tile, matmul, tile_for
 from rollout_engine.kernels.triton.norm import rms_norm
 from rollout_engine.kernels.triton.routers import choose
 
+_MOST_SCORES = 4096
+"""Most logits of a row: one program holds them all."""
+
 
 class Product(torch.autograd.Function):
-    """Product of x [R, K] with a weight [N, K], plus a bias [N] if there is one -> [R, N]."""
+    """Product of x [R, K] with a weight [N, K], plus a bias [N] if there is one -> [R, N].
+
+    `float32_out`: sums are not rounded to the dtype of x; nor are gradients of x and the weight, until they are whole.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, float32_out: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return matmul(x, weight, bias, x.new_empty(len(x), len(weight)), tile)
+        out = x.new_empty(len(x), len(weight), dtype=torch.float32 if float32_out else x.dtype)
+        return matmul(x, weight, bias, out, tile)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        for_x, for_weight, for_bias, _, _ = ctx.needs_input_grad
         return (
-            grad @ weight if for_x else None,
-            grad.t() @ x if for_weight else None,
-            grad.sum(0) if for_bias else None,
+            (grad @ weight.to(grad.dtype)).to(x.dtype) if for_x else None,
+            (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if for_weight else None,
+            grad.sum(0).to(weight.dtype) if for_bias else None,
+            None,
             None,
         )
+
+
+class OwnRouterProduct:
+    """Satisfies `modules.own_forwards.OwnProduct`."""
+
+    def __init__(self, *, float32_out: bool) -> None:
+        self.float32_out = float32_out
+
+    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        tile = tile_for(len(weight), weight.shape[1], weight.dtype)
+        out: Tensor = Product.apply(rows, weight, bias, tile, self.float32_out)
+        return out
 
 
 class ExpertProduct(torch.autograd.Function):
@@ -62,13 +83,19 @@ class ExpertProduct(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def probabilities(logits: Tensor, *, is_sigmoid: bool) -> Tensor:
-    """Softmax of a router's logits [T, E], float32, without gradients, as `kernels.triton.routers` computes it."""
-    assert not is_sigmoid, "only plain routers are replaced"
+def scores(logits: Tensor, *, is_sigmoid: bool) -> Tensor:
+    """Sigmoids or softmax of logits [T, E], float32, without gradients, as `kernels.triton.routers` computes them."""
+    logits = logits.contiguous()
     found = torch.empty_like(logits, dtype=torch.float32)
     weights, experts = logits.new_empty(len(logits), 1), logits.new_empty(len(logits), 1, dtype=torch.int32)
-    choose(logits, weights, experts, normalised=False, probabilities=found)
+    rule = RoutingRule(normalised=False, rounded=False, sigmoid=is_sigmoid)
+    choose(logits, weights, experts, rule, scores=found)
     return found
+
+
+def takes_scores(logits: Tensor) -> bool:
+    """Whether `scores` takes logits [..., E]."""
+    return logits.is_floating_point() and 0 < logits.shape[-1] <= _MOST_SCORES
 
 
 def gated_rows(gate: Tensor, up: Tensor) -> Tensor:

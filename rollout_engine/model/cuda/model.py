@@ -17,7 +17,6 @@ from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKV
 from rollout_engine.model.cuda.decoder import CudaDecoder
 from rollout_engine.model.cuda.decoder_parts import parts_of
 from rollout_engine.model.modules.attention_interface import attending
-from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.layer_watch import LayerWatch
 from rollout_engine.model.modules.routers import recording, replaying, routers_of
@@ -29,8 +28,8 @@ class CudaModel:
     """A module built with `ATTENTION_NAME`, on a device, and its KV pool.
 
     `fused`: its layers run by our kernels, not as modules, unless `layer_watch` has watchers; raises
-    `UnsupportedStructure` if they cannot. `deterministic`: a row's bits do not depend on its batch, which only fused
-    layers can keep. `adapters`: those that rows may have, of fused layers.
+    `UnsupportedStructure` if they cannot. `deterministic`: a row's bits do not depend on its batch, if layers are fused
+    or `row_invariance` has replaced the module's parts. `adapters`: those that rows may have, of fused layers.
     `routing`: its routers, whose choices are kept; None if they are not.
     """
 
@@ -62,8 +61,6 @@ class CudaModel:
             deterministic=deterministic,
             block_size=block_size,
         )
-        if deterministic and not fused:
-            raise UnsupportedStructure("its layers run as modules")
         self.decoder = None
         if fused:
             parts = parts_of(module, list(geometry), limits.context)

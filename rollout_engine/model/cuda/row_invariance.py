@@ -14,26 +14,46 @@ from transformers import AttentionInterface
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels import activation, norm
+from rollout_engine.kernels.latent import LatentKernels
+from rollout_engine.kernels.triton import latent as triton_latent
 from rollout_engine.kernels.triton.adapters import added
 from rollout_engine.kernels.triton.dense import attend_dense
 from rollout_engine.kernels.triton.matmul import tile_for
 from rollout_engine.kernels.triton.sampling import score
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.cuda.experts import TrainedExperts, TrainedRouter, swap_experts, swap_router
-from rollout_engine.model.cuda.gradients import Product, gated_rows, norm_rows
+from rollout_engine.model.cuda.gradients import (
+    OwnRouterProduct,
+    Product,
+    gated_rows,
+    norm_rows,
+    scores,
+    takes_scores,
+)
 from rollout_engine.model.modules.attention_interface import rollout_attention
-from rollout_engine.model.modules.expert_patterns import are_gated_experts, router_pattern
+from rollout_engine.model.modules.expert_patterns import expert_form, router_pattern
+from rollout_engine.model.modules.latent_attention import LatentProjection, cache_latents, use_latent_kernels
 from rollout_engine.model.modules.module_patterns import children_of_one_dtype, is_gated_mlp, rms_norm_epsilon
+from rollout_engine.model.modules.own_forwards import OwnForward, RowScores, names_a_gate, swap_calls, swap_own_router
+from rollout_engine.model.modules.routers import routers_of
 from rollout_engine.model.modules.row_trial import unproven_parts
 from rollout_engine.model.packing.linear_groups import linears_by_input
 from rollout_engine.model.packing.module_types import become
 from rollout_engine.model.ranks.cut import outputs_of
 
 _ATTENTION_NAME = "rollout_engine_on_device"
+_SCORES = RowScores(scores, takes_scores)
+LATENT_KERNELS = LatentKernels(triton_latent.absorb, triton_latent.expand)
 
 
 def make_row_invariant(module: nn.Module) -> None:
-    """Replace every `nn.Linear`, and the norms, MLPs and experts that our kernels compute, below a causal LM."""
+    """Replace every `nn.Linear`, and the norms, MLPs, routers and experts that our kernels compute, below a causal LM.
+
+    Other routers, and modules with gates, keep their forwards, with our functions in them. Attention that expands
+    latents caches these instead.
+    """
+    cache_latents(module)
+    use_latent_kernels(module, LATENT_KERNELS)
     for child in children_of_one_dtype(module):
         if hasattr(child, "inv_freq"):
             _compute_on_the_host(module, child)
@@ -45,10 +65,16 @@ def make_row_invariant(module: nn.Module) -> None:
             become(child, _RMSNorm)._epsilon = epsilon
         elif isinstance(child, TrainedRouter | TrainedExperts):
             continue
-        elif (pattern := router_pattern(child)) is not None and pattern.is_plain:
+        elif (pattern := router_pattern(child)) is not None:
             swap_router(child, pattern)
-        elif are_gated_experts(child):
-            swap_experts(child)
+        elif (form := expert_form(child)) is not None:
+            swap_experts(child, form)
+    for router in routers_of(module):
+        if not isinstance(router, TrainedRouter | OwnForward):
+            swap_own_router(router, _SCORES, (OwnRouterProduct(float32_out=wide) for wide in (False, True)))
+    for child in list(module.modules()):
+        if names_a_gate(child) and not isinstance(child, OwnForward):
+            swap_calls(child, _SCORES)
     for group in linears_by_input(module, (nn.Linear, _Linear)):
         for child in group:
             become(child, _Linear)._num_beside = sum(outputs_of(each).whole for each in group)
@@ -83,7 +109,7 @@ class _Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         tile = tile_for(self._num_beside, self.in_features, self.weight.dtype)
         rows = input.reshape(-1, self.in_features)
-        out: Tensor = Product.apply(rows, self.weight, self.bias, tile)
+        out: Tensor = Product.apply(rows, self.weight, self.bias, tile, False)
         return out.view(*input.shape[:-1], self.out_features)
 
 
@@ -108,5 +134,5 @@ class _RMSNorm(nn.Module):
 
 
 AttentionInterface.register(_ATTENTION_NAME, partial(rollout_attention, dense=attend_dense))
-_unproven_parts = partial(unproven_parts, _Linear | TrainedRouter | TrainedExperts)
+_unproven_parts = partial(unproven_parts, _Linear | TrainedRouter | TrainedExperts | OwnForward | LatentProjection)
 ARITHMETIC = Arithmetic(_ATTENTION_NAME, make_row_invariant, _unproven_parts, score, added)

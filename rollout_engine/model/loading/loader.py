@@ -68,7 +68,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     )
     limit = position_limit(module.config)
     _check_length(module.config, limit, config.max_model_len)
-    geometry = _admit(module, hf_config, device)
+    geometry = _admit(module, hf_config, has_ranks_on_devices=device != _CPU and seat is not None)
     max_model_len = _served_length(limit, config.max_model_len)
     if device != _CPU and seat is None:
         place_on(module, device)
@@ -110,9 +110,12 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     )
 
 
-def _admit(module: PreTrainedModel, hf_config: PretrainedConfig, device: torch.device) -> list[LayerGeometry]:
-    """Check a module as it will compute, and return the geometry of its layers. Raises `ConfigError`."""
-    if device == _CPU:
+def _admit(module: PreTrainedModel, hf_config: PretrainedConfig, *, has_ranks_on_devices: bool) -> list[LayerGeometry]:
+    """Check a module as it will compute, and return the geometry of its layers. Raises `ConfigError`.
+
+    Ranks on devices cache keys and values that latents are expanded to.
+    """
+    if not has_ranks_on_devices:
         cache_latents(module)
         swap_mixers(module)
     elif any(map(is_mixer, module.modules())):

@@ -1,4 +1,4 @@
-"""Recognises routers, experts and mixtures that compute the same as `experts`, by trial like `module_patterns`."""
+"""Recognises routers and experts that compute the same as `experts`, by trial like `module_patterns`."""
 
 import inspect
 import itertools
@@ -17,7 +17,7 @@ from rollout_engine.model.modules.experts import Routing, mixed
 from rollout_engine.model.modules.module_patterns import LARGE, SILU_CLASSES, agree, copy_with, same
 from rollout_engine.model.packing.module_types import tensor_of
 
-_NUM_EXPERTS, _TOP_K, _HIDDEN, _INTERMEDIATE = 6, 3, 8, 5
+_NUM_EXPERTS, _HIDDEN, _INTERMEDIATE = 6, 8, 5
 EXPERT_MATRICES = {"gate_up_proj": 3, "down_proj": 3}
 _PLAIN_MATRICES = {"up_proj": 3, "down_proj": 3}
 EXPERT_BIASES = {"gate_up_proj_bias": 2, "down_proj_bias": 2}
@@ -42,17 +42,6 @@ class RouterPattern(NamedTuple):
     """The attribute that holds its own."""
     logits_dtype: torch.dtype
     """That of the logits that it returns."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it computes no more than a softmax, its largest, and their shares."""
-        return self.routing.is_plain and not self.has_bias
-
-
-def routing_of(child: nn.Module) -> Routing | None:
-    """The `Routing` of a plain router; None of others."""
-    pattern = router_pattern(child)
-    return pattern.routing if pattern is not None and pattern.is_plain else None
 
 
 def router_pattern(child: nn.Module) -> RouterPattern | None:
@@ -303,35 +292,6 @@ def _computes(child: nn.Module, form: ExpertForm) -> bool:
         return mixed(x, index, weights, gate_up, down, biases, gate)
 
     return agree(trial, compute, x, index, weights) and agree(trial, compute, x * LARGE, index, weights)
-
-
-def mixture_of(child: nn.Module) -> Routing | None:
-    """The `Routing` of a block that sends x [B, T, H] through its router `gate`, then its `experts`; None of others."""
-    children = dict(child.named_children())
-    if children.keys() != {"gate", "experts"} or list(child.parameters(recurse=False)):
-        return None
-    gate, experts = children["gate"], children["experts"]
-    routing = routing_of(gate)
-    if routing is None or not are_gated_experts(experts):
-        return None
-    gate, experts = _small_router(gate), _small_experts(experts, _GATED)
-    trial = copy_with(child, _modules={"gate": gate, "experts": experts}, hidden_dim=_HIDDEN)
-    weight = tensor_of(gate)
-    gate_up, down = tensor_of(experts, "gate_up_proj"), tensor_of(experts, "down_proj")
-    x = _waves(2, 12, _HIDDEN, dtype=weight.dtype) * 4
-
-    def mix(x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        weights, chosen = routing.select(F.linear(rows, weight), _TOP_K)
-        return mixed(rows, chosen, weights, gate_up, down).view(x.shape)
-
-    return routing if agree(trial, mix, x) else None
-
-
-def _small_router(child: nn.Module) -> nn.Module:
-    sizes = {"top_k": _TOP_K, "num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN}
-    small = {"weight": _waves(_NUM_EXPERTS, _HIDDEN, dtype=tensor_of(child).dtype)}
-    return copy_with(child, _parameters=small, **_NO_HOOKS, **sizes)
 
 
 def _small_experts(child: nn.Module, form: ExpertForm) -> nn.Module:

@@ -28,11 +28,6 @@ class Routing(RoutingRule):
 
     __slots__ = ()
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the k most probable experts have their probabilities, or their shares of these, as weights."""
-        return self == Routing(self.normalised, self.rounded)
-
     def select(
         self,
         logits: Tensor,

@@ -4,7 +4,7 @@
     the attention function   q ──> absorb ──> attention over latents, which are cached ──> expand ──> values of heads
 
 Modules are recognised by a trial of their `expand_kv`, which expands latents into the keys and values of heads. Engines
-and exact trainers on a CPU both compute this form. Its results differ from those of expanded keys by round-off.
+and exact trainers both compute this form. Its results differ from those of expanded keys by round-off.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,6 +51,8 @@ class LatentProjection(nn.Linear):
 
     nope_size: int
     value_size: int
+    kernels: latent.LatentKernels | None = None
+    """Those of a device; None: the CPU's."""
     find_adapters: Callable[[], Sequence[latent.LatentAdapter]] | None = None
     """Finds the adapters of the rows that are computed now; in the engine alone."""
 
@@ -71,7 +73,7 @@ class LatentProjection(nn.Linear):
     def _by_rows(self, x: Tensor, product: Callable[..., Tensor], add: Callable[..., Tensor]) -> Tensor:
         """`product` of x [B, T, H, D], with the adapters that rows have."""
         rows = x.flatten(0, 1)
-        out = product(rows, self.by_head(self.weight), self.nope_size)
+        out = product(rows, self.by_head(self.weight), self.nope_size, self.kernels)
         for adapter in self.find_adapters() if self.find_adapters is not None else ():
             out[adapter.rows] = add(adapter, rows[adapter.rows], out[adapter.rows], self.nope_size)
         result: Tensor = out.unflatten(0, x.shape[:2])
@@ -101,6 +103,13 @@ def cache_latents(module: nn.Module) -> None:
             linear.__class__ = LatentProjection
             linear.nope_size, linear.value_size, _ = (getattr(child, name) for name in _SIZES)
             child.__class__ = _latent_class(type(child))  # type: ignore[arg-type]  # mypy doubts that it has a hash
+
+
+def use_latent_kernels(module: nn.Module, kernels: latent.LatentKernels) -> None:
+    """Have every attention below `module` that caches latents multiply by `kernels`, in place."""
+    for child in module.modules():
+        if isinstance(child, LatentProjection):
+            child.kernels = kernels
 
 
 def has_latents(module: nn.Module) -> bool:

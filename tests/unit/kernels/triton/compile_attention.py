@@ -39,6 +39,17 @@ def attention(kind: str, heads: tuple[int, int], dim: int, block_size: int, **fl
     return made, tiling.programs_per_processor
 
 
+def latents(kind: str, num_heads: int, block_size: int, **flags: bool) -> Any:
+    """The attention kernel over latents of DeepSeek's sizes, and its programs on a multiprocessor."""
+    heads = Heads.of(num_heads, 1, 576, 512, torch.bfloat16, has_latents=True)
+    tiling = heads.tiling(kind, SHARED_BYTES[TARGET.arch], block_size)
+    shape = shape_of(tiling, (num_heads, heads.num_kv_heads), 512, block_size, **flags)
+    shape = shape._replace(dim_k=576, block_k=1024, has_latents=True, block_r=64)
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, "maxnreg": tiling.max_registers}
+    made = compiled(attention_kernel, attention_arguments(), {"SHAPE": shape}, **options)
+    return made, tiling.programs_per_processor
+
+
 def merge(deterministic: bool) -> Any:
     """The merge kernel."""
     tiling = (tilings.deterministic if deterministic else tilings.decode)(2, 128, 128, 2)
@@ -79,6 +90,12 @@ KERNELS = {
     "prefill, 256 channels": lambda: attention("prefill", (16, 8), 256, 16),
     "deterministic": lambda: attention("deterministic", (16, 8), 128, 16),
     "deterministic, everything": lambda: attention("deterministic", (14, 2), 64, 16, **EVERYTHING),
+    "latents, decode": lambda: latents("decode", 128, 64),
+    "latents, decode of 16 heads": lambda: latents("decode", 16, 64, has_initial=True),
+    "latents, shared prefix": lambda: latents("shared_prefix", 128, 64, writes_parts=True),
+    "latents, prefill": lambda: latents("prefill", 128, 64),
+    "latents, deterministic": lambda: latents("deterministic", 128, 16),
+    "latents, deterministic, everything": lambda: latents("deterministic", 16, 64, **EVERYTHING),
     "merge": lambda: merge(False),
     "merge, deterministic": lambda: merge(True),
     "listing": listing,

@@ -17,7 +17,9 @@ import torch
 from torch import empty
 from triton.backends import nvidia
 
+from rollout_engine.kernels import routing_rule
 from rollout_engine.kernels.cpu.adapters import AdapterRows
+from rollout_engine.kernels.routing_rule import RoutingRule
 from rollout_engine.kernels.row_stats import KeptTokens, RowStats, Truncation
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.adapters import BLOCK_ROWS, AdapterBatch, AdapterPair, AdapterTable
@@ -25,13 +27,14 @@ from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.kernels.triton.decode_inputs import prepare
 from rollout_engine.kernels.triton.experts import Groups, add_weighted, multiply
+from rollout_engine.kernels.triton.latent import absorb, expand
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.logit_edits import edit
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
 from rollout_engine.kernels.triton.outcome import write_edited_outcomes, write_outcomes
 from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary, rotate_and_write
-from rollout_engine.kernels.triton.routers import choose
+from rollout_engine.kernels.triton.routers import Routes, choose
 from rollout_engine.kernels.triton.sampling import SamplingRows, SamplingWorkspace, sample
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
@@ -81,8 +84,13 @@ def call_experts(dtype: torch.dtype) -> None:
     num_tokens, num_experts, top_k, hidden, intermediate = 256, 128, 8, 2048, 768
     x, logits = empty(num_tokens, hidden, dtype=dtype), empty(num_tokens, num_experts, dtype=dtype)
     weights, experts = empty(num_tokens, top_k, dtype=dtype), empty(num_tokens, top_k, dtype=torch.int32)
-    choose(logits, weights, experts, normalised=True)
-    choose(logits, weights.float(), experts, normalised=False, probabilities=logits.float())
+    choose(logits, weights, experts, RoutingRule(True, True))
+    choose(logits, weights.float(), experts, RoutingRule(False, False), scores=logits.float())
+    rule = RoutingRule(True, False, True, True, routing_rule.Groups(8, 4, True), 2.5, 1e-20, 1e-9)
+    sums, bias, slots = empty(num_tokens, 256), empty(256), empty(num_tokens, dtype=torch.int64)
+    choose(sums, weights.float(), experts, rule, bias=bias, routes=Routes(experts, experts.short(), slots))
+    matmul(x, empty(256, hidden, dtype=dtype), None, sums)
+    matmul(x, empty(1, hidden, dtype=dtype), None, empty(num_tokens, 1, dtype=dtype))
     groups = Groups.of(experts, num_experts)
     projected, outputs = (
         empty(len(groups.order), 2 * intermediate, dtype=dtype),
@@ -93,6 +101,9 @@ def call_experts(dtype: torch.dtype) -> None:
     down = empty(num_experts, hidden, intermediate, dtype=dtype)
     multiply(projected[:, :intermediate], down, groups, outputs.flatten(0, 1), by_entry=True)
     add_weighted(outputs, weights, x)
+    multiply(x, empty(num_experts, hidden, 2 * intermediate, dtype=dtype).mT, groups, projected, top_k=top_k)
+    matrix, q = empty(16, 256, 512, dtype=dtype), empty(num_tokens, 16, 192, dtype=dtype)  # DeepSeek-V2-Lite
+    expand(absorb(q, matrix, 128)[..., :512], matrix, 128)
 
 
 def call_sampling(dtype: torch.dtype) -> None:

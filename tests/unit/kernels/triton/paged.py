@@ -22,12 +22,16 @@ class Contexts:
         dtype: torch.dtype = torch.float32,
         num_shared: int = 0,
         device: str = "cpu",
+        has_latents: bool = False,
     ) -> None:
+        """`has_latents`: values are the first channels of the one key head."""
         self.num_heads, self.num_kv_heads = heads
         self.dim_k, self.dim_v = dims
-        self.block_size, self.dtype, self.device = block_size, dtype, device
+        self.block_size, self.dtype, self.device, self.has_latents = block_size, dtype, device, has_latents
         self.keys = [torch.randn(length, self.num_kv_heads, self.dim_k).to(dtype) for length in lengths]
         self.values = [torch.randn(length, self.num_kv_heads, self.dim_v).to(dtype) for length in lengths]
+        if has_latents:
+            self.values = [keys[..., : self.dim_v] for keys in self.keys]
         self.queries = [torch.randn(length, self.num_heads, self.dim_k).to(dtype) for length in lengths]
         for rows in (self.keys, self.values):
             for row in rows[1:]:
@@ -50,7 +54,8 @@ class Contexts:
                 for index, rows_of_block in enumerate(rows.split(self.block_size)):
                     pool[blocks[index], :, : len(rows_of_block)] = rows_of_block.transpose(0, 1)
         self.tables = tables.to(self.device)
-        self.layer = KVLayer(*(pool.to(self.device) for pool in self.layer))
+        keys, values = (pool.to(self.device) for pool in self.layer)
+        self.layer = KVLayer(keys, keys[..., : self.dim_v] if self.has_latents else values)
 
     def flat_queries(self, ends: Sequence[int], counts: Sequence[int]) -> Tensor:
         """[T, H, Dk]: of each sequence the last `counts` tokens before `ends`."""

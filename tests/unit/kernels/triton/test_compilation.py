@@ -18,6 +18,8 @@ SHARED_BYTES = {90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
 REGISTERS = 65_536
 MOST_SPILLED = {90: 0, 100: 264, 120: 80}
 """Bytes of stack of a thread, measured: with wide heads, Blackwell's compiler keeps less in registers."""
+MOST_SPILLED_LATENTS = {90: 160, 100: 968, 120: 0}
+"""As many rows as Hopper's products of a warp group have, each with 512 channels."""
 THREE_PROGRAMS = (
     "decode",
     "decode, 64 channels",
@@ -46,11 +48,12 @@ TILE_INSTRUCTIONS = {
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_kind_of_kernel_compiles_and_as_many_programs_fit_as_are_started(tmp_path, capability):
     made = compile_all(tmp_path, capability)
-    assert len(made) == 19
+    assert len(made) == 25
     for name, kernel in made.items():
         assert kernel["programs"] * (kernel["shared"] + 1024) <= SHARED_BYTES[capability], (name, kernel)
         assert kernel["programs"] * kernel["registers"] * kernel["threads"] <= REGISTERS, (name, kernel)
-        assert kernel["stack"] <= MOST_SPILLED[capability], (name, kernel)
+        most = (MOST_SPILLED_LATENTS if name == "latents, prefill" else MOST_SPILLED)[capability]
+        assert kernel["stack"] <= most, (name, kernel)
     for name in ("decode", "decode, blocks of 16", "decode, everything", "prefill", "deterministic, everything"):
         assert made[name]["cp.async.cg"], f"{name} waits for every tile"
     programs = {name: made[name]["programs"] for name in made if name.startswith("decode")}

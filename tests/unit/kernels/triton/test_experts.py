@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rollout_engine.kernels.routing_rule import RoutingRule
 from rollout_engine.kernels.triton.experts import Groups, add_weighted, multiply
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.routers import choose
@@ -19,7 +20,7 @@ def _chosen(logits, top_k, *, normalised, dtype=torch.float32):
     weights = torch.full((len(logits), top_k), torch.nan, dtype=dtype, device=logits.device)
     experts = torch.full((len(logits), top_k), -7, dtype=torch.int32, device=logits.device)
     probabilities = torch.full(logits.shape, torch.nan, device=logits.device)
-    choose(logits, weights, experts, normalised=normalised, probabilities=probabilities)
+    choose(logits, weights, experts, RoutingRule(normalised, rounded=True), scores=probabilities)
     return weights, experts, probabilities
 
 
@@ -90,6 +91,18 @@ def test_each_row_is_the_product_with_its_expert(device, dtype):
         for scatters, wanted in ((False, by_place), (True, by_entry)):
             out = torch.full((len(flat), out_features), torch.nan, dtype=dtype, device=device)
             assert torch.equal(multiply(sent, weight, groups, out, top_k=k, by_entry=scatters), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_in_another_layout_give_the_same_bits(device, dtype):
+    x, weight = (_random(*shape, dtype=dtype, device=device) for shape in ((9, 40), (3, 35, 40)))
+    groups = Groups.of((torch.arange(18, device=device).view(9, 2) % 3).int(), 3)
+    wanted = multiply(x, weight, groups, x.new_empty(18, 35), top_k=2)
+    by_columns = weight.mT.contiguous().mT
+    assert not by_columns.is_contiguous()
+    assert torch.equal(multiply(x, by_columns, groups, torch.full_like(wanted, torch.nan), top_k=2), wanted)
+    with pytest.raises(ValueError, match="Rows should be contiguous"):
+        multiply(x, weight[:, ::2], groups, x.new_empty(18, 18), top_k=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -54,6 +54,14 @@ def test_every_row_tile_is_computed_once_in_groups(device):
     torch.testing.assert_close(out, F.linear(x, weight))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_that_are_not_rounded_are_those_that_rounding_begins_with(device, dtype):
+    x, weight = _operands(5, 33, 130, dtype, device)
+    sums = matmul(x, weight, None, torch.full((5, 33), torch.nan, device=device))
+    torch.testing.assert_close(sums.double(), F.linear(x.double(), weight.double()), rtol=1e-5, atol=1e-4)
+    assert torch.equal(sums.to(dtype), matmul(x, weight, None, torch.empty(5, 33, dtype=dtype, device=device)))
+
+
 def test_dtypes_must_agree(device):
     x, weight = _operands(2, 4, 8, torch.float32, device)
     with pytest.raises(ValueError, match="Dtypes should be equal"):

@@ -19,8 +19,8 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from rollout_engine import ConfigError, exact, routing
 from rollout_engine.model.cpu.experts import RowInvariantRouter
-from rollout_engine.model.cpu.own_forwards import OwnForward
 from rollout_engine.model.cpu.row_invariance import make_row_invariant
+from rollout_engine.model.modules.own_forwards import OwnForward
 from rollout_engine.model.modules.routers import replaying, routers_of
 from rollout_engine.testing import tiny_config, tiny_model
 from rollout_engine.testing.architectures import SIZES

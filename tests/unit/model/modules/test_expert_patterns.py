@@ -26,14 +26,14 @@ from rollout_engine.kernels.routing_rule import Groups
 from rollout_engine.model.modules.expert_patterns import (
     are_gated_experts,
     expert_form,
-    mixture_of,
     router_pattern,
-    routing_of,
 )
 from rollout_engine.model.modules.experts import Routing
+from rollout_engine.model.modules.layer_patterns import MixtureParts, mixture_pattern
 from rollout_engine.testing import tiny_config
 
 DTYPES = [torch.float32, torch.bfloat16]
+PARTS = MixtureParts("gate", "experts")
 SIZES = dict(num_experts=7, num_local_experts=7, num_experts_per_tok=3, moe_intermediate_size=40)
 
 
@@ -58,11 +58,13 @@ class _WithOtherFloor(HYV3TopKRouter):
 @pytest.mark.parametrize("normalised", [True, False])
 def test_a_router_is_recognised_with_its_way_of_choosing(dtype, normalised):
     router = module_of(Qwen3MoeTopKRouter, "qwen3_moe", dtype, norm_topk_prob=normalised)
-    assert routing_of(router) == Routing(normalised, rounded=True)
+    assert router_pattern(router).routing == Routing(normalised, rounded=True)
 
 
 def test_a_router_that_keeps_float32_is_told_from_one_that_rounds():
-    assert routing_of(module_of(MixtralTopKRouter, "mixtral", torch.bfloat16)) == Routing(True, rounded=False)
+    assert router_pattern(module_of(MixtralTopKRouter, "mixtral", torch.bfloat16)).routing == Routing(
+        True, rounded=False
+    )
 
 
 def test_a_softmax_over_the_largest_logits_is_that_of_all_with_their_sum_divided_out():
@@ -121,7 +123,6 @@ def test_scores_biases_groups_and_scales_of_a_router_are_found(cls, architecture
         routing = routing._replace(rounded=cls is LagunaTopKRouter, precise=is_float32)
     assert found.routing == routing
     assert found.has_bias == (cls is not DeepseekV2TopkRouter)
-    assert not found.is_plain
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,7 +131,8 @@ def test_any_number_of_experts_is_recognised(num_experts, dtype):
     sizes = dict.fromkeys(MANY, num_experts) | dict(n_group=1, topk_group=1, num_experts_per_tok=min(8, num_experts))
     assert router_pattern(module_of(DeepseekV3TopkRouter, "deepseek_v3", dtype, **sizes)).bias_name is not None
     sizes = dict.fromkeys(MANY, num_experts) | dict(num_experts_per_tok=min(8, num_experts))
-    assert router_pattern(module_of(Qwen3MoeTopKRouter, "qwen3_moe", dtype, **sizes)).is_plain
+    plain = router_pattern(module_of(Qwen3MoeTopKRouter, "qwen3_moe", dtype, **sizes))
+    assert plain.routing == Routing(plain.routing.normalised, True)  # shares of all experts are their scores
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -198,8 +200,10 @@ def test_experts_of_no_known_form_have_none(module):
 )
 def test_a_mixture_is_recognised_with_its_way_of_choosing(cls, architecture, routing, dtype):
     given = {"norm_topk_prob": routing.normalised, "router_jitter_noise": 0.0}
-    found = mixture_of(module_of(cls, architecture, dtype, **given))
-    assert found == (routing if dtype == torch.bfloat16 else routing._replace(rounded=True))  # float32 is not rounded
+    found = module_of(cls, architecture, dtype, **given)
+    assert mixture_pattern(found, PARTS).reason is None
+    wanted = routing if dtype == torch.bfloat16 else routing._replace(rounded=True)  # float32 is not rounded
+    assert router_pattern(found.gate).routing == wanted
 
 
 class _ScaledMixture(Qwen3MoeSparseMoeBlock):
@@ -211,11 +215,9 @@ class _ScaledMixture(Qwen3MoeSparseMoeBlock):
     "module",
     [
         module_of(_ScaledMixture, "qwen3_moe"),
-        module_of(Qwen3MoeSparseMoeBlock, "qwen3_moe", hidden_act="gelu"),
         module_of(Qwen2MoeSparseMoeBlock, "qwen2_moe", shared_expert_intermediate_size=40),
-        nn.Linear(8, 6),
     ],
     ids=lambda m: type(m).__name__,
 )
 def test_other_mixtures_are_left_alone(module):
-    assert mixture_of(module) is None
+    assert mixture_pattern(module, PARTS).reason is not None
