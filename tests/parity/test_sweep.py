@@ -18,14 +18,14 @@ from rollout_engine.testing.architectures import HYBRID_SIZES, SIZES
 
 SERVED = set(
     """
-    youtu vaultgemma starcoder2 stablelm solar_open smollm3 seed_oss qwen3_next qwen3_moe qwen3_5_text
-    qwen3_5_moe_text qwen3 qwen2_moe qwen2 phimoe phi3 phi persimmon opt olmoe olmo_hybrid olmo3 olmo2 olmo nemotron_h
-    nemotron nanochat moshi modernbert-decoder mixtral mistral ministral3 minimax_m3_vl_text minimax_m2 minicpm3
-    mimo_v2_flash mellum longcat_flash llama lfm2_moe lfm2 laguna kolibri1 kimi_linear jetmoe jais2 iquestcoder
-    internlm3 hyperclovax hy_v3 helium granitemoeshared granitemoehybrid granitemoe_swa granitemoe granite_swa granite
-    gpt_oss gpt_neox gpt_bigcode gpt2 gpt-sw3 glm4_moe_lite glm4_moe glm4 glm gemma4_text gemma3_text gemma2 gemma
-    flint flex_olmo falcon_h1 exaone_moe exaone4 ernie4_5_moe ernie4_5 deepseek_v3 deepseek_v2 cwm ctrl cohere2_moe
-    cohere2 cohere bitnet biogpt beam bamba axk1 aria_text arcee apertus afmoe
+    afmoe apertus arcee aria_text axk1 bamba beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2
+    deepseek_v3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint gemma gemma2 gemma3_text
+    gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa
+    granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2
+    jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2
+    minimax_m3_vl_text ministral3 mistral mixtral modernbert-decoder moshi nanochat nemotron nemotron_h olmo olmo2
+    olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
+    qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
     """.split()
 )
 """What is known to be served, so that a change which refuses one of these is seen."""
