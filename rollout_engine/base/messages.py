@@ -234,8 +234,8 @@ class ScheduledSequence(msgspec.Struct, gc=False):
     """Guesses at the next tokens, the last of the scheduled ones: a token is drawn behind each, and those up to the
     first that differs from its guess are kept."""
     state: StateMove | None = None
-    """None: its state is read and written in place, in the slot that the runner has for it; or the model keeps none.
-    Given with every row of several tokens whose states it keeps, and whenever the slot changes."""
+    """None: its state is read and written in place, in the slot that the runner has for it, also by a row of several
+    tokens; or the model keeps none."""
 
 
 class SampleTask(msgspec.Struct, gc=False):
