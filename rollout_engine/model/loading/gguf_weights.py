@@ -102,9 +102,15 @@ class _Rows:
             out[low - at : high - at] = values[low - begin * self.row_bytes : high - begin * self.row_bytes]
 
     def _values(self, begin: int, end: int) -> NDArray[np.float32]:
-        raw = self._read(begin, end) if self._order is None else self._read(0, self._num_rows)[self._order[begin:end]]
+        raw = self._read(begin, end) if self._order is None else self._read_ordered(self._order[begin:end])
         with np.errstate(all="ignore"):  # a float16 may be infinite
             return np.ascontiguousarray(self._gguf.quants.dequantize(raw, self.type), np.float32)
+
+    def _read_ordered(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Read these rows of the file, which are near one another: a head or two."""
+        first = int(rows.min())
+        found: NDArray[np.uint8] = self._read(first, int(rows.max()) + 1)[rows - first]
+        return found
 
     def _read(self, begin: int, end: int) -> NDArray[np.uint8]:
         out = np.empty((end - begin, self._stored_bytes), np.uint8)
