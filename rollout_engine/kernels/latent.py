@@ -3,7 +3,8 @@
 A token's latent c of R channels becomes, for each head, N channels of a key and V of a value: k = A c, v = B c. Scores
 are q k = (A^T q) c, and sum(w v) = B sum(w c), so attention reads latents, which all heads share, in place of keys and
 values: `absorb` is the product before it, `expand` the one after it. Each is summed in float32 and rounded once to the
-dtype of the weights; a row has the same bits in any batch.
+dtype of the weights; a row has the same bits in any batch. By packed weights it has other bits than by plain ones: an
+engine and its trainer both pack, or neither does.
 """
 
 from typing import Any, NamedTuple
@@ -12,23 +13,28 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import latent as compiled
+from rollout_engine.kernels.cpu.gemm import PackedWeight
 
 
-def absorb(q: Tensor, weight: Tensor, nope: int) -> Tensor:
+def absorb(q: Tensor, weight: Tensor, nope: int, packed: PackedWeight | None = None) -> Tensor:
     """q [T, H, N + P] and `weight` [H, N + V, R] -> [T, H, R + P], differentiable.
 
-    The first N = `nope` channels become those that meet latents; the last P are as they were.
+    The first N = `nope` channels become those that meet latents; the last P are as they were. `packed`: the matrices
+    [R, N] of all heads, each filled up with zeros to whole panels; None: those in `weight` are multiplied in place.
     """
     if torch.is_grad_enabled() and (q.requires_grad or weight.requires_grad):
-        return _Absorb.apply(q, weight, nope)  # type: ignore[no-any-return]
-    return _absorb_rows(q, weight, nope)
+        return _Absorb.apply(q, weight, nope, packed)  # type: ignore[no-any-return]
+    return _absorb_rows(q, weight, nope, packed)
 
 
-def expand(x: Tensor, weight: Tensor, nope: int) -> Tensor:
-    """Mixed latents x [T, H, R] and `weight` [H, N + V, R] -> values [T, H, V], differentiable."""
+def expand(x: Tensor, weight: Tensor, nope: int, packed: PackedWeight | None = None) -> Tensor:
+    """Mixed latents x [T, H, R] and `weight` [H, N + V, R] -> values [T, H, V], differentiable.
+
+    `packed`: the matrices [V, R] of all heads, as in `absorb`.
+    """
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Expand.apply(x, weight, nope)  # type: ignore[no-any-return]
-    return _expand_rows(x, weight, nope)
+        return _Expand.apply(x, weight, nope, packed)  # type: ignore[no-any-return]
+    return _expand_rows(x, weight, nope, packed)
 
 
 class LatentAdapter(NamedTuple):
@@ -55,16 +61,20 @@ class LatentAdapter(NamedTuple):
         return expanded + expand(low, self.b, nope) * self.scale
 
 
-def _absorb_rows(q: Tensor, weight: Tensor, nope: int) -> Tensor:
+def _absorb_rows(q: Tensor, weight: Tensor, nope: int, packed: PackedWeight | None) -> Tensor:
     q = q if q.stride(-1) == 1 else q.contiguous()
+    if packed is not None:
+        return compiled.multiply_heads(q, packed, weight.shape[2], tail=q.shape[2] - nope)
     if compiled.supports(q, weight):
         return compiled.absorb(q, weight, nope)
     found = _by_token(q[..., :nope], weight[:, :nope])
     return torch.cat((found, q[..., nope:]), -1)
 
 
-def _expand_rows(x: Tensor, weight: Tensor, nope: int) -> Tensor:
+def _expand_rows(x: Tensor, weight: Tensor, nope: int, packed: PackedWeight | None) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
+    if packed is not None:
+        return compiled.multiply_heads(x, packed, weight.shape[1] - nope)
     return compiled.expand(x, weight, nope) if compiled.supports(x, weight) else _by_token(x, weight[:, nope:].mT)
 
 
@@ -81,13 +91,13 @@ class _Absorb(torch.autograd.Function):
     """The kernel forward; ordinary matrix products backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, weight: Tensor, nope: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, weight: Tensor, nope: int, packed: PackedWeight | None) -> Tensor:
         ctx.save_for_backward(q, weight)
         ctx.nope = nope
-        return _absorb_rows(q, weight, nope)
+        return _absorb_rows(q, weight, nope, packed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (q, weight), nope, rank = ctx.saved_tensors, ctx.nope, ctx.saved_tensors[1].shape[2]
         latent = grad[..., :rank].transpose(0, 1)
         grad_q = grad_weight = None
@@ -96,20 +106,20 @@ class _Absorb(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
             grad_weight[:, :nope] = torch.bmm(q[..., :nope].permute(1, 2, 0), latent)
-        return grad_q, grad_weight, None
+        return grad_q, grad_weight, None, None
 
 
 class _Expand(torch.autograd.Function):
     """The kernel forward; ordinary matrix products backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, nope: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, nope: int, packed: PackedWeight | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.nope = nope
-        return _expand_rows(x, weight, nope)
+        return _expand_rows(x, weight, nope, packed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x, weight), nope = ctx.saved_tensors, ctx.nope
         by_head = grad.transpose(0, 1)
         grad_x = grad_weight = None
@@ -118,4 +128,4 @@ class _Expand(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
             grad_weight[:, nope:] = torch.bmm(by_head.mT, x.transpose(0, 1))
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None

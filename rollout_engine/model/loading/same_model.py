@@ -57,7 +57,8 @@ def check_same_model(
 
 def _scales_by_length(fields: dict[str, Any]) -> bool:
     """Whether rotary frequencies may depend on the number of positions."""
-    rope = fields.get("rope_parameters") or {}
+    rope = fields.get("rope_parameters")
+    rope = rope if isinstance(rope, dict) else {}
     kinds = [rope.get("rope_type"), *(each.get("rope_type") for each in rope.values() if isinstance(each, dict))]
     return any(kind not in (None, "default", "llama3") for kind in kinds)
 
@@ -69,6 +70,14 @@ def _is_same(one: Any, other: Any) -> bool:
         return all(_is_same(one.get(name), other.get(name)) for name in names)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return bool(np.float32(one) == np.float32(other))
+    if isinstance(one, float) or isinstance(other, float):
+        return one == other or _rounds_alike(one, other)
     return bool(one == other)
+
+
+def _rounds_alike(one: Any, other: Any) -> bool:
+    try:
+        with np.errstate(over="ignore"):
+            return bool(np.float32(one) == np.float32(other))
+    except (TypeError, ValueError, OverflowError):  # no numbers, or integers that no float holds
+        return False

@@ -8,7 +8,7 @@ and exact trainers on a CPU both compute this form. Its results differ from thos
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from rollout_engine.model.modules.forward_trial import (
     unmatched_reason,
     waves,
 )
+from rollout_engine.model.packing.head_groups import HeadGroup
 
 _SIZES = ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
 _NUM_HEADS = 3
@@ -47,12 +48,14 @@ class LatentProducts(Protocol):
 
 
 class LatentProjection(nn.Linear):
-    """The linear from latents to the keys and values of all heads, whose weight [H * (N + V), R] is read in place."""
+    """The linear from latents to the keys and values of all heads, whose weight is [H * (N + V), R]."""
 
     nope_size: int
     value_size: int
     find_adapters: Callable[[], Sequence[latent.LatentAdapter]] | None = None
     """Finds the adapters of the rows that are computed now; in the engine alone."""
+    _head_groups: tuple[HeadGroup, HeadGroup]
+    """The packed products of `absorb` and `expand`."""
 
     def forward(self, input: Tensor) -> Tensor:
         raise ConfigError("kv_b_proj was called, and latents are not expanded here. Use attention's own forward.")
@@ -63,10 +66,12 @@ class LatentProjection(nn.Linear):
         return result
 
     def absorb(self, query: Tensor) -> Tensor:
-        return self._by_rows(query.transpose(1, 2), latent.absorb, latent.LatentAdapter.absorb).transpose(1, 2)
+        product = partial(latent.absorb, packed=self._head_groups[0].packed_heads())
+        return self._by_rows(query.transpose(1, 2), product, latent.LatentAdapter.absorb).transpose(1, 2)
 
     def expand(self, mixed: Tensor) -> Tensor:
-        return self._by_rows(mixed, latent.expand, latent.LatentAdapter.expand)
+        product = partial(latent.expand, packed=self._head_groups[1].packed_heads())
+        return self._by_rows(mixed, product, latent.LatentAdapter.expand)
 
     def _by_rows(self, x: Tensor, product: Callable[..., Tensor], add: Callable[..., Tensor]) -> Tensor:
         """`product` of x [B, T, H, D], with the adapters that rows have."""
@@ -100,6 +105,7 @@ def cache_latents(module: nn.Module) -> None:
         if linear.weight.dtype == dtype:
             linear.__class__ = LatentProjection
             linear.nope_size, linear.value_size, _ = (getattr(child, name) for name in _SIZES)
+            linear._head_groups = HeadGroup([linear]), HeadGroup([linear], expands=True)
             child.__class__ = _latent_class(type(child))  # type: ignore[arg-type]  # mypy doubts that it has a hash
 
 
