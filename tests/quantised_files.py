@@ -235,7 +235,7 @@ def quantise_checkpoint(plain: Path, quantised: Path, name: str, seed: int = 0) 
 
 
 def quantise_experts(plain: Path, quantised: Path, seed: int = 0) -> int:
-    """Copy a checkpoint of gpt-oss with its experts in MXFP4; `plain` gets the float32 weights. Returns their number."""
+    """Copy a checkpoint of gpt-oss with experts in MXFP4; `plain` gets the float32 weights. Returns their number."""
     shutil.copytree(plain, quantised)
     draw = torch.Generator().manual_seed(seed)
     floats, stored = (load_file(path / "model.safetensors") for path in (plain, quantised))

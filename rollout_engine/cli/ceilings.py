@@ -84,7 +84,7 @@ class Dimensions(NamedTuple):
         dense, inner = _mlp(hidden, mlp), _mlp(hidden, getattr(config, "moe_intermediate_size", None) or mlp)
         num_dense = getattr(config, "first_k_dense_replace", 0) if num_experts else len(geometry)
         shared = _mlp(hidden, inner[1][1] * (getattr(config, "n_shared_experts", None) or 0))
-        layers = []
+        layers: list[tuple[int, int]] = []
         for index, layer in enumerate(geometry):
             layers += _attention_products(config, layer)
             routed = [(num_experts, hidden), *(shared if math.prod(shared[0]) else ())]

@@ -199,18 +199,25 @@ def check_defaults(checkpoints, tmp_path, num_cases) -> None:
         attempt(f"{seed} ({done})", (ConfigError, RequestError), read_default_params, str(target))
 
 
+def check_all(checkpoints, tmp_path, **counts) -> None:
+    for name, count in counts.items():
+        (tmp_path / name).mkdir()
+        CHECKS[name](checkpoints, tmp_path / name, count)
+
+
+CHECKS = dict(
+    weights=check_weights,
+    gguf_files=check_gguf_files,
+    configurations=check_configurations,
+    texts=check_texts,
+    defaults=check_defaults,
+)
+
+
 def test_some_hundreds_of_damaged_files(checkpoints, tmp_path):
-    for number, (check, count) in enumerate(
-        [(check_weights, 240), (check_gguf_files, 60), (check_configurations, 12), (check_texts, 40), (check_defaults, 40)]
-    ):
-        (tmp_path / str(number)).mkdir()
-        check(checkpoints, tmp_path / str(number), count)
+    check_all(checkpoints, tmp_path, weights=240, gguf_files=60, configurations=12, texts=40, defaults=40)
 
 
 @pytest.mark.slow
-def test_ten_thousand_damaged_files(checkpoints, tmp_path):
-    for number, (check, count) in enumerate(
-        [(check_weights, 8_000), (check_gguf_files, 2_000), (check_configurations, 300), (check_texts, 1_000), (check_defaults, 700)]
-    ):
-        (tmp_path / str(number)).mkdir()
-        check(checkpoints, tmp_path / str(number), count)
+def test_twelve_thousand_damaged_files(checkpoints, tmp_path):
+    check_all(checkpoints, tmp_path, weights=8_000, gguf_files=2_000, configurations=300, texts=1_000, defaults=700)

@@ -1,4 +1,4 @@
-"""Updates from GGUF files and quantised checkpoints: the weights and samples of a fresh load, or a sentence that refuses."""
+"""Updates from GGUF files and quantised checkpoints: the weights and samples of a fresh load, or a refusal."""
 
 import asyncio
 import json
@@ -155,10 +155,18 @@ def test_an_update_over_http_and_the_trainer_of_the_same_file_agree_to_the_bit(s
         for name, body in (("gguf", {"load_format": "gguf"}), ("awq", {})):
             answer = client.post("/update_weights_from_disk", {"model_path": str(sources[name]), **body})
             assert answer["success"] and answer["weight_version"] == policy.policy_version
-            batch = policy.rollout(["hello"], SamplingParams(max_tokens=8, ignore_eos=True), seed=1, use_tqdm=False)
+            params = SamplingParams(max_tokens=8, ignore_eos=True)
+            batch = policy.rollout(["hello"], params, num_samples=1, seed=1, use_tqdm=False)
             trainer = exact.load(sources[name], torch.bfloat16)
             report = exact.check(batch, exact.token_logprobs(trainer, batch))
             assert report.is_exact and report.num_tokens == 8, report
+            rows = client.send("GET", "/get_weights_by_name?name=model.layers.1.mlp.up_proj.weight").json()
+            assert torch.equal(torch.tensor(rows), trainer.model.layers[1].mlp.up_proj.weight.float()[: len(rows)])
+        version = policy.policy_version
+        answer = client.post("/fetch_weights", {"uri": f"file://{sources['folder']}"})
+        assert answer["weight_version"] == version + 1
+        problem = client.problem("/get_weights_by_name?name=blk.0.attn_q.weight", method="GET")
+        assert "blk.0.attn_q.weight" in problem["message"]
         problem = client.problem("/update_weights_from_disk", {"model_path": str(sources["mixture.gguf"])})
         assert "describes another model than the one that is served" in problem["message"]
 
@@ -166,20 +174,19 @@ def test_an_update_over_http_and_the_trainer_of_the_same_file_agree_to_the_bit(s
 @pytest.mark.parametrize("name", ["gguf", "fp8-blocks"])
 def test_a_load_is_saved_in_parts_asked_for_by_name_and_adapted_as_any_other(sources, fresh, tmp_path, name):
     adapter = random_adapter(tiny_model("qwen3"), "a", seed=1)
-    with LLM(sources[name], dtype="bfloat16", enable_lora=True, **OPTIONS) as engine:
+    with LLM(sources[name], dtype="bfloat16", **OPTIONS) as engine:
         assert found_of(engine) == fresh(name, "bfloat16")
         engine.add_lora(adapter)
         adapted = found_of(engine, lora_request="a")
         assert adapted[0] != fresh(name, "bfloat16")[0]
         engine.save_sharded_state(tmp_path / "state")
-    with LLM(tmp_path / "state", load_format="sharded", enable_lora=True, **OPTIONS) as engine:
+        [rows] = engine.collective_rpc("get_weight_rows", args=("model.layers.1.mlp.up_proj.weight", 9))
+    with LLM(tmp_path / "state", load_format="sharded", **OPTIONS) as engine:
         assert found_of(engine) == fresh(name, "bfloat16")
         engine.add_lora(adapter)
         assert found_of(engine, lora_request="a") == adapted
     trainer = exact.load(sources[name], torch.bfloat16)
-    with RolloutPolicy.from_pretrained(sources[name], dtype="bfloat16", max_model_len=64, **OPTIONS) as policy:
-        rows = Client(App(policy)).send("GET", "/get_weights_by_name?name=model.layers.1.mlp.up_proj.weight").json()
-        assert torch.equal(torch.tensor(rows), trainer.model.layers[1].mlp.up_proj.weight.float()[: len(rows)])
+    assert torch.equal(torch.tensor(rows), trainer.model.layers[1].mlp.up_proj.weight.float()[:9])
 
 
 def test_a_part_of_a_quantised_checkpoint_leaves_the_other_weights_as_they_are(served, sources, tmp_path):

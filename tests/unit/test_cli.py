@@ -9,7 +9,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.base.sampling_params import SamplingParams

@@ -42,8 +42,8 @@ def expand(x: Tensor, weight: Tensor, nope: int) -> Tensor:
 def multiply_heads(x: Tensor, packed: PackedWeight, width: int, *, tail: int = 0) -> Tensor:
     """x [T, H, K + tail] by a matrix [`width`, K] of each head -> [T, H, width + tail]; the tail is copied.
 
-    `packed`: the matrices one below the other, each filled up with zeros to whole panels. Raises `ValueError` for tensors
-    that it cannot read.
+    `packed`: the matrices one below the other, each filled up with zeros to whole panels. Raises `ValueError` for
+    tensors that it cannot read.
     """
     check_floats("x", x, num_dims=3)
     num_tokens, num_heads, size = x.shape

@@ -4,6 +4,7 @@ A checkpoint of the same shapes may have another rotary base, or another epsilon
 configuration would be a model that nobody has trained.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -23,7 +24,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Fields that change no log-prob of a model whose weights have the engine's names and shapes. What `use_sliding_window`
 and `max_window_layers` say is in `layer_types` and `sliding_window`; ties are checked with the weights."""
-_OF_TRAINING = re.compile(r"drop|(^|_)pdrop$|aux_loss|_coef$|^output_|init")
+_OF_TRAINING = re.compile(r"drop|aux_loss|_coef$|^output_|init")
 _ALWAYS = ("model_type", "rope_parameters", "hidden_act", "layer_types", "sliding_window")
 """Compared whether the files name them or not: their defaults are part of a format."""
 
@@ -38,7 +39,8 @@ def check_same_model(
         named: the fields that the file has; None: all of the configuration.
     """
     ours, theirs = live.to_dict(), found.to_dict()
-    names = set(_ALWAYS) | (theirs.keys() if named is None else set(named))
+    known = {field.name for field in dataclasses.fields(found)}  # others belong to whoever wrote the file
+    names = set(_ALWAYS) | (known if named is None else known.intersection(named))
     names -= _WITHOUT_EFFECT | PretrainedConfig().to_dict().keys() - {"model_type"}
     if _scales_by_length(theirs) or _scales_by_length(ours):
         names.add("max_position_embeddings")
@@ -48,10 +50,11 @@ def check_same_model(
         if not (name.startswith("_") or _OF_TRAINING.search(name) or _is_same(ours[name], theirs[name]))
     ]
     if differing:
+        what = counted(differing, "field differs", "fields differ")
         shown = "; ".join(f"{name}={theirs[name]!r:.120}, here {ours[name]!r:.120}" for name in differing[:3])
         raise ManifestMismatch(
-            f"{where} describes another model than the one that is served: {counted(differing, "field differs", "fields differ")} "
-            f"({shown}). An update brings weights alone: load that checkpoint in an engine of its own."
+            f"{where} describes another model than the one that is served: {what} ({shown}). An update brings weights "
+            "alone: load that checkpoint in an engine of its own."
         )
 
 

@@ -1,8 +1,8 @@
 """Reads the weights of a path for an update: those that a load of it would have, of the model that is served.
 
-    published store             versions and digests of its own; read by `sync.published`
-    directory with safetensors  quantised or not; config.json, if it has one, must be of the same model
-    GGUF file, or directory     with one; its metadata must be of the same model
+published store             versions and digests of its own; read by `sync.published`
+directory with safetensors  quantised or not; config.json, if it has one, must be of the same model
+GGUF file, or directory     with one; its metadata must be of the same model
 """
 
 import os
