@@ -170,7 +170,8 @@ def weights_in_data(path, header):
         size, num_bytes = gguf.GGML_QUANT_SIZES[form]
         rows = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else 1
         stored = content[tensor.start :][: rows * tensor.shape[-1] // size * num_bytes].reshape(rows, -1)
-        values = torch.from_numpy(gguf.quants.dequantize(stored, form).astype(np.float32))
+        with np.errstate(all="ignore"):  # a scale may be infinite now
+            values = torch.from_numpy(gguf.quants.dequantize(stored, form).astype(np.float32))
         found[own_name(theirs)] = values.reshape(tensor.shape)
     return found
 
