@@ -65,7 +65,7 @@ class Dimensions(NamedTuple):
 
     layers: list[tuple[int, int]]
     """Products of all layers but those of experts: of attention, then gate/up together and down, or the router of the
-    experts and what they share."""
+    experts and the one that all tokens share."""
     head: tuple[int, int]
     kv_bytes_per_token: int
     """Bytes that a step reads and the KV pool holds of each token: keys and values, or latents, of the layers that have

@@ -112,7 +112,9 @@ def test_every_sampled_token_has_the_trainers_bits_with_every_feature_on(path, l
             num_tokens += assert_exact(trainer, batch)
             seconds = [seconds[0] + sampled - started, seconds[1] + time.perf_counter() - sampled]
     rates = " and ".join(f"{num_tokens / each:.0f}" for each in seconds)
-    print(f"{num_tokens} sampled tokens in {name_of(dtype)}, {setting}: 0 inexact; sampled and scored at {rates} tokens/s")
+    print(
+        f"{num_tokens} sampled tokens in {name_of(dtype)}, {setting}: 0 inexact; sampled and scored at {rates} tokens/s"
+    )
 
 
 class Interview:

@@ -1,7 +1,7 @@
-"""Whether files beside new weights describe the model that is served: an update brings weights and nothing else.
+"""Whether the files next to new weights describe the model that is served: an update brings weights and nothing else.
 
 A checkpoint of the same shapes may have another rotary base, or another epsilon: its weights under this engine's
-configuration would be a model that nobody has trained.
+configuration would be a model that was never trained.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ _WITHOUT_EFFECT = frozenset(
     hidden_size intermediate_size moe_intermediate_size num_hidden_layers
     """.split()
 )
-"""Fields that change no log-prob of a model whose weights have the engine's names and shapes. What `use_sliding_window`
-and `max_window_layers` say is in `layer_types` and `sliding_window`; ties are checked with the weights."""
+"""Fields that change no log-prob of a model whose weights have the engine's names and shapes. `use_sliding_window`
+and `max_window_layers` are counted in `layer_types` and `sliding_window`; ties are checked with the weights."""
 _OF_TRAINING = re.compile(r"drop|aux_loss|_coef$|^output_|init")
 _ALWAYS = ("model_type", "rope_parameters", "hidden_act", "layer_types", "sliding_window")
 """Compared whether the files name them or not: their defaults are part of a format."""
@@ -39,7 +39,7 @@ def check_same_model(
         named: the fields that the file has; None: all of the configuration.
     """
     ours, theirs = live.to_dict(), found.to_dict()
-    known = {field.name for field in dataclasses.fields(found)}  # others belong to whoever wrote the file
+    known = {field.name for field in dataclasses.fields(found)}  # other names are of the program that wrote the file
     names = set(_ALWAYS) | (known if named is None else known.intersection(named))
     names -= _WITHOUT_EFFECT | PretrainedConfig().to_dict().keys() - {"model_type"}
     if _scales_by_length(theirs) or _scales_by_length(ours):
