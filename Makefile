@@ -65,8 +65,8 @@ test-site: docs
 test-trackers: build/trackers/installed
 	build/trackers/bin/python -m pytest tests/trackers
 
-# SmolLM2-135M-Instruct, which a package of PyPI has: TOKENS sampled tokens in each dtype against the trainer, and what
-# transformers makes of the same file. About an hour on two cores; fewer TOKENS take less.
+# SmolLM2-135M-Instruct, which a package of PyPI has: TOKENS sampled tokens in each dtype against the trainer, nine tenths of
+# them by one process, and what transformers makes of the same file. Fewer TOKENS take less.
 TOKENS ?= 100000
 test-real: build/real/installed
 	TOKENS=$(TOKENS) build/real/bin/python -m pytest --override-ini faulthandler_timeout=3600 tests/real \

@@ -118,7 +118,8 @@ def _stored_pairs(path: Path) -> Iterable[SourcePair]:
         raise ManifestMismatch(
             f"{path.absolute()} does not exist: give the path of {wanted}; hub ids are not taken here."
         )
-    raise ManifestMismatch(f"{path} is not {wanted}.")
+    hint = " Engines read GGUF files (update_weights), and exact.load does." if path.suffix == ".gguf" else ""
+    raise ManifestMismatch(f"{path} is not {wanted}.{hint}")
 
 
 def _checked_pairs(source: Iterable[SourcePair]) -> Iterable[SourcePair]:

@@ -8,7 +8,7 @@ import numpy as np
 F32 = 0
 _NUMBERS = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}
 """Type and format of a value, by its Python type."""
-_NAMES = {
+NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -117,7 +117,7 @@ def _renamed(name):
     if stem.startswith("model.layers."):
         _, _, number, stem = stem.split(".", 3)
         layer = f"blk.{number}."
-    return f"{layer}{_NAMES[stem]}.{kind}"
+    return f"{layer}{NAMES[stem]}.{kind}"
 
 
 def _string(text):

@@ -232,3 +232,31 @@ def quantise_checkpoint(plain: Path, quantised: Path, name: str, seed: int = 0) 
     save_file(floats, plain / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((quantised / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": form.settings}))
+
+
+def quantise_experts(plain: Path, quantised: Path, seed: int = 0) -> int:
+    """Copy a checkpoint of gpt-oss with experts in MXFP4; `plain` gets the float32 weights. Returns their number."""
+    shutil.copytree(plain, quantised)
+    draw = torch.Generator().manual_seed(seed)
+    floats, stored = (load_file(path / "model.safetensors") for path in (plain, quantised))
+    experts = [name for name in floats if name.endswith(("gate_up_proj", "down_proj"))]
+    for name in experts:
+        num_experts, num_in, num_out = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (num_experts, num_out, num_in // 32, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(120, 126, blocks.shape[:-1], generator=draw, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        floats[name] = _mxfp4(blocks, scales)
+    save_file(floats, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return len(experts)
+
+
+def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """[E, N, K / 32, 16] codes, the low nibble first, and exponents with bias 127 -> [E, K, N]."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
+    found = values[codes & 7] * torch.where(codes > 7, -1.0, 1.0) * 2.0 ** (scales.float() - 127)[..., None]
+    return found.flatten(-2).mT.contiguous()

@@ -7,22 +7,22 @@ any cache.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.base.locations import find_directory
 from rollout_engine.kernels import linear
+from rollout_engine.model.loading.loader import find_geometry
+from rollout_engine.model.modules.geometry import LayerGeometry
 
 _READ_BYTES = 1 << 30
 _PREFILL_ROWS = 512
-_ATTENDING = {"full_attention", "sliding_attention"}
 
 
 class Work(NamedTuple):
@@ -64,44 +64,66 @@ class Experts(NamedTuple):
 class Dimensions(NamedTuple):
     """Shapes of a decoder's products and sizes of its reads per step. A product is (out, in) features."""
 
-    num_layers: int
-    products: tuple[tuple[int, int], ...]
-    """Products of one layer: q/k/v together, output, then gate/up together and down, or the router of its experts."""
+    layers: list[tuple[int, int]]
+    """Products of all layers but those of experts: of attention, then gate/up together and down, or the router of the
+    experts and the one that all tokens share."""
     head: tuple[int, int]
     kv_bytes_per_token: int
+    """Bytes that a step reads and the KV pool holds of each token: keys and values, or latents, of the layers that have
+    their own."""
     dtype: torch.dtype
     experts: Experts | None
-    """The experts of each layer; None in a dense model."""
+    """The experts of each layer that has some; None in a dense model."""
+    num_expert_layers: int = 0
 
     @classmethod
-    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> "Dimensions":
-        """Read a config with the field names of Llama, Mixtral, Qwen2, Qwen3 and similar models.
+    def of(cls, config: PretrainedConfig, geometry: Sequence[LayerGeometry], dtype: torch.dtype) -> "Dimensions":
+        """Read a config with the field names of Llama, Mixtral, Qwen2, Qwen3, DeepSeek and similar models.
 
         Raises `ConfigError` for layers that keep states: their products have other shapes.
         """
-        if others := sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENDING):
-            kinds = ", ".join(others)
-            raise ConfigError(f"Limits are not known of {config.model_type}, which has layers of kind {kinds}.")
+        if not all(layer.attends and layer.state is None for layer in geometry):
+            raise ConfigError(f"Limits are not known of {config.model_type}, which has layers that keep states.")
         hidden, mlp = config.hidden_size, config.intermediate_size
-        num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-        if num_experts:
-            mlp = getattr(config, "moe_intermediate_size", None) or mlp
-        inner = ((2 * mlp, hidden), (hidden, mlp))
-        head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-        q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        num_experts = next((count for name in names if (count := getattr(config, name, None))), 0)
+        dense, inner = _mlp(hidden, mlp), _mlp(hidden, getattr(config, "moe_intermediate_size", None) or mlp)
+        num_dense = getattr(config, "first_k_dense_replace", 0) if num_experts else len(geometry)
+        shared = _mlp(hidden, inner[1][1] * (getattr(config, "n_shared_experts", None) or 0))
+        layers: list[tuple[int, int]] = []
+        for index, layer in enumerate(geometry):
+            layers += _attention_products(config, layer)
+            routed = [(num_experts, hidden), *(shared if math.prod(shared[0]) else ())]
+            layers += dense if index < num_dense else routed
         return cls(
-            num_layers=config.num_hidden_layers,
-            products=((q + 2 * kv, hidden), (hidden, q), *(((num_experts, hidden),) if num_experts else inner)),
+            layers=layers,
             head=(config.vocab_size, hidden),
-            kv_bytes_per_token=2 * kv * config.num_hidden_layers * dtype.itemsize,
+            kv_bytes_per_token=sum(layer.cached_per_token for layer in geometry) * dtype.itemsize,
             dtype=dtype,
             experts=Experts(num_experts, config.num_experts_per_tok, inner) if num_experts else None,
+            num_expert_layers=len(geometry) - num_dense,
         )
 
-    @property
-    def layers(self) -> list[tuple[int, int]]:
-        """The products of all layers but those of experts."""
-        return [*self.products] * self.num_layers
+
+def _mlp(hidden: int, inner: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The products of an MLP: gate/up together, then down."""
+    return (2 * inner, hidden), (hidden, inner)
+
+
+def _attention_products(config: PretrainedConfig, layer: LayerGeometry) -> list[tuple[int, int]]:
+    """The products around one layer's attention: q/k/v together and output; of latents those of each head too.
+
+    A layer that reads another one's keys and values makes none.
+    """
+    hidden, heads = config.hidden_size, layer.num_heads
+    if not layer.has_latents:
+        cached = 0 if layer.kv_layer is not None else layer.num_kv_heads * (layer.head_dim_k + layer.head_dim_v)
+        return [(heads * layer.head_dim_k + cached, hidden), (hidden, heads * layer.head_dim_v)]
+    rank, nope, value = layer.head_dim_v, config.qk_nope_head_dim, config.v_head_dim
+    num_queries, low = heads * (nope + layer.head_dim_k - rank), getattr(config, "q_lora_rank", None)
+    queries = [(low, hidden), (num_queries, low)] if low else [(num_queries, hidden)]
+    by_head = [(rank, nope), (value, rank)] * heads
+    return [*queries, (layer.head_dim_k, hidden), *by_head, (hidden, heads * value)]
 
 
 class Ceilings(NamedTuple):
@@ -122,9 +144,8 @@ class Ceilings(NamedTuple):
 
 
 def dimensions_of(model: str, dtype: torch.dtype) -> Dimensions:
-    """The shapes of a checkpoint (directory or hub id). Raises `ConfigError` for one whose shapes are not known."""
-    hf_config = AutoConfig.from_pretrained(find_directory(model, weights=False), trust_remote_code=False)
-    return Dimensions.of(hf_config.get_text_config(), dtype)
+    """The shapes of a checkpoint (directory, GGUF file or hub id). Raises `ConfigError` for those that are not known."""
+    return Dimensions.of(*find_geometry(model, dtype), dtype)
 
 
 def measure(model: str, dtype: torch.dtype, work: Work) -> Ceilings:
@@ -170,10 +191,10 @@ def _experts_seconds(dims: Dimensions, rows: int) -> float:
     experts = dims.experts
     if experts is None:
         return 0.0
-    num_active = experts.num_active(rows) * dims.num_layers
+    num_active = experts.num_active(rows) * dims.num_expert_layers
     expert_bytes = sum(map(math.prod, experts.products)) * dims.dtype.itemsize
     count = max(1, min(round(num_active), _READ_BYTES // expert_bytes))
-    rows_each = max(1, round(rows * experts.top_k * dims.num_layers / num_active))
+    rows_each = max(1, round(rows * experts.top_k * dims.num_expert_layers / num_active))
     return products_seconds([*experts.products] * count, rows_each, dims.dtype) * num_active / count
 
 
@@ -226,7 +247,7 @@ def _bytes_per_step(dims: Dimensions, work: Work) -> float:
     """Bytes read per decode step: all weights, each prompt's KV once, and half of the sampled tokens' KV on average."""
     num_weights: float = sum(map(math.prod, [*dims.layers, dims.head]))
     if dims.experts is not None:
-        active = dims.experts.num_active(work.num_sequences) * dims.num_layers
+        active = dims.experts.num_active(work.num_sequences) * dims.num_expert_layers
         num_weights += active * sum(map(math.prod, dims.experts.products))
     kv_tokens = work.num_prompts * work.num_prompt_tokens + work.num_sequences * work.num_sampled_tokens / 2
     return num_weights * dims.dtype.itemsize + kv_tokens * dims.kv_bytes_per_token
@@ -236,7 +257,7 @@ def _flops(dims: Dimensions, rows: int) -> int:
     """Floating-point operations of one decode step's products."""
     found = sum(map(math.prod, [*dims.layers, dims.head]))
     if dims.experts is not None:
-        found += dims.num_layers * dims.experts.top_k * sum(map(math.prod, dims.experts.products))
+        found += dims.num_expert_layers * dims.experts.top_k * sum(map(math.prod, dims.experts.products))
     return 2 * rows * found
 
 

@@ -40,7 +40,7 @@ class LeadingWorker(Worker):
         parts = RankParts(held, loaded.cut.parts, self._team.seat.exchange.window)
         weights = TeamWeights(self._team, held, parts, loaded.cut.whole)
         checks = ManifestChecks(loaded.cut.whole, loaded.aliases, loaded.names)
-        resident.updater = WeightUpdater(weights, checks, weights.writer)
+        resident.updater = WeightUpdater(weights, checks, weights.writer, config=loaded.module.config)
         return resident
 
     def _begin_to_serve(self) -> None:

@@ -20,6 +20,7 @@ class ResidentWeights:
             loaded.names,
             prepare=lambda: self._memory.take_back(),
             writer=kernel_writer(device, backend.upload),
+            config=loaded.module.config,
         )
         self._memory = backend.memory_of([v for name, v in loaded.targets.items() if not backend.packed.holds(name)])
 

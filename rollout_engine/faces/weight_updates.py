@@ -55,11 +55,12 @@ def update_weights(
     """Replace the live weights between two steps, wholly or not at all.
 
     Args:
-        source: nn.Module, dict, iterator of (name, tensor), or path of a published store or of a safetensors
-            checkpoint; floating dtypes are cast to the engine's. Its tensors must not change meanwhile. A module
-            may be compiled or under DDP, FSDP1 or FSDP2 (other ranks call `sync.join_gathers`, which also returns
-            if this raises); of a `PeftModel` the active adapters are merged into the sent weights, and its own weights
-            are not touched. A checkpoint that is rewritten meanwhile is refused.
+        source: nn.Module, dict, iterator of (name, tensor), or path of a published store, of a checkpoint (quantised or
+            not) or of a GGUF file, whose configuration, if it has one, must be that of the engine; floating dtypes are
+            cast to the engine's. Its tensors must not change meanwhile. A module may be compiled or under DDP, FSDP1
+            or FSDP2 (other ranks call `sync.join_gathers`, which also returns if this raises); of a `PeftModel` the
+            active adapters are merged into the sent weights, and its own weights are not touched. A checkpoint that is
+            rewritten meanwhile is refused.
         version: of the new weights, higher than the live one; None: a published store's own, else one more than
             the live version.
         mode: of requests in flight. "keep": they continue under the new weights. "wait": they finish first, under the

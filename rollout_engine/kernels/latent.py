@@ -3,7 +3,8 @@
 A token's latent c of R channels becomes, for each head, N channels of a key and V of a value: k = A c, v = B c. Scores
 are q k = (A^T q) c, and sum(w v) = B sum(w c), so attention reads latents, which all heads share, in place of keys and
 values: `absorb` is the product before it, `expand` the one after it. Each is summed in float32 and rounded once to the
-dtype of the weights; a row has the same bits in any batch.
+dtype of the weights; a row has the same bits in any batch. By packed weights it has other bits than by plain ones: an
+engine and its trainer both pack, or neither does.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import latent as compiled
+from rollout_engine.kernels.cpu.gemm import PackedWeight
 
 Kernel = Callable[[Tensor, Tensor, int], Tensor]
 
@@ -24,21 +26,31 @@ class LatentKernels(NamedTuple):
     expand: Kernel
 
 
-def absorb(q: Tensor, weight: Tensor, nope: int, kernels: LatentKernels | None = None) -> Tensor:
+def absorb_packed(packed: PackedWeight) -> Kernel:
+    """The forward of `absorb` by the matrices [R, N] of all heads, each filled up with zeros to whole panels."""
+    return lambda q, weight, nope: compiled.multiply_heads(_dense(q), packed, weight.shape[2], tail=q.shape[2] - nope)
+
+
+def expand_packed(packed: PackedWeight) -> Kernel:
+    """The forward of `expand` by the matrices [V, R] of all heads, as in `absorb_packed`."""
+    return lambda x, weight, nope: compiled.multiply_heads(_dense(x), packed, weight.shape[1] - nope)
+
+
+def absorb(q: Tensor, weight: Tensor, nope: int, kernel: Kernel | None = None) -> Tensor:
     """q [T, H, N + P] and `weight` [H, N + V, R] -> [T, H, R + P], differentiable.
 
-    The first N = `nope` channels become those that meet latents; the last P are as they were. `kernels` replace the
-    CPU's forward.
+    The first N = `nope` channels become those that meet latents; the last P are as they were. `kernel` replaces the
+    forward by plain weights on a CPU.
     """
-    kernel = _absorb_rows if kernels is None else kernels.absorb
+    kernel = kernel or _absorb_rows
     if torch.is_grad_enabled() and (q.requires_grad or weight.requires_grad):
         return _Absorb.apply(q, weight, nope, kernel)  # type: ignore[no-any-return]
     return kernel(q, weight, nope)
 
 
-def expand(x: Tensor, weight: Tensor, nope: int, kernels: LatentKernels | None = None) -> Tensor:
-    """Mixed latents x [T, H, R] and `weight` [H, N + V, R] -> values [T, H, V], differentiable; `kernels` as before."""
-    kernel = _expand_rows if kernels is None else kernels.expand
+def expand(x: Tensor, weight: Tensor, nope: int, kernel: Kernel | None = None) -> Tensor:
+    """Mixed latents x [T, H, R] and `weight` [H, N + V, R] -> values [T, H, V], differentiable; `kernel` as before."""
+    kernel = kernel or _expand_rows
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Expand.apply(x, weight, nope, kernel)  # type: ignore[no-any-return]
     return kernel(x, weight, nope)
@@ -69,7 +81,7 @@ class LatentAdapter(NamedTuple):
 
 
 def _absorb_rows(q: Tensor, weight: Tensor, nope: int) -> Tensor:
-    q = q if q.stride(-1) == 1 else q.contiguous()
+    q = _dense(q)
     if compiled.supports(q, weight):
         return compiled.absorb(q, weight, nope)
     found = _by_token(q[..., :nope], weight[:, :nope])
@@ -77,8 +89,13 @@ def _absorb_rows(q: Tensor, weight: Tensor, nope: int) -> Tensor:
 
 
 def _expand_rows(x: Tensor, weight: Tensor, nope: int) -> Tensor:
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = _dense(x)
     return compiled.expand(x, weight, nope) if compiled.supports(x, weight) else _by_token(x, weight[:, nope:].mT)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """`x` with a dense last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _by_token(x: Tensor, weight: Tensor) -> Tensor:

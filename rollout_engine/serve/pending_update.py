@@ -209,7 +209,7 @@ class PendingUpdate:
         return version == last.version or (version is None and not self._is_reported)
 
     async def load(self, path: str, version: Any = None, **options: Any) -> UpdateReport:
-        """Have the engine take a published store or a safetensors checkpoint. Raises as `commit`."""
+        """Have the engine take a published store, a checkpoint or a GGUF file. Raises as `commit`."""
         number = as_version(version)
         if not os.path.exists(path):  # False too for an invalid path
             hint = f"A relative path is looked for in the server's working directory, {os.getcwd()}."

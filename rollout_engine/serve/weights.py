@@ -177,7 +177,7 @@ async def fetch_weights(
     sync_dir: str | None = None,
     uri: str | None = None,
 ) -> Reply:
-    """Load weights from a directory of this machine: a published store, or a safetensors checkpoint."""
+    """Load weights from a directory of this machine: a published store, a checkpoint or a GGUF file."""
     path = sync_dir or (uri or "").removeprefix("file://")
     if not path or "://" in path:
         raise RequestError.for_field("uri", uri, "a directory of this machine, or sync_dir in its place")
@@ -197,9 +197,9 @@ class DiskBody(CommonBody, kw_only=True):
 
 
 async def update_weights_from_disk(served: Served, asked: Asked) -> Reply:
-    """Take a whole update from a published store or a safetensors checkpoint of this machine."""
+    """Take a whole update from a published store, a checkpoint or a GGUF file of this machine."""
     body: DiskBody = asked.body
-    _check_format(body, ("auto", "safetensors"))
+    _check_format(body, ("auto", "gguf", "safetensors"))
     as_version(body.weight_version)
     await _abort(served, body)
     report = await served.updates.load(body.model_path, body.weight_version, partial=body.partial)

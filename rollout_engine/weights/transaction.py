@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.base.messages import UpdateOptions
@@ -52,6 +53,7 @@ class WeightUpdater:
         checks: compares manifests with them.
         writer: writes arriving tensors to their staging memory.
         changes: estimates how much updates change; None: nothing does.
+        config: the configuration of the model, which that of a checkpoint must match; None: they are not compared.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class WeightUpdater:
         checks: ManifestChecks,
         writer: TensorWriter = HOST_WRITER,
         changes: ChangedShare | None = None,
+        config: PretrainedConfig | None = None,
     ) -> None:
         self.weights = weights
         self._checks, self._writer = checks, writer
+        self.config = config
         self.cast_notice = CastNotice()
         self._open: StagedUpdate | None = None
         self._committed: StagedUpdate | None = None
@@ -95,15 +99,16 @@ class WeightUpdater:
         *,
         prepare: Callable[[], object] = lambda: None,
         writer: TensorWriter = HOST_WRITER,
+        config: PretrainedConfig | None = None,
     ) -> "WeightUpdater":
         """The updater of weights in this process, which `HeldWeights` holds; `targets` and `aliases` name them all.
 
-        `names`: as of `ManifestChecks`.
+        `names`: as of `ManifestChecks`; `config`: as of `WeightUpdater`.
         """
         checks = ManifestChecks(targets, aliases, names)
         on_host = all(view.device.type == "cpu" for view in targets.values())
         changes = ChangedShare({name: targets[name] for name in checks.canonical}) if on_host else None
-        return cls(HeldWeights(targets, packed, shadow_memory, prepare), checks, writer, changes)
+        return cls(HeldWeights(targets, packed, shadow_memory, prepare), checks, writer, changes, config)
 
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every accepted name, both namings."""

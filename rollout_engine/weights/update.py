@@ -21,6 +21,7 @@ import msgspec
 from rollout_engine.base.errors import DirtyWeightsError, as_weight_errors
 from rollout_engine.base.messages import Staging, UpdateMode, UpdateOptions
 from rollout_engine.base.outputs import UpdateReport
+from rollout_engine.model.loading.update_files import read_update
 from rollout_engine.weights.transaction import WeightUpdater
 from sync.base import WeightReceiver, WeightSource
 from sync.errors import TransferTimeout
@@ -79,7 +80,8 @@ def update_from_source(
     sender = make_sender("inproc")
     try:
         with as_weight_errors():
-            pairs = updater.names.used(read_source(source), metadata)
+            pairs = read_update(source, updater.config) if isinstance(source, Path) else read_source(source)
+            pairs = updater.names.used(pairs, metadata)
             check_source(pairs, metadata)
             updater.cast_notice.warn_if_cast(pairs, metadata)
             manifest = sender.offer(pairs, updater.version + 1 if version is None else version, metadata)

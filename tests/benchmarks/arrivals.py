@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from prompts import FreshPrompts
-from transformers import AutoConfig
 from workers import Worker
 
 from rollout_engine.cli.ceilings import Dimensions, products_seconds
+from rollout_engine.model.loading.loader import find_geometry
 
 NUM_REQUESTS = 200
 
@@ -78,7 +78,7 @@ def measure(workers: dict[str, Worker], prompts: FreshPrompts, mix: Mix, rounds:
 
 def by_products(directory: Path, dtype: torch.dtype, mix: Mix) -> float:
     """Tokens per second of such requests, all at once, were there nothing but the products of their tokens."""
-    dims = Dimensions.of(AutoConfig.from_pretrained(directory), dtype)
+    dims = Dimensions.of(*find_geometry(str(directory), dtype), dtype)
     layers = products_seconds(dims.layers, _ROWS, dtype) / _ROWS
     head = products_seconds([dims.head], _ROWS, dtype) / _ROWS
     prompt, sampled = mix.means

@@ -25,6 +25,7 @@ from prompts import FreshPrompts  # noqa: E402
 
 import rollout_engine  # noqa: E402
 from rollout_engine.cli.ceilings import Dimensions, Work  # noqa: E402
+from rollout_engine.model.loading.loader import find_geometry  # noqa: E402
 
 _BLOCK = 16
 
@@ -38,7 +39,7 @@ def measure(directory: Path, dtype: str, work: Work) -> dict[str, Any]:
 
 def _run(directory: str, dtype: str, work: Work) -> dict[str, float]:
     config = transformers.AutoConfig.from_pretrained(directory)
-    dims = Dimensions.of(config, getattr(torch, dtype))
+    dims = Dimensions.of(*find_geometry(directory, getattr(torch, dtype)), getattr(torch, dtype))
     num_blocks = work.num_prompts * -(-work.num_prompt_tokens // _BLOCK)
     num_blocks += work.num_sequences * (1 + -(-work.num_sampled_tokens // _BLOCK))
     options = dict(load_format="dummy", skip_tokenizer_init=True, num_kv_blocks=num_blocks, log_stats=False)

@@ -57,8 +57,10 @@ def stored_tensors(directory: Path) -> dict[str, Tensor]:
 
 def _end_of_interest(name: str, content: bytes, rng: random.Random) -> int:
     """Damage is done before this byte: mostly in the header of a file of tensors."""
-    if not name.endswith(".safetensors") or rng.random() < 0.2:
+    if not name.endswith((".safetensors", ".gguf")) or rng.random() < 0.2:
         return len(content)
+    if name.endswith(".gguf"):
+        return content.rindex(b".weight") + 64  # the last entry of its table
     return 8 + struct.unpack("<Q", content[:8])[0]
 
 

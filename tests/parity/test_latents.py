@@ -1,5 +1,6 @@
 """Models with multi-head latent attention: the pool holds latents, and no bit differs between engine and trainer."""
 
+import copy
 import random
 
 import pytest
@@ -141,3 +142,35 @@ def test_an_adapter_around_an_enabled_model_is_refused_until_it_is_enabled_too()
         trainer(input_ids=torch.arange(3, 20)[None])
     with torch.no_grad():
         assert exact.enable(trainer)(input_ids=torch.arange(3, 20)[None]).logits.isfinite().all()
+
+
+def test_packed_products_follow_writes_and_copies_of_a_trainer_have_their_own():
+    trainer, ids = exact.enable(tiny_model("deepseek_v3", **DENSE)), torch.arange(3, 40)[None]
+    with torch.no_grad():
+        before = trainer(input_ids=ids).logits
+        twin, projection = copy.deepcopy(trainer), trainer.model.layers[0].self_attn.kv_b_proj
+        assert all(group.packed_heads() is not None for group in projection._head_groups)
+        projection.weight.data.mul_(1.5)  # which no version counts
+        after = trainer(input_ids=ids).logits
+        fresh = tiny_model("deepseek_v3", **DENSE)
+        fresh.load_state_dict(trainer.state_dict())
+        assert torch.equal(exact.enable(fresh)(input_ids=ids).logits, after) and not torch.equal(before, after)
+        assert torch.equal(twin(input_ids=ids).logits, before)
+
+
+def test_packed_copies_are_counted_and_given_back_by_a_sleep(checkpoint):
+    directory = checkpoint("deepseek_v3", torch.float32, **DENSE)
+    params = SamplingParams(max_tokens=8, seed=3, logprobs=0, ignore_eos=True)
+    with LLM(str(directory), deterministic=True, log_stats=False) as llm:
+        groups = [group for layer in range(2) for group in heads_of(llm, layer)]
+        assert all(group.packed is not None and not group.follows_writes for group in groups)
+        before = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0]
+        llm.sleep(level=1)
+        assert all(group.packed is None for group in groups)
+        llm.wake_up()
+        after = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0]
+        assert before.token_ids == after.token_ids and before.logprobs.tobytes() == after.logprobs.tobytes()
+
+
+def heads_of(llm, layer):
+    return runner_of(llm).model.module.model.layers[layer].self_attn.kv_b_proj._head_groups

@@ -9,18 +9,16 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.cli import doctor, terminal
-from rollout_engine.cli.ceilings import Dimensions
 from rollout_engine.cli.main import COMMANDS, main
 from rollout_engine.cli.overrides import parse_overrides
 from rollout_engine.cli.prompts import read_prompts
 from rollout_engine.kernels import linear
 from rollout_engine.rollouts.policy import RolloutPolicy
-from rollout_engine.testing import tiny_checkpoint, tiny_config
+from rollout_engine.testing import tiny_checkpoint
 
 POOL = "num_kv_blocks=64"
 
@@ -346,29 +344,6 @@ def test_doctor_says_what_to_do_without_a_compiler(capsys, monkeypatch):
     assert run("doctor") == 0
     printed = capsys.readouterr().out
     assert "Install no-such-compiler (" in printed and "No such file or directory: 'no-such-compiler'" in printed
-
-
-def test_dimensions_count_every_weight_that_a_step_reads():
-    config = tiny_config("qwen3")
-    dims = Dimensions.of(config, torch.bfloat16)
-    assert dims.products == ((64 + 2 * 32, 64), (64, 64), (320, 64), (64, 160))
-    assert dims.head == (259, 64)
-    assert dims.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
-
-
-def test_dimensions_of_a_mixture_count_the_experts_that_a_step_reads():
-    config = tiny_config("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
-    dims = Dimensions.of(config, torch.bfloat16)
-    assert dims.products == ((64 + 2 * 32, 64), (64, 64), (8, 64))
-    assert dims.experts.products == ((96, 64), (64, 48))
-    assert dims.experts.num_active(1) == pytest.approx(2) and dims.experts.num_active(1000) == pytest.approx(8)
-    assert Dimensions.of(tiny_config("qwen3"), torch.bfloat16).experts is None
-
-
-def test_dimensions_of_layers_with_states_are_not_known():
-    config = tiny_config("lfm2", layer_types=["conv", "full_attention"])
-    with pytest.raises(ConfigError, match="not known of lfm2, which has layers of kind conv"):
-        Dimensions.of(config, torch.bfloat16)
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(tmp_path):

@@ -53,6 +53,10 @@ class GgufHeader(NamedTuple):
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    data: int
+    """The first byte of the data."""
+    alignment: int
+    """Each tensor begins at a multiple of it, counted from the data's first byte."""
 
     @classmethod
     def read(cls, path: Path) -> "GgufHeader":
@@ -137,7 +141,7 @@ class _Reader:
             tensors[name] = tensor._replace(start=data + tensor.start)
             if data + tensor.start > self._size:
                 raise DamagedGguf(f"tensor {name!r:.60} begins at byte {data + tensor.start}, and it has {self._size}")
-        return GgufHeader(path, metadata, tensors)
+        return GgufHeader(path, metadata, tensors, data, alignment)
 
     def numbers(self, form: str, count: int = 1) -> tuple[Any, ...]:
         """Read `count` numbers of a format of `struct`."""

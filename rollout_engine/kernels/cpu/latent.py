@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import build
-from rollout_engine.kernels.cpu.arguments import DTYPES, address, check_floats
+from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error, check_floats
+from rollout_engine.kernels.cpu.gemm import PANEL, PackedWeight, addresses
 
 
 def supports(x: Tensor, weight: Tensor) -> bool:
@@ -38,6 +39,32 @@ def expand(x: Tensor, weight: Tensor, nope: int) -> Tensor:
     return out
 
 
+def multiply_heads(x: Tensor, packed: PackedWeight, width: int, *, tail: int = 0) -> Tensor:
+    """x [T, H, K + tail] by a matrix [`width`, K] of each head -> [T, H, width + tail]; the tail is copied.
+
+    `packed`: the matrices one below the other, each filled up with zeros to whole panels. Raises `ValueError` for
+    tensors that it cannot read.
+    """
+    check_floats("x", x, num_dims=3)
+    num_tokens, num_heads, size = x.shape
+    if x.dtype is not packed.dtype or packed.scales is not None or size - tail != packed.in_features:
+        raise argument_error("x", x, f"{packed.dtype} [T, H, {packed.in_features + tail}] like the weight")
+    if packed.out_features != num_heads * -(-width // PANEL) * PANEL:
+        raise argument_error("packed", packed.panels, f"the panels of {num_heads} matrices of {width} rows")
+    out = x.new_empty(num_tokens, num_heads, width + tail)
+    call = _HeadsCall()
+    call.x = address("x", x, x.dtype, (num_tokens, num_heads, size), strided_rows=True)
+    call.packed, _ = addresses("packed", packed)
+    call.out = out.data_ptr()
+    call.x_token, call.x_head, _ = x.stride()
+    call.num_tokens, call.num_heads, call.in_features, call.out_features = num_tokens, num_heads, size - tail, width
+    call.tail, call.half, call.num_threads = tail, x.dtype == torch.bfloat16, torch.get_num_threads()
+    staging = torch.empty(_library().latent_heads_staging(ctypes.addressof(call)), dtype=torch.uint8)
+    call.staging = staging.data_ptr()
+    _library().latent_multiply_heads(ctypes.addressof(call))
+    return out
+
+
 def _call(x: Tensor, weight: Tensor, width: int) -> "_Call":
     check_floats("x", x, num_dims=3)
     check_floats("weight", weight, num_dims=3)
@@ -62,6 +89,21 @@ class _Call(ctypes.Structure):
     ]
 
 
+class _HeadsCall(ctypes.Structure):
+    """Mirror of `HeadsCall`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "packed", "out", "staging")),
+        *((name, c_int64) for name in ("x_token", "x_head", "num_tokens", "in_features", "out_features", "tail")),
+        *((name, c_int32) for name in ("num_heads", "half", "num_threads")),
+    ]
+
+
 @cache
 def _library() -> ctypes.CDLL:
-    return build.declared(latent_absorb=(None, c_void_p), latent_expand=(None, c_void_p))
+    return build.declared(
+        latent_absorb=(None, c_void_p),
+        latent_expand=(None, c_void_p),
+        latent_heads_staging=(c_int64, c_void_p),
+        latent_multiply_heads=(None, c_void_p),
+    )

@@ -84,12 +84,11 @@ class _Rows:
                 "later gguf, or give another file of the model."
             ) from None
         self.row_bytes, self._stored_bytes = 4 * columns, columns // block_size * block_bytes
-        end = tensor.start + self._num_rows * self._stored_bytes
+        self.num_bytes = self._num_rows * self._stored_bytes
+        end = tensor.start + self.num_bytes
         if columns % block_size or end > size or 0 in tensor.shape:
-            raise ConfigError(
-                f"{path} is not a whole GGUF file: {tensor.name} has shape {list(tensor.shape)} in {self.type.name} "
-                f"and would end at byte {end}; it has {size}. Download or convert it again."
-            )
+            what = f"{tensor.name} has shape {list(tensor.shape)} in {self.type.name}"
+            raise _make_damage_error(path, f"{what} and would end at byte {end}; it has {size}")
 
     def fetch(self, out: memoryview, at: int) -> None:
         """Fill `out` with the bytes from `at` on of all rows."""
@@ -102,9 +101,15 @@ class _Rows:
             out[low - at : high - at] = values[low - begin * self.row_bytes : high - begin * self.row_bytes]
 
     def _values(self, begin: int, end: int) -> NDArray[np.float32]:
-        raw = self._read(begin, end) if self._order is None else self._read(0, self._num_rows)[self._order[begin:end]]
+        raw = self._read(begin, end) if self._order is None else self._read_ordered(self._order[begin:end])
         with np.errstate(all="ignore"):  # a float16 may be infinite
             return np.ascontiguousarray(self._gguf.quants.dequantize(raw, self.type), np.float32)
+
+    def _read_ordered(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Read these rows of the file, which are near one another: a head or two."""
+        first = int(rows.min())
+        found: NDArray[np.uint8] = self._read(first, int(rows.max()) + 1)[rows - first]
+        return found
 
     def _read(self, begin: int, end: int) -> NDArray[np.uint8]:
         out = np.empty((end - begin, self._stored_bytes), np.uint8)
@@ -123,13 +128,11 @@ def read_gguf(path: Path) -> list[GgufWeight]:
     files = open_snapshot(lambda: OneFile(path))
     header = GgufHeader.read(path)
     config_of(header)  # it refuses architectures whose names and rows are not known here
-    weights: list[GgufWeight] = []
-    formats = Counter[str]()
-    for tensor in header.tensors.values():
-        if tensor.name != ROPE_FACTORS:  # they are in the configuration
-            stored = _Rows(files, tensor, gguf, _row_order(header, tensor))
-            formats[stored.type.name] += 1
-            weights += _name_weights(tensor, stored)
+    stored = {name: _Rows(files, tensor, gguf, _row_order(header, tensor)) for name, tensor in header.tensors.items()}
+    _check_places(header, stored, files.files[0].stamp.size)
+    stored.pop(ROPE_FACTORS, None)  # they are in the configuration
+    weights = [weight for name, rows in stored.items() for weight in _name_weights(header.tensors[name], rows)]
+    formats = Counter(rows.type.name for rows in stored.values())
     logger.info(
         "%s is dequantised once, as it is loaded, to float32 (gguf %s), and rounded to nearest for other dtypes: %s.",
         path,
@@ -137,6 +140,26 @@ def read_gguf(path: Path) -> list[GgufWeight]:
         ", ".join(f"{count} tensors in {name}" for name, count in formats.most_common()),
     )
     return weights
+
+
+def _check_places(header: GgufHeader, stored: dict[str, "_Rows"], size: int) -> None:
+    """Raise `ConfigError` unless the tensors follow one another from the data's first byte to the end of the file.
+
+    Writers of the format put them so, and llama.cpp refuses others; a damaged entry would name another tensor's bytes.
+    """
+    end = last = header.data
+    for name, rows in stored.items():
+        start = header.tensors[name].start
+        if start != end:
+            raise _make_damage_error(header.path, f"{name} begins at byte {start}, expected {end}")
+        last = start + rows.num_bytes
+        end = header.data + -(-(last - header.data) // header.alignment) * header.alignment
+    if not last <= size <= end:
+        raise _make_damage_error(header.path, f"its tensors end at byte {last}, and it has {size}")
+
+
+def _make_damage_error(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"{path} is not a whole GGUF file: {what}. Download or convert it again.")
 
 
 def _package(path: Path) -> ModuleType:

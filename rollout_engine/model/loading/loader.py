@@ -153,6 +153,17 @@ def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedMod
     return module.requires_grad_(True)
 
 
+def find_geometry(name: str, dtype: torch.dtype) -> tuple[PretrainedConfig, list[LayerGeometry]]:
+    """The configuration of a checkpoint's text model, and its layers as a CPU computes them, without its weights.
+
+    `name`: a directory, GGUF file or hub id; its configuration is enough. Raises `ConfigError` as `load_model` does.
+    """
+    directory = find_directory(name, weights=False)
+    hf_config, _ = read_config(directory)
+    module = build_module(text_config_to_serve(hf_config), dtype, ATTENTION_NAME)
+    return module.config, _admit(module, hf_config, _CPU)
+
+
 def _read_state(
     config: EngineConfig, directory: Path, config_file: SnapshotFile, seat: Seat | None
 ) -> ShardedState | None:

@@ -8,7 +8,7 @@ and exact trainers both compute this form. Its results differ from those of expa
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from rollout_engine.model.modules.forward_trial import (
     unmatched_reason,
     waves,
 )
+from rollout_engine.model.packing.head_groups import HeadGroup
 
 _SIZES = ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
 _NUM_HEADS = 3
@@ -47,14 +48,16 @@ class LatentProducts(Protocol):
 
 
 class LatentProjection(nn.Linear):
-    """The linear from latents to the keys and values of all heads, whose weight [H * (N + V), R] is read in place."""
+    """The linear from latents to the keys and values of all heads, whose weight is [H * (N + V), R]."""
 
     nope_size: int
     value_size: int
     kernels: latent.LatentKernels | None = None
-    """Those of a device; None: the CPU's."""
+    """Those of a device; None: a CPU's, by packed weights if there are."""
     find_adapters: Callable[[], Sequence[latent.LatentAdapter]] | None = None
     """Finds the adapters of the rows that are computed now; in the engine alone."""
+    _head_groups: tuple[HeadGroup, HeadGroup] | tuple[()]
+    """The packed products of `absorb` and `expand` on a CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
         raise ConfigError("kv_b_proj was called, and latents are not expanded here. Use attention's own forward.")
@@ -65,15 +68,27 @@ class LatentProjection(nn.Linear):
         return result
 
     def absorb(self, query: Tensor) -> Tensor:
-        return self._by_rows(query.transpose(1, 2), latent.absorb, latent.LatentAdapter.absorb).transpose(1, 2)
+        product = partial(latent.absorb, kernel=self._find_kernels()[0])
+        return self._by_rows(query.transpose(1, 2), product, latent.LatentAdapter.absorb).transpose(1, 2)
 
     def expand(self, mixed: Tensor) -> Tensor:
-        return self._by_rows(mixed, latent.expand, latent.LatentAdapter.expand)
+        product = partial(latent.expand, kernel=self._find_kernels()[1])
+        return self._by_rows(mixed, product, latent.LatentAdapter.expand)
+
+    def _find_kernels(self) -> tuple[latent.Kernel | None, latent.Kernel | None]:
+        """The forwards of `absorb` and `expand`; None: by the plain weight."""
+        if self.kernels is not None or not self._head_groups:
+            return self.kernels or (None, None)
+        absorbing, expanding = (group.packed_heads() for group in self._head_groups)
+        return (
+            None if absorbing is None else latent.absorb_packed(absorbing),
+            None if expanding is None else latent.expand_packed(expanding),
+        )
 
     def _by_rows(self, x: Tensor, product: Callable[..., Tensor], add: Callable[..., Tensor]) -> Tensor:
         """`product` of x [B, T, H, D], with the adapters that rows have."""
         rows = x.flatten(0, 1)
-        out = product(rows, self.by_head(self.weight), self.nope_size, self.kernels)
+        out = product(rows, self.by_head(self.weight), self.nope_size)
         for adapter in self.find_adapters() if self.find_adapters is not None else ():
             out[adapter.rows] = add(adapter, rows[adapter.rows], out[adapter.rows], self.nope_size)
         result: Tensor = out.unflatten(0, x.shape[:2])
@@ -102,6 +117,7 @@ def cache_latents(module: nn.Module) -> None:
         if linear.weight.dtype == dtype:
             linear.__class__ = LatentProjection
             linear.nope_size, linear.value_size, _ = (getattr(child, name) for name in _SIZES)
+            linear._head_groups = HeadGroup([linear]), HeadGroup([linear], expands=True)
             child.__class__ = _latent_class(type(child))  # type: ignore[arg-type]  # mypy doubts that it has a hash
 
 
@@ -109,7 +125,7 @@ def use_latent_kernels(module: nn.Module, kernels: latent.LatentKernels) -> None
     """Have every attention below `module` that caches latents multiply by `kernels`, in place."""
     for child in module.modules():
         if isinstance(child, LatentProjection):
-            child.kernels = kernels
+            child.kernels, child._head_groups = kernels, ()
 
 
 def has_latents(module: nn.Module) -> bool:

@@ -1,13 +1,14 @@
 """Layers that multiply by weights rounded to int8 codes (`kernels.cpu.int8`).
 
 The weights that the engine was given are kept in addition to the codes: digests and updates are those of the given
-ones. Embeddings, heads, norms and biases are not rounded.
+ones. Embeddings, heads, norms, biases and the matrix from latents to keys and values are not rounded.
 """
 
 from transformers import PreTrainedModel
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.kernels.cpu import gemm
+from rollout_engine.model.packing.head_groups import HeadGroup
 from rollout_engine.model.packing.linear_groups import linear_groups
 
 
@@ -28,4 +29,4 @@ def round_layers(module: PreTrainedModel) -> None:
             "could be built. Install g++, give dtype='float32' or 'bfloat16', or leave it out."
         )
     for group in linear_groups(module.base_model):
-        group.as_int8 = True
+        group.as_int8 = not isinstance(group, HeadGroup)

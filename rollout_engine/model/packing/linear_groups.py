@@ -68,7 +68,8 @@ def linear_groups(module: nn.Module) -> list["LinearGroup"]:
     modules = list(module.modules())
     shared = [child._group for child in modules if isinstance(child, RowInvariantLinear)]
     own = [group for child in modules for group in getattr(child, "_groups", ())]
-    return list({id(group): group for group in shared + own}.values())
+    heads = [group for child in modules for group in getattr(child, "_head_groups", ())]
+    return list({id(group): group for group in shared + own + heads}.values())
 
 
 class PackCount:

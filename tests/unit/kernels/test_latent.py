@@ -5,10 +5,11 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from rollout_engine.kernels import dense_attention, latent
 from rollout_engine.kernels.attention_params import AttentionParams
-from rollout_engine.kernels.cpu import attention, build
+from rollout_engine.kernels.cpu import attention, build, gemm
 from rollout_engine.kernels.cpu.attention import AttentionPlan, Chunk, KVLayer, attend_dense, num_parts
 from rollout_engine.kernels.cpu.attention_backward import attention_gradients
 
@@ -53,6 +54,58 @@ def test_products_are_right_and_rows_do_not_depend_on_one_another(kernels, dtype
     one = slice(heads - 1, heads)  # as on a rank
     assert torch.equal(latent.absorb(q[:, one], weight[one], nope), absorbed[:, one])
     assert torch.equal(latent.expand(x[:, one], weight[one], nope), expanded[:, one])
+
+
+def pack_heads(weight, nope):
+    """The kernels of `absorb` and `expand` by packed operands, as `HeadGroup` makes these."""
+    parts = weight[:, :nope].mT, weight[:, nope:]
+    packed = [gemm.pack(F.pad(part, (0, 0, 0, -part.shape[1] % gemm.PANEL)).flatten(0, 1)) for part in parts]
+    return latent.absorb_packed(packed[0]), latent.expand_packed(packed[1])
+
+
+@needs_compiler
+@DTYPES
+@SIZES
+def test_packed_products_are_right_and_rows_do_not_depend_on_one_another(dtype, heads, nope, rope, value, rank):
+    weight = draw(heads, nope + value, rank, dtype=dtype) / rank**0.5
+    before, after = pack_heads(weight, nope)
+    q, x = draw(300, heads, nope + rope, dtype=dtype, seed=1), draw(300, heads, rank, dtype=dtype, seed=2)
+    absorbed, expanded = latent.absorb(q, weight, nope, before), latent.expand(x, weight, nope, after)
+    tolerance = 32 * torch.finfo(dtype).eps
+    torch.testing.assert_close(absorbed, latent.absorb(q, weight, nope), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(expanded, latent.expand(x, weight, nope), rtol=tolerance, atol=tolerance)
+    assert torch.equal(absorbed[..., rank:], q[..., nope:])
+    for first, count in enumerate((*COUNTS, 257)):
+        part = slice(first, first + count)
+        assert torch.equal(latent.absorb(q[part], weight, nope, before), absorbed[part])
+        assert torch.equal(latent.expand(x[part], weight, nope, after), expanded[part])
+    by_head = q.transpose(0, 1).contiguous().transpose(0, 1)  # other strides
+    assert torch.equal(latent.absorb(by_head, weight, nope, before), absorbed)
+    one = slice(heads - 1, heads)  # as on a rank
+    of_one = pack_heads(weight[one], nope)
+    assert torch.equal(latent.absorb(q[:, one], weight[one], nope, of_one[0]), absorbed[:, one])
+    assert torch.equal(latent.expand(x[:, one], weight[one], nope, of_one[1]), expanded[:, one])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(latent.absorb(q, weight, nope, before), absorbed)
+            assert torch.equal(latent.expand(x, weight, nope, after), expanded)
+    finally:
+        torch.set_num_threads(threads)
+    assert latent.absorb(q[:0], weight, nope, before).shape == (0, heads, rank + rope)
+
+
+@needs_compiler
+def test_packed_products_refuse_other_weights():
+    weight, q = draw(3, 30, 19, dtype=torch.float32), draw(9, 3, 20, dtype=torch.float32, seed=1)
+    before, after = pack_heads(weight, 17)
+    with pytest.raises(ValueError, match="x should be torch.float32 .* like the weight"):
+        latent.absorb(q.bfloat16(), weight, 17, before)
+    with pytest.raises(ValueError, match="x should be torch.float32"):
+        latent.absorb(q, weight, 17, after)
+    with pytest.raises(ValueError, match="the panels of 2 matrices of 19 rows"):
+        latent.absorb(q[:, :2], weight, 17, before)
 
 
 @needs_compiler

@@ -5,7 +5,6 @@ import torch
 
 from rollout_engine.kernels import latent as twin
 from rollout_engine.kernels.attention_params import AttentionParams
-from rollout_engine.kernels.latent import LatentKernels
 from rollout_engine.kernels.triton import tiling
 from rollout_engine.kernels.triton.dense import attend_dense
 from rollout_engine.kernels.triton.latent import absorb, expand
@@ -52,9 +51,9 @@ def test_products_are_right_and_rows_and_heads_do_not_depend_on_one_another(
 
 def test_gradients_are_those_of_the_twin(device):
     weight, q = draw(3, 11, 7, device=device).requires_grad_(), draw(4, 3, 8, device=device, seed=1).requires_grad_()
-    x, kernels = draw(4, 3, 7, device=device, seed=2).requires_grad_(), LatentKernels(absorb, expand)
-    for function, given in ((twin.absorb, q), (twin.expand, x)):
-        ours, theirs = function(given, weight, 6, kernels), function(given, weight, 6)
+    x = draw(4, 3, 7, device=device, seed=2).requires_grad_()
+    for function, given, kernel in ((twin.absorb, q, absorb), (twin.expand, x, expand)):
+        ours, theirs = function(given, weight, 6, kernel), function(given, weight, 6)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         grad = draw(*ours.shape, device=device, seed=3)
         for mine, right in zip(

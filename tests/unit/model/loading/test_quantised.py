@@ -5,7 +5,6 @@ import logging
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
@@ -17,8 +16,7 @@ from rollout_engine.model.ranks.part import Part, Region
 from rollout_engine.model.ranks.share import Share
 from rollout_engine.testing import tiny_checkpoint, tiny_config
 from rollout_engine.testing.architectures import SIZES
-from sync.quantised.mxfp4 import dequantise
-from tests.quantised_files import quantise_checkpoint
+from tests.quantised_files import quantise_checkpoint, quantise_experts
 
 
 def state_of(directory, dtype) -> dict[str, torch.Tensor]:
@@ -54,22 +52,8 @@ def test_an_engine_has_the_weights_rounded_once(tmp_path, name, architecture, dt
 def test_experts_of_gpt_oss_are_dequantised(tmp_path):
     sizes = SIZES["gpt_oss"] | dict(hidden_size=64, intermediate_size=32)
     plain = tiny_checkpoint(tmp_path / "plain", "gpt_oss", **sizes)
-    quantised = tiny_checkpoint(tmp_path / "quantised", "gpt_oss", **sizes)
-    draw = torch.Generator().manual_seed(0)
-    floats, stored = load_file(plain / "model.safetensors"), load_file(quantised / "model.safetensors")
-    experts = [name for name in floats if name.endswith(("gate_up_proj", "down_proj"))]
-    assert len(experts) == 4
-    for name in experts:
-        num_experts, num_in, num_out = stored.pop(name).shape
-        blocks = torch.randint(0, 256, (num_experts, num_out, num_in // 32, 16), generator=draw, dtype=torch.uint8)
-        scales = torch.randint(120, 126, blocks.shape[:-1], generator=draw, dtype=torch.uint8)
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        floats[name] = dequantise(blocks, scales)
-    save_file(floats, plain / "model.safetensors")
-    save_file(stored, quantised / "model.safetensors")
-    config = json.loads((quantised / "config.json").read_text())
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    quantised = tmp_path / "quantised"
+    assert quantise_experts(plain, quantised) == 4
     assert_equal(state_of(quantised, "bfloat16"), state_of(plain, "bfloat16"))
 
 
