@@ -144,7 +144,7 @@ class Ceilings(NamedTuple):
 
 
 def dimensions_of(model: str, dtype: torch.dtype) -> Dimensions:
-    """The shapes of a checkpoint (directory, GGUF file or hub id). Raises `ConfigError` for those that are not known."""
+    """The shapes of a checkpoint: directory, GGUF file or hub id. Raises `ConfigError` for those that are not known."""
     return Dimensions.of(*find_geometry(model, dtype), dtype)
 
 
