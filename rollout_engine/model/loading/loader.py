@@ -68,7 +68,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     )
     limit = position_limit(module.config)
     _check_length(module.config, limit, config.max_model_len)
-    geometry = _admit(module, hf_config, has_ranks_on_devices=device != _CPU and seat is not None)
+    geometry = _admit(module, hf_config, device, has_ranks=seat is not None)
     max_model_len = _served_length(limit, config.max_model_len)
     if device != _CPU and seat is None:
         place_on(module, device)
@@ -110,18 +110,21 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     )
 
 
-def _admit(module: PreTrainedModel, hf_config: PretrainedConfig, *, has_ranks_on_devices: bool) -> list[LayerGeometry]:
+def _admit(
+    module: PreTrainedModel, hf_config: PretrainedConfig, device: torch.device, *, has_ranks: bool
+) -> list[LayerGeometry]:
     """Check a module as it will compute, and return the geometry of its layers. Raises `ConfigError`.
 
     Ranks on devices cache keys and values that latents are expanded to.
     """
-    if not has_ranks_on_devices:
-        cache_latents(module)
+    if device == _CPU:
         swap_mixers(module)
     elif any(map(is_mixer, module.modules())):
         raise ConfigError(
             f"{type(module).__name__} has layers that keep a state, and these run on a CPU alone. Use device='cpu'."
         )
+    if device == _CPU or not has_ranks:
+        cache_latents(module)
     return admit(module, hf_config)
 
 
@@ -161,7 +164,7 @@ def find_geometry(name: str, dtype: torch.dtype) -> tuple[PretrainedConfig, list
     directory = find_directory(name, weights=False)
     hf_config, _ = read_config(directory)
     module = build_module(text_config_to_serve(hf_config), dtype, ATTENTION_NAME)
-    return module.config, _admit(module, hf_config, _CPU)
+    return module.config, _admit(module, hf_config, _CPU, has_ranks=False)
 
 
 def _read_state(
