@@ -4,7 +4,7 @@
 
 An entry is one expert of one token; entry i is expert i % k of token i // k. How many entries an expert has is known to
 the device alone: nothing waits for it, so graphs may capture all of this. A row's bits do not depend on the others:
-each output is accumulated over K in order as in `matmul`, by the tile of the expert's weight.
+each output is accumulate_products over K in order as in `matmul`, by the tile of the expert's weight.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout_engine.kernels.triton.launches import Launcher
-from rollout_engine.kernels.triton.matmul import accumulated, tile_for
+from rollout_engine.kernels.triton.matmul import accumulate_products, tile_for
 from rollout_engine.kernels.triton.rounding import narrow, rounded
 from rollout_engine.kernels.triton.tiling import next_power_of_2
 
@@ -166,7 +166,7 @@ def _multiply_kernel(
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     weight_ptrs = weight_ptr + start[None, :] + k[:, None] * weight_k
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    total = accumulated(x_ptrs, weight_ptrs, total, IN_FEATURES, IS_EVEN, BLOCK_K, weight_k)
+    total = sum_products(x_ptrs, weight_ptrs, total, IN_FEATURES, IS_EVEN, BLOCK_K, weight_k)
     out_row = entry if BY_ENTRY else place
     out = out_ptr + out_row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(out, narrow(total, out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < OUT_FEATURES)[None, :])

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout_engine.kernels.triton.launches import Launcher
-from rollout_engine.kernels.triton.matmul import accumulated, tile_for
+from rollout_engine.kernels.triton.matmul import accumulate_products, tile_for
 from rollout_engine.kernels.triton.rounding import narrow
 
 
@@ -84,7 +84,7 @@ def _by_head_kernel(
     x = x_ptr + head * x_head + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
     weight = weight_ptr + head * weight_head + tl.minimum(column, OUT_FEATURES - 1)[None, :] * WEIGHT_N
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    total = accumulated(x, weight + k[:, None] * WEIGHT_K, total, IN_FEATURES, IS_EVEN, BLOCK_K, WEIGHT_K)
+    total = sum_products(x, weight + k[:, None] * WEIGHT_K, total, IN_FEATURES, IS_EVEN, BLOCK_K, WEIGHT_K)
     place = out_ptr + head * out_head + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     mask = (row < num_rows)[:, None] & (column < OUT_FEATURES)[None, :]
     tl.store(place, narrow(total, out_ptr.dtype.element_ty), mask=mask)

@@ -100,7 +100,7 @@ def _matmul_kernel(
     # Past the end the last row or column is read again and not written, so loads need no mask.
     x_ptrs = x_ptr + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
     weight_ptrs = weight_ptr + tl.minimum(column, out_features - 1).to(tl.int64)[None, :] * weight_stride + k[:, None]
-    total = accumulated(x_ptrs, weight_ptrs, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), in_features, IS_EVEN, BLOCK_K)
+    total = sum_products(x_ptrs, weight_ptrs, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), in_features, IS_EVEN, BLOCK_K)
     if HAS_BIAS:
         total += tl.load(bias_ptr + column, mask=column < out_features, other=0.0).to(tl.float32)[None, :]
     place = out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :]
@@ -109,7 +109,7 @@ def _matmul_kernel(
 
 
 @triton.jit
-def accumulated(
+def sum_products(
     x_ptrs, weight_ptrs, total, in_features, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHT_K: tl.constexpr = 1
 ):
     """`total` and the product of a tile of rows [M, BLOCK_K] and one of columns [BLOCK_K, N], over K in order.

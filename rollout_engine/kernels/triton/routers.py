@@ -121,7 +121,7 @@ def _choose_kernel(
     score = _scores(logits, IS_SIGMOID)
     if KEEPS_SCORES:
         tl.store(scores_ptr + row * NUM_EXPERTS + expert, score, mask=inside)
-    left = tl.where(inside, _order(_wanted(score, bias_ptr + expert, inside, HAS_BIAS)), _LOWEST)
+    left = tl.where(inside, _order(_add_bias(score, bias_ptr + expert, inside, HAS_BIAS)), _LOWEST)
     if NUM_GROUPS:
         left = _of_chosen_groups(left, expert, NUM_EXPERTS // NUM_GROUPS, NUM_GROUPS, NUM_CHOSEN, SUMS_TWO, BLOCK)
     chosen = expert < 0
@@ -159,7 +159,7 @@ def _scores(logits, IS_SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def _wanted(score, bias_ptrs, inside, HAS_BIAS: tl.constexpr):
+def _add_bias(score, bias_ptrs, inside, HAS_BIAS: tl.constexpr):
     """Scores by which experts are chosen."""
     wanted = score
     if HAS_BIAS:
