@@ -4,7 +4,7 @@
 
 An entry is one expert of one token; entry i is expert i % k of token i // k. How many entries an expert has is known to
 the device alone: nothing waits for it, so graphs may capture all of this. A row's bits do not depend on the others:
-each output is accumulate_products over K in order as in `matmul`, by the tile of the expert's weight.
+each output is sum_products over K in order as in `matmul`, by the tile of the expert's weight.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout_engine.kernels.triton.launches import Launcher
-from rollout_engine.kernels.triton.matmul import accumulate_products, tile_for
+from rollout_engine.kernels.triton.matmul import sum_products, tile_for
 from rollout_engine.kernels.triton.rounding import narrow, rounded
 from rollout_engine.kernels.triton.tiling import next_power_of_2
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout_engine.kernels.triton.launches import Launcher
-from rollout_engine.kernels.triton.matmul import accumulate_products, tile_for
+from rollout_engine.kernels.triton.matmul import sum_products, tile_for
 from rollout_engine.kernels.triton.rounding import narrow
 
 
