@@ -64,5 +64,7 @@ def tiny_for_ranks(name: str) -> Tiny | None:
     if heads % 2 == 0:
         return None
     fields = fields | dict(hidden_size=64, num_attention_heads=4)
+    if "mamba_n_heads" in fields:  # as many channels as the hidden size has, times mamba_expand
+        fields |= dict(mamba_n_heads=2 * 64 // fields["mamba_d_head"], mamba_d_ssm=2 * 64)
     fields |= {} if kv_heads is None else dict(num_key_value_heads=4 if kv_heads == heads else kv_heads)
     return Tiny(tiny_config(name, **fields), lambda: tiny_model(name, **fields))
