@@ -70,12 +70,12 @@ def size_states(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> i
         return 0
     drafted = 0 if config.speculates is None else config.speculates.max_draft_tokens
     needed = config.max_num_seqs + 1 + drafted
-    _check_fits("max_num_seqs", config.max_num_seqs, needed * slot_bytes, None, "states")
+    _check_fits("max_num_seqs", config.max_num_seqs, needed * slot_bytes * loaded.num_ranks, None, "states")
     if not config.enable_prefix_caching:
         return needed
     if config.state_cache_bytes is not None:
         _check_fits("state_cache_bytes", config.state_cache_bytes, config.state_cache_bytes, None, "states")
-        return needed + config.state_cache_bytes // slot_bytes
+        return needed + config.state_cache_bytes // (slot_bytes * loaded.num_ranks)
     half = num_blocks * bytes_per_block(loaded, config.tokens_per_block) // 2
     return needed + min(half // slot_bytes, _SNAPSHOTS_PER_SEQUENCE * config.max_num_seqs)
 

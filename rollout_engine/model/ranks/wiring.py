@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.model.modules.mixer_functions import OwnHeads, give_own_heads
 from rollout_engine.model.ranks.cut import LinearCut, ModelCut
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.ranks.share import Share
@@ -21,6 +22,8 @@ def connect(module: Any, cut: ModelCut, *, replaced_experts: bool = True) -> Non
     """
     for each in cut.linears:
         _connect_linear(each, cut.seat)
+    for mixer, heads in cut.mixers:
+        give_own_heads(mixer, OwnHeads(heads.first, heads.stop, _gathering_heads(cut.seat, heads)))
     child: Any
     for child, share in cut.experts:
         child._own_experts = own = OwnExperts(cut.seat, share)
@@ -38,6 +41,19 @@ def connect(module: Any, cut: ModelCut, *, replaced_experts: bool = True) -> Non
         embedding._own_rows = rows = OwnRows(cut.seat, cut.embedding[1])
         embedding.register_forward_pre_hook(rows.before)
         embedding.register_forward_hook(rows.after)
+
+
+def _gathering_heads(seat: Seat, heads: Share) -> Callable[[Tensor], Tensor]:
+    """A function: this rank's heads [S, h, V] -> those of all ranks [S, H, V]."""
+    found: dict[int, Callable[[Tensor], Tensor]] = {}
+
+    def gather(part: Tensor) -> Tensor:
+        size = part.shape[2]
+        if size not in found:
+            found[size] = seat.exchange.gathering(heads.times(size))
+        return found[size](part.flatten(1)).unflatten(1, (heads.whole, size))
+
+    return gather
 
 
 class Joins(NamedTuple):
