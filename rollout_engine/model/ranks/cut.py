@@ -35,9 +35,10 @@ from rollout_engine.model.modules.module_patterns import is_gated_mlp
 from rollout_engine.model.ranks.part import Part
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.ranks.share import Share, share_of
-from rollout_engine.model.ranks.tensor_plan import QKV, has_many_outputs, plan_of
+from rollout_engine.model.ranks.tensor_plan import LAST, QKV, has_many_outputs, plan_of
 
-_ATTENTION_PARTS = {*QKV, "o_proj", "q_norm", "k_norm"}
+_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+_ATTENTION_PARTS = {*QKV, *LAST, *_NORMS}
 
 
 class LinearCut(NamedTuple):
@@ -120,26 +121,33 @@ def inputs_of(linear: nn.Linear) -> Share:
 
 
 def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Module], plan: dict[int, str]) -> None:
-    """Cut by heads, if `parent` is built as Llama's attention is; else have every product give whole rows."""
+    """Cut by heads, if `parent` is built as Llama's attention is; else have every product give whole rows.
+
+    A query product with two outputs for one gates each head by the other half of its outputs (Qwen3-Next): a plan that
+    cuts it by columns says that a head's are side by side.
+    """
     index: Any = parent.layer_idx
     layer = cut.geometry[index]
     parts: dict[str, Any] = dict(parent.named_children())
-    is_known = parts.keys() <= _ATTENTION_PARTS and parts.keys() >= {*QKV, "o_proj"} and not layer.has_sinks
+    last = next((name for name in LAST if name in parts), "")
+    is_known = parts.keys() <= _ATTENTION_PARTS and parts.keys() >= {*QKV, last} and not layer.has_sinks
     is_known = is_known and all(other.kv_layer is None for other in cut.geometry)  # readers of whole heads
     is_known = is_known and all(plan.get(id(parts[name])) == "colwise" for name in QKV)
-    is_known = is_known and plan.get(id(parts["o_proj"])) == "rowwise" and not list(parent.parameters(recurse=False))
-    norms = [p for name in ("q_norm", "k_norm") if name in parts for p in parts[name].parameters()]
+    is_known = is_known and plan.get(id(parts[last])) == "rowwise" and not list(parent.parameters(recurse=False))
+    norms = [p for name in _NORMS if name in parts for p in parts[name].parameters()]
     is_known = is_known and all(norm.numel() == layer.head_dim_k for norm in norms)
-    sizes = [layer.num_heads * layer.head_dim_k, layer.num_kv_heads * layer.head_dim_k]
-    sizes.append(layer.num_kv_heads * layer.head_dim_v)
+    dims = (layer.head_dim_k, layer.head_dim_k, layer.head_dim_v)
+    counts = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    sizes = [count * dim for count, dim in zip(counts, dims, strict=True)]
+    if is_known and parts["q_proj"].out_features == 2 * sizes[0]:
+        dims, sizes = (2 * dims[0], *dims[1:]), [2 * sizes[0], *sizes[1:]]
     if not is_known or any(parts[name].out_features != size for name, size in zip(QKV, sizes, strict=True)):
         return _cut_block(cut, parent, children, plan)
     heads, kv_heads = _share_heads(layer, cut.seat)
-    dims = (layer.head_dim_k, layer.head_dim_k, layer.head_dim_v)
     for name, share, dim in zip(QKV, (heads, kv_heads, kv_heads), dims, strict=True):
         cut.linears.append(LinearCut(parts[name], share.times(dim), None, "kept"))
-    cut.linears.append(_last(cut, parts["o_proj"], heads.times(layer.head_dim_v), "its hidden size"))
-    cut.geometry[index] = replace(cut.geometry[index], num_heads=heads.size, num_kv_heads=kv_heads.size)
+    cut.linears.append(_last(cut, parts[last], heads.times(layer.head_dim_v), "its hidden size"))
+    cut.geometry[index] = replace(layer, num_heads=heads.size, num_kv_heads=kv_heads.size)
 
 
 def _cut_latents(cut: ModelCut, parent: Any, children: dict[str, nn.Module], plan: dict[int, str]) -> None:
@@ -159,7 +167,7 @@ def _cut_latents(cut: ModelCut, parent: Any, children: dict[str, nn.Module], pla
     cut.linears.append(LinearCut(query, heads.times(sizes[0]), None, "kept"))
     cut.linears.append(LinearCut(latents, heads.times(latents.nope_size + latents.value_size), None, "kept"))
     cut.linears.append(_last(cut, last, heads.times(latents.value_size), "its hidden size"))
-    cut.geometry[parent.layer_idx] = replace(cut.geometry[parent.layer_idx], num_heads=heads.size)
+    cut.geometry[parent.layer_idx] = replace(layer, num_heads=heads.size)
 
 
 def _cut_mixer(cut: ModelCut, mixer: Any) -> None:

@@ -17,6 +17,8 @@ from rollout_engine.model.modules.mixers import mixers_of
 from rollout_engine.model.modules.module_patterns import is_gated_mlp
 
 QKV = ("q_proj", "k_proj", "v_proj")
+LAST = ("o_proj", "out_proj")
+"""Names of the product behind attention."""
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 _FEW = 4
@@ -62,13 +64,21 @@ def _by_structure(base: nn.Module) -> Iterator[tuple[int, str]]:
     """Styles of the linears below `base`, by their ids."""
     for parent in base.modules():
         linears = {name: child for name, child in parent.named_children() if isinstance(child, nn.Linear)}
-        last = "o_proj" if hasattr(parent, "layer_idx") and linears.keys() >= {*QKV, "o_proj"} else None
+        last = _last_of_attention(linears) if hasattr(parent, "layer_idx") else None
         last = "down_proj" if last is None and is_gated_mlp(parent) else last
         for name, linear in linears.items():
             if last is not None:
                 yield id(linear), "rowwise" if name == last else "colwise"
             elif has_many_outputs(linear):
                 yield id(linear), "colwise_gather_output"
+
+
+def _last_of_attention(linears: dict[str, nn.Linear]) -> str | None:
+    """The name of the product that reads what attention over q, k and v gives; None if they are not attention's."""
+    last = next((name for name in LAST if name in linears), None)
+    if last is None or not linears.keys() >= {*QKV}:
+        return None
+    return last if linears[last].in_features == linears["q_proj"].out_features else None
 
 
 def _are_experts(child: nn.Module) -> bool:
