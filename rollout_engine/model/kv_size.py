@@ -63,7 +63,9 @@ def size_states(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> i
 
     One for each of `max_num_seqs` sequences and one to move a state to, those behind the drafted tokens of a sequence,
     and those of the prefix cache: as many as `state_cache_bytes` hold, by default as half the KV pool's `num_blocks`,
-    and no more than two for each sequence. Raises `ConfigError` for more than the machine has.
+    and no more than two for each sequence. Bytes are of all ranks together.
+
+    Raises `ConfigError` for more than the machine has.
     """
     slot_bytes = bytes_per_state(loaded)
     if slot_bytes == 0:
@@ -84,7 +86,12 @@ def describe_states(loaded: LoadedModel, num_slots: int) -> str:
     """The size of the pool of states, for the start-up line; "" without one."""
     if num_slots == 0:
         return ""
-    return f", states {num_slots} slots ({num_slots * bytes_per_state(loaded) / 2**20:.0f} MiB)"
+    size = f"{num_slots * bytes_per_state(loaded) / 2**20:.0f} MiB"
+    if loaded.cut is None:
+        return f", states {num_slots} slots ({size})"
+    num_recurrences = sum(layer.state is not None and layer.state.recurrence is not None for layer in loaded.geometry)
+    whole = ", recurrences whole on every rank" if len(loaded.cut.mixers) < num_recurrences else ""
+    return f", states {num_slots} slots ({size} a rank{whole})"
 
 
 def _check_state_option(config: EngineConfig, loaded: LoadedModel) -> None:

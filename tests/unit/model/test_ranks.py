@@ -73,6 +73,8 @@ def test_logits_have_the_bits_of_one_rank(tmp_path, partner, kind, dtype):
     backend = backend_of(path, partner.begin(path, dtype=dtype), dtype=dtype)
     assert all(map(torch.equal, logits_of(backend), whole))
     assert ("decoder compiled" in backend.choices) == (kind not in AS_MODULES)
+    assert ("MiB a rank" in backend.choices) == (kind in HYBRIDS)
+    assert ("recurrences whole on every rank" in backend.choices) == (kind == "mamba of odd heads")
 
 
 class Told(list):
