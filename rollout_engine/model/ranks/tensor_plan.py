@@ -1,7 +1,7 @@
 """Which products of a module may be cut, and how: transformers' plan of its type, or one made of its structure.
 
-A type whose layers keep states has a plan of some parts alone, or none. What is left out then gets the styles of
-Llama's attention and gated MLP where it is built as they are, and whole rows out of all other products.
+A type whose layers keep states has a plan of some parts alone, or none. The parts that it leaves out then get the
+styles of Llama's attention and gated MLP if they are built so; all other products give whole rows.
 """
 
 import re

@@ -23,7 +23,7 @@ def connect(module: Any, cut: ModelCut, *, replaced_experts: bool = True) -> Non
     for each in cut.linears:
         _connect_linear(each, cut.seat)
     for mixer, heads in cut.mixers:
-        give_own_heads(mixer, OwnHeads(heads.first, heads.stop, _gathering_heads(cut.seat, heads)))
+        _connect_mixer(mixer, heads, cut)
     child: Any
     for child, share in cut.experts:
         child._own_experts = own = OwnExperts(cut.seat, share)
@@ -43,17 +43,16 @@ def connect(module: Any, cut: ModelCut, *, replaced_experts: bool = True) -> Non
         embedding.register_forward_hook(rows.after)
 
 
-def _gathering_heads(seat: Seat, heads: Share) -> Callable[[Tensor], Tensor]:
-    """A function: this rank's heads [S, h, V] -> those of all ranks [S, H, V]."""
-    found: dict[int, Callable[[Tensor], Tensor]] = {}
+def _connect_mixer(mixer: Any, heads: Share, cut: ModelCut) -> None:
+    state = cut.geometry[mixer.layer_idx].state
+    assert state is not None and state.recurrence is not None, "it has been cut by heads"
+    size = state.recurrence[2]
+    gather_columns = cut.seat.exchange.gathering(heads.times(size))
 
     def gather(part: Tensor) -> Tensor:
-        size = part.shape[2]
-        if size not in found:
-            found[size] = seat.exchange.gathering(heads.times(size))
-        return found[size](part.flatten(1)).unflatten(1, (heads.whole, size))
+        return gather_columns(part.flatten(1)).view(-1, heads.whole, size)
 
-    return gather
+    give_own_heads(mixer, OwnHeads(heads.first, heads.stop, gather))
 
 
 class Joins(NamedTuple):
