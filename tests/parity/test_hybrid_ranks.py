@@ -1,4 +1,4 @@
-"""Models whose layers keep states, cut over ranks, say what one process says, to the bit.
+"""Models whose layers keep states give, cut over ranks, the tokens and log-probs of one process, to the bit.
 
 Samples that read one state, snapshots inside prompts, drafts, preemption, updates, sleeps, adapters and saved parts.
 """

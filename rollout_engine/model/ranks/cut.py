@@ -123,8 +123,8 @@ def inputs_of(linear: nn.Linear) -> Share:
 def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Module], plan: dict[int, str]) -> None:
     """Cut by heads, if `parent` is built as Llama's attention is; else have every product give whole rows.
 
-    A query product with two outputs for one gates each head by the other half of its outputs (Qwen3-Next): a plan that
-    cuts it by columns says that a head's are side by side.
+    A query product may give each head a gate too, of the same size (Qwen3-Next). A plan that cuts it by columns implies
+    that both are side by side.
     """
     index: Any = parent.layer_idx
     layer = cut.geometry[index]

@@ -74,7 +74,7 @@ def _by_structure(base: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _last_of_attention(linears: dict[str, nn.Linear]) -> str | None:
-    """The name of the product that reads what attention over q, k and v gives; None if they are not attention's."""
+    """The name of the product that reads the outputs of attention over q, k and v; None if they are not attention's."""
     last = next((name for name in LAST if name in linears), None)
     if last is None or not linears.keys() >= {*QKV}:
         return None
