@@ -151,9 +151,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Size of the KV pool in blocks; excludes `kv_cache_bytes`."""
     state_cache_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**50)] | None = None
     """For models whose layers keep a state of each sequence: most bytes of states that are kept to be found again, as
-    KV blocks are, at some positions of prompts and at ends of sequences. None: half of the KV pool's bytes, or two
-    states for each of `max_num_seqs` if that is less. 0: only those that fit if no running sequence needs the
-    memory. States of running sequences are not counted, and always have room."""
+    KV blocks are, at some positions of prompts and at ends of sequences, on all ranks together. None: half of the KV
+    pool's bytes, or two states for each of `max_num_seqs` if that is less. 0: only those that fit if no running
+    sequence needs the memory. States of running sequences are not counted, and always have room."""
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 256
     """Most sequences in one step."""
     max_num_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)] = 8192

@@ -63,19 +63,21 @@ def size_states(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> i
 
     One for each of `max_num_seqs` sequences and one to move a state to, those behind the drafted tokens of a sequence,
     and those of the prefix cache: as many as `state_cache_bytes` hold, by default as half the KV pool's `num_blocks`,
-    and no more than two for each sequence. Raises `ConfigError` for more than the machine has.
+    and no more than two for each sequence. Bytes are of all ranks together.
+
+    Raises `ConfigError` for more than the machine has.
     """
     slot_bytes = bytes_per_state(loaded)
     if slot_bytes == 0:
         return 0
     drafted = 0 if config.speculates is None else config.speculates.max_draft_tokens
     needed = config.max_num_seqs + 1 + drafted
-    _check_fits("max_num_seqs", config.max_num_seqs, needed * slot_bytes, None, "states")
+    _check_fits("max_num_seqs", config.max_num_seqs, needed * slot_bytes * loaded.num_ranks, None, "states")
     if not config.enable_prefix_caching:
         return needed
     if config.state_cache_bytes is not None:
         _check_fits("state_cache_bytes", config.state_cache_bytes, config.state_cache_bytes, None, "states")
-        return needed + config.state_cache_bytes // slot_bytes
+        return needed + config.state_cache_bytes // (slot_bytes * loaded.num_ranks)
     half = num_blocks * bytes_per_block(loaded, config.tokens_per_block) // 2
     return needed + min(half // slot_bytes, _SNAPSHOTS_PER_SEQUENCE * config.max_num_seqs)
 
@@ -84,7 +86,12 @@ def describe_states(loaded: LoadedModel, num_slots: int) -> str:
     """The size of the pool of states, for the start-up line; "" without one."""
     if num_slots == 0:
         return ""
-    return f", states {num_slots} slots ({num_slots * bytes_per_state(loaded) / 2**20:.0f} MiB)"
+    size = f"{num_slots * bytes_per_state(loaded) / 2**20:.0f} MiB"
+    if loaded.cut is None:
+        return f", states {num_slots} slots ({size})"
+    num_recurrences = sum(layer.state is not None and layer.state.recurrence is not None for layer in loaded.geometry)
+    whole = ", recurrences whole on every rank" if len(loaded.cut.mixers) < num_recurrences else ""
+    return f", states {num_slots} slots ({size} a rank{whole})"
 
 
 def _check_state_option(config: EngineConfig, loaded: LoadedModel) -> None:

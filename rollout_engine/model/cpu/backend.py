@@ -60,6 +60,7 @@ class CpuBackend(Backend):
         if cut is not None:
             _check_products(loaded.module, cut, is_deterministic=self.is_deterministic)
             self.num_blocks = cut.seat.exchange.agree(self.num_blocks)[0]
+            self.num_state_slots = cut.seat.exchange.agree(self.num_state_slots)[0]
         self._seat: Seat | None = None if cut is None else cut.seat
         reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry, cut)
         if reason is not None:

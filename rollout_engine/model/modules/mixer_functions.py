@@ -64,6 +64,34 @@ def keeping_states(step: StateStep) -> Iterator[None]:
         _running.step = None
 
 
+class OwnHeads(NamedTuple):
+    """Heads [first, stop) of a recurrence, which this process computes; other ranks compute the others."""
+
+    first: int
+    stop: int
+    gather: Callable[[Tensor], Tensor]
+    """These heads' outputs [S, h, V] -> those of all ranks [S, H, V]."""
+
+    def take(self, x: Tensor, dim: int) -> Tensor:
+        """The own heads of a tensor that has all of them along `dim`."""
+        return x.narrow(dim, self.first, self.stop - self.first)
+
+    def take_groups(self, x: Tensor, num_heads: int) -> Tensor:
+        """The groups of [B, T, G, K] that the own heads read, of `num_heads` in all: one for each, if they differ."""
+        size = num_heads // x.shape[2]
+        if self.first % size == self.stop % size == 0:
+            return x[:, :, self.first // size : self.stop // size]
+        groups = [head // size for head in range(self.first, self.stop)]
+        if groups[0] == groups[-1]:
+            return x[:, :, groups[:1]]
+        return x[:, :, groups]
+
+
+def give_own_heads(mixer: Any, heads: OwnHeads) -> None:
+    """Let `mixer` compute these heads of its recurrence from now on."""
+    mixer._own_heads = heads
+
+
 class _Mixer:
     """A mixer whose forward runs."""
 
@@ -75,6 +103,11 @@ class _Mixer:
     @property
     def name(self) -> str:
         return type(self.module).__name__
+
+    @property
+    def own_heads(self) -> OwnHeads | None:
+        """The heads that this process computes; None: all."""
+        return getattr(self.module, "_own_heads", None)
 
 
 @contextmanager
@@ -199,13 +232,16 @@ def gated_delta_rule(
     if _record(mixer, recurrence=(value.shape[2], key.shape[3], value.shape[3])):
         return torch.zeros_like(value), None
     with torch._C.DisableTorchFunction(), proven_operations():
-        rows = _Rows.of(mixer, *value.shape[:2])
+        rows, own, batch = _Rows.of(mixer, *value.shape[:2]), mixer.own_heads, len(value)
+        if own is not None:
+            query, key = (own.take_groups(x, value.shape[2]) for x in (query, key))
+            value, g, beta = (own.take(x, 2) for x in (value, g, beta))
         q, k = (rows.take(x) for x in (query, key))
         if use_qk_l2norm_in_kernel:
             q, k = (l2_normalised(x, _KEY_EPSILON) for x in (q, k))
         v, decay, rate = rows.take(value), rows.take(g).float(), rows.take(beta).float()
         out = _recur(rows, q, k, v, decay, rate, delta=True, scale=key.shape[3] ** -0.5)
-        return rows.put(out, len(value)), None
+        return rows.put(out if own is None else own.gather(out), batch), None
 
 
 def mamba2_chunk_scan(
@@ -234,7 +270,11 @@ def mamba2_chunk_scan(
     if _record(mixer, recurrence=(hidden_states.shape[2], B.shape[3], hidden_states.shape[3])):
         return torch.zeros_like(hidden_states, dtype=torch.float32)
     with torch._C.DisableTorchFunction(), proven_operations():
-        rows = _Rows.of(mixer, *hidden_states.shape[:2])
+        rows, own, batch = _Rows.of(mixer, *hidden_states.shape[:2]), mixer.own_heads, len(hidden_states)
+        if own is not None:
+            B, C = (own.take_groups(x, hidden_states.shape[2]) for x in (B, C))
+            hidden_states, dt, A = own.take(hidden_states, 2), own.take(dt, 2), own.take(A, 0)
+            D, dt_bias = (None if x is None else own.take(x, 0) for x in (D, dt_bias))
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
         if dt_softplus:
@@ -243,7 +283,7 @@ def mamba2_chunk_scan(
         q, k, v = rows.take(C), rows.take(B), rows.take(hidden_states).float()
         skip = None if D is None else D.float()
         out = _recur(rows, q, k, v, rate * A.float(), rate, delta=False, scale=1.0, skip=skip)
-        return rows.put(out, len(hidden_states))
+        return rows.put(out if own is None else own.gather(out), batch)
 
 
 def mamba2_split_conv1d_scan_combined(*args: Any, **kwargs: Any) -> None:

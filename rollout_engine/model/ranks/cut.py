@@ -13,31 +13,32 @@ rank's own, and the ranks' results are added up. That is two exchanges a layer i
 Attention that caches latents is cut by heads, under any plan; every rank holds all latents.
 
 If the plan was not written for this structure, products take whole rows in and give whole rows out, which is
-always right. Experts are divided as wholes. Modules that the plan leaves out (norms, routers) are whole on every rank.
+always right. Those of mixers do, whatever the plan: each rank computes some heads of a recurrence and keeps their
+states, and the heads' outputs are gathered. Experts are divided as wholes. Modules that the plan leaves out (norms,
+routers) are whole on every rank.
 A model with an expert-parallel plan alone, such as gpt-oss, is cut by that.
 """
 
-import re
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.model.modules.expert_patterns import EXPERT_BIASES, EXPERT_MATRICES
-from rollout_engine.model.modules.geometry import LayerGeometry, keeps_states
+from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.latent_attention import LatentAttention
+from rollout_engine.model.modules.mixers import Mixer
 from rollout_engine.model.modules.module_patterns import is_gated_mlp
 from rollout_engine.model.ranks.part import Part
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.ranks.share import Share, share_of
+from rollout_engine.model.ranks.tensor_plan import LAST, QKV, has_many_outputs, plan_of
 
-_QKV = ("q_proj", "k_proj", "v_proj")
-_ATTENTION_PARTS = {*_QKV, "o_proj", "q_norm", "k_norm"}
-_COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
-_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+_ATTENTION_PARTS = {*QKV, *LAST, *_NORMS}
 
 
 class LinearCut(NamedTuple):
@@ -59,6 +60,8 @@ class ModelCut(NamedTuple):
     seat: Seat
     linears: list[LinearCut]
     experts: list[tuple[nn.Module, Share]]
+    mixers: list[tuple[nn.Module, Share]]
+    """Those whose recurrence is computed by heads, and the heads that the rank computes."""
     embedding: tuple[nn.Embedding, Share] | None
     shares: dict[str, Share]
     """The rows of each parameter that is cut by rows, by the module's name of it."""
@@ -83,16 +86,13 @@ def cut_module(
 
     Raises `ConfigError` if it cannot be cut for this number of ranks.
     """
-    if keeps_states(geometry):
-        raise ConfigError(
-            f"tensor_parallel_size={seat.num_ranks}: {type(module).__name__} has layers that keep a state, and these "
-            "are not cut yet. Leave it out."
-        )
-    plan = _plan_of(module)
-    cut = ModelCut(seat, [], [], None, {}, {}, list(geometry), {}, {})
+    plan = plan_of(module)
+    cut = ModelCut(seat, [], [], [], None, {}, {}, list(geometry), {}, {})
     for parent in module.modules():
         children = {name: child for name, child in parent.named_children() if id(child) in plan}
-        if isinstance(parent, LatentAttention):
+        if isinstance(parent, Mixer):
+            _cut_mixer(cut, parent)
+        elif isinstance(parent, LatentAttention):
             _cut_latents(cut, parent, children, plan)
         elif children and hasattr(parent, "layer_idx"):
             _cut_attention(cut, parent, children, plan)
@@ -120,55 +120,34 @@ def inputs_of(linear: nn.Linear) -> Share:
     return found
 
 
-def _plan_of(module: PreTrainedModel) -> dict[int, str]:
-    """The plan's style of each linear and of each module of experts, by the module's id."""
-    plan = (
-        getattr(module.config, "base_model_tp_plan", None) or getattr(module.config, "base_model_ep_plan", None) or {}
-    )
-    if not plan:
-        raise ConfigError(
-            f"tensor_parallel_size: {type(module).__name__} cannot be cut, because transformers has no tensor-parallel "
-            "plan of it (base_model_tp_plan), nor an expert-parallel one. Leave it out."
-        )
-    styles = [(re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style) for name, style in plan.items()]
-    base = getattr(module, module.base_model_prefix)
-    found = {}
-    for path, child in base.named_modules():
-        style = next((style for pattern, style in styles if pattern.fullmatch(path)), None)
-        if isinstance(child, nn.Linear) and style in (*_COLUMNS, *_ROWS):
-            found[id(child)] = style
-        elif style is not None and _are_experts(child):
-            found[id(child)] = "experts"
-    return found
-
-
-def _are_experts(child: nn.Module) -> bool:
-    dims = {name: parameter.dim() for name, parameter in child.named_parameters(recurse=False)}
-    return dims in (EXPERT_MATRICES, EXPERT_MATRICES | EXPERT_BIASES)
-
-
 def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Module], plan: dict[int, str]) -> None:
-    """Cut by heads, if `parent` is built as Llama's attention is; else have every product give whole rows."""
+    """Cut by heads, if `parent` is built as Llama's attention is; else have every product give whole rows.
+
+    A query product may give each head a gate too, of the same size (Qwen3-Next). A plan that cuts it by columns implies
+    that both are side by side.
+    """
     index: Any = parent.layer_idx
     layer = cut.geometry[index]
     parts: dict[str, Any] = dict(parent.named_children())
-    is_known = parts.keys() <= _ATTENTION_PARTS and parts.keys() >= {*_QKV, "o_proj"} and not layer.has_sinks
+    last = next((name for name in LAST if name in parts), "")
+    is_known = parts.keys() <= _ATTENTION_PARTS and parts.keys() >= {*QKV, last} and not layer.has_sinks
     is_known = is_known and all(other.kv_layer is None for other in cut.geometry)  # readers of whole heads
-    is_known = is_known and all(plan.get(id(parts[name])) == "colwise" for name in _QKV)
-    is_known = is_known and plan.get(id(parts["o_proj"])) == "rowwise" and not list(parent.parameters(recurse=False))
-    norms = [p for name in ("q_norm", "k_norm") if name in parts for p in parts[name].parameters()]
+    is_known = is_known and all(plan.get(id(parts[name])) == "colwise" for name in QKV)
+    is_known = is_known and plan.get(id(parts[last])) == "rowwise" and not list(parent.parameters(recurse=False))
+    norms = [p for name in _NORMS if name in parts for p in parts[name].parameters()]
     is_known = is_known and all(norm.numel() == layer.head_dim_k for norm in norms)
-    sizes = [layer.num_heads * layer.head_dim_k, layer.num_kv_heads * layer.head_dim_k]
-    sizes.append(layer.num_kv_heads * layer.head_dim_v)
-    if not is_known or any(parts[name].out_features != size for name, size in zip(_QKV, sizes, strict=True)):
+    dims = (layer.head_dim_k, layer.head_dim_k, layer.head_dim_v)
+    counts = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    sizes = [count * dim for count, dim in zip(counts, dims, strict=True)]
+    if is_known and parts["q_proj"].out_features == 2 * sizes[0]:
+        dims, sizes = (2 * dims[0], *dims[1:]), [2 * sizes[0], *sizes[1:]]
+    if not is_known or any(parts[name].out_features != size for name, size in zip(QKV, sizes, strict=True)):
         return _cut_block(cut, parent, children, plan)
     heads, kv_heads = _share_heads(layer, cut.seat)
-    dims = (layer.head_dim_k, layer.head_dim_k, layer.head_dim_v)
-    for name, share, dim in zip(_QKV, (heads, kv_heads, kv_heads), dims, strict=True):
+    for name, share, dim in zip(QKV, (heads, kv_heads, kv_heads), dims, strict=True):
         cut.linears.append(LinearCut(parts[name], share.times(dim), None, "kept"))
-    cut.linears.append(_last(cut, parts["o_proj"], heads.times(layer.head_dim_v), "its hidden size"))
-    fields = {"num_heads": heads.size, "num_kv_heads": kv_heads.size}
-    cut.geometry[index] = layer.__class__(**{**_fields(layer), **fields})
+    cut.linears.append(_last(cut, parts[last], heads.times(layer.head_dim_v), "its hidden size"))
+    cut.geometry[index] = replace(layer, num_heads=heads.size, num_kv_heads=kv_heads.size)
 
 
 def _cut_latents(cut: ModelCut, parent: Any, children: dict[str, nn.Module], plan: dict[int, str]) -> None:
@@ -188,11 +167,26 @@ def _cut_latents(cut: ModelCut, parent: Any, children: dict[str, nn.Module], pla
     cut.linears.append(LinearCut(query, heads.times(sizes[0]), None, "kept"))
     cut.linears.append(LinearCut(latents, heads.times(latents.nope_size + latents.value_size), None, "kept"))
     cut.linears.append(_last(cut, last, heads.times(latents.value_size), "its hidden size"))
-    cut.geometry[parent.layer_idx] = layer.__class__(**{**_fields(layer), "num_heads": heads.size})
+    cut.geometry[parent.layer_idx] = replace(layer, num_heads=heads.size)
 
 
-def _fields(layer: LayerGeometry) -> dict[str, Any]:
-    return {name: getattr(layer, name) for name in layer.__struct_fields__}
+def _cut_mixer(cut: ModelCut, mixer: Any) -> None:
+    """Have its products give whole rows, and each rank compute some heads of its recurrence, and keep their states.
+
+    Convolutions, norms, and recurrences whose heads cannot be divided evenly are computed whole on every rank.
+    """
+    for linear in mixer.modules():
+        if isinstance(linear, nn.Linear) and has_many_outputs(linear):
+            share = _share(linear.out_features, cut.seat, "a product")
+            cut.linears.append(LinearCut(linear, share, None, "gathered"))
+    layer = cut.geometry[mixer.layer_idx]
+    if layer.state is None or layer.state.recurrence is None or layer.state.recurrence[0] % cut.seat.num_ranks:
+        return
+    num_heads, *sizes = layer.state.recurrence
+    size = num_heads // cut.seat.num_ranks
+    cut.mixers.append((mixer, Share(cut.seat.rank * size, (cut.seat.rank + 1) * size, num_heads)))
+    state = replace(layer.state, recurrence=(size, *sizes))
+    cut.geometry[mixer.layer_idx] = replace(layer, state=state)
 
 
 def _share_heads(layer: LayerGeometry, seat: Seat) -> tuple[Share, Share]:

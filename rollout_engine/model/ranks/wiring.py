@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.model.modules.mixer_functions import OwnHeads, give_own_heads
 from rollout_engine.model.ranks.cut import LinearCut, ModelCut
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.ranks.share import Share
@@ -21,6 +22,8 @@ def connect(module: Any, cut: ModelCut, *, replaced_experts: bool = True) -> Non
     """
     for each in cut.linears:
         _connect_linear(each, cut.seat)
+    for mixer, heads in cut.mixers:
+        _connect_mixer(mixer, heads, cut)
     child: Any
     for child, share in cut.experts:
         child._own_experts = own = OwnExperts(cut.seat, share)
@@ -38,6 +41,18 @@ def connect(module: Any, cut: ModelCut, *, replaced_experts: bool = True) -> Non
         embedding._own_rows = rows = OwnRows(cut.seat, cut.embedding[1])
         embedding.register_forward_pre_hook(rows.before)
         embedding.register_forward_hook(rows.after)
+
+
+def _connect_mixer(mixer: Any, heads: Share, cut: ModelCut) -> None:
+    state = cut.geometry[mixer.layer_idx].state
+    assert state is not None and state.recurrence is not None, "it has been cut by heads"
+    size = state.recurrence[2]
+    gather_columns = cut.seat.exchange.gathering(heads.times(size))
+
+    def gather(part: Tensor) -> Tensor:
+        return gather_columns(part.flatten(1)).view(-1, heads.whole, size)
+
+    give_own_heads(mixer, OwnHeads(heads.first, heads.stop, gather))
 
 
 class Joins(NamedTuple):

@@ -18,8 +18,8 @@ from rollout_engine.model.ranks.shared_exchange import TOTAL_BYTES, SharedExchan
 
 PROMPT = [5, 9, 2, 7, 1, 8, 3, 6, 4, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 STEPS = (
-    [SequenceChunk(PROMPT, 0, [3, 4]), SequenceChunk([5, 9], 0, [6])],
-    [SequenceChunk([21], 19, [3, 4]), SequenceChunk([8], 2, [6])],
+    [SequenceChunk(PROMPT, 0, [3, 4], state_slot=1), SequenceChunk([5, 9], 0, [6], state_slot=0)],
+    [SequenceChunk([21], 19, [3, 4], state_slot=1), SequenceChunk([8], 2, [6], state_slot=0)],
 )
 
 

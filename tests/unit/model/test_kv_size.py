@@ -146,6 +146,17 @@ def test_states_of_all_sequences_have_slots_and_the_prefix_cache_the_rest():
     assert slots(state_cache_bytes=0, speculation=SpeculationConfig(max_draft_tokens=2)) == 4 + 2
 
 
+class OnTwoRanks(WithStates):
+    num_ranks = 2
+
+
+def test_a_budget_of_states_is_of_all_ranks_together():
+    options = dict(model="model", block_size=16, max_num_seqs=1)
+    assert size_states(EngineConfig(**options, state_cache_bytes=640), OnTwoRanks, 100) == 2 + 2
+    with pytest.raises(ConfigError, match=r"max_num_seqs=3 asks for 1280 bytes of states"):
+        size_states(EngineConfig(**options | dict(max_num_seqs=3)), OnTwoRanks, 100)
+
+
 def test_states_that_do_not_fit_memory_are_refused():
     with pytest.raises(ConfigError, match=f"state_cache_bytes=1001 asks for 1001 bytes of states; .* {HOST} in all"):
         slots(state_cache_bytes=HOST + 1)

@@ -19,7 +19,7 @@ from rollout_engine.model.ranks.seat import Seat, preparing, score_together
 from rollout_engine.model.ranks.share import Share, share_of
 from rollout_engine.model.ranks.shared_exchange import TOTAL_BYTES, SharedExchange
 from rollout_engine.testing import tiny_checkpoint, tiny_model
-from rollout_engine.testing.architectures import SIZES
+from rollout_engine.testing.architectures import HYBRID_SIZES, SIZES
 from tests.unit.model.ranked import Partner, backend_of, logits_of
 
 pytestmark = [
@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.usefixtures("own_products"),
 ]
 LATENTS = SIZES["deepseek_v3"] | dict(first_k_dense_replace=2)
+ODD_MAMBA = HYBRID_SIZES["bamba"] | dict(num_attention_heads=4, mamba_n_heads=3, mamba_d_head=32, mamba_n_groups=1)
 MODELS = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
@@ -43,10 +44,15 @@ MODELS = {
     "a shared expert on every rank": ("qwen2_moe", SIZES["qwen2_moe"] | dict(num_experts=6)),
     "a router that is given its bias": ("hy_v3", SIZES["hy_v3"]),
     "shared keys": ("gemma4_text", SIZES["gemma4_text"]),
+    "gated delta nets": ("qwen3_5_text", HYBRID_SIZES["qwen3_5_text"]),
+    "mamba": ("nemotron_h", HYBRID_SIZES["nemotron_h"]),
+    "mamba of odd heads": ("bamba", ODD_MAMBA),
+    "short convolutions": ("lfm2", HYBRID_SIZES["lfm2"] | dict(num_attention_heads=4, num_key_value_heads=2)),
 }
 
-FAST = ("qwen3", "mixtral", "latents")
-AS_MODULES = ("gpt_neox", "latents", "latents of odd heads", "shared keys")
+FAST = ("qwen3", "mixtral", "latents", "gated delta nets")
+HYBRIDS = ("gated delta nets", "mamba", "mamba of odd heads", "short convolutions")
+AS_MODULES = ("gpt_neox", "latents", "latents of odd heads", "shared keys", *HYBRIDS)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +73,8 @@ def test_logits_have_the_bits_of_one_rank(tmp_path, partner, kind, dtype):
     backend = backend_of(path, partner.begin(path, dtype=dtype), dtype=dtype)
     assert all(map(torch.equal, logits_of(backend), whole))
     assert ("decoder compiled" in backend.choices) == (kind not in AS_MODULES)
+    assert ("MiB a rank" in backend.choices) == (kind in HYBRIDS)
+    assert ("recurrences whole on every rank" in backend.choices) == (kind == "mamba of odd heads")
 
 
 class Told(list):
