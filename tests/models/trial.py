@@ -139,6 +139,9 @@ class Ranks:
             whole = logits_of(backend_of(path, dtype="float32"))
             self._partner = self._partner or Partner()
             cut = logits_of(backend_of(path, self._partner.begin(path, dtype="float32"), dtype="float32"))
+        except ConfigError as refusal:
+            self.close()
+            return f"refused: {_without(path, refusal)}"
         except Exception:  # the other rank is lost
             self.close()
             raise

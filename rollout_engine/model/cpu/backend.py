@@ -53,12 +53,13 @@ class CpuBackend(Backend):
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self.is_deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
-        self.packed = PackedWeights(loaded.module, loaded.num_ranks)
-        self.num_blocks = size_pool(config, loaded)
-        self.num_state_slots = size_states(config, loaded, self.num_blocks)
         cut = loaded.cut
         if cut is not None:
             _check_products(loaded.module, cut, is_deterministic=self.is_deterministic)
+        self.packed = PackedWeights(loaded.module, loaded.num_ranks)
+        self.num_blocks = size_pool(config, loaded)
+        self.num_state_slots = size_states(config, loaded, self.num_blocks)
+        if cut is not None:
             self.num_blocks = cut.seat.exchange.agree(self.num_blocks)[0]
             self.num_state_slots = cut.seat.exchange.agree(self.num_state_slots)[0]
         self._seat: Seat | None = None if cut is None else cut.seat
