@@ -49,6 +49,8 @@ def run_round(weights, rng, dtype):
         state_cache_bytes=rng.choice([None, 0, 1 << 14, 1 << 18]),
         dtype=str(dtype)[6:],
     )
+    if rng.random() < 0.5:  # requests are preempted
+        options |= dict(num_kv_blocks=-(-260 // options["block_size"]), max_num_seqs=20)
     options["max_num_seqs"] = min(options["max_num_seqs"], options["max_num_batched_tokens"])
     drafts = rng.random() < 0.5
     if drafts:
@@ -59,8 +61,9 @@ def run_round(weights, rng, dtype):
         core, outputs = llm.frontend.client.driver.core, []
         if drafts:
             core._scheduler.speculator._costs.of = lambda num_rows: 1.0  # every draft pays
-        for part in range(2):  # the second finds prefixes of the first, if no update is between
-            outputs += generate(llm.llm_engine, weights, rng, f"{part}", temperature, counts)
+        requests = draw_requests(rng, temperature)
+        for part in range(2):  # the second finds prefixes of the first, if no update is between, and drafts are right
+            outputs += generate(llm.llm_engine, weights, rng, f"{part}", requests, counts)
         counts.update(
             preempted=core.stats.num_preemptions,
             cached=core.stats.num_cached_tokens,
@@ -73,19 +76,21 @@ def run_round(weights, rng, dtype):
     return counts
 
 
-def generate(engine, weights, rng, prefix, temperature, counts):
-    """Outputs of drawn requests, between whose steps the weights may change."""
-    for index, prompt in enumerate(draw_prompts(rng)):
-        params = SamplingParams(
-            temperature=temperature,
-            max_tokens=rng.choice([8, 40, 70]),
-            n=rng.choice([1, 2, 5]),
-            logprobs=0,
-            seed=rng.randrange(1000),
-            ignore_eos=True,
-        )
+def draw_requests(rng, temperature):
+    """Prompts, and settings of each."""
+    params = SamplingParams(temperature=temperature, logprobs=0, ignore_eos=True)
+
+    def settings():
+        return params.clone(max_tokens=rng.choice([8, 40, 70]), n=rng.choice([1, 2, 5]), seed=rng.randrange(1000))
+
+    return [(prompt, settings()) for prompt in draw_prompts(rng)]
+
+
+def generate(engine, weights, rng, prefix, requests, counts):
+    """Outputs of requests, between whose steps the weights may change."""
+    for index, (prompt, params) in enumerate(requests):
         engine.add_request(f"{prefix}-{index}", {"prompt_token_ids": prompt}, params)
-    updates = {rng.randrange(2, 60) for _ in range(rng.choice([0, 1, 2]))}
+    updates = {rng.randrange(2, 60) for _ in range(rng.choice([0, 0, 1, 2]))}
     outputs, step = [], 0
     while engine.has_unfinished_requests():
         if step in updates:
