@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from envs_adapters import Observation
-from rollout_engine import LLM, EngineConfig, LLMEngine, RolloutPolicy, SamplingParams, exact
+from rollout_engine import LLM, EngineConfig, LLMEngine, RolloutPolicy, SamplingParams, SpeculationConfig, exact
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.execution import worker
 from rollout_engine.model.modules.routers import recording, routers_of
 from rollout_engine.testing import assert_clean, random_adapter, tiny_checkpoint, tiny_model
 from rollout_engine.testing.architectures import HYBRID_SIZES
@@ -344,11 +345,11 @@ def test_exact_load_and_a_training_step_stay_exact(checkpoint):
     ("options", "message"),
     [
         (dict(tensor_parallel_size=2), "tensor_parallel_size=2.*keep a state"),
-        (dict(device="cuda"), "keep a state|cuda"),
+        (dict(enable_prefix_caching=False, state_cache_bytes=4096), "are both set: no state is kept to be found again"),
     ],
     ids=str,
 )
-def test_ranks_and_devices_are_refused_by_a_sentence(checkpoint, options, message):
+def test_what_is_not_possible_is_refused_by_a_sentence(checkpoint, options, message):
     with pytest.raises(ConfigError, match=message):
         LLM(str(checkpoint()), log_stats=False, **options)
 
@@ -356,3 +357,12 @@ def test_ranks_and_devices_are_refused_by_a_sentence(checkpoint, options, messag
 def test_a_model_without_states_says_that_it_keeps_none(tmp_path):
     with pytest.raises(ConfigError, match="state_cache_bytes=4096 is for models whose layers keep states"):
         LLM(str(tiny_checkpoint(tmp_path)), log_stats=False, state_cache_bytes=4096)
+
+
+def test_a_draft_model_with_states_is_refused_before_the_policy_is_loaded(checkpoint, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(worker, "load_model", lambda *args: loaded.append(args))
+    drafts = SpeculationConfig(draft_model=str(checkpoint()))
+    with pytest.raises(ConfigError, match="has layers that keep a state, and these do not draft yet"):
+        LLM(str(checkpoint()), log_stats=False, speculation=drafts)
+    assert not loaded
