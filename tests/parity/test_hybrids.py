@@ -14,6 +14,7 @@ from rollout_engine.testing import assert_clean, tiny_model
 from rollout_engine.testing.architectures import HYBRID_SIZES
 from tests.parity.test_architectures import NUM_TOKENS, TIE, draw_prompts, generated, reference_logits
 from tests.parity.test_bits import mismatches, run_round
+from tests.unit.peft_layers import PeftModel
 
 QUICK = {"qwen3_5_text", "lfm2", "bamba"}
 """One with each of the functions over tokens."""
@@ -181,3 +182,27 @@ def test_score_and_updates_reach_layers_with_states(checkpoint):
     assert mismatches(outputs + again, exact.enable(trainer), 1.0) == (2 * 6 * 3 * 30, 0)
     for (_, sample), values in zip(samples, scored, strict=True):
         np.testing.assert_array_equal(sample.logprobs, values)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [
+        ("qwen3_5_text", ("in_proj_qkv", "in_proj_a", "out_proj", "q_proj", "down_proj")),
+        pytest.param("bamba", ("in_proj", "out_proj"), marks=pytest.mark.slow),
+        pytest.param("kimi_linear", ("q_proj", "f_b_proj", "kv_b_proj"), marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_layers_with_states_are_exact(checkpoint, architecture, targets):
+    directory = directory_of(checkpoint, architecture)
+    trainer = exact.enable(PeftModel(AutoModelForCausalLM.from_pretrained(directory), targets=targets))
+    params = SamplingParams(max_tokens=20, n=2, logprobs=0, ignore_eos=True, seed=4)
+    with LLM(str(directory), log_stats=False, max_num_batched_tokens=33) as llm:
+        llm.add_lora(trainer.request())
+        outputs = llm.generate(draw_prompts("adapters"), params, use_tqdm=False, lora_request="x")
+    assert mismatches(outputs, trainer, 1.0) == (6 * 2 * 20, 0)
+
+
+def test_a_draft_model_with_states_is_refused(checkpoint):
+    speculation = SpeculationConfig(draft_model=str(directory_of(checkpoint, "lfm2")))
+    with pytest.raises(ConfigError, match="has layers that keep a state, and these do not draft yet"):
+        LLM(str(checkpoint("qwen3")), log_stats=False, speculation=speculation)

@@ -14,17 +14,18 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rollout_engine import LLM, SamplingParams
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.testing import byte_tokenizer
-from rollout_engine.testing.architectures import SIZES
+from rollout_engine.testing.architectures import HYBRID_SIZES, SIZES
 
 SERVED = set(
     """
-    afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3
-    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe
-    glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
-    granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama longcat_flash
-    mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral3 mistral mixtral modernbert-decoder moshi
-    nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
-    smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    afmoe apertus arcee aria_text axk1 bamba beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2
+    deepseek_v3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint gemma gemma2 gemma3_text
+    gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa
+    granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2
+    jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2
+    minimax_m3_vl_text ministral3 mistral mixtral modernbert-decoder moshi nanochat nemotron nemotron_h olmo olmo2
+    olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
+    qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
     """.split()
 )
 """What is known to be served, so that a change which refuses one of these is seen."""
@@ -54,8 +55,9 @@ _LEFT_WHERE_UNSET = {"sliding_window", "head_dim", "moe_intermediate_size", "q_l
 
 def recipes(model_type):
     """Fields for a config of this type, the likeliest first."""
-    if model_type in SIZES:
-        yield _COMMON | SIZES[model_type]
+    for sizes in (SIZES, HYBRID_SIZES):
+        if model_type in sizes:
+            yield _COMMON | sizes[model_type]
     try:
         default = AutoConfig.for_model(model_type)
     except Exception:  # it cannot be made without arguments

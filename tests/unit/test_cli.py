@@ -365,6 +365,12 @@ def test_dimensions_of_a_mixture_count_the_experts_that_a_step_reads():
     assert Dimensions.of(tiny_config("qwen3"), torch.bfloat16).experts is None
 
 
+def test_dimensions_of_layers_with_states_are_not_known():
+    config = tiny_config("lfm2", layer_types=["conv", "full_attention"])
+    with pytest.raises(ConfigError, match="not known of lfm2, which has layers of kind conv"):
+        Dimensions.of(config, torch.bfloat16)
+
+
 def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(tmp_path):
     read, write = os.pipe()
     os.close(read)

@@ -3,6 +3,7 @@
 Products are those of `kernels.linear`, whose rows do not depend on how many tokens an expert gets.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,9 +128,13 @@ class _RowInvariantCalls(TorchFunctionMode):
         return _REPLACED.get(func, func)(*args, **(kwargs or {}))
 
 
-_REPLACED = {
+def _silu(input: Tensor, inplace: bool = False) -> Tensor:
+    return silu(input)
+
+
+_REPLACED: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), sigmoid),
-    F.silu: lambda input, inplace=False: silu(input),
+    F.silu: _silu,
 }
 
 

@@ -152,7 +152,7 @@ def _by_layer(calls: list[_Call], state_calls: list[StateCall], num_layers: int)
         raise Refusal("it never calls the attention interface")
     layers = [call.layer_idx for call in calls]
     all_layers = list(range(num_layers))
-    if layers != (sorted(set(layers) & set(all_layers)) if states else all_layers):
+    if layers != ([index for index in all_layers if index in layers] if states else all_layers):
         raise Refusal(f"attention was called for layers {layers}, expected each of 0..{num_layers - 1} once, in order")
     if strangers := sorted(states.keys() - set(all_layers)):
         raise Refusal(f"layers {strangers} keep states, and it has layers 0..{num_layers - 1}")

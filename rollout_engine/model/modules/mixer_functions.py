@@ -143,14 +143,15 @@ class _Rows(NamedTuple):
         rows = x.flatten(0, 1)
         if self.tokens is None:
             return rows
-        found: Tensor = TokensAt.apply(rows.flatten(1)[None, None], self.tokens)
-        return found[0, 0].unflatten(1, x.shape[2:])
+        found: Tensor = TokensAt.apply(rows.flatten(1)[None, None], self.tokens)[0, 0].unflatten(1, x.shape[2:])
+        return found
 
     def put(self, rows: Tensor, batch: int) -> Tensor:
         """[S, ...] -> [B, T, ...]."""
         if self.places is not None:
             rows = rows.index_select(0, self.places)
-        return rows.unflatten(0, (batch, -1))
+        found: Tensor = rows.unflatten(0, (batch, -1))
+        return found
 
 
 def causal_conv1d_fn(
