@@ -268,6 +268,11 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(refused("block_size", self.block_size, bound))
         if self.kv_cache_bytes is not None and self.num_kv_blocks is not None:
             raise ConfigError("kv_cache_bytes and num_kv_blocks both set: give one of them.")
+        if self.state_cache_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"state_cache_bytes={self.state_cache_bytes} and enable_prefix_caching=False are both set: no state is "
+                "kept to be found again without the prefix cache. Give one of them."
+            )
         if self.fp32_head and (self.device == "cuda" or self.deterministic is False):
             other = 'device="cuda"' if self.device == "cuda" else "deterministic=False"
             raise ConfigError(

@@ -124,6 +124,8 @@ class ResultProcessor:
         """End a sequence that got no token in this step."""
         if reason == "error":
             self._scheduler.tables.unpublish(sequence)
+        elif not sequence.num_pending_tokens and sequence.num_computed_tokens == len(sequence.token_ids) - 1:
+            self._scheduler.tables.publish_tail(sequence)  # a stop string ended it, and a next turn may follow
         self._ended.append(SequenceEnd(sequence.sequence_id, reason, error=error))
         self._retire(sequence)
 

@@ -37,11 +37,6 @@ class DraftWorker:
         assert speculation is not None, "a draft model is configured"
         self.name = own.model
         self._check_vocabulary(config, loaded, policy)
-        if keeps_states(loaded.geometry):
-            raise ConfigError(
-                f"speculation.draft_model={self.name!r} has layers that keep a state, and these do not draft yet. Give "
-                "a model that attends in every layer, or leave it out: drafts of other sources need none."
-            )
         num_blocks = _num_blocks(config, speculation.draft_kv_cache_bytes, loaded, policy, policy_backend.num_blocks)
         backend = device.backend(msgspec.structs.replace(own, num_kv_blocks=num_blocks), loaded, ())
         self._runner = runner = backend.runner
@@ -107,9 +102,15 @@ def load_draft(config: EngineConfig, device: Device) -> LoadedModel | None:
     if config.speculates is None or config.speculates.draft_model is None:
         return None
     try:
-        return load_model(_own_config(config), device.torch_device)
+        loaded = load_model(_own_config(config), device.torch_device)
     except ConfigError as problem:
         raise ConfigError(f"speculation.draft_model: {problem}") from None
+    if keeps_states(loaded.geometry):
+        raise ConfigError(
+            f"speculation.draft_model={config.speculates.draft_model!r} has layers that keep a state, and these do not "
+            "draft yet. Give a model that attends in every layer, or leave it out: drafts of other sources need none."
+        )
+    return loaded
 
 
 def _own_config(config: EngineConfig) -> EngineConfig:

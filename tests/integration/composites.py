@@ -26,6 +26,13 @@ _OF_HEADS = dict(_TEXT, num_attention_heads=3, num_key_value_heads=1, **_SECTION
 _EXPERTS = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, n_group=1, topk_group=1)
 _LATENT = dict(q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12, head_dim=8)
 _SCALED = dict(rope_type="yarn", rope_theta=150000.0, factor=4.0, original_max_position_embeddings=48)
+_LINEAR = dict(
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
 _EYES = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8
 )
@@ -72,7 +79,13 @@ COMPOSITES = {
     "llava_onevision": _seen_by("siglip_vision_model", "qwen2"),
     "paligemma": _seen_by("siglip_vision_model", "gemma"),
     "llama4": dict(text_config=_TEXT),
-    "qwen3_5": dict(text_config=_TEXT, vision_config=_DEEP_EYES),
+    "qwen3_5": dict(text_config=_TEXT | _LINEAR, vision_config=_DEEP_EYES),
+    "qwen3_5_moe": dict(
+        text_config=_TEXT
+        | _LINEAR
+        | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, shared_expert_intermediate_size=56),
+        vision_config=_DEEP_EYES,
+    ),
     "qwen3_vl_moe": dict(
         text_config=_TEXT | _SECTIONS | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40),
         vision_config=dict(_DEEP_EYES, deepstack_visual_indexes=[0]),

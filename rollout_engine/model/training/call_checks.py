@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.modules.composites import is_composite
 from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
+from rollout_engine.model.modules.mixers import mixers_of
 from rollout_engine.model.modules.packed_rows import (
     expect_packed_rows,
     positions_from,
@@ -73,6 +74,7 @@ def _before(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     _refuse_autocast(parameter)
     given = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs if args else kwargs
     _refuse_other_inputs(decoder, given)
+    _refuse_cache(decoder, given.get("past_key_values"))
     _check_rows(given)
     if adapted := _live_adapter(decoder):
         warn_once(
@@ -137,6 +139,15 @@ def _refuse_other_inputs(decoder: nn.Module, given: dict[str, Any]) -> None:
                 f"An exact {type(decoder).__name__} computes text alone, and was given {name}: image, video and audio "
                 "inputs are not served yet. Leave them out, or train on them with a model that is not exact."
             )
+
+
+def _refuse_cache(decoder: nn.Module, cache: Any) -> None:
+    """Raise `ConfigError` if layers that keep states are given some: attention refuses its own, where there is any."""
+    if cache is not None and mixers_of(decoder):
+        raise ConfigError(
+            f"{type(decoder).__name__} was given past_key_values, but an exact model computes whole sequences. Pass "
+            "use_cache=False, or generate with the engine."
+        )
 
 
 def _check_rows(given: dict[str, Any]) -> None:
