@@ -26,6 +26,17 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, kernel: Kernel | None = 
     return kernel(x, weight, epsilon)
 
 
+def offset_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of Gemma and Qwen3.5: (1 + weight) * x / sqrt(mean(x^2) + epsilon) over the last dimension.
+
+    Any strides, contiguous result. float32 inside and rounded once, to `x.dtype`, which `weight` has too.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        out: Tensor = _RMSNorm.apply(x, weight, epsilon, _forward_with_offset, 1.0)
+        return out
+    return _forward_with_offset(x, weight, epsilon)
+
+
 def gated_rms_norm(
     x: Tensor,
     gate: Tensor,
@@ -64,6 +75,12 @@ def _forward(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * _normalised(x, epsilon)[0].to(x.dtype)
 
 
+def _forward_with_offset(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    if rows.supports(x, weight):
+        return rows.norm(x, weight, epsilon, has_offset=True)
+    return (_normalised(x, epsilon)[0] * (1.0 + weight.float())).to(x.dtype)
+
+
 def _normalised(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(x / rms, 1 / rms), float32."""
     x32 = x.float()
@@ -72,31 +89,35 @@ def _normalised(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Backward of y = w n, n = x s, s = 1 / rms: dx = s (w dy - n mean(n w dy)), dw = sum(dy n); float32 inside."""
+    """Backward of y = w n, n = x s, s = 1 / rms: dx = s (w dy - n mean(n w dy)), dw = sum(dy n); float32 inside.
+
+    w is the weight, or 1 + weight if `offset` is 1.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, kernel: Kernel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, kernel: Kernel, offset: float = 0.0) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.epsilon = epsilon
+        ctx.epsilon, ctx.offset = epsilon, offset
         return kernel(x, weight, epsilon)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, *_ = ctx.needs_input_grad
         if rows.supports(x, weight):
-            grads = rows.norm_gradients(x, weight, grad, ctx.epsilon, of_x=of_x, of_weight=of_weight)
-            return grads[0], None if grads[1] is None else grads[1].to(weight.dtype), None, None
+            needs = dict(of_x=of_x, of_weight=of_weight, has_offset=bool(ctx.offset))
+            grads = rows.norm_gradients(x, weight, grad, ctx.epsilon, **needs)
+            return grads[0], None if grads[1] is None else grads[1].to(weight.dtype), None, None, None
         normalised, scale = _normalised(x, ctx.epsilon)
         grad32 = grad.float()
         grad_x = grad_weight = None
         if of_x:
-            inner = grad32 * weight.float()
+            inner = grad32 * (ctx.offset + weight.float())
             mean = (inner * normalised).mean(-1, keepdim=True)
             grad_x = inner.sub_(normalised * mean).mul_(scale).to(x.dtype)
         if of_weight:
             grad_weight = (grad32 * normalised).flatten(0, -2).sum(0).to(weight.dtype)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 class _GateRule(NamedTuple):
@@ -137,7 +158,10 @@ def _norm_with_gate_eagerly(x: Tensor, gate: Tensor, weight: Tensor, epsilon: fl
 
 
 class _GatedRMSNorm(torch.autograd.Function):
-    """The kernel forward; float32 gradients of the eager twin without its roundings backward."""
+    """Backward of the eager twin without its roundings, float32 inside.
+
+    y = w n(h) f(g), h = x, or w n(h), h = x f(g); n = h s, and with dn the gradient of n, dh = s (dn - n mean(n dn)).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, rule: _GateRule) -> Tensor:
@@ -147,14 +171,35 @@ class _GatedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, weight = wide = [x.detach().float().requires_grad_(needs) for x, needs in _with_needs(ctx)]
-        with torch.enable_grad():
-            out = _norm_with_gate_eagerly(x, gate, weight, ctx.epsilon, ctx.rule._replace(rounds_norm=False))
-        found = iter(torch.autograd.grad(out, [x for x in wide if x.requires_grad], grad.float()))
-        grads = (next(found).to(x.dtype) if needs else None for x, needs in _with_needs(ctx))
-        return *grads, None, None
+        x, gate, weight = saved = ctx.saved_tensors  # once: checkpointing of gradients counts
+        rule: _GateRule = ctx.rule
+        x32, gate32, grad32 = x.float(), gate.float(), grad.float()
+        factor = (sigmoid if rule.activation == "sigmoid" else silu)(gate32)
+        normal, scale = _normalised(
+            (x32 * factor if rule.gate_first else x32).unflatten(-1, _groups(rule)), ctx.epsilon
+        )
+        of_weighed = grad32 if rule.gate_first else grad32 * factor
+        of_normal = (of_weighed * weight.float()).unflatten(-1, _groups(rule))
+        mean = (of_normal * normal).mean(-1, keepdim=True)
+        of_input = (of_normal - normal * mean).mul_(scale).flatten(-2)
+        flat = normal.flatten(-2)
+        if rule.gate_first:
+            grads = [of_input * factor, of_input * x32]
+        else:
+            grads = [of_input, grad32 * weight.float() * flat]
+        grads[1] = _through_gate(grads[1], gate32, factor, rule)
+        grads.append((of_weighed * flat).flatten(0, -2).sum(0))
+        wanted = zip(grads, saved, ctx.needs_input_grad, strict=False)
+        return *(each.to(of.dtype) if needs else None for each, of, needs in wanted), None, None
 
 
-def _with_needs(ctx: Any) -> list[tuple[Tensor, bool]]:
-    """Saved tensors of a call, each with whether its gradient is wanted."""
-    return list(zip(ctx.saved_tensors, ctx.needs_input_grad[: len(ctx.saved_tensors)], strict=True))
+def _groups(rule: _GateRule) -> tuple[int, int]:
+    return -1, rule.group_size
+
+
+def _through_gate(grad: Tensor, gate: Tensor, factor: Tensor, rule: _GateRule) -> Tensor:
+    """The gradient of a gate whose activation is `factor`, from that of the factor."""
+    if rule.activation == "sigmoid":
+        return grad * factor * (1.0 - factor)
+    result: Tensor = torch.ops.aten.silu_backward(grad, gate)
+    return result

@@ -5,6 +5,7 @@ python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes 
 python tests/benchmarks/run.py costs updates memory startup host balancer capacity fleet attention training   ours alone
 python tests/benchmarks/run.py latents --rounds 8                    a layer of DeepSeek over latents and expanded keys
 python tests/benchmarks/run.py recurrences                           layers with a state against steps in torch
+python tests/benchmarks/run.py hybrids                               models with states beside dense ones, and training
 python tests/benchmarks/run.py episodes                              how busy environments keep the engine
 python tests/benchmarks/run.py http                                  what the HTTP server adds to the engine
 python tests/benchmarks/run.py speculation --rounds 7                what drafted tokens bring
@@ -35,6 +36,7 @@ import episodes
 import fleet
 import host
 import http_server
+import hybrids
 import latents
 import loras
 import memory
@@ -178,6 +180,18 @@ def measure_recurrences(run: Run) -> None:
     run.keep("recurrences against steps in torch", lambda: recurrences.measure(run.rounds))
 
 
+def measure_hybrids(run: Run) -> None:
+    prompts = FreshPrompts(hybrids.VOCABULARY)
+    for case in hybrids.CASES:
+        paths = hybrids.write_configs(run.models, case)
+        engines = hybrids.Engines(paths)
+        run.keep(f"hybrid / dense, {case}, decode", lambda e=engines: e.decode(prompts, run.rounds))
+        run.keep(f"hybrid / dense, {case}, prompt", lambda e=engines: e.prefill(prompts, run.rounds))
+        engines.close()
+        name = f"training step, hybrid, {case}"
+        run.keep(name, lambda p=paths["hybrid"]: training.measure(p, torch.bfloat16, run.rounds))
+
+
 def measure_training(run: Run) -> None:
     for name, (shape, dtype) in training.CASES.items():
         run.keep(f"training step, {name}", lambda s=shape, d=dtype: training.measure(run.directory(s), d, run.rounds))
@@ -305,6 +319,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "attention": measure_attention,
     "latents": measure_latents,
     "recurrences": measure_recurrences,
+    "hybrids": measure_hybrids,
     "training": measure_training,
     "own_process": measure_own_process,
     "fleet": measure_fleet,

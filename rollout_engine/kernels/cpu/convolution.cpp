@@ -28,7 +28,7 @@ namespace {
 using vec::F;
 using vec::LANES;
 
-constexpr int BLOCK = 128;  // channels of a work item
+constexpr int BLOCK = 512;  // channels of a work item
 
 template <typename T>
 struct Scratch : Carved {

@@ -42,6 +42,13 @@ void norm(const Rows& a) {
     });
 }
 
+template <typename T>
+void offset_norm(const Rows& a) {
+    for_rows<T>(a, [&](int64_t outer, int64_t inner, T* out) {
+        rows::offset_norm_row(row_of<T>(a.x, outer, inner), (const T*)a.other.data, out, a.size, (float)a.epsilon);
+    });
+}
+
 struct NormGradients {
     Operand x;
     const void *weight, *grad;  // [size], [outer, inner, size]
@@ -51,7 +58,7 @@ struct NormGradients {
     int64_t chunk;  // rows whose gradients of the weight one thread adds up, in their order
     int64_t is_bf16;
     int64_t threads;
-    double epsilon;
+    double epsilon, offset;  // added to the weight
 };
 
 template <typename T>
@@ -63,7 +70,7 @@ void norm_gradients(const NormGradients& a) {
         for (int64_t i = begin; i < std::min(begin + a.chunk, total); i++)
             rows::norm_gradients_row(row_of<T>(a.x, i / a.inner, i % a.inner), (const T*)a.weight,
                                      (const T*)a.grad + i * a.size, a.grad_x ? (T*)a.grad_x + i * a.size : nullptr,
-                                     grad_weight, a.size, (float)a.epsilon);
+                                     grad_weight, a.size, (float)a.epsilon, (float)a.offset);
     }
 }
 
@@ -119,6 +126,7 @@ void gated_norm(const GatedNorm& a) {
 }  // namespace
 
 extern "C" void rows_norm(const Rows* a) { a->is_bf16 ? norm<bf16>(*a) : norm<float>(*a); }
+extern "C" void rows_offset_norm(const Rows* a) { a->is_bf16 ? offset_norm<bf16>(*a) : offset_norm<float>(*a); }
 extern "C" void rows_norm_gradients(const NormGradients* a) {
     a->is_bf16 ? norm_gradients<bf16>(*a) : norm_gradients<float>(*a);
 }

@@ -77,13 +77,21 @@ void norm_row(const T* x, const T* weight, T* out, int64_t size, float epsilon) 
     map(x, weight, out, size, [=](F v, F w) LAMBDA_INLINE { return w * rounded(v * scale, x); });
 }
 
-// Gradients of y = w n, n = x s, s = 1 / rms: dx = s (w dy - n mean(n w dy)), and dw += dy n. Either may be null.
+// (1 + weight) * x / sqrt(mean(x^2) + epsilon), rounded once: the formula of Gemma and Qwen3.5 in transformers.
+template <typename T>
+void offset_norm_row(const T* x, const T* weight, T* out, int64_t size, float epsilon) {
+    const F scale = vec::set1(inverse_rms(x, size, epsilon));
+    map(x, weight, out, size, [=](F v, F w) LAMBDA_INLINE { return vec::product(vec::product(v, scale), 1.0f + w); });
+}
+
+// Gradients of y = (offset + w) n, n = x s, s = 1 / rms, with w for the first factor: dx = s (w dy - n mean(n w dy)), and
+// dw += dy n. Either may be null.
 template <typename T>
 void norm_gradients_row(const T* x, const T* weight, const T* grad, T* grad_x, float* grad_weight, int64_t size,
-                        float epsilon) {
+                        float epsilon, float offset) {
     const float scale = inverse_rms(x, size, epsilon);
     const float mean = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
-        const F inner = vec::product(load_first(grad + i, n), load_first(weight + i, n));
+        const F inner = vec::product(load_first(grad + i, n), offset + load_first(weight + i, n));
         return vec::fma(inner, vec::product(load_first(x + i, n), vec::set1(scale)), sum);
     }) / size;
     for (int64_t i = 0; i < size; i += LANES) {
@@ -91,7 +99,7 @@ void norm_gradients_row(const T* x, const T* weight, const T* grad, T* grad_x, f
         const F dy = load_first(grad + i, n), normal = vec::product(load_first(x + i, n), vec::set1(scale));
         if (grad_weight) store_first(grad_weight + i, vec::fma(dy, normal, load_first(grad_weight + i, n)), n);
         if (!grad_x) continue;
-        const F inner = vec::product(dy, load_first(weight + i, n));
+        const F inner = vec::product(dy, offset + load_first(weight + i, n));
         store_first(grad_x + i, vec::product(vec::fma(normal, vec::set1(-mean), inner), vec::set1(scale)), n);
     }
 }

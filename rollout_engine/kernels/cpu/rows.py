@@ -42,7 +42,7 @@ class _NormGradients(ctypes.Structure):
         *_Rows._fields_[:3],
         *((name, c_void_p) for name in ("weight", "grad", "grad_x", "grad_weights")),
         *((name, c_int64) for name in ("outer", "inner", "size", "chunk", "is_bf16", "threads")),
-        ("epsilon", c_double),
+        *((name, c_double) for name in ("epsilon", "offset")),
     ]
 
 
@@ -64,21 +64,25 @@ def supports(x: Tensor, other: Tensor | None = None) -> bool:
     return x.dtype in DTYPES and same_dtype and x.is_cpu and build.load_kernels() is not None
 
 
-def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """C++ side of `kernels.norm.rms_norm`: x [..., D], `weight` [D]. Raises `ValueError` for unreadable tensors."""
+def norm(x: Tensor, weight: Tensor, epsilon: float, *, has_offset: bool = False) -> Tensor:
+    """C++ side of `kernels.norm.rms_norm` and, with `has_offset`, of `offset_rms_norm`: x [..., D], `weight` [D].
+
+    Raises `ValueError` for unreadable tensors.
+    """
     check_floats("x", x)
     weight = weight.contiguous()
     address("weight", weight, x.dtype, x.shape[-1:] or (1,))
     x, layout = _readable(x)
-    return _run("rows_norm", x, layout, weight, (0, 0, 0, 0), epsilon)
+    return _run("rows_offset_norm" if has_offset else "rows_norm", x, layout, weight, (0, 0, 0, 0), epsilon)
 
 
 def norm_gradients(
-    x: Tensor, weight: Tensor, grad: Tensor, epsilon: float, *, of_x: bool, of_weight: bool
+    x: Tensor, weight: Tensor, grad: Tensor, epsilon: float, *, of_x: bool, of_weight: bool, has_offset: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
     """The requested gradients of x [..., D], in its dtype, and of `weight` [D], in float32.
 
-    `grad` is the gradient of the result. Raises `ValueError` as `norm` does.
+    `grad` is the gradient of the result; with `has_offset` its factor is 1 + `weight`. Raises `ValueError` as `norm`
+    does.
     """
     check_floats("x", x)
     size = x.shape[-1]
@@ -94,7 +98,7 @@ def norm_gradients(
         None if grad_x is None else grad_x.data_ptr(),
         None if grad_weights is None else grad_weights.data_ptr(),
         *(outer, inner, size, _CHUNK, x.dtype is torch.bfloat16, _num_threads(x)),
-        epsilon,
+        *(epsilon, float(has_offset)),
     )
     build.declared(rows_norm_gradients=(None, c_void_p)).rows_norm_gradients(ctypes.addressof(args))
     return grad_x, None if grad_weights is None else grad_weights.sum(0)

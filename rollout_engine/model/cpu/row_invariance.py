@@ -6,12 +6,14 @@ the product that follows it run as one pass. Names in `state_dict` do not change
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.activation import gated_silu, gelu_tanh, silu
 from rollout_engine.kernels.adapters import added
-from rollout_engine.kernels.norm import rms_norm
+from rollout_engine.kernels.norm import gated_rms_norm, offset_rms_norm, rms_norm
 from rollout_engine.kernels.token_logprobs import row_stats
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.cpu.experts import (
@@ -29,8 +31,10 @@ from rollout_engine.model.modules.mixers import MixerConvolution, mixers_of, swa
 from rollout_engine.model.modules.module_patterns import (
     SILU_CLASSES,
     children_of_one_dtype,
+    gated_norm_options,
     is_gated_mlp,
     is_gelu_tanh,
+    offset_norm_epsilon,
     rms_norm_epsilon,
 )
 from rollout_engine.model.modules.own_forwards import OwnForward, names_a_gate, names_an_activation, swap_calls
@@ -51,7 +55,9 @@ def make_row_invariant(module: nn.Module) -> None:
     swap_mixers(module)
     for mixer in mixers_of(module):
         for child in mixer.modules():
-            if names_an_activation(child) and not isinstance(child, OwnForward):
+            if (options := gated_norm_options(child)) is not None:
+                become(child, RowInvariantGatedNorm)._options = options
+            elif names_an_activation(child) and not isinstance(child, OwnForward):
                 swap_calls(child, SCORES)  # before a gated norm is taken for a norm
     for child in children_of_one_dtype(module):
         if isinstance(child, OwnForward):
@@ -60,6 +66,8 @@ def make_row_invariant(module: nn.Module) -> None:
             child.__class__ = RowInvariantMLP
         elif (epsilon := rms_norm_epsilon(child)) is not None:
             become(child, RowInvariantRMSNorm)._epsilon = epsilon
+        elif (epsilon := offset_norm_epsilon(child)) is not None:
+            become(child, RowInvariantOffsetNorm)._epsilon = epsilon
         elif isinstance(child, RowInvariantRouter | RowInvariantExperts):
             continue
         elif (pattern := router_pattern(child)) is not None and has_product(pattern, child):
@@ -112,6 +120,28 @@ class RowInvariantRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.weight, self._epsilon)
+
+
+class RowInvariantOffsetNorm(nn.Module):
+    """`kernels.norm.offset_rms_norm` as a module."""
+
+    weight: Tensor
+    _epsilon: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return offset_rms_norm(x, self.weight, self._epsilon)
+
+
+class RowInvariantGatedNorm(nn.Module):
+    """`kernels.norm.gated_rms_norm` as a module."""
+
+    weight: Tensor
+    _options: dict[str, Any]
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return gated_rms_norm(hidden_states, gate, self.weight, **self._options)
 
 
 _REPLACED = (

@@ -5,7 +5,9 @@ A module is run with known weights, so a norm that multiplies by (1 + weight), o
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from rollout_engine.kernels.activation import gated_silu, gelu_tanh
-from rollout_engine.kernels.norm import rms_norm
+from rollout_engine.kernels.norm import gated_rms_norm, offset_rms_norm, rms_norm
 from rollout_engine.model.packing.module_types import tensor_of
 
 SILU_CLASSES = (nn.SiLU, SiLUActivation)
@@ -56,6 +58,47 @@ def is_gated_mlp(child: nn.Module) -> bool:
 
 def rms_norm_epsilon(child: nn.Module) -> float | None:
     """The epsilon of a module that computes `kernels.norm.rms_norm`, tried with another weight; None of others."""
+    return _epsilon_of(child, rms_norm)
+
+
+def offset_norm_epsilon(child: nn.Module) -> float | None:
+    """The epsilon of a module that computes `kernels.norm.offset_rms_norm`, found in the same way."""
+    return _epsilon_of(child, offset_rms_norm)
+
+
+def gated_norm_options(child: nn.Module) -> dict[str, Any] | None:
+    """Arguments of `kernels.norm.gated_rms_norm` behind the weight, for a module that computes it; None of others.
+
+    It is tried with another weight, and with inputs and gates of the weight's dtype and of float32.
+    """
+    prepared = _with_known_weight(child)
+    if prepared is None:
+        return None
+    trial, weight, epsilon = prepared
+    x = torch.linspace(-4, 5, 6 * len(weight)).view(2, 3, -1) * torch.tensor([[1.0], [1e-1], [1e-3]])
+    gate = 3 * torch.linspace(-2, 3, x.numel()).sin().view(x.shape)
+    dtypes = {weight.dtype, torch.float32}
+    given = [(x.to(of_x), gate.to(of_gate)) for of_x in dtypes for of_gate in dtypes]
+    group_size = getattr(child, "group_size", len(weight))
+    for gate_first, activation, rounds_norm in itertools.product((False, True), ("silu", "sigmoid"), (True, False)):
+        how = dict(group_size=group_size, gate_first=gate_first, activation=activation, rounds_norm=rounds_norm)
+        ours: Callable[..., Tensor] = partial(gated_rms_norm, weight=weight, epsilon=epsilon, **how)
+        if all(agree(trial, ours, *inputs) for inputs in given):
+            return {"epsilon": epsilon} | how
+    return None
+
+
+def _epsilon_of(child: nn.Module, norm: Callable[[Tensor, Tensor, float], Tensor]) -> float | None:
+    prepared = _with_known_weight(child)
+    if prepared is None:
+        return None
+    trial, weight, epsilon = prepared
+    rows = torch.linspace(-4, 5, 3 * len(weight)).view(3, -1) * torch.tensor([[1.0], [1e-2], [1e-4]])
+    return epsilon if agree(trial, lambda x: norm(x, weight, epsilon), rows.to(weight.dtype)) else None
+
+
+def _with_known_weight(child: nn.Module) -> tuple[nn.Module, Tensor, float] | None:
+    """A copy of a norm with another weight, this weight [D], and the norm's epsilon; None if it is no norm."""
     epsilon = next((getattr(child, name) for name in _EPSILON_NAMES if hasattr(child, name)), None)
     if not isinstance(epsilon, float) or [name for name, _ in child.named_parameters()] != ["weight"]:
         return None
@@ -64,8 +107,7 @@ def rms_norm_epsilon(child: nn.Module) -> float | None:
     if weight.shape != like.shape or [*child.children(), *child.buffers()]:
         return None
     trial = copy_with(child, _parameters=child._parameters | {"weight": nn.Parameter(weight, requires_grad=False)})
-    rows = torch.linspace(-4, 5, 3 * len(weight)).view(3, -1) * torch.tensor([[1.0], [1e-2], [1e-4]])
-    return epsilon if agree(trial, lambda x: rms_norm(x, weight, epsilon), rows.to(weight.dtype)) else None
+    return trial, weight, epsilon
 
 
 def is_gelu_tanh(child: nn.Module) -> bool:

@@ -17,7 +17,12 @@ from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import gemm
 from rollout_engine.model.packing.module_types import become
 
-_FUSED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_FUSED_NAMES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 
 
 def swap_linears(module: nn.Module) -> None:
@@ -219,7 +224,8 @@ class RowInvariantLinear(nn.Linear):
     _slot: int
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._group.output(self._slot, input)
+        with torch._C.DisableTorchFunction():  # inside `own_forwards` each call of torch would pass through Python
+            return self._group.output(self._slot, input)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from rollout_engine.kernels.norm import rms_norm
+from rollout_engine.kernels.norm import offset_rms_norm, rms_norm
 
 
 def _module(size, dtype):
@@ -97,3 +98,29 @@ def test_no_rows_give_no_rows(side):
     of_x, of_weight = torch.autograd.grad(out.sum(), (x, weight))
     assert of_x.shape == (0, 8)
     assert torch.equal(of_weight, torch.zeros(8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 65, 128, 1000])
+def test_a_norm_with_an_offset_is_gemma_s(side, dtype, size):
+    module = GemmaRMSNorm(size, eps=1e-5).to(dtype)
+    module.weight.data.copy_(torch.randn(size))
+    x = (torch.randn(50, size) * 3).to(dtype)
+    got, expected = offset_rms_norm(x, module.weight, 1e-5), module(x)
+    assert got.dtype == dtype
+    assert (got == expected).float().mean() > (0.99 if dtype == torch.bfloat16 else 0.3)
+    torch.testing.assert_close(got, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+    for row in range(0, 50, 7):
+        assert torch.equal(offset_rms_norm(x[row : row + 1], module.weight, 1e-5), got[row : row + 1])
+
+
+@pytest.mark.parametrize("size", [3, 65, 128])
+def test_gradients_of_a_norm_with_an_offset_are_those_of_its_formula(side, size):
+    x, weight, grad = torch.randn(9, 7, size), torch.randn(size), torch.randn(9, 7, size)
+    ours = [each.clone().requires_grad_() for each in (x, weight)]
+    offset_rms_norm(*ours, 1e-5).backward(grad)
+    exact = [each.double().requires_grad_() for each in (x, weight)]
+    rms = (exact[0].square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    ((1 + exact[1]) * exact[0] / rms).backward(grad.double())
+    for got, expected in zip(ours, exact, strict=True):
+        torch.testing.assert_close(got.grad.double(), expected.grad, rtol=1e-5, atol=1e-5)

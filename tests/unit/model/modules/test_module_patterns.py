@@ -3,14 +3,23 @@
 import pytest
 import torch
 from torch import nn
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
-from rollout_engine.model.modules.module_patterns import children_of_one_dtype, is_gated_mlp, rms_norm_epsilon
+from rollout_engine.model.modules.module_patterns import (
+    children_of_one_dtype,
+    gated_norm_options,
+    is_gated_mlp,
+    offset_norm_epsilon,
+    rms_norm_epsilon,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -31,6 +40,41 @@ def test_norms_of_the_formula_are_recognised_whatever_their_weight(norm, dtype):
 )
 def test_other_norms_are_left_alone(module, dtype):
     assert rms_norm_epsilon(module.to(dtype)) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_that_multiply_by_one_more_than_their_weight_are_recognised(dtype):
+    for norm in (GemmaRMSNorm, Qwen3_5RMSNorm):
+        assert offset_norm_epsilon(norm(64, eps=1e-5).to(dtype)) == 1e-5
+    assert offset_norm_epsilon(LlamaRMSNorm(64).to(dtype)) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("module", "gate_first", "activation", "group_size"),
+    [
+        (Qwen3_5RMSNormGated(64, eps=1e-5), False, "silu", 64),
+        (KimiLinearRMSNormGated(64, eps=1e-5), False, "sigmoid", 64),
+        (BambaRMSNormGated(64, 16, eps=1e-5), True, "silu", 16),
+    ],
+)
+def test_norms_with_gates_are_recognised(module, gate_first, activation, group_size, dtype):
+    options = gated_norm_options(module.to(dtype))
+    if dtype == torch.float32:  # where nothing is rounded
+        options["rounds_norm"] = None
+    rounds_norm = None if dtype == torch.float32 else not isinstance(module, KimiLinearRMSNormGated)
+    expected = dict(group_size=group_size, gate_first=gate_first, activation=activation, rounds_norm=rounds_norm)
+    assert options == {"epsilon": 1e-5} | expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_modules_are_no_norms_with_gates(dtype):
+    class Halved(Qwen3_5RMSNormGated):
+        def forward(self, hidden_states, gate):
+            return super().forward(hidden_states, gate / 2)
+
+    for module in (Halved(64), LlamaRMSNorm(64), nn.Linear(64, 64)):
+        assert gated_norm_options(module.to(dtype)) is None
 
 
 def test_a_norm_that_rounds_elsewhere_is_left_alone():
