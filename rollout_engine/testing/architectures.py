@@ -1,4 +1,4 @@
-"""The architectures that every release is tested with, by `model_type`, and the sizes of their tiny models."""
+"""The architectures that every release is tested with, by `model_type`, their variants, and sizes of tiny models."""
 
 from typing import Any
 
@@ -99,5 +99,43 @@ SIZES: dict[str, dict[str, Any]] = {
         moe_intermediate_size=40,
         first_k_dense_replace=1,
     ),
+    "longcat_flash": _LATENT
+    | dict(
+        head_dim=8,
+        num_hidden_layers=4,
+        ffn_hidden_size=88,
+        expert_ffn_hidden_size=40,
+        n_routed_experts=6,
+        zero_expert_num=2,
+        moe_topk=3,
+        routed_scaling_factor=1.5,
+    ),
 }
 """Arguments for `tiny_config`: odd numbers of heads, few experts, windows and lengths shorter than a prompt."""
+
+_GEMMA4 = SIZES["gemma4_text"] | dict(num_kv_shared_layers=0, use_double_wide_mlp=False)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3_one_group": ("deepseek_v3", SIZES["deepseek_v3"] | dict(n_group=1)),
+    "deepseek_v3_eight_groups": (
+        "deepseek_v3",
+        SIZES["deepseek_v3"] | dict(n_routed_experts=16, n_group=8, topk_group=3, num_experts_per_tok=4),
+    ),
+    "gemma4_text_own_kv": ("gemma4_text", _GEMMA4),
+    "gemma4_text_experts": (
+        "gemma4_text",
+        _GEMMA4
+        | dict(
+            enable_moe_block=True,
+            num_experts=5,
+            top_k_experts=2,
+            moe_intermediate_size=40,
+            hidden_size_per_layer_input=0,
+        ),
+    ),
+}
+"""Further models of these types, built otherwise: name -> (`model_type`, arguments for `tiny_config`)."""
+
+
+def sizes_of(name: str) -> tuple[str, dict[str, Any]]:
+    """(`model_type`, arguments for `tiny_config`) of an architecture or a variant."""
+    return VARIANTS[name] if name in VARIANTS else (name, SIZES[name])

@@ -4,12 +4,12 @@ A router that no formula of `modules.experts` describes, and a module that gates
 forward of their own class. Inside, these calls are replaced, gradients included; all others are torch's, and the row
 trial decides whether their rows depend on the batch:
 
-    linear(x, w), w the router's own weight     the packed product; float32 sums if the module casts x and w to float32
+    linear(x, w), w the router's own weight     the packed product; float32 sums if the module casts x and w to float32;
+                                                w may be that of a linear below the router which is not called
     sigmoid, softplus, softmax                  `kernels.activation`, `kernels.cpu.experts`
     sum over a few elements of each row         in their order
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any
@@ -23,8 +23,10 @@ from rollout_engine.kernels import activation
 from rollout_engine.kernels.cpu import experts as kernels
 from rollout_engine.kernels.cpu import gemm
 from rollout_engine.model.modules.experts import scores, sum_in_order
+from rollout_engine.model.modules.module_patterns import names_in_forward
 from rollout_engine.model.modules.routers import call_router
-from rollout_engine.model.packing.linear_groups import LinearGroup
+from rollout_engine.model.packing.linear_groups import LinearGroup, swap_linears
+from rollout_engine.model.packing.module_types import tensor_of
 
 _LARGEST_SUM = 64
 """Most elements that are added one after the other."""
@@ -36,7 +38,9 @@ class OwnForward(nn.Module):
     """A module of a foreign class that computes its own forward with row-invariant calls."""
 
     _groups: list[LinearGroup]
-    """The product of a router by its weight; no other module has this attribute."""
+    """The product of a router by its own weight; no other module has this attribute."""
+    _multiplied: str = ""
+    """Name of the linear below a router by whose weight it multiplies; "": the router itself."""
 
 
 def swap_own_router(module: nn.Module) -> None:
@@ -44,25 +48,53 @@ def swap_own_router(module: nn.Module) -> None:
 
     It is left if its forward does not multiply by its weight once, or needs float32 sums that no kernel returns here.
     """
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 2:  # its product is a linear of its own
+    linears = [(name, child) for name, child in module.named_modules() if type(child) is nn.Linear]
+    has_weight = isinstance(weight := getattr(module, "weight", None), nn.Parameter) and weight.dim() == 2
+    for name, owner in [("", module)] if has_weight else linears:
+        if (group := _product_by(module, owner)) is None:
+            continue
         swap_calls(module)
+        router: Any = module
+        router._multiplied = name
+        if owner is module:
+            router._groups = [group]
+        else:
+            swap_linears(module)
+            owner._group.float32_out = group.float32_out  # type: ignore[union-attr]
         return
-    group = LinearGroup([OwnWeight(module)])  # type: ignore[list-item]  # has all that groups read
-    for group.float32_out in (False, True) if gemm.supports(weight.dtype) else (False,):
-        calls = _RowInvariantCalls(module, group)
-        with calls:
-            call_router(module)
-        if calls.num_products == 1:
-            swap_calls(module)
-            module._groups = [group]  # type: ignore[assignment]
-            return
+    if not has_weight:  # its product is the forward of a linear
+        swap_calls(module)
+
+
+def _product_by(router: nn.Module, owner: nn.Module) -> LinearGroup | None:
+    """The product that a router computes by the weight of `owner`, itself or a linear below it; None if another does.
+
+    The products of a linear that is called are its own.
+    """
+    group = LinearGroup([OwnWeight(owner)])  # type: ignore[list-item]  # has all that groups read
+    was_called: list[bool] = []
+    handle = owner.register_forward_pre_hook(lambda *_: was_called.append(True))
+    try:
+        for group.float32_out in (False, True) if gemm.supports(tensor_of(owner).dtype) else (False,):
+            calls = _RowInvariantCalls(owner, group)
+            with calls:
+                call_router(router)
+            if calls.num_products == 1 and not was_called:
+                return group
+    finally:
+        handle.remove()
+    return None
+
+
+def linears_read_by_routers(module: nn.Module) -> list[nn.Module]:
+    """The linears below `module` that are not called: routers multiply by their weights."""
+    routers = [child for child in module.modules() if isinstance(child, OwnForward) and child._multiplied]
+    return [router.get_submodule(router._multiplied) for router in routers]
 
 
 def names_a_gate(module: nn.Module) -> bool:
     """Whether the forward of a module's class calls a function of `_GATES` itself."""
-    forward: Any = inspect.unwrap(type(module).forward)
-    return not _GATES.isdisjoint(getattr(getattr(forward, "__code__", None), "co_names", ()))
+    return not _GATES.isdisjoint(names_in_forward(module))
 
 
 def swap_calls(module: nn.Module) -> None:
@@ -97,15 +129,16 @@ def _with_own_forward(cls: type[nn.Module]) -> type[nn.Module]:
 
     @wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        (group,) = getattr(self, "_groups", (None,))
-        with _RowInvariantCalls(self, group):
+        owner = self.get_submodule(self._multiplied)
+        (group,) = getattr(self, "_groups", (None,)) if owner is self else (getattr(owner, "_group", None),)
+        with _RowInvariantCalls(owner, group):
             return cls.forward(self, *args, **kwargs)
 
     return type(cls.__name__, (OwnForward, cls), {"forward": forward, "__module__": cls.__module__})
 
 
 class _RowInvariantCalls(TorchFunctionMode):
-    """Replaces calls inside one forward of `module`, whose weight is multiplied by `group`, if it has one."""
+    """Replaces calls inside one forward; `group` multiplies by the weight of `module`, if the forward does."""
 
     def __init__(self, module: nn.Module, group: LinearGroup | None) -> None:
         super().__init__()

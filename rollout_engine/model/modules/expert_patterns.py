@@ -86,6 +86,9 @@ class ExpertForm(NamedTuple):
     """Whether `gate_up_proj_bias` [E, 2I] and `down_proj_bias` [E, H] are added to the products."""
     gate: Gate | None
     """The module's own method between the two products; None: silu(gate) * up, first the columns of gate."""
+    has_identities: bool = False
+    """Whether the last experts return their input: `gate_up_proj` has matrices for them, which are not read, and
+    `down_proj` has none."""
 
 
 _GATED = ExpertForm(is_transposed=False, has_bias=False, gate=None)
@@ -258,14 +261,15 @@ def expert_form(child: nn.Module) -> ExpertForm | None:
     has_bias = _has_parameters(child, EXPERT_MATRICES | EXPERT_BIASES)
     if not has_bias and not _has_parameters(child, EXPERT_MATRICES):
         return None
-    activations = list(child.children())
+    num_first, num_second = (len(tensor_of(child, name)) for name in EXPERT_MATRICES)
+    activations = [each for each in child.children() if type(each) is not nn.Identity]
     is_silu = len(activations) == 1 and type(activations[0]) in SILU_CLASSES
     gates = [None] * is_silu + [gate for gate in [getattr(type(child), "_apply_gate", None)] if gate is not None]
     return next(
         (
             form
             for is_transposed, gate in itertools.product((False, True), gates)
-            if _computes(child, form := ExpertForm(is_transposed, has_bias, gate))
+            if _computes(child, form := ExpertForm(is_transposed, has_bias, gate, num_first > num_second))
         ),
         None,
     )
@@ -319,7 +323,8 @@ def _small_router(child: nn.Module) -> nn.Module:
 
 
 def _small_experts(child: nn.Module, form: ExpertForm) -> nn.Module:
-    gate_up, down = (_NUM_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN), (_NUM_EXPERTS, _HIDDEN, _INTERMEDIATE)
+    num_second = _NUM_EXPERTS - 2 * form.has_identities
+    gate_up, down = (_NUM_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN), (num_second, _HIDDEN, _INTERMEDIATE)
     dtype = tensor_of(child, "down_proj").dtype
     small = {name: _waves(*shape, dtype=dtype) for name, shape in zip(EXPERT_MATRICES, (gate_up, down), strict=True)}
     if form.has_bias:
@@ -329,6 +334,7 @@ def _small_experts(child: nn.Module, form: ExpertForm) -> nn.Module:
     if form.is_transposed:
         small |= {name: small[name].mT.contiguous() for name in EXPERT_MATRICES}
     sizes = {"num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN, "intermediate_dim": _INTERMEDIATE}
+    sizes |= {"total_experts": _NUM_EXPERTS, "num_routed_experts": num_second}
     config = SimpleNamespace(_experts_implementation="eager")
     return copy_with(child, _parameters=small, config=config, **_NO_HOOKS, **sizes)
 
