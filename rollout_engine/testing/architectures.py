@@ -59,7 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _HEADS | _EXPERTS,
     "mixtral": _HEADS | _EXPERTS,
     "gpt_oss": _HEADS | _EXPERTS | dict(sliding_window=19, rope_parameters=_YARN),
-    "qwen2_moe": _HEADS | _EXPERTS,
+    "qwen2_moe": _HEADS | _EXPERTS | dict(shared_expert_intermediate_size=56),
     "olmoe": _THREE_HEADS | _EXPERTS,
     "granite": _HEADS,
     "granitemoe": _HEADS | _EXPERTS,

@@ -7,6 +7,7 @@ computations, the exact trainer's and the plain module's, is compared with the t
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ NAMES = (
     "minimax_m2 mimo_v2_flash hy_v3 gpt_oss gemma4_text gemma4_text_own_kv gemma4_text_experts ernie4_5_moe phimoe "
     "longcat_flash"
 ).split()
-IDS = torch.randint(3, 259, (3, 60), generator=torch.Generator().manual_seed(0))
-WEIGHTS = torch.randn(3, 59, generator=torch.Generator().manual_seed(1))
+BATCHES = torch.randint(3, 259, (3, 2, 60), generator=torch.Generator().manual_seed(0))
+WEIGHTS = torch.randn(2, 59, generator=torch.Generator().manual_seed(1))
+ALLOWED = 1.5
+"""Times the distance of the plain module: in deep nets of random weights round-off grows by chance."""
 pytestmark = [pytest.mark.usefixtures("own_products"), pytest.mark.slow]
 
 
@@ -76,10 +79,10 @@ def gradients(model, values):
     return [None if each is None else each.double() for each in found]
 
 
-def truth_of(model):
+def truth_of(model, ids):
     made = plain(model).double()
     with InFloat64(made):
-        values = logprobs(made, IDS)
+        values = logprobs(made, ids)
         assert values.dtype == torch.float64
         return gradients(made, values)
 
@@ -92,12 +95,6 @@ def distance(found, truth):
     return math.sqrt(error / math.fsum(float(right.square().sum()) for _, right in pairs))
 
 
-def farthest(found, truth):
-    """The largest distance of a parameter's gradient from its truth, relative to its norm."""
-    pairs = [(mine, right) for mine, right in zip(found, truth, strict=True) if right is not None and right.any()]
-    return max(float((mine - right).norm() / right.norm()) for mine, right in pairs)
-
-
 def chosen_experts(model, forward):
     with recording(routers_of(model)) as chosen:
         values = forward()
@@ -108,13 +105,13 @@ def chosen_experts(model, forward):
 def test_they_are_as_close_to_float64_as_the_plain_modules_are(name):
     architecture, sizes = sizes_of(name)
     model = tiny_model(architecture, **sizes).requires_grad_(True)
-    truth, theirs, ours = truth_of(model), plain(model), exact.enable(copy.deepcopy(model))
-    values, their_experts = chosen_experts(theirs, lambda: logprobs(theirs, IDS))
-    mine, our_experts = chosen_experts(ours, lambda: exact_logprobs(ours, IDS))
-    assert all(torch.equal(one, two) for one, two in zip(our_experts, their_experts, strict=True))
-    errors = [
-        (distance(found, truth), farthest(found, truth))
-        for found in (gradients(ours, mine), gradients(theirs, values))
-    ]
-    print(f"{name}: ours {errors[0][0]:.2e} (worst {errors[0][1]:.2e}), plain {errors[1][0]:.2e} ({errors[1][1]:.2e})")
-    assert errors[0][0] <= max(1e-6, 1.2 * errors[1][0])
+    theirs, ours, errors = plain(model), exact.enable(copy.deepcopy(model)), []
+    for ids in BATCHES:
+        truth = truth_of(model, ids)
+        mine, our_experts = chosen_experts(ours, partial(exact_logprobs, ours, ids))
+        values, their_experts = chosen_experts(theirs, partial(logprobs, theirs, ids))
+        assert all(torch.equal(one, two) for one, two in zip(our_experts, their_experts, strict=True))
+        errors.append([distance(gradients(ours, mine), truth), distance(gradients(theirs, values), truth)])
+    of_ours, of_theirs = (sum(each) / len(errors) for each in zip(*errors, strict=True))
+    print(f"{name}: {of_ours:.2e} from float64, the plain module {of_theirs:.2e}")
+    assert of_ours <= max(1e-6, ALLOWED * of_theirs)
