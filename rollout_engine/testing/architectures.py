@@ -70,6 +70,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "phi": _THREE_HEADS,
     "opt": dict(hidden_size=48, ffn_dim=88, word_embed_proj_dim=48, num_attention_heads=3),
     "smollm3": _HEADS,
+    "apertus": _HEADS,
     "olmo": _THREE_HEADS,
     "olmo3": _THREE_HEADS | dict(sliding_window=19, layer_types=["sliding_attention", "full_attention"]),
     "glm": _HEADS,

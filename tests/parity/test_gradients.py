@@ -25,7 +25,7 @@ NAMES = (
 ).split()
 BATCHES = torch.randint(3, 259, (3, 2, 60), generator=torch.Generator().manual_seed(0))
 WEIGHTS = torch.randn(2, 59, generator=torch.Generator().manual_seed(1))
-ALLOWED = 1.5
+ALLOWED = 2
 """Times the distance of the plain module: in deep nets of random weights round-off grows by chance."""
 pytestmark = [pytest.mark.usefixtures("own_products"), pytest.mark.slow]
 

@@ -123,21 +123,28 @@ def test_no_bit_differs_from_the_trainer_through_updates_in_flight(sized_checkpo
     assert counts["wrong"] == 0, f"{counts['wrong']} of {counts['compared']} log-probs differ"
 
 
+def play_drafts(directory, rng, num_accepted, num_ranks=1):
+    """Rounds in which all requests are compared with those of an engine that does not draft; some find no drafts."""
+    total = 0
+    for _ in range(20):
+        _, _, accepted = test_speculation.run_round(directory, rng, num_ranks=num_ranks)
+        total += accepted
+        if total > num_accepted:
+            return
+    raise AssertionError(f"only {total} drafted tokens were right")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma4_text_experts", "deepseek_v3_eight_groups", "qwen2_moe"])
 def test_drafts_change_nothing(sized_checkpoint, name, dtype):
-    rng = random.Random(f"drafts {name}")
-    rounds = [test_speculation.run_round(sized_checkpoint(name, dtype), rng) for _ in range(2)]
-    _, drafted, accepted = map(sum, zip(*rounds, strict=True))
-    assert drafted > accepted > 100
+    play_drafts(sized_checkpoint(name, dtype), random.Random(f"drafts {name} {dtype}"), num_accepted=100)
 
 
 @pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma4_text_experts", "longcat_flash"])
 def test_ranks_that_draft_say_what_one_process_says_without(sized_checkpoint, name):
-    rng = random.Random(f"ranks {name}")
-    _, drafted, accepted = test_speculation.run_round(sized_checkpoint(name, torch.bfloat16), rng, num_ranks=2)
-    assert drafted > accepted > 20
+    directory = sized_checkpoint(name, torch.bfloat16)
+    play_drafts(directory, random.Random(f"ranks {name}"), num_accepted=20, num_ranks=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
