@@ -1,7 +1,7 @@
 """Routers of mixtures of experts: found in a Hugging Face module, their choices recorded, and choices given to them.
 
-A router is a module with one matrix [E, H] that returns (..., experts int64 [T, k]); it has k as `top_k`, or its forward
-calls `topk`. Its weights of experts are its own even if it is given the experts: only its `torch.topk` over all experts
+A router is a module with one matrix [E, H] that returns (..., experts int64 [T, k]); it has k as `top_k`, or calls
+`topk`. Its weights of experts are its own even if it is given the experts: only its `torch.topk` over all experts
 returns the given ones, with their probabilities, and the architecture's own operations before and after that are
 unchanged, gradients included.
 """

@@ -245,7 +245,7 @@ def _row_parameters(cut: ModelCut) -> Iterator[tuple[nn.Module, str, Share]]:
 
 
 def _with_rest(share: Share, num_rows: int) -> Share:
-    """`share` of a parameter that may have rows beyond those divided: of experts that read none. The last rank has them."""
+    """`share` for a parameter of `num_rows`; the last rank has those beyond `share.whole`, which nothing reads."""
     stop = num_rows if share.stop == share.whole else share.stop
     return Share(share.first, stop, num_rows)
 
