@@ -1,4 +1,4 @@
-"""The architectures that every release is tested with, by `model_type`, and the sizes of their tiny models."""
+"""The architectures that every release is tested with, by `model_type`, their variants, and sizes of tiny models."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _HEADS | _EXPERTS,
     "mixtral": _HEADS | _EXPERTS,
     "gpt_oss": _HEADS | _EXPERTS | dict(sliding_window=19, rope_parameters=_YARN),
-    "qwen2_moe": _HEADS | _EXPERTS,
+    "qwen2_moe": _HEADS | _EXPERTS | dict(shared_expert_intermediate_size=56),
     "olmoe": _THREE_HEADS | _EXPERTS,
     "granite": _HEADS,
     "granitemoe": _HEADS | _EXPERTS,
@@ -72,6 +72,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "opt": dict(hidden_size=48, ffn_dim=88, word_embed_proj_dim=48, num_attention_heads=3),
     "smollm3": _HEADS,
     "seed_oss": _HEADS,
+    "apertus": _HEADS,
     "olmo": _THREE_HEADS,
     "olmo3": _THREE_HEADS | _BOTH_KINDS,
     "glm": _HEADS,
@@ -100,6 +101,17 @@ SIZES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=40,
         first_k_dense_replace=1,
+    ),
+    "longcat_flash": _LATENT
+    | dict(
+        head_dim=8,
+        num_hidden_layers=4,
+        ffn_hidden_size=88,
+        expert_ffn_hidden_size=40,
+        n_routed_experts=6,
+        zero_expert_num=2,
+        moe_topk=3,
+        routed_scaling_factor=1.5,
     ),
 }
 """Arguments for `tiny_config`: odd numbers of heads, few experts, windows and lengths shorter than a prompt."""
@@ -195,3 +207,30 @@ HYBRID_SIZES: dict[str, dict[str, Any]] = {
 }
 """The same for architectures with layers that keep a state in place of keys and values."""
 ALL_SIZES = SIZES | HYBRID_SIZES
+
+_GEMMA4 = SIZES["gemma4_text"] | dict(num_kv_shared_layers=0, use_double_wide_mlp=False)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3_one_group": ("deepseek_v3", SIZES["deepseek_v3"] | dict(n_group=1)),
+    "deepseek_v3_eight_groups": (
+        "deepseek_v3",
+        SIZES["deepseek_v3"] | dict(n_routed_experts=16, n_group=8, topk_group=3, num_experts_per_tok=4),
+    ),
+    "gemma4_text_own_kv": ("gemma4_text", _GEMMA4),
+    "gemma4_text_experts": (
+        "gemma4_text",
+        _GEMMA4
+        | dict(
+            enable_moe_block=True,
+            num_experts=5,
+            top_k_experts=2,
+            moe_intermediate_size=40,
+            hidden_size_per_layer_input=0,
+        ),
+    ),
+}
+"""Further models of these types, built otherwise: name -> (`model_type`, arguments for `tiny_config`)."""
+
+
+def sizes_of(name: str) -> tuple[str, dict[str, Any]]:
+    """(`model_type`, arguments for `tiny_config`) of an architecture or a variant."""
+    return VARIANTS[name] if name in VARIANTS else (name, ALL_SIZES[name])

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from rollout_engine import LLM, SamplingParams
 from rollout_engine.model.modules.routers import routers_of
 from rollout_engine.testing import tiny_checkpoint
-from rollout_engine.testing.architectures import HYBRID_SIZES, SIZES
+from rollout_engine.testing.architectures import sizes_of
 
 PROMPTS = [list(range(3, 40)), [5, 6], list(range(3, 40)) + [9, 8]]
 PARAMS = SamplingParams(max_tokens=9, n=2, seed=3, logprobs=0, ignore_eos=True, return_routed_experts=True)
@@ -16,18 +16,30 @@ OPTIONS = dict(num_threads=1, log_stats=False, max_model_len=512, skip_tokenizer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "qwen3_5_moe_text"])
-def test_ranks_record_and_replay_the_experts_of_one_process(tmp_path, architecture):
-    checkpoint = str(tiny_checkpoint(tmp_path, architecture, **(SIZES | HYBRID_SIZES)[architecture]))
+@pytest.mark.parametrize(
+    ("name", "decoder"),
+    [
+        ("qwen3_moe", "compiled"),
+        ("mixtral", "compiled"),
+        ("gpt_oss", "modules"),
+        ("gemma4_text_experts", "modules"),
+        ("longcat_flash", "modules"),
+        ("qwen3_5_moe_text", "modules"),
+    ],
+)
+def test_ranks_record_and_replay_the_experts_of_one_process(tmp_path, name, decoder):
+    architecture, sizes = sizes_of(name)
+    checkpoint = str(tiny_checkpoint(tmp_path, architecture, **sizes))
     moved = AutoModelForCausalLM.from_pretrained(checkpoint)
     with torch.no_grad():
         for index, router in enumerate(routers_of(moved)):
-            noise = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(index))
-            router.weight.copy_(noise * router.weight.std())
+            matrix = next(parameter for parameter in router.parameters() if parameter.dim() == 2)
+            noise = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(index))
+            matrix.copy_(noise * matrix.std())
     found = []
     for size in (1, 2):
         with LLM(checkpoint, tensor_parallel_size=size, **OPTIONS) as llm:
-            assert ("decoder compiled" in llm.frontend.client.info.choices) == (architecture in SIZES)
+            assert f"decoder {decoder}" in llm.frontend.client.info.choices
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             samples = [(output, sample) for output in outputs for sample in output.outputs]
             experts = [sample.routed_experts for _, sample in samples]

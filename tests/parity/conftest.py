@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rollout_engine.testing import tiny_checkpoint
+from rollout_engine.testing.architectures import sizes_of
 
 
 @pytest.fixture(scope="session")
@@ -17,5 +18,16 @@ def checkpoint(tmp_path_factory):
             directory = tmp_path_factory.mktemp(architecture)
             made[key] = tiny_checkpoint(directory, architecture, dtype=dtype, **overrides)
         return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def sized_checkpoint(checkpoint):
+    """sized_checkpoint(name, dtype, **overrides) -> as `checkpoint`, of an architecture or a variant in its sizes."""
+
+    def make(name, dtype=torch.float32, **overrides):
+        architecture, sizes = sizes_of(name)
+        return checkpoint(architecture, dtype, **sizes | overrides)
 
     return make

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, SamplingParams
-from rollout_engine.testing.architectures import SIZES
+from rollout_engine.testing.architectures import SIZES, VARIANTS
 
 TIE = 1e-4
 """Logits closer than this may be ranked either way."""
@@ -51,10 +51,11 @@ def generated(reference, prompt):
 
 
 @pytest.mark.parametrize(
-    "architecture", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZES]
+    "architecture",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*SIZES, *VARIANTS)],
 )
-def test_tokens_and_log_probs_are_those_of_transformers(checkpoint, architecture):
-    directory = checkpoint(architecture, **SIZES[architecture])
+def test_tokens_and_log_probs_are_those_of_transformers(sized_checkpoint, architecture):
+    directory = sized_checkpoint(architecture)
     prompts = draw_prompts(architecture)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
     small = dict(max_num_batched_tokens=33, num_kv_blocks=16, block_size=16, max_model_len=128)

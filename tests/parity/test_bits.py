@@ -25,8 +25,8 @@ NOT_EXACT = {"gpt2", "opt"}
 COMPILED = {"llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"}
 """Whose decoder layers run as one call."""
 MIXTURES = dict.fromkeys("dots1 hy_v3 qwen2_moe solar_open".split(), True) | dict.fromkeys(
-    "afmoe deepseek_v2 deepseek_v3 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite gpt_oss granitemoe laguna "
-    "mimo_v2_flash minimax_m2 phimoe".split(),
+    "afmoe deepseek_v2 deepseek_v3 ernie4_5_moe exaone_moe gemma4_text_experts glm4_moe glm4_moe_lite gpt_oss "
+    "granitemoe laguna longcat_flash mimo_v2_flash minimax_m2 phimoe".split(),
     False,
 )
 """Mixtures of experts with other routers than a plain softmax, or with a shared expert, and whether their layers run as
@@ -142,8 +142,8 @@ def test_no_bit_differs_in_other_architectures(checkpoint, architecture):
         ]
     ],
 )
-def test_no_bit_differs_in_mixtures_with_other_routers(checkpoint, architecture, dtype):
-    compare_once(checkpoint(architecture, dtype, **SIZES[architecture]), architecture, compiled=MIXTURES[architecture])
+def test_no_bit_differs_in_mixtures_with_other_routers(sized_checkpoint, architecture, dtype):
+    compare_once(sized_checkpoint(architecture, dtype), architecture, compiled=MIXTURES[architecture])
 
 
 @pytest.mark.slow

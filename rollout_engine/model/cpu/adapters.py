@@ -15,6 +15,7 @@ from rollout_engine.kernels.latent import LatentAdapter
 from rollout_engine.model.adapters.peft_format import LinearAdapter
 from rollout_engine.model.adapters.pool import AdapterPool, Target
 from rollout_engine.model.modules.latent_attention import LatentProjection
+from rollout_engine.model.modules.own_forwards import linears_read_by_routers
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
 from rollout_engine.model.ranks.cut import inputs_of, outputs_of
 
@@ -45,9 +46,10 @@ class CpuAdapterPool(AdapterPool):
 
     def _find_targets(self) -> dict[str, Target]:
         head = self._module.get_output_embeddings()  # type: ignore[operator]
+        others = {id(head), *map(id, linears_read_by_routers(self._module))}  # a LoRA of these changes nothing in peft
         found = {}
         for name, child in self._module.named_modules():
-            if isinstance(child, RowInvariantLinear) and child is not head:
+            if isinstance(child, RowInvariantLinear) and id(child) not in others:
                 found[name] = Target(id(child._group), child._slot, child, inputs_of(child), outputs_of(child))
                 self._of_number[id(child._group)] = child._group
             elif isinstance(child, LatentProjection):

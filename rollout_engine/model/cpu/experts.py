@@ -84,8 +84,10 @@ class RowInvariantExperts(nn.Module):
         gate_up, down = (self._unbind_matrices(name) for name in self._form.matrices)
         biases = [tensor_of(self, name).unbind() for name in EXPERT_BIASES] if self._form.has_bias else None
         own = self._own_experts
-        share = Share.all(len(gate_up)) if own is None else own.share
+        share = Share.all(len(down)) if own is None else own.share
         counts = torch.bincount(index.flatten(), minlength=share.whole).tolist()
+        counts, num_passed = counts[: share.whole], sum(counts[share.whole :])
+        rows, passed = rows.split([len(rows) - num_passed, num_passed])  # the last experts return their input
         outputs: list[Tensor] = []
         for expert, part in enumerate(rows.split(counts)[share.rows]):
             if len(part):
@@ -94,8 +96,10 @@ class RowInvariantExperts(nn.Module):
                 (output,) = self._groups[len(gate_up) + expert].product(activated, [down[expert]])
                 outputs.append(output if biases is None else output + biases[1][expert])
         if own is not None:
-            return own.gather(outputs, rows, counts)
-        return torch.cat(outputs) if outputs else rows
+            outputs = [own.gather(outputs, rows, counts)]
+        if num_passed or not outputs:
+            outputs.append(passed)
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _unbind_matrices(self, name: str) -> tuple[Tensor, ...]:
         """The matrices [out, in] of all experts."""
@@ -136,7 +140,7 @@ def swap_experts(module: nn.Module, form: ExpertForm) -> None:
     experts._groups = [
         _group_of(module, name, index, is_transposed=form.is_transposed)
         for name in form.matrices
-        for index in range(len(experts.down_proj))
+        for index in range(len(tensor_of(module, name)))
     ]
     for group in experts._groups:
         group.packs = experts._groups[0].packs

@@ -49,8 +49,8 @@ LATENT_KERNELS = LatentKernels(triton_latent.absorb, triton_latent.expand)
 def make_row_invariant(module: nn.Module) -> None:
     """Replace every `nn.Linear`, and the norms, MLPs, routers and experts that our kernels compute, below a causal LM.
 
-    Other routers, and modules with gates, keep their forwards, with our functions in them. Attention that expands
-    latents caches these instead.
+    Other routers, and modules with gates, keep their forwards, with our functions in them. Experts of which some return
+    their input keep torch's own. Attention that expands latents caches latents instead.
     """
     cache_latents(module)
     use_latent_kernels(module, LATENT_KERNELS)
@@ -67,11 +67,11 @@ def make_row_invariant(module: nn.Module) -> None:
             continue
         elif (pattern := router_pattern(child)) is not None:
             swap_router(child, pattern)
-        elif (form := expert_form(child)) is not None:
+        elif (form := expert_form(child)) is not None and not form.has_identities:
             swap_experts(child, form)
     for router in routers_of(module):
         if not isinstance(router, TrainedRouter | OwnForward):
-            swap_own_router(router, _SCORES, (OwnRouterProduct(float32_out=wide) for wide in (False, True)))
+            swap_own_router(router, _SCORES, lambda _: [OwnRouterProduct(float32_out=wide) for wide in (False, True)])
     for child in list(module.modules()):
         if names_a_gate(child) and not isinstance(child, OwnForward):
             swap_calls(child, _SCORES)

@@ -78,6 +78,9 @@ class ExpertForm(NamedTuple):
     """The module's own method between the two products; None: silu(gate) * up, first the columns of gate."""
     has_gate: bool = True
     """Whether the first matrix has 2I columns; else it is `up_proj`, and `gate` the activation of its I columns."""
+    has_identities: bool = False
+    """Whether the last experts return their input: `gate_up_proj` has matrices for them, which are not read, and
+    `down_proj` has none."""
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -258,17 +261,15 @@ def expert_form(child: nn.Module) -> ExpertForm | None:
     has_bias = _has_parameters(child, EXPERT_MATRICES | EXPERT_BIASES)
     if not has_bias and not _has_parameters(child, EXPERT_MATRICES):
         return None
-    activations = list(child.children())
+    num_first, num_second = (len(tensor_of(child, name)) for name in EXPERT_MATRICES)
+    activations = [each for each in child.children() if type(each) is not nn.Identity]
     is_silu = len(activations) == 1 and type(activations[0]) in SILU_CLASSES
     gates = [None] * is_silu + [gate for gate in [getattr(type(child), "_apply_gate", None)] if gate is not None]
-    return next(
-        (
-            form
-            for is_transposed, gate in itertools.product((False, True), gates)
-            if _computes(child, form := ExpertForm(is_transposed, has_bias, gate))
-        ),
-        None,
+    forms = (
+        ExpertForm(is_transposed, has_bias, gate, has_identities=num_first > num_second)
+        for is_transposed, gate in itertools.product((False, True), gates)
     )
+    return next((form for form in forms if _computes(child, form)), None)
 
 
 def _activate(experts: Any, projected: Tensor) -> Tensor:
@@ -296,7 +297,8 @@ def _computes(child: nn.Module, form: ExpertForm) -> bool:
 
 def _small_experts(child: nn.Module, form: ExpertForm) -> nn.Module:
     num_columns = 2 * _INTERMEDIATE if form.has_gate else _INTERMEDIATE
-    gate_up, down = (_NUM_EXPERTS, num_columns, _HIDDEN), (_NUM_EXPERTS, _HIDDEN, _INTERMEDIATE)
+    num_second = _NUM_EXPERTS - 2 * form.has_identities
+    gate_up, down = (_NUM_EXPERTS, num_columns, _HIDDEN), (num_second, _HIDDEN, _INTERMEDIATE)
     dtype = tensor_of(child, "down_proj").dtype
     small = {name: _waves(*shape, dtype=dtype) for name, shape in zip(form.matrices, (gate_up, down), strict=True)}
     if form.has_bias:
@@ -306,6 +308,7 @@ def _small_experts(child: nn.Module, form: ExpertForm) -> nn.Module:
     if form.is_transposed:
         small |= {name: small[name].mT.contiguous() for name in form.matrices}
     sizes = {"num_experts": _NUM_EXPERTS, "hidden_dim": _HIDDEN, "intermediate_dim": _INTERMEDIATE}
+    sizes |= {"total_experts": _NUM_EXPERTS, "num_routed_experts": num_second}
     config = SimpleNamespace(_experts_implementation="eager")
     return copy_with(child, _parameters=small, config=config, **_NO_HOOKS, **sizes)
 

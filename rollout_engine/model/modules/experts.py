@@ -3,7 +3,8 @@
 router    scores = softmax(W x) or sigmoid(W x); those of the k largest, or of the k with the largest sums of score and
           bias, perhaps of some groups of experts alone; normalised or not, times a number
 experts   down(silu(gate(x)) * up(x)) of each expert that was chosen, weighted; a token's k outputs are added in the
-          order of their experts' numbers. Products may have biases, and a module a gate of its own between them
+          order of their experts' numbers. Products may have biases, and a module a gate of its own between them; the
+          last experts of some mixtures return x itself
 
 Kernels round at the same places.
 """
@@ -121,6 +122,8 @@ def mixed(
 ) -> Tensor:
     """Outputs [T, H] of experts int64 [T, k] with weights [T, k] for x [T, H]; gate_up [E, 2I, H], down [E, H, I].
 
+    Experts for which `down` has no matrix return their input, whatever `gate_up` has for them.
+
     `biases`: those of the two products, [E, 2I] and [E, H], added to results that are rounded. `gate`: [n, 2I] ->
     [n, I], in place of silu(gate) * up.
     """
@@ -128,6 +131,9 @@ def mixed(
     outputs = x.new_empty(*index.shape, x.shape[1])
     for expert in index.unique().tolist():
         chosen = index == expert
+        if expert >= len(down):
+            outputs[chosen] = x[chosen.any(-1)]
+            continue
         projected = F.linear(x[chosen.any(-1)], gate_up[expert])
         projected = projected + biases[0][expert] if biases else projected
         first, second = projected.chunk(2, dim=-1)

@@ -127,6 +127,12 @@ def _small_linear(in_features: int, out_features: int) -> nn.Linear:
     return result
 
 
+def names_in_forward(module: nn.Module) -> frozenset[str]:
+    """Names of functions and attributes in the code of the forward of a module's class."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    return frozenset(getattr(getattr(forward, "__code__", None), "co_names", ()))
+
+
 def copy_with(module: nn.Module, **attributes: object) -> nn.Module:
     """A shallow copy of `module` with some attributes replaced."""
     trial = copy.copy(module)

@@ -4,12 +4,12 @@ A router that no formula of `modules.experts` describes, and a module that gates
 forward of their own class. Inside, these calls are replaced, gradients included; all others are torch's, and the row
 trial decides whether their rows depend on the batch:
 
-    linear(x, w), w the router's own weight     our product; float32 sums if the module casts x and w to float32
+    linear(x, w), w the router's own weight     our product; float32 sums if the module casts x and w to float32; w may
+                                                be that of a linear below the router which is not called
     sigmoid, softplus, silu, softmax            `kernels.activation`, the device's scores
     sum over a few elements of each row         in their order
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from rollout_engine.kernels import activation
 from rollout_engine.model.modules.experts import ScoresKernel, scores, sum_in_order
+from rollout_engine.model.modules.module_patterns import names_in_forward
 from rollout_engine.model.modules.routers import call_router
 
 _LARGEST_SUM = 64
@@ -40,13 +41,13 @@ class RowScores(NamedTuple):
 
 
 class OwnProduct(Protocol):
-    """A product by the weight of a module that is no linear."""
+    """A product by the weight of a router, or of a linear below it that is not called."""
 
     float32_out: bool
     """Whether its results are float32 sums, whatever the dtype of the weight."""
 
     def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """rows [R, K], the module's weight [N, K] and bias [N] -> [R, N], differentiable."""
+        """rows [R, K], that weight [N, K] and bias [N] -> [R, N], differentiable."""
         ...
 
 
@@ -54,43 +55,63 @@ class OwnForward(nn.Module):
     """A module of a foreign class that computes its own forward with row-invariant calls."""
 
     _own_product: OwnProduct | None = None
-    """The product of a router by its weight; no other module has one."""
+    """The product of a router by a weight; no other module has one."""
+    _multiplied: str = ""
+    """Name of the linear below a router by whose weight it multiplies; "": the router itself."""
 
 
-def swap_own_router(module: nn.Module, row_scores: RowScores, products: Iterable[OwnProduct]) -> OwnProduct | None:
+def swap_own_router(
+    module: nn.Module, row_scores: RowScores, products_by: Callable[[nn.Module], Iterable[OwnProduct]]
+) -> OwnProduct | None:
     """Give a router the row-invariant calls that its forward needs, in place; or leave it as it is.
 
-    It is left if its forward does not multiply by its weight once, as one of `products` does. Returns that one.
+    `products_by`: products by the weight of the router, or of a linear. It is left if its forward does not multiply by
+    its weight once, as one of them does. Returns that one.
     """
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 2:  # its product is a linear of its own
+    linears = [(name, child) for name, child in module.named_modules() if type(child) is nn.Linear]
+    has_weight = isinstance(weight := getattr(module, "weight", None), nn.Parameter) and weight.dim() == 2
+    for name, owner in [("", module)] if has_weight else linears:
+        for product in products_by(owner):
+            if _multiplies_once(module, owner, row_scores, product):
+                swap_calls(module, row_scores)
+                router: Any = module
+                router._own_product, router._multiplied = product, name
+                return product
+    if not has_weight:  # its product is the forward of a linear
         swap_calls(module, row_scores)
-        return None
-    for product in products:
-        calls = _RowInvariantCalls(module, row_scores, product)
-        with calls:
-            call_router(module)
-        if calls.num_products == 1:
-            swap_calls(module, row_scores)
-            module._own_product = product  # type: ignore[assignment]
-            return product
     return None
+
+
+def _multiplies_once(router: nn.Module, owner: nn.Module, row_scores: RowScores, product: OwnProduct) -> bool:
+    """Whether a router multiplies by the weight of `owner`, itself or a linear below it, as `product` does, and once.
+
+    The products of a linear that is called are its own.
+    """
+    was_called: list[bool] = []
+    handle = owner.register_forward_pre_hook(lambda *_: was_called.append(True))
+    calls = _RowInvariantCalls(owner, row_scores, product)
+    try:
+        with calls:
+            call_router(router)
+    finally:
+        handle.remove()
+    return calls.num_products == 1 and not was_called
+
+
+def linears_read_by_routers(module: nn.Module) -> list[nn.Module]:
+    """The linears below `module` that are not called: routers multiply by their weights."""
+    routers = [child for child in module.modules() if isinstance(child, OwnForward) and child._multiplied]
+    return [router.get_submodule(router._multiplied) for router in routers]
 
 
 def names_a_gate(module: nn.Module) -> bool:
     """Whether the forward of a module's class calls a function of `_GATES` itself."""
-    return not _GATES.isdisjoint(_names_of(module))
+    return not _GATES.isdisjoint(names_in_forward(module))
 
 
 def names_an_activation(module: nn.Module) -> bool:
     """Whether that forward calls one of `_GATES`, or an activation of transformers' table."""
-    return not (_GATES | {_TABLE}).isdisjoint(_names_of(module))
-
-
-def _names_of(module: nn.Module) -> tuple[str, ...]:
-    forward: Any = inspect.unwrap(type(module).forward)
-    names: tuple[str, ...] = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return names
+    return not (_GATES | {_TABLE}).isdisjoint(names_in_forward(module))
 
 
 def swap_calls(module: nn.Module, row_scores: RowScores) -> None:
@@ -105,7 +126,8 @@ def _with_own_forward(cls: type[nn.Module], row_scores: RowScores) -> type[nn.Mo
 
     @wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _RowInvariantCalls(self, row_scores, self._own_product):
+        owner = self.get_submodule(self._multiplied)
+        with _RowInvariantCalls(owner, row_scores, self._own_product):
             return cls.forward(self, *args, **kwargs)
 
     return type(cls.__name__, (OwnForward, cls), {"forward": forward, "__module__": cls.__module__})

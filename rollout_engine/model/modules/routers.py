@@ -1,8 +1,9 @@
 """Routers of mixtures of experts: found in a Hugging Face module, their choices recorded, and choices given to them.
 
-A router is a module with one matrix [E, H] and `top_k` that returns (..., experts int64 [T, k]). Its weights of experts
-are its own even if it is given the experts: only its `torch.topk` over all experts returns the given ones, with their
-probabilities, and the architecture's own operations before and after that are unchanged, gradients included.
+A router is a module with one matrix [E, H] that returns (..., experts int64 [T, k]); it has k as `top_k`, or calls
+`topk`. Its weights of experts are its own even if it is given the experts: only its `torch.topk` over all experts
+returns the given ones, with their probabilities, and the architecture's own operations before and after that are
+unchanged, gradients included.
 """
 
 import inspect
@@ -17,19 +18,21 @@ from torch.overrides import TorchFunctionMode
 
 from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.base.routed_experts import RoutingInfo
+from rollout_engine.model.modules.module_patterns import names_in_forward
 
 
 def routers_of(module: nn.Module) -> list[nn.Module]:
     """The routers below `module`, in the order in which its layers compute."""
-    return [child for child in module.modules() if _is_router(child)]
+    return [child for child in module.modules() if _top_k_of(child) is not None]
 
 
 def routing_info(routers: Sequence[nn.Module]) -> RoutingInfo | None:
     """Sizes of these routers; None if there are none, or they are not all alike."""
-    found: set[tuple[int, Any]] = {(_num_experts(router), router.top_k) for router in routers}
+    found = {(_num_experts(router), _top_k_of(router)) for router in routers}
     if len(found) != 1:
         return None
     ((num_experts, top_k),) = found
+    assert top_k is not None, "it is one number for each router"
     return RoutingInfo(len(routers), num_experts, top_k)
 
 
@@ -123,7 +126,7 @@ class _Replay:
         mode.__exit__(None, None, None)
         if output is not None and mode.num_given != 1:
             raise ConfigError(
-                f"{type(router).__name__} cannot replay experts: it does not choose {router.top_k} of "
+                f"{type(router).__name__} cannot replay experts: it does not choose {self._experts.shape[-1]} of "
                 f"{_num_experts(router)} by one torch.topk."
             )
 
@@ -149,11 +152,14 @@ class _GivenExperts(TorchFunctionMode):
         return torch.return_types.topk((values.gather(-1, experts), experts))
 
 
-def _is_router(child: nn.Module) -> bool:
-    """Whether `child` chooses `top_k` of its experts for each row, by trial."""
+def _top_k_of(child: nn.Module) -> int | None:
+    """How many experts `child` chooses for each row, by trial; None if it is no router."""
     top_k = getattr(child, "top_k", None)
-    if not isinstance(top_k, int):
-        return False
+    if not isinstance(top_k, int) and "topk" not in names_in_forward(child):
+        return None
     output = call_router(child)
     chosen = output[-1] if isinstance(output, tuple) and output else None
-    return isinstance(chosen, Tensor) and chosen.dtype == torch.int64 and chosen.shape == (2, top_k)
+    if not isinstance(chosen, Tensor) or chosen.dtype != torch.int64 or chosen.dim() != 2 or len(chosen) != 2:
+        return None
+    found = chosen.shape[1]
+    return found if top_k in (None, found) else None

@@ -38,8 +38,8 @@ _HARMLESS = set(
 """Operations of aten, in addition to all views. With `alpha` some elements of `add` are fused products."""
 _TRIED = set(
     """
-    cos erf exp exp_ gelu hardswish log log1p log_softmax logsumexp mean native_layer_norm norm pow rsqrt sigmoid silu
-    sin softplus square sum tanh var var_mean linalg_vector_norm _fused_rms_norm _log_softmax _softmax
+    cos erf exp exp_ expm1 gelu hardswish log log1p log_softmax logsumexp mean native_layer_norm norm pow rsqrt sigmoid
+    silu sin softplus square sum tanh var var_mean linalg_vector_norm _fused_rms_norm _log_softmax _softmax
     """.split()
 )
 """Functions of the elements or the last dimension of their first argument."""
@@ -125,6 +125,7 @@ class _Watch(TorchDispatchMode):
         name = func.overloadpacket.__name__
         harmless = func.is_view or (name in _HARMLESS and "alpha" not in kwargs)
         harmless = harmless or _is_outer_product(name, args) or _is_power_of_table(name, args)
+        harmless = harmless or _is_of_one_weight(name, args)
         if harmless or not _has_floats(result):
             return
         key = (func, *map(_kind, args), *map(_kind, kwargs.values()))
@@ -199,6 +200,15 @@ def _is_outer_product(name: str, args: tuple[Any, ...]) -> bool:
 def _is_power_of_table(name: str, args: tuple[Any, ...]) -> bool:
     """Whether this is a number to the powers of a table of one size in any batch, as in rotary frequencies."""
     return name == "pow" and not isinstance(args[0], Tensor) and args[1].dim() == 1 and len(args[1]) != _NUM_TOKENS
+
+
+def _is_of_one_weight(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether this is a function of a parameter with one element, and of no other tensor."""
+    if name not in _TRIED or not args:
+        return False
+    first, *rest = args
+    is_one = isinstance(first, nn.Parameter) and first.numel() == 1
+    return is_one and not any(isinstance(each, Tensor) for each in rest)
 
 
 def _kind(argument: Any) -> object:

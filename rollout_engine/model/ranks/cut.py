@@ -239,8 +239,14 @@ def _row_parameters(cut: ModelCut) -> Iterator[tuple[nn.Module, str, Share]]:
     owners = [(each.module, each.share) for each in cut.linears if each.result != "added"] + cut.experts
     owners += [cut.embedding] if cut.embedding is not None else []
     for child, share in owners:
-        for name, _ in list(child.named_parameters(recurse=False)):
-            yield child, name, share
+        for name, parameter in list(child.named_parameters(recurse=False)):
+            yield child, name, _with_rest(share, len(parameter))
+
+
+def _with_rest(share: Share, num_rows: int) -> Share:
+    """`share` for a parameter of `num_rows`; the last rank has those beyond `share.whole`, which nothing reads."""
+    stop = num_rows if share.stop == share.whole else share.stop
+    return Share(share.first, stop, num_rows)
 
 
 def _replace_parameters(module: PreTrainedModel, cut: ModelCut, *, keep_values: bool) -> None:

@@ -8,15 +8,18 @@ import torch
 
 from rollout_engine import ConfigError, RequestError, exact, routing
 from rollout_engine.model.modules.routers import routers_of
-from rollout_engine.testing.architectures import SIZES
+from rollout_engine.testing.architectures import sizes_of
 from rollout_engine.testing.models import tiny_model
 
-MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe", "gpt_oss", "deepseek_v3"]
+MIXTURES = (
+    "qwen3_moe mixtral olmoe qwen2_moe granitemoe gpt_oss deepseek_v3 gemma4_text_experts longcat_flash"
+).split()
 IDS = torch.arange(3, 27).view(2, 12)
 
 
-def make(architecture="qwen3_moe"):
-    return tiny_model(architecture, **SIZES[architecture])
+def make(name="qwen3_moe"):
+    architecture, sizes = sizes_of(name)
+    return tiny_model(architecture, **sizes)
 
 
 def recorded(model, ids=IDS):
@@ -30,8 +33,9 @@ def perturbed(model, seed=1):
     other = copy.deepcopy(model)
     with torch.no_grad():
         for index, router in enumerate(routers_of(other)):
-            noise = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(seed + index))
-            router.weight.copy_(noise * router.weight.std())
+            matrix = next(parameter for parameter in router.parameters() if parameter.dim() == 2)
+            noise = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(seed + index))
+            matrix.copy_(noise * matrix.std())
     return other
 
 
@@ -58,7 +62,9 @@ def test_with_the_same_weights_a_replay_changes_no_bit_of_logits_and_gradients(a
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_moe", "mixtral", "gpt_oss", "gemma4_text_experts", "deepseek_v3", "longcat_flash"]
+)
 def test_with_moved_routers_a_replay_brings_the_rollouts_experts_back(architecture, is_exact):
     model = make(architecture)
     chosen = recorded(model)
@@ -69,7 +75,8 @@ def test_with_moved_routers_a_replay_brings_the_rollouts_experts_back(architectu
     with routing.replay(moved, chosen):
         assert torch.equal(recorded(moved), chosen)
         found = gradients(moved)
-    of_routers = [g for (name, _), g in zip(moved.named_parameters(), found, strict=True) if "gate.weight" in name]
+    matrices = {id(p) for router in routers_of(moved) for p in router.parameters() if p.dim() == 2}
+    of_routers = [g for p, g in zip(moved.parameters(), found, strict=True) if id(p) in matrices]
     assert of_routers and all(gradient.abs().sum() > 0 for gradient in of_routers)
     assert not torch.equal(recorded(moved), chosen)  # nothing stays behind
 

@@ -7,6 +7,7 @@ import torch
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from rollout_engine.model.cpu.experts import RowInvariantExperts, swap_router
@@ -18,14 +19,17 @@ from rollout_engine.testing import tiny_config, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = dict(num_experts=7, num_local_experts=7, num_experts_per_tok=3, moe_intermediate_size=40)
+SIZES |= dict(n_routed_experts=4, zero_expert_num=3, expert_ffn_hidden_size=40)
 MODELS = ["qwen3_moe", "mixtral"]
 FORMS = [
     (Qwen3MoeExperts, "qwen3_moe"),
     (AriaExperts, "aria_text"),
     (Gemma4TextExperts, "gemma4_text"),
     (GptOssExperts, "gpt_oss"),
+    (LongcatFlashExperts, "longcat_flash"),
 ]
-"""Plain; with transposed matrices; with GELU; with transposed matrices, biases, and a gate that is clamped."""
+"""Plain; with transposed matrices; with GELU; with transposed matrices, biases, and a gate that is clamped; with
+experts that return their input."""
 
 
 def module_of(cls, architecture, dtype=torch.float32, **overrides):
@@ -34,6 +38,11 @@ def module_of(cls, architecture, dtype=torch.float32, **overrides):
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.2)
     return module.to(dtype).requires_grad_(False)
+
+
+def run_eagerly(module):
+    if hasattr(module, "config"):  # those of LongCat-Flash do nothing else
+        module.config._experts_implementation = "eager"
 
 
 def inputs(dtype=torch.float32, num_tokens=300):
@@ -53,7 +62,7 @@ def swapped(module):
 @pytest.mark.parametrize(("cls", "architecture"), FORMS)
 def test_experts_compute_what_transformers_does(cls, architecture, dtype, tolerance):
     theirs = module_of(cls, architecture, dtype, moe_num_experts=7)
-    theirs.config._experts_implementation = "eager"
+    run_eagerly(theirs)
     ours = swapped(copy.deepcopy(theirs))
     x, index, weights = inputs(dtype)
     for scale in (1, 100):  # gates that are clamped, too
@@ -65,7 +74,7 @@ def test_experts_compute_what_transformers_does(cls, architecture, dtype, tolera
 @pytest.mark.parametrize(("cls", "architecture"), FORMS)
 def test_gradients_are_those_of_transformers(cls, architecture):
     theirs = module_of(cls, architecture, moe_num_experts=7).requires_grad_(True)
-    theirs.config._experts_implementation = "eager"
+    run_eagerly(theirs)
     ours = swapped(copy.deepcopy(theirs))
     found = []
     for module in (ours, theirs):

@@ -9,10 +9,12 @@ from transformers.models.afmoe.modeling_afmoe import AfmoeTokenChoiceRouter
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3TopKRouter
 from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1TopKRouter
 from transformers.models.laguna.modeling_laguna import LagunaTopKRouter
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashTopkRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
@@ -29,6 +31,9 @@ HIDDEN = 64
 FEW, MANY = ({name: size for name in ("num_experts", "num_local_experts", "n_routed_experts")} for size in (4, 64))
 FEW |= dict(num_experts_per_tok=2, n_group=1, topk_group=1, norm_topk_prob=True)
 MANY |= dict(num_experts_per_tok=6, n_group=8, topk_group=3, topk_method="group_limited_greedy", norm_topk_prob=True)
+for fields in (FEW, MANY):
+    fields |= dict(top_k_experts=fields["num_experts_per_tok"], moe_topk=fields["num_experts_per_tok"])
+    fields |= dict(zero_expert_num=0)
 FORMULAS = {
     "deepseek_v2": DeepseekV2TopkRouter,
     "deepseek_v3": DeepseekV3TopkRouter,
@@ -40,8 +45,10 @@ FORMULAS = {
 OWN_FORWARDS = {
     "afmoe": AfmoeTokenChoiceRouter,
     "ernie4_5_moe": Ernie4_5_MoeTopKRouter,
+    "gemma4_text": Gemma4TextRouter,
     "gpt_oss": GptOssTopKRouter,
     "kolibri1": Kolibri1TopKRouter,
+    "longcat_flash": LongcatFlashTopkRouter,
     "phimoe": PhimoeTopKRouter,
 }
 ROUTERS = [
@@ -119,7 +126,7 @@ def test_gradients_are_those_of_transformers(name, fields):
         assert (got - expected).norm() <= 1e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "minimax_m2", "afmoe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "minimax_m2", "afmoe", "gemma4_text", "longcat_flash"])
 def test_experts_can_be_replayed(name):
     _, ours = pair_of(name, MANY)
     given = torch.tensor([[9, 3, 60, 2, 1, 33], [-1] * 6, [63, 0, 5, 7, 9, 11]])

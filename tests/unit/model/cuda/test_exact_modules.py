@@ -14,7 +14,8 @@ from rollout_engine.model.cuda.decoder_parts import Mixture
 from rollout_engine.model.cuda.experts import TrainedExperts, TrainedRouter
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.model.modules.latent_attention import has_latents
-from rollout_engine.model.modules.own_forwards import OwnForward
+from rollout_engine.model.modules.own_forwards import OwnForward, linears_read_by_routers
+from rollout_engine.model.modules.routers import routers_of
 from rollout_engine.testing import tiny_model
 from rollout_engine.testing.architectures import SIZES
 from rollout_engine.testing.models import tiny_checkpoint
@@ -177,6 +178,23 @@ def test_every_part_of_gpt_oss_and_deepseek_is_replaced(enable):
         assert any(isinstance(child, kind) for child in trainers["gpt_oss"].modules())
     assert any(isinstance(child, TrainedRouter) for child in trainers["deepseek_v3"].modules())
     assert has_latents(trainers["deepseek_v3"])
+
+
+def test_experts_that_return_their_input_are_refused_by_name(enable):
+    model = tiny_model("longcat_flash", **SIZES["longcat_flash"])
+    with pytest.raises(ConfigError, match="such as model.layers.0.mlp.experts.gate_up_proj"):
+        enable(model)
+
+
+def test_a_router_that_reads_the_weight_of_a_linear_multiplies_by_our_product(device):
+    model = tiny_model("longcat_flash", **SIZES["longcat_flash"]).to(device)
+    ours = copy.deepcopy(model)
+    ARITHMETIC.make_row_invariant(ours)
+    (theirs, *_), (mine, *_) = routers_of(model), routers_of(ours)
+    assert mine._own_product is not None and linears_read_by_routers(ours)[0] is mine.classifier
+    x = torch.randn(9, 48, generator=torch.Generator().manual_seed(2)).to(device)
+    for right, found in zip(theirs(x), mine(x), strict=True):
+        torch.testing.assert_close(found.sort(-1).values, right.sort(-1).values)
 
 
 def test_a_module_whose_rows_may_depend_on_the_batch_is_refused_by_name(engine_on):

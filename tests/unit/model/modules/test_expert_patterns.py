@@ -11,6 +11,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTo
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3TopKRouter
 from transformers.models.laguna.modeling_laguna import LagunaTopKRouter
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
@@ -167,11 +168,13 @@ def test_other_experts_are_left_alone(module):
         (AriaExperts, "aria_text", True, False, False),
         (Gemma4TextExperts, "gemma4_text", False, False, True),
         (GptOssExperts, "gpt_oss", True, True, True),
+        (LongcatFlashExperts, "longcat_flash", False, False, False),
     ],
 )
 def test_the_form_of_experts_is_found(cls, architecture, is_transposed, has_bias, has_gate, dtype):
-    form = expert_form(module_of(cls, architecture, dtype))
+    form = expert_form(module_of(cls, architecture, dtype, n_routed_experts=4, zero_expert_num=3))
     assert (form.is_transposed, form.has_bias, form.gate is not None) == (is_transposed, has_bias, has_gate)
+    assert form.has_identities == (cls is LongcatFlashExperts)
 
 
 class _BiasedOnce(GptOssExperts):

@@ -57,6 +57,15 @@ def test_an_addition_with_a_factor_is_found():
     assert found(lambda net, x: torch.add(x, x, alpha=0.3)) == ["add"]
 
 
+def test_a_function_of_one_weight_is_no_part_of_a_row():
+    def function(net, x):
+        net.slope = net.slope if hasattr(net, "slope") else nn.Parameter(torch.ones(1))
+        return F.softplus(net.slope) * x
+
+    assert found(function) == []
+    assert found(lambda net, x: F.softplus(x)) == ["softplus"]
+
+
 def test_a_sum_over_the_tokens_is_found():
     assert found(lambda net, x: x - x.sum(1, keepdim=True)) == ["sum"]
 
