@@ -17,12 +17,7 @@ from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import gemm
 from rollout_engine.model.packing.module_types import become
 
-_FUSED_NAMES = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-    ("in_proj_qkvz", "in_proj_ba"),
-)
+_FUSED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def swap_linears(module: nn.Module) -> None:
