@@ -44,15 +44,16 @@ class Weights:
 
 def run_round(weights, rng, dtype):
     """Counts of what happened in one engine, and of log-probs compared and wrong."""
-    options = draw_engine(rng) | dict(
+    options = draw_engine(rng)
+    options |= dict(
         max_num_batched_tokens=rng.choice([1, 7, 33, 64, 512]),
-        state_cache_bytes=rng.choice([None, 0, 1 << 14, 1 << 18]),
+        state_cache_bytes=rng.choice([None, 0, 1 << 14, 1 << 18]) if options["enable_prefix_caching"] else None,
         dtype=str(dtype)[6:],
     )
     if rng.random() < 0.5:  # requests are preempted
         options |= dict(num_kv_blocks=-(-260 // options["block_size"]), max_num_seqs=20)
     options["max_num_seqs"] = min(options["max_num_seqs"], options["max_num_batched_tokens"])
-    drafts = rng.random() < 0.5
+    drafts = rng.random() < 0.5 and options["max_num_batched_tokens"] > 1
     if drafts:
         speculation = SpeculationConfig(max_draft_tokens=rng.choice([1, 3, 8]))
         options |= dict(speculation=speculation, async_scheduling=False)

@@ -142,7 +142,7 @@ def _refuse_other_inputs(decoder: nn.Module, given: dict[str, Any]) -> None:
 
 
 def _refuse_cache(decoder: nn.Module, cache: Any) -> None:
-    """Raise `ConfigError` if layers that keep states are given some: attention refuses its own, where there is any."""
+    """Raise `ConfigError` if layers that keep states are given some: not all such models attend."""
     if cache is not None and mixers_of(decoder):
         raise ConfigError(
             f"{type(decoder).__name__} was given past_key_values, but an exact model computes whole sequences. Pass "
