@@ -344,7 +344,6 @@ def test_exact_load_and_a_training_step_stay_exact(checkpoint):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(tensor_parallel_size=2), "tensor_parallel_size=2.*keep a state"),
         (dict(enable_prefix_caching=False, state_cache_bytes=4096), "are both set: no state is kept to be found again"),
     ],
     ids=str,
