@@ -81,7 +81,9 @@ def gated_norm_options(child: nn.Module) -> dict[str, Any] | None:
     given = [(x.to(of_x), gate.to(of_gate)) for of_x in dtypes for of_gate in dtypes]
     group_size = getattr(child, "group_size", len(weight))
     for gate_first, activation, rounds_norm in itertools.product((False, True), ("silu", "sigmoid"), (True, False)):
-        how = dict(group_size=group_size, gate_first=gate_first, activation=activation, rounds_norm=rounds_norm)
+        how: dict[str, Any] = dict(
+            group_size=group_size, gate_first=gate_first, activation=activation, rounds_norm=rounds_norm
+        )
         ours: Callable[..., Tensor] = partial(gated_rms_norm, weight=weight, epsilon=epsilon, **how)
         if all(agree(trial, ours, *inputs) for inputs in given):
             return {"epsilon": epsilon} | how
