@@ -1,7 +1,5 @@
 """Mixers are recognised by the functions over tokens that their forward calls, and call ours in their place."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from rollout_engine.model.modules import mixer_functions
 from rollout_engine.model.modules.geometry import probe_geometry
 from rollout_engine.model.modules.mixers import MixerConvolution, is_mixer, mixers_of, swap_mixers, unserved_mixers
 from rollout_engine.model.modules.state_geometry import StateCall, StateGeometry, states_by_layer
-from rollout_engine.model.ranks.cut import cut_module
 from rollout_engine.testing import tiny_model
 from rollout_engine.testing.architectures import HYBRID_SIZES, SIZES
 
@@ -135,10 +132,8 @@ def test_states_are_counted_in_bytes():
     assert state.without_counts() == (3, 2, (8, 12))
 
 
-def test_ranks_and_devices_refuse_layers_with_states():
+@pytest.mark.parametrize("has_ranks", [False, True])
+def test_devices_refuse_layers_with_states(has_ranks):
     module = build("lfm2")
     with pytest.raises(ConfigError, match="Lfm2ForCausalLM has layers that keep a state.*device='cpu'"):
-        loader._admit(module, module.config, torch.device("cuda", 0))
-    swap_mixers(module)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2: Lfm2ForCausalLM has layers that keep a state"):
-        cut_module(module, probe_geometry(module), SimpleNamespace(rank=0, num_ranks=2, splits_sums=False))
+        loader._admit(module, module.config, torch.device("cuda", 0), has_ranks=has_ranks)
