@@ -15,7 +15,7 @@ class FakeState(NamedTuple):
     """The content of a slot."""
 
     digest: int
-    """Of all tokens before its position."""
+    """Digest of all tokens before its position."""
     oldest: int
     """Oldest version that computed one of them."""
 

@@ -12,7 +12,6 @@ import os
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -21,6 +20,7 @@ from rollout_engine import LLM, SamplingParams, SpeculationConfig, exact
 from rollout_engine.testing import assert_clean
 from rollout_engine.testing.architectures import HYBRID_SIZES
 from tests.parity.test_bits import DTYPES, draw_engine, draw_prompts
+from tests.parity.versions import compare
 
 NUM_TOKENS = int(os.environ.get("HYBRID_FUZZ_TOKENS", "1000"))
 """Log-probs that are compared for each model and dtype."""
@@ -73,7 +73,7 @@ def run_round(weights, rng, dtype):
         )
         assert_clean(llm.llm_engine)
     torch.set_num_threads(rng.choice([1, 2]))
-    compare(outputs, weights, temperature, counts)
+    compare(outputs, lambda version: weights.of(version % NUM_VERSIONS), temperature, counts)
     return counts
 
 
@@ -100,32 +100,6 @@ def generate(engine, weights, rng, prefix, requests, counts):
         outputs += [output for output in engine.step() if output.finished]
         step += 1
     return outputs
-
-
-@torch.no_grad()
-def compare(outputs, weights, temperature, counts):
-    """Count the log-probs, and those that differ from the trainer's with the weights of their version."""
-    samples = [(list(output.prompt_token_ids), sample) for output in outputs for sample in output.outputs]
-    length = max(len(prompt) + len(sample.token_ids) for prompt, sample in samples)
-    ids = torch.zeros(len(samples), length, dtype=torch.int64)
-    mask = torch.zeros(len(samples), length, dtype=torch.bool)
-    for row, (prompt, sample) in enumerate(samples):
-        tokens = prompt + list(sample.token_ids)
-        ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), True
-    versions = {span.policy_version % NUM_VERSIONS for _, sample in samples for span in sample.version_spans}
-    theirs = {
-        version: exact.token_logprobs(weights.of(version), ids, mask, temperature=temperature).numpy()
-        for version in sorted(versions)
-    }
-    for row, (prompt, sample) in enumerate(samples):
-        counts["across"] += len(sample.version_spans) > 1
-        for span in sample.version_spans:
-            assert span.kv_min_version == span.policy_version
-            first = len(prompt) - 1
-            mine = sample.logprobs[span.start : span.end]
-            right = theirs[span.policy_version % NUM_VERSIONS][row, first + span.start : first + span.end]
-            counts["compared"] += len(mine)
-            counts["wrong"] += int((mine.view(np.int32) != right.view(np.int32)).sum())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])

@@ -11,7 +11,6 @@ import os
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -22,6 +21,7 @@ from rollout_engine.testing import assert_clean, random_adapter, tiny_model
 from rollout_engine.testing.architectures import sizes_of
 from tests.parity import test_speculation
 from tests.parity.test_bits import DTYPES, draw_engine, draw_prompts
+from tests.parity.versions import compare
 from tests.unit.peft_layers import PeftModel
 
 NUM_TOKENS = int(os.environ.get("MIXTURE_FUZZ_TOKENS", "1000"))
@@ -61,7 +61,7 @@ def run_round(weights, rng, dtype, *, is_tight):
         stats = llm.frontend.client.driver.core.stats
         counts.update(preempted=stats.num_preemptions, cached=stats.num_cached_tokens)
         assert_clean(llm.llm_engine)
-    compare(outputs, weights, temperature, counts)
+    compare(outputs, weights.of, temperature, counts)
     return counts
 
 
@@ -87,32 +87,6 @@ def generate(engine, weights, rng, prefix, temperature, counts):
         outputs += [output for output in engine.step() if output.finished]
         step += 1
     return outputs
-
-
-@torch.no_grad()
-def compare(outputs, weights, temperature, counts):
-    """Count the log-probs, and those that differ from the trainer's with the weights of their version."""
-    samples = [(list(output.prompt_token_ids), sample) for output in outputs for sample in output.outputs]
-    length = max(len(prompt) + len(sample.token_ids) for prompt, sample in samples)
-    ids = torch.zeros(len(samples), length, dtype=torch.int64)
-    mask = torch.zeros(len(samples), length, dtype=torch.bool)
-    for row, (prompt, sample) in enumerate(samples):
-        tokens = prompt + list(sample.token_ids)
-        ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), True
-    versions = {span.policy_version for _, sample in samples for span in sample.version_spans}
-    of_version = {
-        version: exact.token_logprobs(weights.of(version), ids, mask, temperature=temperature).numpy()
-        for version in sorted(versions)
-    }
-    for row, (prompt, sample) in enumerate(samples):
-        counts["across"] += len(sample.version_spans) > 1
-        for span in sample.version_spans:
-            assert span.kv_min_version == span.policy_version
-            first = len(prompt) - 1
-            mine = sample.logprobs[span.start : span.end]
-            right = of_version[span.policy_version][row, first + span.start : first + span.end]
-            counts["compared"] += len(mine)
-            counts["wrong"] += int((mine.view(np.int32) != right.view(np.int32)).sum())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])

@@ -137,7 +137,7 @@ class _Rows(NamedTuple):
 
     chunks: StateChunks
     states: LayerStates | None
-    """Of a step; None: a trainer's sequences begin with zeros."""
+    """The slots of a step; None: a trainer's sequences begin with zeros."""
     tokens: Tensor | None = None
     """int64 [S]: which of the B * T each token of the chunks is; None: they are in order."""
     places: Tensor | None = None

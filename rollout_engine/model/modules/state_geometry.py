@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 STATE_DTYPE = torch.float32
-"""Of the states of recurrences; convolutions keep inputs in the model's dtype, which loses nothing."""
+"""Dtype of the states of recurrences; convolutions keep inputs in the model's dtype, which loses nothing."""
 
 
 class StateGeometry(msgspec.Struct, frozen=True):
