@@ -8,8 +8,10 @@ that the configuration may name (`modules.positions`): there logits may change w
 """
 
 import copy
+import logging
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -57,7 +59,8 @@ def check_numerics(
     _check_far_geometry(twins[0], twins[2], starts)
     for place, compare in (("", _relative_error), (" at far positions", partial(_relative_far_error, starts=starts))):
         try:
-            error = compare(*twins)
+            with _without_advice():
+                error = compare(*twins)
         except Exception as problem:  # ours or the module's: either way it cannot run over the paged cache
             raise Refusal(
                 f"its forward fails over the paged cache{place} ({type(problem).__name__}: {problem})"
@@ -67,6 +70,18 @@ def check_numerics(
                 f"on a small copy its logits{place} differ from transformers' own by {error:.1e} of the largest "
                 f"(allowed: {TOLERANCE:.0e})"
             )
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Inside, transformers does not advise to install packages for its own forwards, which only the check runs."""
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _check_far_geometry(engine: PreTrainedModel, near: list[LayerGeometry], starts: list[int]) -> None:

@@ -1,5 +1,7 @@
 """Mixers are recognised by the functions over tokens that their forward calls, and call ours in their place."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from rollout_engine import exact
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.admission.gate import admit
+from rollout_engine.model.admission.self_check import check_numerics
 from rollout_engine.model.loading import loader
 from rollout_engine.model.modules import mixer_functions
 from rollout_engine.model.modules.geometry import probe_geometry
@@ -137,3 +140,23 @@ def test_devices_refuse_layers_with_states(has_ranks):
     module = build("lfm2")
     with pytest.raises(ConfigError, match="Lfm2ForCausalLM has layers that keep a state.*device='cpu'"):
         loader._admit(module, module.config, torch.device("cuda", 0), has_ranks=has_ranks)
+
+
+def test_the_check_of_numbers_passes_on_no_advice_to_install_packages(monkeypatch):
+    """Transformers' own forward advises once to install kernels, which ours replace; the check runs it."""
+    advice = []
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: advice.append(record.getMessage()))
+    logger.addHandler(handler)
+    try:
+        logging.Logger.warning_once.cache_clear()
+        module = build("lfm2")
+        swap_mixers(module)
+        check_numerics(module, probe_geometry(module))
+        assert not advice
+        logging.Logger.warning_once.cache_clear()
+        build("lfm2")(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
+        assert any("falling back" in each for each in advice)
+    finally:
+        logger.removeHandler(handler)
