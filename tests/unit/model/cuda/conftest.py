@@ -5,10 +5,14 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from rollout_engine import LLM  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from rollout_engine import LLM, exact  # noqa: E402
+from rollout_engine.exact import trainer as exact_trainer  # noqa: E402
 from rollout_engine.execution import worker  # noqa: E402
 from rollout_engine.model import backends  # noqa: E402
 from rollout_engine.model.cuda.backend import CudaBackend  # noqa: E402
+from rollout_engine.model.cuda.row_invariance import ARITHMETIC  # noqa: E402
 from rollout_engine.testing.models import tiny_checkpoint  # noqa: E402
 from tests.unit.kernels.triton.conftest import (  # noqa: E402, F401
     device,
@@ -64,5 +68,28 @@ def engine_on(monkeypatch, checkpoints, engines, device):  # noqa: F811
                 patch.setattr(worker, "device_of", chosen)
                 engines[key] = LLM(str(checkpoints(architecture)), **(OPTIONS | options))
         return engines[key]
+
+    return get
+
+
+@pytest.fixture
+def enable(monkeypatch, device):  # noqa: F811
+    """`exact.enable` as on a CUDA device."""
+
+    def on_device(model):
+        with monkeypatch.context() as patch:
+            patch.setattr(exact_trainer, "arithmetic_of", lambda _: ARITHMETIC)
+            return exact.enable(model.to(device))
+
+    return on_device
+
+
+@pytest.fixture
+def trainer_of(enable, checkpoints):
+    """A function from an architecture and a dtype to the exact trainer of its checkpoint."""
+
+    def get(architecture, dtype):
+        path = str(checkpoints(architecture))
+        return enable(AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)))
 
     return get

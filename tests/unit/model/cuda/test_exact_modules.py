@@ -5,10 +5,8 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from rollout_engine import ConfigError, SamplingParams, exact, routing
-from rollout_engine.exact import trainer as exact_trainer
 from rollout_engine.kernels.triton import tiling
 from rollout_engine.model.cuda.decoder_parts import Mixture
 from rollout_engine.model.cuda.experts import TrainedExperts, TrainedRouter
@@ -68,29 +66,6 @@ def small_units(monkeypatch):
     """Two of attention's to a short context, a tile each."""
     monkeypatch.setattr(tiling, "_DETERMINISTIC_UNIT", 16)
     monkeypatch.setattr(tiling, "_tile", lambda *_: 16)
-
-
-@pytest.fixture
-def enable(monkeypatch, device):
-    """`exact.enable` as on a CUDA device."""
-
-    def on_device(model):
-        with monkeypatch.context() as patch:
-            patch.setattr(exact_trainer, "arithmetic_of", lambda _: ARITHMETIC)
-            return exact.enable(model.to(device))
-
-    return on_device
-
-
-@pytest.fixture
-def trainer_of(enable, checkpoints):
-    """A function from an architecture and a dtype to the exact trainer of its checkpoint."""
-
-    def get(architecture, dtype):
-        path = str(checkpoints(architecture))
-        return enable(AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)))
-
-    return get
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), CASES)
