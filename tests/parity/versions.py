@@ -1,4 +1,4 @@
-"""Log-probs of samples whose tokens were drawn under several versions of the weights, beside the trainer's."""
+"""Log-probs of samples whose tokens were drawn under several versions of the weights, compared with the trainer's."""
 
 import numpy as np
 import torch

@@ -31,7 +31,7 @@ def test_samples_of_a_prompt_read_its_state_once_each_and_write_their_own(make_r
     assert first.source == -1
     assert [move.source for move in forks] == [first.slot] * 4
     assert len({first.slot, *(move.slot for move in forks)}) == 5
-    assert set(moves(rig, 2).values()) == {None}, "from then on they go on in their slots"
+    assert set(moves(rig, 2).values()) == {None}, "from then on they continue in their slots"
     rig.assert_clean()
 
 
