@@ -146,12 +146,14 @@ def test_one_picture_given_as_a_message_or_beside_it_is_the_same(qwen):
 
 
 def test_a_small_cache_forgets_pictures_and_changes_none(checkpoint):
-    inputs = inputs_of(checkpoint("qwen3_vl"), mm_cache_bytes=20_000)
-    first = inputs.read_image(random_picture(0)).picture
-    for seed in range(1, 9):
-        inputs.read_image(random_picture(seed))
-    again = inputs.read_image(random_picture(0)).picture
-    assert again is not first and again.digest == first.digest
+    for cache_bytes in (0, 70_000):
+        inputs = inputs_of(checkpoint("qwen3_vl"), mm_cache_bytes=cache_bytes)
+        first = inputs.read_image(random_picture(0)).picture
+        assert (inputs.read_image(random_picture(0)).picture is first) == (cache_bytes > 0)
+        for seed in range(1, 9):
+            inputs.read_image(random_picture(seed))
+        again = inputs.read_image(random_picture(0)).picture
+        assert again is not first and again.digest == first.digest
     with pytest.raises(RequestError, match="a picture that was read here"):
         inputs.read_image(Picture.of({"pixel_values": np.zeros((4, 96), np.float32)}))
 
