@@ -28,7 +28,12 @@ _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 _OWN_CLASSES: dict[str, Callable[..., Any]] = {"PixtralProcessor": PixtralRows}
 """Ours for processors that need torchvision."""
 _SAME_TEXT = {"SmolVLMProcessor": "Idefics3Processor"}
-"""A processor with the same placeholder text, for one that needs more packages."""
+"""A processor with the same placeholder text for usual tokens, for one that needs more packages."""
+_USUAL_TOKENS = {
+    "image_token": "<image>",
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+}
 _MAX_TEXT_CHARS = 1 << 26
 """Characters of the texts that are kept for `Picture`s."""
 
@@ -137,7 +142,8 @@ def _make_processor(directory: Path, hf: PreTrainedTokenizerBase) -> Any:
         directory, backend="pil", trust_remote_code=False, local_files_only=True
     )
     name = found.get("processor_class") or getattr(images, "_processor_class", None) or _class_by_type(directory)
-    name = _SAME_TEXT.get(name, name)
+    if all(getattr(hf, token, usual) == usual for token, usual in _USUAL_TOKENS.items()):
+        name = _SAME_TEXT.get(name, name)
     if (own := _OWN_CLASSES.get(name)) is not None:
         return own(images, hf, found)
     base = getattr(transformers, str(name), None)
