@@ -9,8 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.pictures import PictureInfo
-from rollout_engine.model.admission.gate import pictures_refusal
-from rollout_engine.model.modules.geometry import LayerGeometry, Refusal
+from rollout_engine.model.admission.tower_trial import tower_refusal
 from rollout_engine.model.pictures.tower import build_tower, image_token_id_of
 
 logger = logging.getLogger("rollout_engine")
@@ -28,13 +27,11 @@ class LoadedTower(NamedTuple):
 def load_tower(
     config: EngineConfig,
     hf_config: PretrainedConfig,
-    text: PreTrainedModel,
-    geometry: list[LayerGeometry],
     dtype: torch.dtype,
     device: torch.device,
     check: Callable[[PreTrainedModel], None],
 ) -> LoadedTower:
-    """The tower of the composite of `hf_config`, whose text model `text` has passed the gate.
+    """The tower of the composite of `hf_config`, whose text model has passed the gate.
 
     `check` is called with it before it has memory, and may raise.
     """
@@ -45,15 +42,10 @@ def load_tower(
         return _refused(image_token_id, "The engine was started with max_prompt_pictures=0.")
     if device.type != "cpu":
         return _refused(image_token_id, "Pictures are encoded on a CPU alone: use device='cpu'.")
-    name = (hf_config.architectures or [type(hf_config).__name__])[0]
-    try:
-        reason = pictures_refusal(text, geometry, hf_config)
-        if reason is None:
-            return LoadedTower(build_tower(hf_config, dtype, check), PictureInfo(image_token_id))
-    except Refusal as refusal:
-        reason = str(refusal)
-    logger.info("%s: text alone is served, no pictures: %s.", name, reason)
-    return _refused(image_token_id, f"Pictures of {name} cannot be computed exactly: {reason}.")
+    if reason := tower_refusal(hf_config):
+        logger.info("Text alone is served. %s", reason)
+        return _refused(image_token_id, reason)
+    return LoadedTower(build_tower(hf_config, dtype, check), PictureInfo(image_token_id))
 
 
 def _refused(image_token_id: int, reason: str) -> LoadedTower:

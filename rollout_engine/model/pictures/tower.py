@@ -17,6 +17,7 @@ from rollout_engine.model.modules.construct import allocate
 from rollout_engine.model.packing.linear_groups import fuse_projections, linear_groups
 from rollout_engine.model.pictures.tower_forward import make_tower_exact
 
+
 def image_token_id_of(config: PretrainedConfig) -> int | None:
     """The id of the placeholder tokens of pictures; None if the model's configuration names none."""
     found = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
