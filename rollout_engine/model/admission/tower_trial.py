@@ -1,8 +1,9 @@
-"""The trial of a composite's pictures, for engines and trainers alike: ours must give what transformers' own forward of the whole gives.
+"""The trial of a composite's pictures, for engines and trainers alike: they must be what transformers computes.
 
 A small copy (few layers of text and tower, widths as they are, float32) encodes random pictures, and computes prompts
-with them in chunks over paged KV. Features and logits are compared with those of the whole. A tower whose forward has
-a product that is not ours, whose bits could depend on the number of threads, is refused.
+with them in chunks over paged KV. Features and logits are compared with those of transformers' own forward of the
+whole. A tower whose forward has a product that is not ours, whose bits could depend on the number of threads, is
+refused.
 """
 
 import copy
