@@ -7,8 +7,7 @@ depend on what is installed.
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
