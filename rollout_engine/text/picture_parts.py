@@ -37,7 +37,7 @@ def holds_pictures(prompt: Any) -> bool:
         prompt = prompt.get("messages", prompt.get("prompt"))
     if not (_is_list(prompt) and prompt and isinstance(prompt[0], Mapping)):
         return False
-    contents = (each.get("content") for each in prompt if isinstance(each, Mapping))
+    contents: list[Any] = [each.get("content") for each in prompt if isinstance(each, Mapping)]
     return any(_is_list(content) and any(map(is_picture, content)) for content in contents)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import transformers
 from PIL import Image
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import Picture
@@ -88,7 +88,7 @@ class PictureProcessor:
             return self._find(value, field)
         image = read_image(value, field, max_pixels=self._max_pixels)
         pixels = np.asarray(image)
-        key = blake2b(pixels, digest_size=16, salt=_size_salt(image)).digest()
+        key = blake2b(pixels.data, digest_size=16, salt=_size_salt(image)).digest()
         with self._lock:
             found = self._known.pop(key, None)
             if found is None:
@@ -141,27 +141,28 @@ def _make_processor(directory: Path, hf: PreTrainedTokenizerBase) -> Any:
     images = AutoImageProcessor.from_pretrained(
         directory, backend="pil", trust_remote_code=False, local_files_only=True
     )
-    name = found.get("processor_class") or getattr(images, "_processor_class", None) or _class_by_type(directory)
+    name = str(found.get("processor_class") or getattr(images, "_processor_class", None) or _class_by_type(directory))
     if all(getattr(hf, token, usual) == usual for token, usual in _USUAL_TOKENS.items()):
         name = _SAME_TEXT.get(name, name)
     if (own := _OWN_CLASSES.get(name)) is not None:
         return own(images, hf, found)
-    base = getattr(transformers, str(name), None)
+    base = getattr(transformers, name, None)
     if not (isinstance(base, type) and issubclass(base, ProcessorMixin)):
         raise ValueError(f"its class {name!r} is not one of transformers {transformers.__version__}")
-    made = type(base.__name__, (_ImagesAlone, base), {})
+    made: Any = type(base.__name__, (_ImagesAlone, base), {})
     parts = {"image_processor": images, "tokenizer": hf}
     return made.from_args_and_dict([parts.get(each) for each in base.get_attributes()], found)
 
 
 def _class_by_type(directory: Path) -> str | None:
     config, _ = transformers.PreTrainedConfig.get_config_dict(directory, local_files_only=True)
-    return PROCESSOR_MAPPING_NAMES.get(config.get("model_type"))
+    name: str | None = PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
+    return name
 
 
-class _ImagesAlone:
+class _ImagesAlone(ProcessorMixin):
     """Lets a processor have no part for videos and sounds, which need packages that pictures do not."""
 
-    def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
         """Check a part's class, if it is there."""
-        return type(None) if argument is None else super().check_argument_for_proper_class(name, argument)  # type: ignore[misc]
+        return type(None) if argument is None else super().check_argument_for_proper_class(argument_name, argument)
