@@ -1,4 +1,4 @@
-"""Pictures in the content of messages: the parts that hold them, their images, and what a chat template is shown.
+"""Pictures in the content of messages: the parts that hold them, and messages without images for chat templates.
 
     {"type": "image", "image": ...}    {"type": "image_url", "image_url": {"url": "data:..."}}
 

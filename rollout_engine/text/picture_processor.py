@@ -1,7 +1,7 @@
 """Makes arrays and placeholder text of images by a checkpoint's own processor, transformers' class for it.
 
 The image processor is always the one on Pillow and numpy: the one on torchvision rounds otherwise, and bits would
-depend on what is installed.
+depend on the packages that are installed.
 """
 
 import copy
@@ -24,7 +24,7 @@ from rollout_engine.text.pictures import MAX_PIXELS, describe_image, read_image
 from rollout_engine.text.pixtral_rows import PixtralRows
 
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
-"""What a processor returns of the text; the other outputs are of the picture."""
+"""Outputs of a processor that describe the text; the others are of the picture."""
 _OWN_CLASSES: dict[str, Callable[..., Any]] = {"PixtralProcessor": PixtralRows}
 """Ours for processors that need torchvision."""
 _SAME_TEXT = {"SmolVLMProcessor": "Idefics3Processor"}
@@ -43,7 +43,7 @@ class ReadPicture(NamedTuple):
 
     picture: Picture
     text: str
-    """The text that stands for it: a placeholder for each feature, and what the processor writes around them."""
+    """The text that stands for it: a placeholder for each feature, and the tokens that the processor writes around them."""
 
 
 class PictureProcessor:
@@ -76,8 +76,8 @@ class PictureProcessor:
         except Exception as problem:  # a file that is damaged, or a package that is missing, raises anything
             reason = str(problem).strip().partition("\n")[0].removesuffix(".")
             raise RequestError(
-                f"Pictures cannot be read: the processor of this checkpoint cannot be made: {reason}. Install what it "
-                'needs, or give pictures that are processed already: {"prompt_token_ids": ..., "pictures": [...]}.'
+                f"Pictures cannot be read: the processor of this checkpoint cannot be made: {reason}. Install its "
+                'packages, or give pictures that are processed already: {"prompt_token_ids": ..., "pictures": [...]}.'
             ) from problem
 
     def read(self, value: Any, field: str) -> ReadPicture:
