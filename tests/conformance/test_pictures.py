@@ -11,7 +11,7 @@ from tests.conformance.running import SHORT, last_of, told
 PICTURE = Picture.of(
     {"pixel_values": np.arange(500_000, dtype=np.float32).reshape(500, -1), "grid": np.array([[1, 2]])}
 )
-"""Its arrays take two messages."""
+"""Its arrays take several messages."""
 
 
 @pytest.fixture
