@@ -199,6 +199,7 @@ class RankWorker:
     @_called
     def reset_encoder_cache(self) -> None:
         """Forget the vision tower's outputs. No step may be running on the host."""
+        self._backend.reset_encoder_cache()
 
     @_called
     def release_kv(self) -> None:
