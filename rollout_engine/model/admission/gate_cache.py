@@ -63,6 +63,20 @@ def write(key: str, geometry: list[LayerGeometry]) -> None:
         logger.debug("The gate's result could not be cached: %s", problem)
 
 
+def knows_pictures(key: str) -> bool:
+    """Whether the model of `key` has passed the check of its pictures before."""
+    return (cache_directory("gate") / f"{key}.pictures").exists()
+
+
+def write_pictures(key: str) -> None:
+    """Note that the model of `key` has passed the check of its pictures."""
+    try:
+        cache_directory("gate").mkdir(parents=True, exist_ok=True)
+        (cache_directory("gate") / f"{key}.pictures").touch()
+    except OSError as problem:
+        logger.debug("The gate's result could not be cached: %s", problem)
+
+
 @cache
 def _source_digest() -> str:
     digest = hashlib.blake2b(digest_size=16)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.model.modules.composites import TextPart
+from rollout_engine.model.modules.composites import NoText, TextPart
 from rollout_engine.model.pictures.tower_attention import TOWER_ATTENTION
 from rollout_engine.model.pictures.tower_products import TowerArithmetic
 
@@ -41,9 +41,14 @@ def make_tower_exact(composite: PreTrainedModel, make_row_invariant: Callable[[n
 
 
 def picture_parts(composite: nn.Module) -> list[nn.Module]:
-    """The modules of a composite that hold nothing of its text model, the outermost of each."""
-    part = TextPart.of(composite)
-    text = {id(part.decoder), id(part.head)}
+    """The modules of a composite that hold nothing of its text model, the outermost of each.
+
+    The text model may have been removed.
+    """
+    text = {id(child) for child in composite.modules() if isinstance(child, NoText)}
+    if not text:
+        part = TextPart.of(composite)
+        text = {id(part.decoder), id(part.head)}
     return list(_parts_without(composite, text))
 
 
