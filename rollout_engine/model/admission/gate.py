@@ -112,9 +112,7 @@ def admit(module: PreTrainedModel, whole: PretrainedConfig | None = None) -> lis
     return geometry
 
 
-def pictures_refusal(
-    module: PreTrainedModel, geometry: list[LayerGeometry], whole: PretrainedConfig
-) -> str | None:
+def pictures_refusal(module: PreTrainedModel, geometry: list[LayerGeometry], whole: PretrainedConfig) -> str | None:
     """Why pictures of a composite cannot be served exactly, as half a sentence; None if they can.
 
     `module`: its text model, which passed the gate. That they can is cached on disk as the gate's results are.

@@ -1,5 +1,6 @@
 """Decides whether a composite's pictures are served, and builds its tower for them."""
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,6 +11,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.pictures import PictureInfo
 from rollout_engine.model.admission.gate import pictures_refusal
+from rollout_engine.model.loading.weight_table import WeightTable
+from rollout_engine.model.modules.composites import PICTURES, TextPart, build_whole
+from rollout_engine.model.modules.construct import allocate
 from rollout_engine.model.modules.geometry import LayerGeometry, Refusal
 from rollout_engine.model.pictures.tower import build_tower, image_token_id_of
 
@@ -45,15 +49,43 @@ def load_tower(
         return _refused(image_token_id, "The engine was started with max_prompt_pictures=0.")
     if device.type != "cpu":
         return _refused(image_token_id, "Pictures are encoded on a CPU alone: use device='cpu'.")
-    name = (hf_config.architectures or [type(hf_config).__name__])[0]
     try:
         reason = pictures_refusal(text, geometry, hf_config)
         if reason is None:
             return LoadedTower(build_tower(hf_config, dtype, check), PictureInfo(image_token_id))
     except Refusal as refusal:
         reason = str(refusal)
-    logger.info("%s: text alone is served, no pictures: %s.", name, reason)
-    return _refused(image_token_id, f"Pictures of {name} cannot be computed exactly: {reason}.")
+    text_alone = refused_pictures(hf_config, reason)
+    logger.info("Text alone is served: %s", text_alone)
+    return _refused(image_token_id, text_alone)
+
+
+def refused_pictures(config: PretrainedConfig, reason: str) -> str:
+    """The sentence that pictures of a composite are refused with."""
+    name = (config.architectures or [type(config).__name__])[0]
+    return f"Pictures of {name} cannot be computed exactly: {reason}."
+
+
+def table_of(text: PreTrainedModel, tower: PreTrainedModel | None) -> WeightTable:
+    """The table of a text model's weights, and of its composite's other parts, if they are served."""
+    table = WeightTable.of(text)
+    return table if tower is None else table.with_part(f"{PICTURES}.", WeightTable.of(tower))
+
+
+def join_parts(config: PretrainedConfig, text: PreTrainedModel, tower: PreTrainedModel) -> PreTrainedModel:
+    """The composite of `config`, whose weights are those of `text` and `tower`, its parts; without copies.
+
+    Raises `Refusal` if transformers cannot build it.
+    """
+    whole = build_whole(config, copy.deepcopy(text.config), text.dtype)
+    allocate(whole, text.dtype)
+    part, head = TextPart.of(whole), text.get_output_embeddings()
+    assert isinstance(head, torch.nn.Module), "a causal LM"
+    part.decoder.load_state_dict(text.base_model.state_dict(), assign=True)
+    part.head.load_state_dict(head.state_dict(), assign=True)
+    whole.load_state_dict(tower.state_dict(), strict=False, assign=True)
+    whole.tie_weights()
+    return whole
 
 
 def _refused(image_token_id: int, reason: str) -> LoadedTower:

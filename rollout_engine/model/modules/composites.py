@@ -21,7 +21,6 @@ from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.modules.construct import give_memory
 from rollout_engine.model.modules.geometry import Refusal
 
-
 PICTURES = "pictures"
 """The attribute below a served text model that holds its composite's other parts; their weights' names begin so."""
 
