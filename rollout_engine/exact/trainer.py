@@ -21,10 +21,10 @@ from rollout_engine.base.provenance import (
 from rollout_engine.exact import routing
 from rollout_engine.kernels.token_logprobs import RowStatsKernel, row_blocks
 from rollout_engine.kernels.token_logprobs import token_logprobs as chosen_logprobs
+from rollout_engine.model.admission.tower_trial import tower_refusal
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.backends import arithmetic_of
 from rollout_engine.model.cpu.backend import CpuBackend
-from rollout_engine.model.loading.loader import find_pictures_refusal
 from rollout_engine.model.modules.composites import is_composite, text_parts
 from rollout_engine.model.modules.next_token_logprobs import (
     NextTokens,
@@ -347,7 +347,7 @@ def _refuse_dtypes(model: nn.Module) -> None:
 
 def _pictures_refusal(composite: Any, device: torch.device) -> str:
     """Why calls of a composite with pictures are refused, as a sentence; "" if they are computed."""
-    return find_pictures_refusal(composite.config) if device.type == "cpu" else "pictures are served on a CPU only."
+    return tower_refusal(composite.config) if device.type == "cpu" else "pictures are served on a CPU only."
 
 
 def _compare_notes(model: nn.Module, ours: LogprobsNote, rollout: RolloutNote | None, positions: Tensor | None) -> None:

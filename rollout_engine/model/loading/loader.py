@@ -13,16 +13,11 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.locations import find_directory
-from rollout_engine.model.admission.gate import (
-    admit,
-    build_module,
-    names_of_parts,
-    pictures_refusal,
-    text_config_to_serve,
-)
+from rollout_engine.model.admission.gate import admit, build_module, names_of_parts, text_config_to_serve
+from rollout_engine.model.admission.tower_trial import tower_refusal
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.configuration import make_size_check, read_config, read_json
-from rollout_engine.model.loading.picture_tower import join_parts, load_tower, refused_pictures, table_of
+from rollout_engine.model.loading.picture_tower import join_parts, load_tower, table_of
 from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
@@ -157,7 +152,7 @@ def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedMod
     if text_config is not hf_config:
         adopt_conversions(module, hf_config)
     tower = None
-    if text_config is not hf_config and device == _CPU and not find_pictures_refusal(hf_config):
+    if text_config is not hf_config and device == _CPU and not tower_refusal(hf_config):
         tower = build_tower(hf_config, module.dtype, check, fuses=False)
     table_of(module, tower).load(entries, _checkpoint_names(module, hf_config, tower))
     with as_config_errors():
@@ -183,16 +178,6 @@ def find_geometry(name: str, dtype: torch.dtype) -> tuple[PretrainedConfig, list
     hf_config, _ = read_config(directory)
     module = build_module(text_config_to_serve(hf_config), dtype, ATTENTION_NAME)
     return module.config, _admit(module, hf_config, _CPU, has_ranks=False)
-
-
-def find_pictures_refusal(config: PretrainedConfig) -> str:
-    """Why pictures are refused on a CPU, of the composite of `config`, as a sentence; "" if they are not."""
-    try:
-        module = build_module(text_config_to_serve(config), torch.float32, ATTENTION_NAME)
-        reason = pictures_refusal(module, _admit(module, config, _CPU, has_ranks=False), config)
-    except ConfigError as refusal:
-        return str(refusal)
-    return "" if reason is None else refused_pictures(config, reason)
 
 
 def _read_state(

@@ -60,12 +60,6 @@ def load_tower(
     return _refused(image_token_id, text_alone)
 
 
-def refused_pictures(config: PretrainedConfig, reason: str) -> str:
-    """The sentence that pictures of a composite are refused with."""
-    name = (config.architectures or [type(config).__name__])[0]
-    return f"Pictures of {name} cannot be computed exactly: {reason}."
-
-
 def table_of(text: PreTrainedModel, tower: PreTrainedModel | None) -> WeightTable:
     """The table of a text model's weights, and of its composite's other parts, if they are served."""
     table = WeightTable.of(text)
