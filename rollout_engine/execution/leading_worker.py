@@ -70,9 +70,6 @@ class LeadingWorker(Worker):
     def release_kv(self) -> None:
         self._team.ask("release_kv", super().release_kv)
 
-    def reset_encoder_cache(self) -> None:
-        self._team.ask("reset_encoder_cache", super().reset_encoder_cache)
-
     def release_weights(self, *, forget: bool) -> None:
         self._team.ask("release_weights", partial(super().release_weights, forget=forget), forget=forget)
 

@@ -38,4 +38,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_state_slots: int = 0
     """Slots of the pool of states; 0: no layer keeps any."""
     pictures: PictureInfo | None = None
-    """How it takes pictures, or why they are refused; None: it is no model of pictures."""
+    """How it takes pictures; None: it has no vision tower."""

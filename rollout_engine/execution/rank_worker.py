@@ -185,11 +185,6 @@ class RankWorker:
         self._backend.runner.model.kv.release()
 
     @_called
-    def reset_encoder_cache(self) -> None:
-        """Forget the features of all pictures."""
-        self._backend.reset_encoder_cache()
-
-    @_called
     def release_weights(self, forget: bool) -> None:
         """Free copies of weights; `forget`: the weights too."""
         self._weights.release(forget=forget)

@@ -17,7 +17,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.admission import gate_cache
-from rollout_engine.model.admission.picture_check import check_pictures
 from rollout_engine.model.admission.self_check import check_numerics
 from rollout_engine.model.modules.composites import (
     PartNames,
@@ -110,25 +109,6 @@ def admit(module: PreTrainedModel, whole: PretrainedConfig | None = None) -> lis
     gate_cache.write(key, geometry)
     logger.info("%s passed the load-time gate in %.2f s.", type(module).__name__, time.perf_counter() - started)
     return geometry
-
-
-def pictures_refusal(module: PreTrainedModel, geometry: list[LayerGeometry], whole: PretrainedConfig) -> str | None:
-    """Why pictures of a composite cannot be served exactly, as half a sentence; None if they can.
-
-    `module`: its text model, which passed the gate. That they can is cached on disk as the gate's results are.
-    """
-    key = gate_cache.key_of(module, whole)
-    if gate_cache.knows_pictures(key):
-        return None
-    started = time.perf_counter()
-    try:
-        with one_thread():
-            check_pictures(module, geometry, whole)
-    except Refusal as reason:
-        return str(reason)
-    gate_cache.write_pictures(key)
-    logger.info("Pictures passed the load-time gate in %.2f s.", time.perf_counter() - started)
-    return None
 
 
 def _check_static(config: PretrainedConfig) -> None:

@@ -95,10 +95,10 @@ def _small_twins(
 ) -> tuple[PreTrainedModel, PreTrainedModel, list[LayerGeometry]]:
     """Small copies with equal weights: (with our attention, with eager attention and all of `whole`, geometry)."""
     problem: Exception | None = None
-    kept = kept_layers(module, geometry)
+    kept = _kept_layers(module, geometry)
     for shrink in (_narrow_config, thin_config, copy.copy):
         try:
-            small = shrink(shorten_config(module, kept))
+            small = shrink(shorten_config(module.config, kept))
             engine = construct(small, dtype=torch.float32, attention=ATTENTION_NAME)
             spread_weights(engine)
             if has_latents(module):
@@ -132,7 +132,7 @@ def _reference(small: PretrainedConfig, engine: PreTrainedModel, whole: Pretrain
     return reference
 
 
-def kept_layers(module: PreTrainedModel, geometry: list[LayerGeometry]) -> list[int]:
+def _kept_layers(module: PreTrainedModel, geometry: list[LayerGeometry]) -> list[int]:
     """Layers of a small copy: the first ones, enough to include every kind.
 
     Of layers that read the keys and values of others, which stand behind these, one of each kind.
@@ -146,9 +146,9 @@ def kept_layers(module: PreTrainedModel, geometry: list[LayerGeometry]) -> list[
     return sorted(firsts | read) if read else list(range(min(total, max(2, 1 + max(firsts)))))
 
 
-def shorten_config(module: PreTrainedModel, kept: list[int]) -> PretrainedConfig:
+def shorten_config(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
     """A configuration of the layers `kept`, with a small vocabulary, short windows and lengths."""
-    small = copy.deepcopy(module.config)
+    small = copy.deepcopy(config)
     total = small.num_hidden_layers
     for name, value in list(vars(small).items()):
         if isinstance(value, list) and len(value) == total:

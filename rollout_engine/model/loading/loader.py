@@ -77,7 +77,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     vocab_size = len(tensor_of(module.get_output_embeddings() or module.get_input_embeddings()))
     if seat is None:
         fuse_projections(module)
-    tower, picture_info = load_tower(config, hf_config, module, geometry, dtype, device, check_size)
+    tower, picture_info = load_tower(config, hf_config, dtype, device, check_size)
     table = table_of(module, tower)
     names = _checkpoint_names(module, hf_config, tower)
     cut, targets = None, table.views

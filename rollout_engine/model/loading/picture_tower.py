@@ -10,11 +10,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.pictures import PictureInfo
-from rollout_engine.model.admission.gate import pictures_refusal
+from rollout_engine.model.admission.tower_trial import tower_refusal
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.composites import PICTURES, TextPart, build_whole
 from rollout_engine.model.modules.construct import allocate
-from rollout_engine.model.modules.geometry import LayerGeometry, Refusal
 from rollout_engine.model.pictures.tower import build_tower, image_token_id_of
 
 logger = logging.getLogger("rollout_engine")
@@ -32,13 +31,11 @@ class LoadedTower(NamedTuple):
 def load_tower(
     config: EngineConfig,
     hf_config: PretrainedConfig,
-    text: PreTrainedModel,
-    geometry: list[LayerGeometry],
     dtype: torch.dtype,
     device: torch.device,
     check: Callable[[PreTrainedModel], None],
 ) -> LoadedTower:
-    """The tower of the composite of `hf_config`, whose text model `text` has passed the gate.
+    """The tower of the composite of `hf_config`, whose text model has passed the gate.
 
     `check` is called with it before it has memory, and may raise.
     """
@@ -49,15 +46,10 @@ def load_tower(
         return _refused(image_token_id, "The engine was started with max_prompt_pictures=0.")
     if device.type != "cpu":
         return _refused(image_token_id, "Pictures are encoded on a CPU alone: use device='cpu'.")
-    try:
-        reason = pictures_refusal(text, geometry, hf_config)
-        if reason is None:
-            return LoadedTower(build_tower(hf_config, dtype, check), PictureInfo(image_token_id))
-    except Refusal as refusal:
-        reason = str(refusal)
-    text_alone = refused_pictures(hf_config, reason)
-    logger.info("Text alone is served: %s", text_alone)
-    return _refused(image_token_id, text_alone)
+    if reason := tower_refusal(hf_config):
+        logger.info("Text alone is served. %s", reason)
+        return _refused(image_token_id, reason)
+    return LoadedTower(build_tower(hf_config, dtype, check), PictureInfo(image_token_id))
 
 
 def table_of(text: PreTrainedModel, tower: PreTrainedModel | None) -> WeightTable:

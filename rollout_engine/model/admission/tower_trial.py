@@ -1,12 +1,15 @@
-"""The load-time check of a composite's pictures: ours must give what transformers' own forward of the whole gives.
+"""The trial of a composite's pictures, for engines and trainers alike: they must be what transformers computes.
 
 A small copy (few layers of text and tower, widths as they are, float32) encodes random pictures, and computes prompts
-with them in chunks over paged KV. Features and logits are compared with those of the whole. A tower whose forward has
-a product that is not ours, whose bits could depend on the number of threads, is refused.
+with them in chunks over paged KV. Features and logits are compared with those of transformers' own forward of the
+whole. A tower whose forward has a product that is not ours, whose bits could depend on the number of threads, is
+refused.
 """
 
 import copy
 import inspect
+import logging
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rollout_engine.base.pictures import Picture, PlacedPicture
+from rollout_engine.model.admission import gate_cache
 from rollout_engine.model.admission.self_check import (
     TOLERANCE,
-    kept_layers,
     paged_model,
     shorten_config,
     shuffled_tables,
@@ -28,16 +31,19 @@ from rollout_engine.model.admission.self_check import (
 from rollout_engine.model.cpu.flat_batch import SequenceChunk
 from rollout_engine.model.cpu.row_invariance import make_row_invariant
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
-from rollout_engine.model.modules.composites import TextPart, build_whole, remove_text
+from rollout_engine.model.modules.composites import TextPart, build_whole, remove_text, text_config_of
 from rollout_engine.model.modules.construct import allocate, construct, initialize
 from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
-from rollout_engine.model.modules.latent_attention import cache_latents, has_latents
-from rollout_engine.model.modules.mixers import mixers_of, swap_mixers
+from rollout_engine.model.modules.latent_attention import cache_latents
+from rollout_engine.model.modules.mixers import swap_mixers
+from rollout_engine.model.modules.one_thread import one_thread
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.model.pictures.encoder import PictureEncoder
 from rollout_engine.model.pictures.step_inputs import ChunkPictures, SequencePictures, inputs_of
 from rollout_engine.model.pictures.tower import image_token_id_of
 from rollout_engine.model.pictures.tower_forward import encode_picture, make_tower_exact, picture_parts
+
+logger = logging.getLogger(__name__)
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "linear", "dot", "mv", "convolution"}
 """Operations of aten whose bits may depend on threads and addresses; also all whose names have "attention"."""
@@ -49,15 +55,34 @@ _SIDE = 8
 """Patches of a side of a small copy's picture, if its size is fixed."""
 
 
-def check_pictures(module: PreTrainedModel, geometry: list[LayerGeometry], config: PretrainedConfig) -> None:
-    """Raise `Refusal` unless a small copy computes pictures as the composite of `config` does.
+def tower_refusal(config: PretrainedConfig) -> str:
+    """Why pictures of the composite of `config` cannot be computed exactly, as a sentence; "": they can.
 
-    `module`: its text model, which has passed the gate; its weights do not matter.
+    That they can is cached on disk, as the gate's results are.
     """
+    key = gate_cache.key_of_pictures(config)
+    if gate_cache.knows_pictures(key):
+        return ""
+    name = (config.architectures or [type(config).__name__])[0]
+    started = time.perf_counter()
+    try:
+        with one_thread():
+            _check_pictures(config)
+    except Refusal as reason:
+        return f"Pictures of {name} cannot be computed exactly: {reason}."
+    gate_cache.write_pictures(key)
+    logger.info("Pictures of %s passed their trial in %.2f s.", name, time.perf_counter() - started)
+    return ""
+
+
+def _check_pictures(config: PretrainedConfig) -> None:
+    """Raise `Refusal` unless a small copy computes pictures as the composite of `config` does."""
+    if image_token_id_of(config) is None:
+        raise Refusal("its configuration names no placeholder token of pictures (image_token_id)")
     problem: Exception | None = None
     for is_small in (True, False):
         try:
-            twins = _make_twins(module, geometry, config, is_small=is_small)
+            twins = _make_twins(config, is_small=is_small)
             pictures = [_sample_picture(twins.whole, seed) for seed in (0, 1)]
             expected = [_features(twins.whole, picture) for picture in pictures]
             break
@@ -78,16 +103,13 @@ class _Twins(NamedTuple):
     geometry: list[LayerGeometry]
 
 
-def _make_twins(
-    module: PreTrainedModel, geometry: list[LayerGeometry], config: PretrainedConfig, *, is_small: bool
-) -> _Twins:
-    text_config = thin_config(shorten_config(module, kept_layers(module, geometry)))
+def _make_twins(config: PretrainedConfig, *, is_small: bool) -> _Twins:
+    text_config = text_config_of(config)
+    text_config = thin_config(shorten_config(text_config, _kept_layers(text_config)))
     text = construct(text_config, dtype=torch.float32, attention=ATTENTION_NAME)
     spread_weights(text)
-    if has_latents(module):
-        cache_latents(text)
-    if mixers_of(module):
-        swap_mixers(text)
+    cache_latents(text)
+    swap_mixers(text)
     small = copy.deepcopy(config)
     _rename_tokens(small, text_config.vocab_size)
     if is_small:
@@ -108,6 +130,13 @@ def _make_twins(
     small_geometry = probe_geometry(text)
     fuse_projections(text)
     return _Twins(whole, text, tower, small_geometry)
+
+
+def _kept_layers(config: PretrainedConfig) -> list[int]:
+    """The first layers of a text model, with one of each kind that its configuration names, and two at least."""
+    kinds = getattr(config, "layer_types", None) or []
+    firsts = [kinds.index(kind) for kind in set(kinds)]
+    return list(range(min(config.num_hidden_layers, max([_LAYERS - 1, *firsts]) + 1)))
 
 
 def _rename_tokens(config: Any, vocab_size: int) -> None:
