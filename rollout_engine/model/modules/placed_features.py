@@ -63,9 +63,9 @@ class PlacedFeatures(NamedTuple):
 
 @contextmanager
 def placing(features: PlacedFeatures | None) -> Iterator[None]:
-    """Inside, this thread's forwards of a decoder with the hook have these features; None: none."""
-    before = getattr(_state, "features", None)
-    _state.features = features
+    """Inside, this thread's forwards of a decoder with the hook have these features; None: those around it."""
+    before = placed()
+    _state.features = before if features is None else features
     try:
         yield
     finally:
@@ -73,7 +73,7 @@ def placing(features: PlacedFeatures | None) -> Iterator[None]:
 
 
 def place(features: PlacedFeatures | None) -> None:
-    """Set the features of this thread's next forwards, as `placing` does; None: none."""
+    """Set the features of this thread's next forwards; None: they have none."""
     _state.features = features
 
 
