@@ -146,7 +146,7 @@ def token_logprobs(
     positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
     features = _features(model, input_ids, mask, positions, pictures, placed)
     temperature = temperature or 1.0
-    note = _note(model, temperature)
+    note = _note(model, temperature, input_ids, features)
     _compare_notes(model, note, rollout, positions)
     if positions is not None:
         with _replaying(model, routed_experts, mask), placing(features):
@@ -181,7 +181,7 @@ def token_logprobs_and_entropies(
     input_ids, mask = token_batch(model, input_ids, attention_mask)
     features = _features(model, input_ids, mask, None, pictures, placed)
     temperature = temperature or 1.0
-    note = _note(model, temperature)
+    note = _note(model, temperature, input_ids, features)
     _compare_notes(model, note, rollout, None)
     rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask), features)
     found = _next_tokens(model, rows)
@@ -200,11 +200,13 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) 
     return chosen_logprobs(logits, token_ids, temperature or 1.0, kernel)
 
 
-def _note(model: nn.Module, temperature: float) -> LogprobsNote:
+def _note(model: nn.Module, temperature: float, input_ids: Tensor, features: PlacedFeatures | None) -> LogprobsNote:
     dtype = str(next(text_parts(plain_model(model))[0].parameters()).dtype).removeprefix("torch.")
     fp32_head = dtype != "float32" and has_float32_head(model)
     adapters, sent = active_adapters(model), sent_weights(model)
-    return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head, adapters, sent)
+    token = getattr(plain_model(model).config, "image_token_id", None)
+    has_pictures = features is not None or (token is not None and not bool((input_ids == token).any()))
+    return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head, adapters, sent, has_pictures)
 
 
 class _LeftRows(NamedTuple):
