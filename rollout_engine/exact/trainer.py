@@ -204,9 +204,10 @@ def _note(model: nn.Module, temperature: float, input_ids: Tensor, features: Pla
     dtype = str(next(text_parts(plain_model(model))[0].parameters()).dtype).removeprefix("torch.")
     fp32_head = dtype != "float32" and has_float32_head(model)
     adapters, sent = active_adapters(model), sent_weights(model)
-    token = getattr(plain_model(model).config, "image_token_id", None)
+    enabled = _enabled(model)
+    token = None if enabled is None else getattr(enabled.model.config, "image_token_id", None)
     has_pictures = features is not None or (token is not None and not bool((input_ids == token).any()))
-    return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head, adapters, sent, has_pictures)
+    return LogprobsNote(dtype, temperature, enabled is not None, fp32_head, adapters, sent, has_pictures)
 
 
 class _LeftRows(NamedTuple):
