@@ -159,15 +159,15 @@ class Worker:
         """Have every rank write its weights to a file in `directory`; returns the specs written by each, in order."""
         return [write_shard(directory, 0, 1, self.updater.metadata(), self.updater.live("save_sharded_state"))]
 
+    def reset_encoder_cache(self) -> None:
+        """Forget the vision tower's outputs. No step may be running on the host."""
+        self.backend.reset_encoder_cache()
+
     def release_kv(self) -> None:
         """Give the memory of all KV back to the system."""
         self.runner.model.kv.release()
         if self.draft is not None:
             self.draft.release_kv()
-
-    def reset_encoder_cache(self) -> None:
-        """Forget the features of all pictures; they are encoded again when needed."""
-        self.backend.reset_encoder_cache()
 
     def release_weights(self, *, forget: bool) -> None:
         """Free copies of weights and the shadow of updates; on a device move the weights to the host.

@@ -150,14 +150,15 @@ def _rename_tokens(config: Any, vocab_size: int) -> None:
 def _shorten_tower(config: Any) -> None:
     """Leave a tower its first layers, and pictures of fixed size a few patches."""
     vision = config.vision_config
-    for name in ("depth", "num_hidden_layers"):
-        if isinstance(getattr(vision, name, None), int):
-            setattr(vision, name, min(getattr(vision, name), _LAYERS))
-    for name in ("deepstack_visual_indexes", "fullatt_block_indexes"):
-        if getattr(vision, name, None):
-            setattr(vision, name, [_LAYERS - 1] if name.startswith("full") else [*range(_LAYERS)])
+    depth = next(name for name in ("depth", "num_hidden_layers") if isinstance(getattr(vision, name, None), int))
+    num_layers = min(getattr(vision, depth), _LAYERS)
+    setattr(vision, depth, num_layers)
+    if getattr(vision, "deepstack_visual_indexes", None):
+        vision.deepstack_visual_indexes = [*range(num_layers)]
+    if getattr(vision, "fullatt_block_indexes", None):
+        vision.fullatt_block_indexes = [num_layers - 1]
     layer = getattr(config, "vision_feature_layer", None)
-    if isinstance(layer, int) and layer >= _LAYERS:
+    if isinstance(layer, int) and layer > num_layers:
         config.vision_feature_layer = -1
     size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
     if isinstance(size, int) and isinstance(patch, int):

@@ -3,6 +3,7 @@
 Engine and trainer call the same function, for one picture at a time, so they have the same bits.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -69,9 +70,11 @@ def encode_picture(owner: nn.Module, arrays: Mapping[str, Tensor]) -> PictureFea
     Raises `ConfigError` for arrays that transformers does not take as one picture.
     """
     composite: Any = owner
+    taken = _arguments(owner)
+    given = {name: value for name, value in arrays.items() if name in taken}
     try:
         with TowerArithmetic():
-            found = composite.get_image_features(**arrays, return_dict=True)
+            found = composite.get_image_features(**given, return_dict=True)
             deepstack = [_all_rows(each) for each in getattr(found, "deepstack_features", None) or ()]
             return PictureFeatures(_all_rows(found.pooler_output), deepstack)
     except ConfigError:
@@ -81,6 +84,12 @@ def encode_picture(owner: nn.Module, arrays: Mapping[str, Tensor]) -> PictureFea
         raise ConfigError(
             f"{type(owner).__name__} does not take this picture ({shapes}): {type(problem).__name__}: {problem}"
         ) from problem
+
+
+def _arguments(owner: nn.Module) -> set[str]:
+    """Names of the arrays that features are computed from; processors return others, for videos and for text."""
+    methods = (getattr(type(child), "get_image_features", None) for child in owner.modules())
+    return {name for method in methods if method is not None for name in inspect.signature(method).parameters}
 
 
 def _all_rows(found: Any) -> Tensor:
