@@ -68,7 +68,7 @@ def encode_picture(owner: nn.Module, arrays: Mapping[str, Tensor]) -> PictureFea
 
     `owner`: a composite, or its parts without text, behind `make_tower_exact`. Gradients reach its parameters.
     Tiles that the processor has cut a picture into are encoded one by one, so their features do not depend on which of
-    them a trainer takes for one picture. Raises `ConfigError` for arrays that transformers does not take as one picture.
+    them a trainer takes for one picture. Raises `ConfigError` for arrays that transformers does not take as a picture.
     """
     taken = _arguments(owner)
     given = {name: value for name, value in arrays.items() if name in taken}
@@ -99,7 +99,7 @@ def _tiles_of(arrays: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         return [arrays]
     of_each = pixels.shape[: dim + 1]
     return [
-        {name: x.narrow(dim, i, 1) if x.shape[: dim + 1] == of_each else x for name, x in arrays.items()}
+        {name: x.narrow(dim, i, 1).clone() if x.shape[: dim + 1] == of_each else x for name, x in arrays.items()}
         for i in range(pixels.shape[dim])
     ]
 
