@@ -24,7 +24,7 @@ class PictureSource:
 
     def __init__(self, directory, composite):
         self._processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
-        self._composite = composite
+        self.composite = composite
         self._names = inspect.signature(composite.get_image_features).parameters
         self.token = composite.config.image_token_id
         self._sizes = {}
@@ -47,7 +47,7 @@ class PictureSource:
     def num_features(self, picture):
         if picture.digest not in self._sizes:
             arrays = {name: torch.from_numpy(array.copy()) for name, array in picture.arrays.items()}
-            found = self._composite.get_image_features(**arrays, return_dict=True).pooler_output
+            found = self.composite.get_image_features(**arrays, return_dict=True).pooler_output
             parts = [found] if isinstance(found, torch.Tensor) else found
             self._sizes[picture.digest] = sum(part.numel() // part.shape[-1] for part in parts)
         return self._sizes[picture.digest]

@@ -11,16 +11,19 @@ import os
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 from rollout_engine import LLM, SamplingParams, exact
+from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.testing import assert_clean
 from rollout_engine.testing.tiny_pictures import tiny_vision_checkpoint, tiny_vision_model
 from tests.drawn_pictures import Drawn, PictureSource, batch_of, draw_text, plain_logits
 from tests.parity.test_bits import DTYPES, draw_engine
 from tests.parity.versions import compare
+from tests.unit.peft_layers import PeftModel
 
 NUM_TOKENS = int(os.environ.get("PICTURE_FUZZ_TOKENS", "1000"))
 """Log-probs that the slow tests compare for each model and dtype."""
@@ -190,3 +193,38 @@ def test_equal_ids_with_another_picture_share_no_prefix(weights_of):
     assert [sample.token_ids for sample in outputs[0].outputs] == [sample.token_ids for sample in outputs[2].outputs]
     compare(outputs, weights.of, 1.0, counts)
     assert (counts["compared"], counts["wrong"]) == (3 * 4 * 8, 0)
+
+
+def test_score_and_a_loaded_trainer_have_the_sampled_bits(weights_of):
+    weights, rng = weights_of("qwen3_vl", torch.float32), random.Random(6)
+    prompts, counts = draw_prompts(weights.source, rng), Counter()
+    params = SamplingParams(max_tokens=9, n=3, logprobs=0, ignore_eos=True, seed=3, temperature=0.8)
+    with LLM(str(weights.directory), log_stats=False) as llm:
+        outputs = llm.generate([as_prompt(each) for each in prompts], params, use_tqdm=False)
+        samples = [(output, sample) for output in outputs for sample in output.outputs]
+        given = [output.prompt_token_ids for output, _ in samples], [sample.token_ids for _, sample in samples]
+        pictures = [output.pictures for output, _ in samples]
+        scored = llm.score(*given, temperature=0.8, pictures=pictures)
+        without = llm.score(*given, temperature=0.8)
+        beyond = [PlacedPicture(1, 9, weights.source.picture(1, 40, 32))]
+        with pytest.raises(RequestError, match="in order, apart, and inside its pair"):
+            llm.score([[5, 6]], [[7]], pictures=[beyond])
+    for (output, sample), values, blind in zip(samples, scored, without, strict=True):
+        np.testing.assert_array_equal(sample.logprobs, values)
+        assert bool(output.pictures) == (not np.array_equal(values, blind))
+    trainer = exact.load(weights.directory)
+    assert type(trainer) is type(weights.source.composite)
+    compare(outputs, lambda version: trainer, 0.8, counts)
+    assert (counts["compared"], counts["wrong"]) == (len(prompts) * 3 * 9, 0)
+
+
+def test_an_adapter_of_the_text_is_exact_beside_pictures(weights_of):
+    weights, rng, counts = weights_of("qwen3_vl", torch.float32), random.Random(7), Counter()
+    trainer = exact.enable(PeftModel(tiny_vision_model("qwen3_vl"), targets=("q_proj", "down_proj")))
+    params = SamplingParams(max_tokens=9, n=2, logprobs=0, ignore_eos=True, seed=3)
+    with LLM(str(weights.directory), log_stats=False, max_num_batched_tokens=33) as llm:
+        llm.add_lora(trainer.request())
+        prompts = [as_prompt(each) for each in draw_prompts(weights.source, rng)]
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request="x")
+    compare(outputs, lambda version: trainer, 1.0, counts)
+    assert (counts["compared"], counts["wrong"]) == (len(prompts) * 2 * 9, 0)
