@@ -14,9 +14,10 @@ from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.locations import find_directory
 from rollout_engine.model.admission.gate import admit, build_module, names_of_parts, text_config_to_serve
+from rollout_engine.model.admission.tower_trial import tower_refusal
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.configuration import make_size_check, read_config, read_json
-from rollout_engine.model.loading.picture_tower import load_tower
+from rollout_engine.model.loading.picture_tower import join_parts, load_tower, table_of
 from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
@@ -30,6 +31,7 @@ from rollout_engine.model.modules.mixers import is_mixer, swap_mixers
 from rollout_engine.model.modules.positions import position_limit
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.model.packing.module_types import tensor_of
+from rollout_engine.model.pictures.tower import build_tower
 from rollout_engine.model.ranks.cut import ModelCut, cut_module
 from rollout_engine.model.ranks.part import part_of
 from rollout_engine.model.ranks.seat import Seat
@@ -76,9 +78,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     if seat is None:
         fuse_projections(module)
     tower, picture_info = load_tower(config, hf_config, dtype, device, check_size)
-    table = WeightTable.of(module)
-    if tower is not None:
-        table = table.with_part(f"{PICTURES}.", WeightTable.of(tower))
+    table = table_of(module, tower)
     names = _checkpoint_names(module, hf_config, tower)
     cut, targets = None, table.views
     if is_dummy:
@@ -138,7 +138,8 @@ def _admit(
 def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedModel:
     """The causal LM of a checkpoint with the weights that `load_model` gives an engine, for a trainer: with gradients.
 
-    `name`: a directory or hub id. `dtype`: as `EngineConfig.dtype`. Raises `ConfigError` as `load_model` does.
+    Of a composite it is the whole if pictures are computed exactly, and its text model alone if not. `name`: a
+    directory or hub id. `dtype`: as `EngineConfig.dtype`. Raises `ConfigError` as `load_model` does.
     """
     directory = find_directory(name, weights=True, field="path")
     hf_config, config_file = read_config(directory)
@@ -150,11 +151,16 @@ def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedMod
     module = build_module(text_config, _resolve_dtype(dtype, hf_config, entries, device), "eager", check=check)
     if text_config is not hf_config:
         adopt_conversions(module, hf_config)
-    WeightTable.of(module).load(entries, _checkpoint_names(module, hf_config))
+    tower = None
+    if text_config is not hf_config and device == _CPU and not tower_refusal(hf_config):
+        tower = build_tower(hf_config, module.dtype, check, fuses=False)
+    table_of(module, tower).load(entries, _checkpoint_names(module, hf_config, tower))
     with as_config_errors():
         config_file.check()
+    if tower is not None:
+        module = join_parts(hf_config, module, tower)
     if os.path.lexists(directory / _GENERATION_FILE):
-        _read_eos_token_ids(directory, hf_config, module.config)
+        _read_eos_token_ids(directory, hf_config, text_config)
         try:
             module.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
         except Exception as problem:  # transformers raises many kinds of errors here

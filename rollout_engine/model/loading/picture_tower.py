@@ -1,5 +1,6 @@
 """Decides whether a composite's pictures are served, and builds its tower for them."""
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,6 +11,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.pictures import PictureInfo
 from rollout_engine.model.admission.tower_trial import tower_refusal
+from rollout_engine.model.loading.weight_table import WeightTable
+from rollout_engine.model.modules.composites import PICTURES, TextPart, build_whole
+from rollout_engine.model.modules.construct import allocate
 from rollout_engine.model.pictures.tower import build_tower, image_token_id_of
 
 logger = logging.getLogger("rollout_engine")
@@ -46,6 +50,28 @@ def load_tower(
         logger.info("Text alone is served. %s", reason)
         return _refused(image_token_id, reason)
     return LoadedTower(build_tower(hf_config, dtype, check), PictureInfo(image_token_id))
+
+
+def table_of(text: PreTrainedModel, tower: PreTrainedModel | None) -> WeightTable:
+    """The table of a text model's weights, and of its composite's other parts, if they are served."""
+    table = WeightTable.of(text)
+    return table if tower is None else table.with_part(f"{PICTURES}.", WeightTable.of(tower))
+
+
+def join_parts(config: PretrainedConfig, text: PreTrainedModel, tower: PreTrainedModel) -> PreTrainedModel:
+    """The composite of `config`, whose weights are those of `text` and `tower`, its parts; without copies.
+
+    Raises `Refusal` if transformers cannot build it.
+    """
+    whole = build_whole(config, copy.deepcopy(text.config), text.dtype)
+    allocate(whole, text.dtype)
+    part, head = TextPart.of(whole), text.get_output_embeddings()
+    assert isinstance(head, torch.nn.Module), "a causal LM"
+    part.decoder.load_state_dict(text.base_model.state_dict(), assign=True)
+    part.head.load_state_dict(head.state_dict(), assign=True)
+    whole.load_state_dict(tower.state_dict(), strict=False, assign=True)
+    whole.tie_weights()
+    return whole
 
 
 def _refused(image_token_id: int, reason: str) -> LoadedTower:
