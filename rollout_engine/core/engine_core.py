@@ -44,7 +44,7 @@ class EngineCore:
         self.config = config
         self._tables = BlockTables(config, policy_version)
         self._scheduler = Scheduler(self._tables, config, speculator_of(config, self._tables, executor))
-        self._requests = RequestTable()
+        self._requests = RequestTable(config.pictures)
         self.adapters = AdapterTable(config.max_loras)
         """Adapters that requests may name. A change here has to be made in the model runner too."""
         self._results = ResultProcessor(self._scheduler, self._requests)
