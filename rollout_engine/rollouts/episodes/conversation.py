@@ -14,6 +14,7 @@ import msgspec
 from envs_adapters.base import Message
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput
+from rollout_engine.base.pictures import PlacedPicture, shift_pictures
 from rollout_engine.text.chat_turns import RewrittenTurns, once_followed
 
 
@@ -29,6 +30,10 @@ class Turns(Protocol):
         self, shown: str, now: str, said: str, sampled: Sequence[int], *, has_ended: bool = True
     ) -> list[int]: ...
     def rewriting(self, roles: Sequence[str]) -> str | None: ...
+    def read_pictures(self, messages: list[Message]) -> list[Message]: ...
+    def place_pictures(
+        self, token_ids: list[int], messages: list[Message], before: Sequence[PlacedPicture] = ()
+    ) -> tuple[list[int], list[PlacedPicture]]: ...
 
 
 class Row(msgspec.Struct):
@@ -41,9 +46,12 @@ class Row(msgspec.Struct):
     """Per token of the response the turn that sampled it, -1 for glue."""
     samples: list[tuple[int, CompletionOutput]] = []
     """The answers, and the index in the response at which each begins."""
+    pictures: list[PlacedPicture] = []
+    """At positions in prompt and response together."""
 
-    def add_glue(self, token_ids: list[int]) -> None:
-        """Append text that the policy did not sample."""
+    def add_glue(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> None:
+        """Append text that the policy did not sample, with pictures at positions in it."""
+        self.pictures += shift_pictures(pictures, len(self.prompt) + len(self.response))
         self.response += token_ids
         self.turns += [-1] * len(token_ids)
 
@@ -57,6 +65,7 @@ class Row(msgspec.Struct):
         """Remove the tokens that were appended for an answer that was not sampled."""
         end = self.samples[-1][0] + len(self.samples[-1][1].token_ids) if self.samples else 0
         del self.response[end:], self.turns[end:]
+        self.pictures = [each for each in self.pictures if each.end <= len(self.prompt) + end]
 
 
 class Conversation:
@@ -79,9 +88,15 @@ class Conversation:
         return len(self.rewards)
 
     def read(self, messages: list[Message]) -> None:
-        """Add the messages before the next answer."""
-        self._unread += messages
-        self.messages += messages
+        """Add the messages before the next answer, pictures as the policy gets them. Raises `RequestError`."""
+        read = messages if self._turns is None else self._turns.read_pictures(messages)
+        self._unread += read
+        self.messages += read
+
+    @property
+    def pictures(self) -> list[PlacedPicture]:
+        """Pictures of the last prompt."""
+        return list(self.rows[-1].pictures)
 
     def prompt(self) -> list[int]:
         """Token ids of the next turn's prompt. Raises `RequestError` if the conversation cannot be continued."""
@@ -97,13 +112,14 @@ class Conversation:
             try:
                 has_ended = sample.finish_reason == "stop"
                 glue = self._turns.between(shown, self._shown, sample.text, sample.token_ids, has_ended=has_ended)
-                row.add_glue(glue)
+                row.add_glue(*self._turns.place_pictures(glue, unread, row.pictures))
                 return row.prompt + row.response
             except RewrittenTurns as problem:
                 if not self._branches:
                     raise rewritten(once_followed([each["role"] for each in unread], problem.how)) from problem
-        self.rows.append(Row(self._turns.begin(self.messages, self._shown)))
-        return self.rows[-1].prompt
+        prompt, pictures = self._turns.place_pictures(self._turns.begin(self.messages, self._shown), self.messages)
+        self.rows.append(Row(prompt, pictures=pictures))
+        return prompt
 
     def answer(self, sample: CompletionOutput) -> None:
         """Add the policy's answer."""
