@@ -44,6 +44,8 @@ _PATCHES: dict[str, Any] = dict(
 _MROPE: dict[str, Any] = dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 3, 3])
 _INTERLEAVED = _MROPE | dict(mrope_interleaved=True)
 _QWEN_TOKENS = dict(vision_start="<|vision_start|>", vision_end="<|vision_end|>", image="<|image_pad|>")
+_QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+_HALVES: dict[str, Any] = dict(image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.5, 0.5])
 _QWEN_IMAGES: dict[str, Any] = dict(
     image_processor_type="Qwen2VLImageProcessor",
     patch_size=4,
@@ -74,6 +76,33 @@ class Family(NamedTuple):
     """Contents of processor_config.json."""
     named: dict[str, str] = {}
     """Special tokens that the tokenizer has as attributes, by their names."""
+    others: tuple[str, ...] = ()
+    """Further special tokens."""
+
+
+def _idefics(name: str) -> Family:
+    """Idefics 3 and its descendants, which cut a picture into tiles; `name` is that of its processor's class."""
+    return Family(
+        text=_TEXT | dict(model_type="llama"),
+        vision=_VISION | dict(image_size=16),
+        images=dict(
+            image_processor_type=f"{name}ImageProcessor",
+            size=dict(longest_edge=32),
+            max_image_size=dict(longest_edge=16),
+            do_image_splitting=True,
+        ),
+        processor=f"{name}Processor",
+        tokens=dict(image="<image>"),
+        picture="<image>",
+        config=dict(scale_factor=2),
+        options=dict(image_seq_len=4),
+        others=(
+            "<fake_token_around_image>",
+            "<end_of_utterance>",
+            "<global-img>",
+            *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+        ),
+    )
 
 
 FAMILIES: dict[str, Family] = {
@@ -83,15 +112,119 @@ FAMILIES: dict[str, Family] = {
         images=_QWEN_IMAGES,
         processor="Qwen2_5_VLProcessor",
         tokens=_QWEN_TOKENS | dict(video="<|video_pad|>"),
-        picture="<|vision_start|><|image_pad|><|vision_end|>",
+        picture=_QWEN_PICTURE,
     ),
     "qwen3_vl": Family(
         text=_TEXT | dict(rope_parameters=_INTERLEAVED, num_hidden_layers=3),
         vision=_PATCHES | dict(depth=3, num_position_embeddings=36, deepstack_visual_indexes=[0, 1]),
-        images=_QWEN_IMAGES | dict(image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.5, 0.5]),
+        images=_QWEN_IMAGES | _HALVES,
         processor="Qwen3VLProcessor",
         tokens=_QWEN_TOKENS | dict(video="<|video_pad|>"),
-        picture="<|vision_start|><|image_pad|><|vision_end|>",
+        picture=_QWEN_PICTURE,
+    ),
+    "qwen3_5": Family(
+        text=_TEXT
+        | dict(
+            rope_parameters=_INTERLEAVED | dict(mrope_section=[2, 1, 1], partial_rotary_factor=0.5),
+            num_hidden_layers=3,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=12,
+            linear_conv_kernel_dim=4,
+        ),
+        vision=_PATCHES | dict(num_position_embeddings=36),
+        images=_QWEN_IMAGES | _HALVES,
+        processor="Qwen3VLProcessor",
+        tokens=_QWEN_TOKENS | dict(video="<|video_pad|>"),
+        picture=_QWEN_PICTURE,
+    ),
+    "gemma3": Family(
+        text=_TEXT
+        | dict(query_pre_attn_scalar=24, sliding_window=19, layer_types=["sliding_attention", "full_attention"]),
+        vision=_VISION | dict(image_size=32),
+        images=dict(image_processor_type="Gemma3ImageProcessor", size=dict(height=32, width=32)) | _HALVES,
+        processor="Gemma3Processor",
+        tokens=dict(boi="<start_of_image>", eoi="<end_of_image>", image="<image_soft_token>"),
+        picture="<start_of_image>",
+        config=dict(mm_tokens_per_image=16),
+        options=dict(image_seq_length=16),
+        named=dict(boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"),
+    ),
+    "gemma4": Family(
+        text=_TEXT
+        | dict(
+            sliding_window=19,
+            layer_types=["sliding_attention", "full_attention"],
+            global_head_dim=24,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=272,
+            use_bidirectional_attention="vision",
+        ),
+        vision=_VISION | dict(num_key_value_heads=2, head_dim=16, pooling_kernel_size=2, position_embedding_size=64),
+        images=dict(
+            image_processor_type="Gemma4ImageProcessor", patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+        ),
+        processor="Gemma4Processor",
+        tokens=dict(boi="<|image>", eoi="<image|>", image="<|image|>", audio="<|audio|>", video="<|video|>"),
+        picture="<|image|>",
+        options=dict(image_seq_length=70),
+        named=dict(
+            boi_token="<|image>",
+            eoi_token="<image|>",
+            image_token="<|image|>",
+            audio_token="<|audio|>",
+            boa_token="<|audio>",
+            eoa_token="<audio|>",
+        ),
+    ),
+    "mistral3": Family(
+        text=_TEXT | dict(model_type="mistral", sliding_window=None),
+        vision=_VISION | dict(image_size=40),
+        images=dict(image_processor_type="PixtralImageProcessor", patch_size=8, size=dict(longest_edge=40)),
+        processor="PixtralProcessor",
+        tokens=dict(image="[IMG]"),
+        picture="[IMG]",
+        config=dict(spatial_merge_size=2),
+        options=dict(patch_size=4, spatial_merge_size=2),
+        others=("[IMG_BREAK]", "[IMG_END]"),
+    ),
+    "llava": Family(
+        text=_TEXT | dict(model_type="llama"),
+        vision=_VISION | dict(model_type="clip_vision_model", image_size=24, num_hidden_layers=3),
+        images=dict(
+            image_processor_type="CLIPImageProcessor", size=dict(shortest_edge=24), crop_size=dict(height=24, width=24)
+        ),
+        processor="LlavaProcessor",
+        tokens=dict(image="<image>"),
+        picture="<image>\n",
+        config=dict(image_seq_length=36),
+        options=dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1),
+    ),
+    "idefics3": _idefics("Idefics3"),
+    "smolvlm": _idefics("SmolVLM"),
+    "internvl": Family(
+        text=_TEXT | dict(model_type="qwen2"),
+        vision=_VISION | dict(image_size=16, patch_size=4),
+        images=dict(
+            image_processor_type="GotOcr2ImageProcessor",
+            size=dict(height=16, width=16),
+            crop_to_patches=True,
+            min_patches=1,
+            max_patches=4,
+        ),
+        processor="InternVLProcessor",
+        tokens=dict(image="<IMG_CONTEXT>"),
+        picture="<IMG_CONTEXT>\n",
+        config=dict(image_seq_length=4),
+        options=dict(image_seq_length=4),
+        named=dict(
+            start_image_token="<img>",
+            end_image_token="</img>",
+            context_image_token="<IMG_CONTEXT>",
+            video_token="<video>",
+        ),
     ),
 }
 """By `model_type`."""
@@ -100,7 +233,7 @@ FAMILIES: dict[str, Family] = {
 def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """The byte tokenizer with a family's special tokens from id 259 on, and a chat template that shows pictures."""
     made, found = byte_tokenizer(), FAMILIES[family]
-    texts = dict.fromkeys([*found.tokens.values(), *found.named.values()])
+    texts = dict.fromkeys([*found.tokens.values(), *found.named.values(), *found.others])
     made.add_tokens([AddedToken(text, normalized=False, special=True) for text in texts], special_tokens=True)
     named = dict(extra_special_tokens=found.named) if found.named else {}
     return PreTrainedTokenizerFast(
@@ -120,7 +253,7 @@ def tiny_vision_config(family: str, **overrides: Any) -> Any:
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(text) for name, text in found.tokens.items()}
     return AutoConfig.for_model(
         family,
-        text_config=found.text | dict(vocab_size=len(tokenizer)) | overrides,
+        text_config=found.text | dict(vocab_size=-(-len(tokenizer) // 16) * 16) | overrides,
         vision_config=dict(found.vision),
         **(dict(tie_word_embeddings=False) | found.config | ids),
     )
