@@ -29,6 +29,12 @@ def is_picture(part: Any) -> bool:
     return isinstance(kind, str) and kind in _KEYS
 
 
+def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether any of these messages, which are not checked yet, has a picture in its content."""
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    return any(is_picture(part) for each in contents if isinstance(each, list | tuple) for part in each)
+
+
 def as_picture_part(part: Mapping[str, Any], field: str) -> dict[str, Any]:
     """Return a part whose image may be read. Raises `RequestError` for a wrong form; the image itself is not opened."""
     kind = part["type"]
