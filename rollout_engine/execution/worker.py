@@ -158,6 +158,9 @@ class Worker:
         """Have every rank write its weights to a file in `directory`; returns the specs written by each, in order."""
         return [write_shard(directory, 0, 1, self.updater.metadata(), self.updater.live("save_sharded_state"))]
 
+    def reset_encoder_cache(self) -> None:
+        """Forget the vision tower's outputs. No step may be running on the host."""
+
     def release_kv(self) -> None:
         """Give the memory of all KV back to the system."""
         self.runner.model.kv.release()

@@ -20,7 +20,7 @@ from typing import Any, Unpack
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.text.conversations import ChatOptions, as_messages
-from rollout_engine.text.picture_parts import has_pictures, images_of, with_images, without_images
+from rollout_engine.text.picture_parts import holds_pictures, images_of, with_images, without_images
 from rollout_engine.text.picture_processor import ReadPicture
 from rollout_engine.text.picture_prompts import PicturePrompts
 from rollout_engine.text.tokenizer import TextCodec
@@ -86,7 +86,7 @@ class ChatTurns:
 
         Raises `RequestError` for an image that cannot be read, and if the model takes none.
         """
-        if not has_pictures(messages):
+        if not holds_pictures(messages):
             return messages, []
         checked = as_messages(messages)
         if self._pictures is None:

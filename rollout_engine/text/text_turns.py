@@ -6,7 +6,7 @@ from typing import Any
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.text.chat_rendering import text_of
-from rollout_engine.text.picture_parts import has_pictures
+from rollout_engine.text.picture_parts import holds_pictures
 from rollout_engine.text.picture_processor import ReadPicture
 from rollout_engine.text.tokenizer import TextCodec
 
@@ -33,7 +33,7 @@ class TextTurns:
 
     def read_pictures(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[ReadPicture]]:
         """The messages as they are, and no pictures. Raises `RequestError` for messages with one."""
-        if has_pictures(messages):
+        if holds_pictures(messages):
             hint = "Or give chat_template=..., which writes a placeholder for each picture."
             raise RequestError.for_field("messages", "a picture", "text for a tokenizer without a chat template", hint)
         return messages, []
