@@ -20,7 +20,7 @@ from typing import Any, Unpack
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.text.conversations import ChatOptions, as_messages
-from rollout_engine.text.picture_parts import holds_pictures, images_of, with_images, without_images
+from rollout_engine.text.picture_parts import holds_pictures, images_of, with_images
 from rollout_engine.text.picture_processor import ReadPicture
 from rollout_engine.text.picture_prompts import PicturePrompts
 from rollout_engine.text.tokenizer import TextCodec
@@ -78,7 +78,7 @@ class ChatTurns:
 
     def begin(self, messages: Messages, text: str) -> list[int]:
         """Token ids of `text(messages)` as a prompt. Raises `RequestError`, also for tools that it does not show."""
-        self._codec.require_shown_tools(text, without_images(as_messages(messages)), **self._options)
+        self._codec.require_shown_tools(text, as_messages(messages), **self._options)
         return self._codec.encode(text, add_special_tokens=False)
 
     def read_pictures(self, messages: Messages) -> tuple[Messages, list[ReadPicture]]:
@@ -253,7 +253,7 @@ class ChatTurns:
 
     def _render(self, messages: Messages, *, opens: bool = True) -> str:
         options: dict[str, Any] = {**self._options, "add_generation_prompt": opens}
-        return self._codec.render_chat(without_images(messages), **options)
+        return self._codec.render_chat(messages, **options)
 
 
 def once_followed(roles: Sequence[str], how: str) -> str:

@@ -106,9 +106,8 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._generates, self._pooling, self._routing = generates, pooling, routing
-        self._encoder = PromptEncoder(
-            codec, pictures or PicturePrompts(codec, None), max_model_len=max_model_len, vocab_size=vocab_size
-        )
+        self.pictures = pictures or PicturePrompts(codec, None)
+        self._encoder = PromptEncoder(codec, self.pictures, max_model_len=max_model_len, vocab_size=vocab_size)
         self._eos_token_ids = list(eos_token_ids)
         self._seed = seed
         self._takes_extra_args = takes_extra_args
@@ -207,11 +206,6 @@ class InputProcessor:
     def read_images(self, prompt: Any) -> dict[str, Any]:
         """Return a prompt whose images have been read, for `check`. Blocks. Raises `RequestError`."""
         return self._encoder.pictures.read_prompt(as_fields(prompt))
-
-    @property
-    def pictures(self) -> PicturePrompts:
-        """Reads the pictures of prompts, and finds their places."""
-        return self._encoder.pictures
 
     def read_image(self, image: Any, field: str = "image") -> ReadPicture:
         """Read and process an image of any form. Blocks. Raises `RequestError` naming the field."""
