@@ -4,9 +4,9 @@
     python examples/read_digits.py --blank     the control: the same run with blank pictures, which cannot be learned
 
 Each step: an environment of gymnasium draws 16 digits, each somewhere in a picture with noise; the engine samples 8
-answers to each, one token that must be a digit; the trainer takes one policy gradient step through text model, projector
-and vision tower, and the new weights go back into the engine. Engine and trainer agree on every log-prob bit for bit, the
-tower included, so the last column says 0.0.
+answers to each, one token that must be a digit; the trainer takes one policy gradient step through text model and
+vision tower, and the new weights go back into the engine. Engine and trainer agree on every log-prob bit for bit,
+the tower included, so `max_logprob_diff` is 0.
 
 It writes to `--out`: metrics.jsonl, and rollouts.jsonl with the episodes of the last step and their pictures:
 

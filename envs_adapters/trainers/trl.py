@@ -167,9 +167,9 @@ class PolicyGeneration:
         each in a list of its own, while vLLM would also put those of other tokens.
         """
         with profiler or nullcontext():
-            pairs = list(zip(prompts, images or [None] * len(prompts), strict=True))
-            fit = [pair for pair in pairs if num_generations > 1 or len(pair[0]) < self._max_model_len]
-            made = iter(self.complete(*map(list, zip(*fit, strict=True)), shortens=True) if fit else ())
+            fit = [i for i, each in enumerate(prompts) if num_generations > 1 or len(each) < self._max_model_len]
+            shown = None if images is None else [images[i] for i in fit]
+            made = iter(self.complete([prompts[i] for i in fit], shown, shortens=True) if fit else ())
             completions = [next(made) if len(prompt) < self._max_model_len else _NO_ANSWER for prompt in prompts]
         if len(fit) < len(prompts):
             what = "%d of %d prompts with a tool's result fill max_model_len=%d: their answers are empty."
@@ -190,7 +190,8 @@ class PolicyGeneration:
     ) -> list[Completion]:
         """One completion of each prompt; equal prompts in a row are one group, whose prompt is computed once.
 
-        `images`: of each prompt, whose placeholders are expanded. `shortens`: a completion may have fewer tokens than the trainer asks for if no more fit behind its prompt.
+        `images`: of each prompt, whose placeholders are expanded. `shortens`: a completion may have fewer tokens than
+        the trainer asks for if no more fit behind its prompt.
         """
         self.sync_weights()
         groups = group_prompts(prompts, images)

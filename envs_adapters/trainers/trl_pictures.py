@@ -52,5 +52,7 @@ def _span_of(name: str, inputs: Mapping[str, Tensor], images: slice, num_images:
         ends = [0, *grid.prod(dim=1).cumsum(0).tolist()]
         return slice(ends[images.start], ends[images.stop])
     if num_rows != num_images:
-        raise ConfigError(f"ExactLogprobs expects a row of {name} for each of {num_images} images, and it has {num_rows}.")
+        raise ConfigError(
+            f"ExactLogprobs expects a row of {name} for each of {num_images} images, and it has {num_rows}."
+        )
     return images

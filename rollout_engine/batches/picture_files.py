@@ -4,8 +4,8 @@
     <digest>.npz     the arrays that the model got, as numpy writes them, without pickle
     <digest>.png     the picture as the model saw it, to look at; absent if the arrays are of an unknown form
 
-A picture is written once, however many samples have it: lines name it by its digest. In a sample "pictures" is a list of
-{"start", "end", "picture"}: the span of positions in prompt and response together, and the picture: a `Picture` in
+A picture is written once, however many samples have it: lines name it by its digest. In a sample "pictures" is a list
+of {"start", "end", "picture"}: the span of positions in prompt and response together, and the picture: a `Picture` in
 memory, and its digest in a file, whose reader adds the folder as "picture_folder".
 """
 

@@ -1,8 +1,8 @@
 """Images of pictures as a model sees them, for people to look at: what an image processor did to them is undone.
 
-Processors make a picture smaller, divide its colours by 255, subtract a mean, divide by a deviation, and may cut it into
-patches or tiles. Of the usual means and deviations those are taken that give whole colours again; if none does, the
-darkest value becomes black and the brightest white.
+Processors make a picture smaller, divide its colours by 255, subtract a mean, divide by a deviation, and may cut it
+into patches or tiles. Of the usual means and deviations those are taken that give whole colours again; if none does,
+the darkest value becomes black and the brightest white.
 """
 
 import io
@@ -58,7 +58,9 @@ def _pixels(picture: Picture, num_features: int | None) -> np.ndarray | None:
     return values.transpose(1, 2, 0)
 
 
-def _join_patches(values: np.ndarray, frames: int, rows: int, columns: int, num_features: int | None) -> np.ndarray | None:
+def _join_patches(
+    values: np.ndarray, frames: int, rows: int, columns: int, num_features: int | None
+) -> np.ndarray | None:
     """Put patches [frames * rows * columns, D] of Qwen's processors together; only the first frame."""
     num_patches = frames * rows * columns
     merged = math.isqrt(num_patches // num_features) if num_features else _MERGED

@@ -1,9 +1,9 @@
 """Reward functions of users: how they are called, for any library's signature, and how their rewards are summed.
 
 As in TRL, a function gets those of `prompts`, `completions` and `completion_ids` that it names, or all with `**kwargs`,
-and columns likewise. Parameters that callers cannot name (`/`, `*args`) get the three lists in that order. By name alone
-it gets `pictures`: for each completion the tuple of its prompt's `PlacedPicture`, as in batch["pictures"]. A parameter
-of any other name is a column: if the rollout does not have it, `check_columns` raises.
+and columns likewise. Parameters that callers cannot name (`/`, `*args`) get the three lists in that order. By name it
+also gets `pictures`: for each completion the tuple of its prompt's `PlacedPicture`, as in batch["pictures"]. A
+parameter of any other name is a column: if the rollout does not have it, `check_columns` raises.
 """
 
 import inspect

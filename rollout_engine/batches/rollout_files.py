@@ -82,9 +82,9 @@ _NEEDED = {field.name for field in msgspec.structs.fields(_Rollout) if field.req
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The samples of a file, in its order, as dicts with the keys of `rollout_engine.batches.jsonl`.
 
-    A last line that was cut off, as by a process that was killed, is left out, with a warning. Samples with pictures get
-    "picture_folder", the folder of their files. Raises `RequestError`
-    for a file that cannot be read, another line that is not a rollout, and a newer schema, with the line's number.
+    A last line that was cut off, as by a process that was killed, is left out, with a warning. Samples with pictures
+    get "picture_folder", the folder of their files. Raises `RequestError` for a file that cannot be read, another line
+    that is not a rollout, and a newer schema, with the line's number.
     """
     try:
         with open(Path(path), "rb") as file:

@@ -49,7 +49,9 @@ class ChatTurns:
     needs_messages = True
     """Whether a turn needs messages to answer."""
 
-    def __init__(self, codec: TextCodec, pictures: PicturePrompts | None = None, **options: Unpack[ChatOptions]) -> None:
+    def __init__(
+        self, codec: TextCodec, pictures: PicturePrompts | None = None, **options: Unpack[ChatOptions]
+    ) -> None:
         """`pictures`: of the engine; None: messages have none.
 
         Raises `RequestError` if there is no chat template, or it does not write an answer as it is.

@@ -98,9 +98,7 @@ def test_a_training_step_over_pictures_is_exact_before_and_after(policy, trainer
 
 def test_episodes_whose_observations_are_pictures_are_exact_and_are_replayed(policy, trainer, trace, tmp_path):
     log = tmp_path / "rollouts.jsonl"
-    batch = policy.rollout(
-        None, PARAMS, env=Album, num_episodes=2, num_samples=2, seed=4, use_tqdm=False, log_to=log
-    )
+    batch = policy.rollout(None, PARAMS, env=Album, num_episodes=2, num_samples=2, seed=4, use_tqdm=False, log_to=log)
     assert batch["error"] == [None] * 4 and [len(row) for row in batch["pictures"]] == [3] * 4
     ids = batch["tokens", "full"]
     placeholder = policy.frontend.client.info.pictures.image_token_id

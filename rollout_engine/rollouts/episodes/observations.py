@@ -30,7 +30,8 @@ def as_observation(value: Any, num_seats: int = 1, seat: int | None = None) -> O
 
     Accepts an `Observation`, an object with its attributes, and gymnasium's tuple of five; of a reset also messages
     alone (a text, one message, a list of them) and gymnasium's (messages, info). In the result `messages` is a text or
-    a list of messages, pictures in them the bytes of files, `reward` a dict {seat: finite float}, `info` a dict. Raises `ObservationError`.
+    a list of messages, pictures in them the bytes of files, `reward` a dict {seat: finite float}, `info` a dict. Raises
+    `ObservationError`.
     """
     messages, reward, terminated, truncated, info, next_seat = _fields(value, is_reset=seat is None)
     return Observation(
@@ -108,7 +109,9 @@ def _messages(value: Any) -> str | list[Message]:
     _check_bytes(sum(map(_num_bytes, checked)))
     num_bytes = sum(num_picture_bytes(each.get("content")) for each in checked)
     if num_bytes > MAX_PICTURE_BYTES:
-        raise ObservationError(f"messages hold pictures of {num_bytes} bytes: {MAX_PICTURE_BYTES} are the most allowed.")
+        raise ObservationError(
+            f"messages hold pictures of {num_bytes} bytes: {MAX_PICTURE_BYTES} are the most allowed."
+        )
     return checked
 
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from rollout_engine import RequestError, concat, minibatches, read_jsonl, to_jsonl
+from rollout_engine import RequestError, concat, minibatches, read_jsonl, to_jsonl, to_trl
 from rollout_engine.base.outputs import RequestOutput
 from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.batches.json_values import json_value
@@ -22,6 +22,7 @@ from rollout_engine.batches.picture_files import load_picture, placed_pictures
 from rollout_engine.batches.picture_images import png_of
 from rollout_engine.batches.rewards import RewardCaller
 from rollout_engine.batches.rollout_batch import rollout_batch
+from rollout_engine.batches.trl import to_trl_rollout
 from rollout_engine.looking.page import page_data
 from rollout_engine.testing.tiny_pictures import FAMILIES, random_picture
 from tests.unit.batches.conftest import PAD, completion
@@ -106,6 +107,17 @@ def test_a_stream_without_a_folder_is_refused():
     stream = io.StringIO()
     to_jsonl(batch_of().exclude("pictures"), stream)
     assert len(stream.getvalue().splitlines()) == 6
+
+
+def test_trl_gets_no_batch_without_its_pictures():
+    with pytest.raises(RequestError, match="exact.inputs"):
+        to_trl(batch_of())
+    assert set(to_trl(batch_of().exclude("pictures"))) == set(to_trl(batch_of(counts=(0, 0, 0))))
+    assert len(to_trl_rollout(batch_of())["prompt_ids"]) == 6
+    late = batch_of()
+    late["num_prompt_tokens"] = torch.tensor([4] * 6)
+    with pytest.raises(RequestError, match="later turns"):
+        to_trl_rollout(late)
 
 
 class Trap:
