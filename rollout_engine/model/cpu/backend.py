@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.pictures import PlacedPicture, SharedPictures
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.adapters import AdapterRows
@@ -26,8 +27,13 @@ from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
 from rollout_engine.model.kv_size import describe_pool, describe_states, size_pool, size_states
 from rollout_engine.model.modules.heads import head_of, pooling_info
 from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.model.modules.placed_features import placing, take_placed_features
 from rollout_engine.model.packing.linear_groups import linear_groups
 from rollout_engine.model.packing.packed_weights import PackedWeights
+from rollout_engine.model.pictures.encoder import PictureEncoder
+from rollout_engine.model.pictures.scored_rows import features_of_rows
+from rollout_engine.model.pictures.step_inputs import SequencesWithPictures
+from rollout_engine.model.pictures.tower import attach_tower
 from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.ranks.seat import Seat, described_ranks, score_together
@@ -56,6 +62,7 @@ class CpuBackend(Backend):
         cut = loaded.cut
         if cut is not None:
             _check_products(loaded.module, cut, is_deterministic=self.is_deterministic)
+        pictures = _sequences_with_pictures(config, loaded)
         self.packed = PackedWeights(loaded.module, loaded.num_ranks)
         self.num_blocks = size_pool(config, loaded)
         self.num_state_slots = size_states(config, loaded, self.num_blocks)
@@ -92,6 +99,7 @@ class CpuBackend(Backend):
             pooler=pooler,
             grammars=grammars,
             seat=self._seat,
+            pictures=pictures,
         )
         self.routing = self.runner.routing.info
         self.choices = (
@@ -101,6 +109,7 @@ class CpuBackend(Backend):
             f"{'' if config.quantization is None else f'layers in {config.quantization}, '}"
             f"decoder {'modules' if reason is not None else 'compiled'}, "
             f"{describe_pool(config, loaded, self.num_blocks)}{describe_states(loaded, self.num_state_slots)}"
+            f"{'' if pictures is None else ', pictures'}"
         )
 
     def score(
@@ -111,8 +120,9 @@ class CpuBackend(Backend):
         *,
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
+        pictures: SharedPictures | None = None,
     ) -> Iterator[dict[int, np.ndarray]]:
-        given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts)
+        given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts, pictures)
         return score_together(self._seat, self._score, *given, *options)
 
     def _score(
@@ -122,7 +132,10 @@ class CpuBackend(Backend):
         temperature: float,
         adapter_slot: int,
         routed_experts: Sequence[np.ndarray] | None,
+        pictures: SharedPictures | None,
     ) -> Iterator[dict[int, np.ndarray]]:
+        placed = None if pictures is None else pictures.placed()
+
         @contextmanager
         def around(members: list[int], num_columns: int) -> Iterator[None]:
             with ExitStack() as contexts:
@@ -132,6 +145,9 @@ class CpuBackend(Backend):
                 if routed_experts is not None:
                     given = [routed_experts[index] for index in members]
                     contexts.enter_context(self.runner.routing.replaying(given, num_columns))
+                if placed is not None:
+                    rows = [sequences[index] for index in members], [placed[index] for index in members]
+                    contexts.enter_context(self._placing(*rows, num_columns))
                 yield
 
         return sequence_logprobs(
@@ -143,8 +159,28 @@ class CpuBackend(Backend):
             around=around,
         )
 
+    def _placing(
+        self, rows: list[list[int]], placed: list[list[PlacedPicture]], num_columns: int
+    ) -> AbstractContextManager[None]:
+        assert self.runner.pictures is not None, "a model without pictures is given none"
+        take_placed_features(self.runner.model.module.base_model)
+        return placing(features_of_rows(self.runner.pictures, rows, placed, num_columns))
+
+    def reset_encoder_cache(self) -> None:
+        if self.runner.pictures is not None:
+            self.runner.pictures.reset()
+
     def memory_of(self, weights: Sequence[Tensor]) -> CpuWeightMemory:
         return CpuWeightMemory(weights, self.packed, self.runner.model)
+
+
+def _sequences_with_pictures(config: EngineConfig, loaded: LoadedModel) -> SequencesWithPictures | None:
+    """Put the tower of a composite to work; None if it has none."""
+    if loaded.tower is None or loaded.picture_info is None:
+        return None
+    tower = attach_tower(loaded.module, loaded.tower, ARITHMETIC.make_row_invariant)
+    encoder = PictureEncoder(tower, loaded.dtype, config.encoder_cache_bytes)
+    return SequencesWithPictures(encoder, loaded.picture_info.image_token_id)
 
 
 def _described_dtype(loaded: LoadedModel) -> str:
