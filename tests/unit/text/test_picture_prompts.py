@@ -116,7 +116,7 @@ def test_ids_places_and_arrays_are_those_of_transformers(checkpoint, family, mon
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "mistral3", "idefics3", "internvl"])
 def test_texts_and_ids_take_images_beside_them_expanded_or_not(checkpoint, family):
     inputs = inputs_of(checkpoint(family))
-    placeholder = inputs.read_image(random_picture(0)).text and inputs._encoder.pictures.processor.placeholder
+    placeholder = inputs.pictures.processor.placeholder
     images = [random_picture(i, *size) for i, size in enumerate(SIZES[:2])]
     text, data = f"One {placeholder} two {placeholder} three", {"multi_modal_data": {"image": images}}
     of_text = inputs.check({"prompt": text, **data}, None)
@@ -124,7 +124,7 @@ def test_texts_and_ids_take_images_beside_them_expanded_or_not(checkpoint, famil
     unexpanded = inputs.check({"prompt_token_ids": short, **data}, None)
     expanded = inputs.check({"prompt_token_ids": of_text.token_ids, **data}, None)
     placed = inputs.check({"prompt_token_ids": of_text.token_ids, "pictures": of_text.pictures}, None)
-    ids, places = inputs.expand_pictures(short, [each.picture for each in of_text.pictures])
+    ids, places = inputs.pictures.expand_ids(short, [each.picture for each in of_text.pictures])
     for other in (unexpanded, expanded, placed, of_text._replace(token_ids=ids, pictures=places)):
         assert other.token_ids == of_text.token_ids
         assert [(each.start, each.end, each.picture.digest) for each in other.pictures] == [
@@ -146,12 +146,14 @@ def test_one_picture_given_as_a_message_or_beside_it_is_the_same(qwen):
 
 
 def test_a_small_cache_forgets_pictures_and_changes_none(checkpoint):
-    inputs = inputs_of(checkpoint("qwen3_vl"), mm_cache_bytes=20_000)
-    first = inputs.read_image(random_picture(0)).picture
-    for seed in range(1, 9):
-        inputs.read_image(random_picture(seed))
-    again = inputs.read_image(random_picture(0)).picture
-    assert again is not first and again.digest == first.digest
+    for cache_bytes in (0, 70_000):
+        inputs = inputs_of(checkpoint("qwen3_vl"), mm_cache_bytes=cache_bytes)
+        first = inputs.read_image(random_picture(0)).picture
+        assert (inputs.read_image(random_picture(0)).picture is first) == (cache_bytes > 0)
+        for seed in range(1, 9):
+            inputs.read_image(random_picture(seed))
+        again = inputs.read_image(random_picture(0)).picture
+        assert again is not first and again.digest == first.digest
     with pytest.raises(RequestError, match="a picture that was read here"):
         inputs.read_image(Picture.of({"pixel_values": np.zeros((4, 96), np.float32)}))
 
@@ -226,6 +228,12 @@ def test_what_is_not_one_image_for_each_placeholder_is_refused_by_its_part(qwen,
 
 
 @pytest.mark.parametrize("span", [(1, 1), (0, 2), (1, 5), (2, 1), (1, 9)])
+def test_an_observation_with_a_placeholder_is_refused(qwen):
+    qwen.pictures.check_messages([{"role": "user", "content": [PICTURE, text("a")]}])
+    with pytest.raises(RequestError, match=r"messages\[0\]\['content'\]='<|image_pad|>' is not allowed"):
+        qwen.pictures.check_messages([{"role": "tool", "content": PAD}])
+
+
 def test_places_that_are_none_are_refused(qwen, span):
     picture = qwen.read_image(ONE).picture
     with pytest.raises(RequestError, match=r"pictures\[0\]"):
