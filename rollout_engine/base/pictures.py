@@ -78,7 +78,7 @@ class SharedPictures(msgspec.Struct, frozen=True, eq=False):
         places = [[(each.start, each.end, index[each.picture.digest]) for each in row] for row in placed]
         return cls([each.arrays for each in pictures.values()], places)
 
-    def placed(self) -> list[list[PlacedPicture]]:
+    def place_all(self) -> list[list[PlacedPicture]]:
         """The pictures of each sequence, with digests that were computed here."""
         pictures = [Picture.of(arrays) for arrays in self.arrays]
         return [[PlacedPicture(start, end, pictures[index]) for start, end, index in row] for row in self.places]

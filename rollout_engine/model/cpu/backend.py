@@ -134,7 +134,7 @@ class CpuBackend(Backend):
         routed_experts: Sequence[np.ndarray] | None,
         pictures: SharedPictures | None,
     ) -> Iterator[dict[int, np.ndarray]]:
-        placed = None if pictures is None else pictures.placed()
+        placed = None if pictures is None else pictures.place_all()
 
         @contextmanager
         def around(members: list[int], num_columns: int) -> Iterator[None]:

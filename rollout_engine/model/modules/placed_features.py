@@ -64,7 +64,7 @@ class PlacedFeatures(NamedTuple):
 @contextmanager
 def placing(features: PlacedFeatures | None) -> Iterator[None]:
     """Inside, this thread's forwards of a decoder with the hook have these features; None: those around it."""
-    before = placed()
+    before = current_features()
     _state.features = before if features is None else features
     try:
         yield
@@ -77,7 +77,7 @@ def place(features: PlacedFeatures | None) -> None:
     _state.features = features
 
 
-def placed() -> PlacedFeatures | None:
+def current_features() -> PlacedFeatures | None:
     """The features of this thread's forwards."""
     features: PlacedFeatures | None = getattr(_state, "features", None)
     return features
@@ -90,7 +90,7 @@ def take_placed_features(decoder: nn.Module) -> None:
 
 
 def _put_features(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    features = placed()
+    features = current_features()
     if features is None:
         return None
     kwargs = dict(kwargs)
