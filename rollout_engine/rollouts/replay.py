@@ -88,10 +88,10 @@ class _Piece(NamedTuple):
     """Pictures of the sample."""
 
     @property
-    def prompt(self) -> list[int] | dict[str, Any]:
+    def prompt(self) -> dict[str, Any]:
         ids = [*self.sample["prompt_token_ids"], *self.sample["response_token_ids"][: self.start]]
         before = [each for each in self.pictures if each.end <= len(ids)]
-        return {"prompt_token_ids": ids, "pictures": before} if before else ids
+        return {"prompt_token_ids": ids, "pictures": before}
 
 
 def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[Any] = ()) -> list[ReplayReport]:

@@ -86,8 +86,11 @@ class ChatTurns:
     def read_pictures(self, messages: Messages) -> tuple[Messages, list[ReadPicture]]:
         """Read the images of new messages: (the messages with a `Picture` for each, the pictures in order).
 
-        Raises `RequestError` for an image that cannot be read, and if the model takes none.
+        Raises `RequestError` for an image that cannot be read, for a text that stands for one, and if the model takes
+        no pictures.
         """
+        if self._pictures is not None:
+            self._pictures.check_messages(messages)
         if not holds_pictures(messages):
             return messages, []
         checked = as_messages(messages)

@@ -85,7 +85,7 @@ class Player:
             return
         asked, self._asked = self._asked, []
         request_ids = self.reader.add_all(
-            with_lora([_prompt_of(ask) for _, ask in asked], self._lora),
+            with_lora([{"prompt_token_ids": ask.token_ids, "pictures": ask.pictures} for _, ask in asked], self._lora),
             [self._params_within(ask.room) for _, ask in asked],
             session_id=[f"{self._session}-{key}-{ask.seat}" for key, ask in asked],
             seeds=[ask.seed for _, ask in asked],
@@ -172,8 +172,3 @@ class Player:
                 return
             found.append(rewritten(how))
         raise found[0]
-
-
-def _prompt_of(ask: Ask) -> dict[str, Any]:
-    prompt: dict[str, Any] = {"prompt_token_ids": ask.token_ids}
-    return prompt | ({"pictures": ask.pictures} if ask.pictures else {})

@@ -155,10 +155,9 @@ def test_more_pictures_than_the_engine_takes_are_refused(pictures_of):
 
 def test_a_text_of_the_environment_cannot_stand_for_a_picture(pictures_of):
     codec, pictures = pictures_of("qwen2_5_vl")
-    conversation = Conversation(ChatTurns(codec, pictures))
-    conversation.read([seen(png(IMAGES[0]), "Here: <|image_pad|>")])
-    with pytest.raises(RequestError, match="2 placeholders"):
-        conversation.prompt()
+    for observed in (seen(png(IMAGES[0]), "Here: <|image_pad|>"), {"role": "user", "content": "<|image_pad|>"}):
+        with pytest.raises(RequestError, match="a text without '<|image_pad|>', which stands for a picture"):
+            Conversation(ChatTurns(codec, pictures)).read([observed])
 
 
 def test_pictures_need_a_template_and_a_model_that_takes_them(pictures_of):
