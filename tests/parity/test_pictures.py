@@ -30,7 +30,7 @@ NUM_TOKENS = int(os.environ.get("PICTURE_FUZZ_TOKENS", "1000"))
 NUM_VERSIONS = 3
 """Different weights that updates bring, in turn; the last differs from the first in its tower alone."""
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llava", "idefics3", "smolvlm", "internvl"]
-QUICK = [("qwen3_vl", torch.float32), ("qwen2_5_vl", torch.bfloat16), ("mistral3", torch.float32)]
+QUICK = [("qwen3_vl", torch.float32), ("mistral3", torch.bfloat16)]
 HYBRIDS = {"qwen3_5"}
 TIE = 1e-4
 """Logits of float32 that are closer than this may be ordered either way."""
@@ -142,9 +142,9 @@ def generate(engine, weights, rng, prefix, requests, counts, num_updates):
 def test_no_bit_differs_from_the_trainer(weights_of, family, dtype):
     counts, rng = Counter(), random.Random(f"{family} {dtype}")
     small = dict(
-        max_num_batched_tokens=33, max_num_seqs=20, block_size=4, num_kv_blocks=100, encoder_cache_bytes=1 << 14
+        max_num_batched_tokens=33, max_num_seqs=20, block_size=4, num_kv_blocks=60, encoder_cache_bytes=1 << 14
     )
-    round_of = dict(most=12, num_updates=1, enable_prefix_caching=True, **small)
+    round_of = dict(most=26, num_updates=1, enable_prefix_caching=True, max_model_len=240, **small)
     counts.update(run_round(weights_of(family, dtype), family, rng, dtype, **round_of))
     assert counts["compared"] > 200
     assert counts["updates"] and counts["preempted"] and counts["cached"], counts
