@@ -43,7 +43,7 @@ class ReadPicture(NamedTuple):
 
     picture: Picture
     text: str
-    """The text that stands for it: a placeholder for each feature, and the tokens that the processor writes around them."""
+    """The text that stands for it: a placeholder for each feature, and the tokens that the processor adds."""
 
 
 class PictureProcessor:
