@@ -102,14 +102,17 @@ class CpuBackend(Backend):
             pictures=pictures,
         )
         self.routing = self.runner.routing.info
-        self.choices = (
+        self.choices = self._describe_choices(config, loaded)
+
+    def _describe_choices(self, config: EngineConfig, loaded: LoadedModel) -> str:
+        return (
             f"device cpu{described_ranks(loaded.num_ranks)}, dtype {_described_dtype(loaded)}, "
             f"{torch.get_num_threads()} threads, "
             f"deterministic {self.is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"
             f"{'' if config.quantization is None else f'layers in {config.quantization}, '}"
-            f"decoder {'modules' if reason is not None else 'compiled'}, "
+            f"decoder {'modules' if self.runner.model.decoder is None else 'compiled'}, "
             f"{describe_pool(config, loaded, self.num_blocks)}{describe_states(loaded, self.num_state_slots)}"
-            f"{'' if pictures is None else ', pictures'}"
+            f"{'' if self.runner.pictures is None else ', pictures'}"
         )
 
     def score(

@@ -68,14 +68,13 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     _check_head_place(head_kind, device, seat)
     check_size = make_size_check(directory, text_config, entries)
     module = build_module(text_config, dtype, ATTENTION_NAME, head_kind, check_size)
-    limit = position_limit(module.config)
-    _check_length(module.config, limit, config.max_model_len)
+    limit = _find_limit(module.config, config.max_model_len)
     geometry = _admit(module, hf_config, device, has_ranks=seat is not None)
     max_model_len = _served_length(limit, config.max_model_len)
-    if device != _CPU and seat is None:
-        place_on(module, device)
     vocab_size = len(tensor_of(module.get_output_embeddings() or module.get_input_embeddings()))
     if seat is None:
+        if device != _CPU:
+            place_on(module, device)
         fuse_projections(module)
     tower, picture_info = load_tower(config, hf_config, dtype, device, check_size)
     table = table_of(module, tower)
@@ -83,11 +82,8 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     cut, targets = None, table.views
     if is_dummy:
         initialize(module)
-        if tower is not None:
-            initialize(tower)
     if seat is not None:
-        cut = cut_module(module, geometry, seat, keep_values=is_dummy)
-        cut = _with_parts(cut, module, tower, table, device, keep_values=is_dummy)
+        cut = _cut_whole(module, tower, geometry, seat, table, device, keep_values=is_dummy)
         geometry, targets = cut.geometry, {name: part.view for name, part in cut.parts.items() if part.view.numel()}
     if state is not None:
         state.check_cut(directory, has_columns=cut is not None and bool(cut.columns))
@@ -198,19 +194,21 @@ def _each_once(table: WeightTable, targets: Mapping[str, Tensor]) -> dict[str, T
     return {name: targets[name] for name in dict.fromkeys(table.owners.values()) if name in targets}
 
 
-def _with_parts(
-    cut: ModelCut,
+def _cut_whole(
     module: PreTrainedModel,
     tower: PreTrainedModel | None,
+    geometry: list[LayerGeometry],
+    seat: Seat,
     whole: WeightTable,
     device: torch.device,
     *,
     keep_values: bool,
 ) -> ModelCut:
-    """The cut of `module`, which moves to `device`, with its parts under all the names that `whole` has.
+    """Cut `module`, which moves to `device`. Its parts have all the names that `whole` has.
 
     `tower`: every rank has all of it.
     """
+    cut = cut_module(module, geometry, seat, keep_values=keep_values)
     if device != _CPU:  # only now: the whole may not fit there
         place_on(module, device, keep_values=keep_values)
     fuse_projections(module)
@@ -312,10 +310,11 @@ def _has_native_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def _check_length(hf_config: PretrainedConfig, limit: int | None, asked: int | None) -> None:
-    """Raise `ConfigError` unless `asked` positions are within `limit`, the result of `position_limit`."""
+def _find_limit(hf_config: PretrainedConfig, asked: int | None) -> int | None:
+    """The result of `position_limit`. Raises `ConfigError` if more positions are asked for."""
+    limit = position_limit(hf_config)
     if limit is None:
-        return
+        return None
     if asked is not None and asked > limit:
         raise ConfigError(
             f"max_model_len={asked} is not allowed: this checkpoint serves exactly up to {limit} positions, its "
@@ -328,6 +327,7 @@ def _check_length(hf_config: PretrainedConfig, limit: int | None, asked: int | N
             limit,
             hf_config.max_position_embeddings,
         )
+    return limit
 
 
 def _served_length(limit: int | None, asked: int | None) -> int:

@@ -13,7 +13,7 @@ from rollout_engine.base.pictures import PictureInfo
 from rollout_engine.model.admission.tower_trial import tower_refusal
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.composites import PICTURES, TextPart, build_whole
-from rollout_engine.model.modules.construct import allocate
+from rollout_engine.model.modules.construct import allocate, initialize
 from rollout_engine.model.pictures.tower import build_tower, image_token_id_of
 
 logger = logging.getLogger("rollout_engine")
@@ -23,7 +23,7 @@ class LoadedTower(NamedTuple):
     """What a model has for pictures."""
 
     tower: PreTrainedModel | None
-    """A composite's parts other than its text model, with uninitialised weights; None: pictures are not served."""
+    """A composite's parts other than its text model; None: pictures are not served."""
     info: PictureInfo | None
     """How it takes pictures, or why not; None if it is no model of pictures."""
 
@@ -37,7 +37,7 @@ def load_tower(
 ) -> LoadedTower:
     """The tower of the composite of `hf_config`, whose text model has passed the gate.
 
-    `check` is called with it before it has memory, and may raise.
+    Its weights are uninitialised, unless they are dummies. `check` is called before it has memory, and may raise.
     """
     image_token_id = image_token_id_of(hf_config)
     if hf_config.get_text_config() is hf_config or image_token_id is None:
@@ -49,7 +49,10 @@ def load_tower(
     if reason := tower_refusal(hf_config):
         logger.info("Text alone is served. %s", reason)
         return _refused(image_token_id, reason)
-    return LoadedTower(build_tower(hf_config, dtype, check), PictureInfo(image_token_id))
+    tower = build_tower(hf_config, dtype, check)
+    if config.load_format == "dummy":
+        initialize(tower)
+    return LoadedTower(tower, PictureInfo(image_token_id))
 
 
 def table_of(text: PreTrainedModel, tower: PreTrainedModel | None) -> WeightTable:
