@@ -53,7 +53,7 @@ def test_tokens_are_transformers_own_and_bits_those_of_every_other_order(tmp_pat
         together, sampled = [facts(output) for output in outputs], generate(llm, prompts, GREEDY)
         again = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [facts(output) for output in again] == sampled and again[0].num_cached_tokens > 0
-    with LLM(directory, max_num_batched_tokens=7, **OPTIONS | dict(num_kv_blocks=20)) as llm:
+    with LLM(directory, max_num_batched_tokens=7, **OPTIONS | dict(num_kv_blocks=12, max_model_len=192)) as llm:
         assert generate(llm, prompts[::-1])[::-1] == together, "in small chunks, with preemption"
     with LLM(directory, max_num_batched_tokens=64, num_threads=2, enable_prefix_caching=False, **OPTIONS) as llm:
         assert [generate(llm, [prompt])[0] for prompt in prompts] == together, "each alone"
@@ -77,7 +77,7 @@ def compare_with_transformers(model, output):
         attention_mask=torch.ones_like(ids),
         max_new_tokens=10,
         do_sample=False,
-        eos_token_id=-1,
+        eos_token_id=258,
         output_logits=True,
         return_dict_in_generate=True,
         **given,

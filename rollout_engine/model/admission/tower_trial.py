@@ -27,6 +27,7 @@ from rollout_engine.model.admission.self_check import (
     shuffled_tables,
     spread_weights,
     thin_config,
+    without_advice,
 )
 from rollout_engine.model.cpu.flat_batch import SequenceChunk
 from rollout_engine.model.cpu.row_invariance import make_row_invariant
@@ -66,7 +67,7 @@ def tower_refusal(config: PretrainedConfig) -> str:
     name = (config.architectures or [type(config).__name__])[0]
     started = time.perf_counter()
     try:
-        with one_thread():
+        with one_thread(), without_advice():
             _check_pictures(config)
     except Refusal as reason:
         return f"Pictures of {name} cannot be computed exactly: {reason}."
@@ -90,8 +91,10 @@ def _check_pictures(config: PretrainedConfig) -> None:
             problem = failure
     else:
         raise Refusal(f"no small copy of it encodes a picture ({type(problem).__name__}: {problem})")
-    _compare_features(twins.tower, pictures, expected)
+    products = _compare_features(twins.tower, pictures, expected)
     _compare_logits(twins, pictures, [len(rows) for rows, *_ in expected])
+    if products:
+        raise Refusal(f"its tower has products of its own ({', '.join(sorted(products))})")
 
 
 class _Twins(NamedTuple):
@@ -214,19 +217,19 @@ def _features(whole: Any, picture: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _compare_features(tower: nn.Module, pictures: list[dict[str, Tensor]], expected: list[list[Tensor]]) -> None:
+def _compare_features(tower: nn.Module, pictures: list[dict[str, Tensor]], expected: list[list[Tensor]]) -> set[str]:
+    """Raise `Refusal` for other features than `expected`. Returns the products that torch computes for them."""
+    watch = _Products()
     for picture, wanted in zip(pictures, expected, strict=True):
-        watch = _Products()
         with watch:
             found = encode_picture(tower, picture)
-        if watch.found:
-            raise Refusal(f"its tower has products of its own ({', '.join(sorted(watch.found))})")
         ours = [found.rows, *found.deepstack]
         if [each.shape for each in ours] != [each.shape for each in wanted]:
             raise Refusal("its features have other shapes than transformers' own")
         error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, wanted, strict=True))
         if not error <= TOLERANCE:
             raise Refusal(f"on a small copy its features differ from transformers' own by {error:.1e} of the largest")
+    return watch.found
 
 
 class _Products(TorchDispatchMode):
