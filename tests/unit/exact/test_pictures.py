@@ -172,7 +172,7 @@ def test_recomputed_layers_have_the_same_gradients(use_reentrant, source_of):
     for checkpoints in (False, True):
         model = exact.enable(tiny_vision_model(FAMILY)).train()
         if checkpoints:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
             model.enable_input_require_grads()
         values = exact.token_logprobs(model, batch, temperature=1.0)
         values.sum().backward()
