@@ -3,7 +3,7 @@
     name ── resolved once ──> addresses, all checked ──> a connection to one of them ──> an answer, bounded in time and
                                                                                          size; a redirect begins anew
 
-The name is not resolved again when the connection is made: the address that was checked is the one that is connected to.
+The name is not resolved again when the connection is made: an address that was checked is the one that is connected to.
 Proxies that the environment names are not used.
 """
 

@@ -124,7 +124,7 @@ class MediaReader:
         if scheme.startswith("file://"):
             found = await run_in_thread(self._directories.read, text, field, most)
         elif not is_data and not source.is_base64:
-            raise RequestError.for_field(field, text, f"a URL: {DATA_URL_FORM}, or one of http(s) or file")
+            raise RequestError.for_field(field, text[:100], f"a URL: {DATA_URL_FORM}, or one of http(s) or file")
         elif len(text) * 3 // 4 > most + len(DATA_URL_FORM):
             raise too_long(field, most)
         else:

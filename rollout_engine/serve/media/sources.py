@@ -1,8 +1,9 @@
 """Finds the pictures that the body of a request names: each by a text, in whose place its bytes are put.
 
-messages            parts {"type": "image_url", "image_url": {"url": TEXT}}, "input_image", {"type": "image", "image": TEXT}
+messages            parts {"type": "image_url", "image_url": {"url": TEXT}}; "image_url" may be TEXT, and "type"
+                    "input_image"; or {"type": "image", "image": TEXT}
 multi_modal_data    {"image": TEXT, or a list of such}
-image_data          TEXT, a list of such, or of a list for each prompt; each may be {"url": TEXT}
+image_data          TEXT, a list of such, or a list of these for each prompt; each may be {"url": TEXT}
 """
 
 from collections.abc import Callable, Iterator, Mapping
