@@ -40,7 +40,7 @@ ANSWERS = {
     "/silent": None,
     "/slow": [OK, None],
 }
-"""Path -> what the host sends: bytes, or bytes and then others again and again; None: nothing, and it does not close."""
+"""Path -> what the host sends: bytes, or bytes and others again and again; None: nothing, and it does not close."""
 
 
 class Host:
