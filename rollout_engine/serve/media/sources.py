@@ -55,7 +55,7 @@ def _in_part(part: dict[str, Any], field: str) -> Source:
     detail = part.get("detail")
     if isinstance(value, dict) and key == "image_url":
         part, key, detail = value, "url", value.get("detail", detail)
-        field, value = f"{field}['url']", value.get("url")
+        value = value.get("url")
     if detail not in _DETAILS:
         raise RequestError.for_field(f"{field}: detail", detail, "'auto', 'high' or left out")
     return _source(value, partial(setitem, part, key), field)
