@@ -171,6 +171,17 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most LoRA adapters held at a time (`add_lora`). They take no memory and no time before they are added."""
     max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
     """Highest rank of an adapter."""
+    max_prompt_pictures: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 8
+    """Most pictures of one prompt. 0: a model's vision tower is not loaded, and pictures are refused."""
+    max_picture_pixels: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 64 << 20
+    """Most pixels of one picture as it is given, read from its header before it is decoded. The checkpoint's image
+    processor makes large pictures smaller."""
+    mm_cache_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**50)] = 1 << 30
+    """Most bytes of pictures that an engine in another process keeps of each client, so that a picture that several
+    requests share is sent once (`reset_mm_cache`)."""
+    encoder_cache_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**50)] = 1 << 30
+    """Most bytes of the vision tower's outputs that are kept where the model runs, so that a picture that several
+    requests share is encoded once for each version of the tower's weights (`reset_encoder_cache`)."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     """Root of the sequence seeds of requests that name none."""
     deterministic: bool | Literal["auto"] = "auto"

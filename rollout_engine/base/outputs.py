@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pictures import PlacedPicture
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Quantization = Literal["int8"]
@@ -128,6 +129,8 @@ class RequestOutput(msgspec.Struct):
     """Result of a request with `PoolingParams`, whose only sample has no tokens; None for others."""
     prompt_ranks: np.ndarray | None = None
     """int32 [P], 1 for the most likely token, ties to the lowest id, 0 for the first token; with `prompt_logprobs`."""
+    pictures: list[PlacedPicture] = []
+    """Pictures of the prompt at their places in `prompt_token_ids`, which have one placeholder for each feature."""
 
     def prompt_logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob] | None]:
         """Return for each prompt token a dict as `CompletionOutput.logprob_dicts` does; None for the first token."""

