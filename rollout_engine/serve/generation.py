@@ -103,30 +103,27 @@ class Generation:
         for each in params:
             if inputs.has_new_grammar(each):
                 await run_in_thread(inputs.try_grammar, each)
-        if self._asked.has_pictures:
-            add = partial(self._add, prompts, params, seeds, options, partial(self._count_pictures, check))
-            streams = await self._served.media.process(add, drop=self._drop)
-        elif self._asked.num_bytes > MANY_BYTES or _are_long(prompts, self._asked):
-            streams = await run_in_thread(self._add, prompts, params, seeds, options, check)
-        else:
-            streams = self._add(prompts, params, seeds, options, check)
+        is_slow = self._asked.has_pictures or self._asked.num_bytes > MANY_BYTES or _are_long(prompts, self._asked)
+        add = partial(self._add, prompts, params, seeds, options, check)
+        streams = await self._add_on_thread(add) if is_slow else add()
         for index, stream in enumerate(streams):
             name = self._name if isinstance(self._name, str) else self._name[index]
             self._open[stream] = index
             self._called.append((name, stream.request_id))
             self._served.begin(name, stream.request_id)
 
-    def _drop(self, streams: list[Stream]) -> None:
-        """Abort requests that were queued after the client had left."""
-        for stream in streams:
-            self._served.engine.frontend.close(stream)
+    async def _add_on_thread(self, add: Callable[[], list[Stream]]) -> list[Stream]:
+        """Queue requests on a thread. Those that are queued after the client has left are aborted."""
+        work = asyncio.ensure_future(run_in_thread(add))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(self._close_late)
+            raise
 
-    def _count_pictures(self, check: Check | None, prompts: Sequence[CheckedPrompt]) -> None:
-        """Check prompts, and count the arrays that their pictures have become."""
-        if check is not None:
-            check(prompts)
-        pictures = {placed.picture.digest: placed.picture for prompt in prompts for placed in prompt.pictures}
-        self._served.media.count(self._asked, sum(picture.num_bytes for picture in pictures.values()))
+    def _close_late(self, work: "asyncio.Future[list[Stream]]") -> None:
+        for stream in () if work.cancelled() or work.exception() is not None else work.result():
+            self._served.engine.frontend.close(stream)
 
     def _add(
         self,

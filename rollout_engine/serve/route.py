@@ -46,8 +46,6 @@ class Asked(msgspec.Struct):
     """Of the request's body."""
     num_picture_bytes: int = 0
     """That its pictures take, as `MediaReader` counts them."""
-    is_answered: bool = False
-    """Whether they are not counted any more."""
 
     @property
     def is_long(self) -> bool:
@@ -56,7 +54,7 @@ class Asked(msgspec.Struct):
 
     @property
     def has_pictures(self) -> bool:
-        """Whether the body holds pictures, which are decoded and processed off the event loop."""
+        """Whether the body holds pictures, whose placeholders make a long text."""
         return self.num_picture_bytes > 0
 
     async def read_texts(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -36,7 +36,8 @@ class Served:
         """Whether the server has received the signal to stop."""
         self.settings = SettingsReader(options.logprobs_mode)
         self.templates = RequestTemplates()
-        self.media = MediaReader(options)
+        most = engine.frontend.client.info.config.max_prompt_pictures
+        self.media = MediaReader(options, engine.frontend.inputs.read_image, most)
         self.updates = PendingUpdate(engine)
         self.versions = VersionNames(lambda: self.weight_version)
         """Texts that clients have given versions."""

@@ -1,8 +1,7 @@
-"""Reads the pictures of requests before any route sees them, and bounds what they take."""
+"""Reads and processes the pictures of requests before any route sees them, and bounds what they take."""
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -18,6 +17,7 @@ from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked
 from rollout_engine.text.data_urls import DATA_URL_FORM, decode_base64, decode_data_url
+from rollout_engine.text.picture_processor import ReadPicture
 
 R = TypeVar("R")
 
@@ -28,28 +28,40 @@ _MOST_DOWNLOADS, _OF_REQUEST = 64, 8
 
 
 class MediaReader:
-    """Puts the bytes of pictures in place of the texts that name them, and has them processed off the event loop.
+    """Puts pictures in place of the texts that name them in bodies.
 
-    The bytes that pictures take are counted until their requests have been answered.
+    The bytes that they take are counted until their requests have been answered.
+
+    Args:
+        read_image: processes the file of a picture for the model (`InputProcessor.read_image`).
+        max_prompt_pictures: most pictures of one prompt.
     """
 
-    def __init__(self, options: ServeOptions) -> None:
-        self._options = options
+    def __init__(
+        self,
+        options: ServeOptions,
+        read_image: Callable[[bytes, str], ReadPicture],
+        max_prompt_pictures: int = _MOST_PICTURES,
+    ) -> None:
+        self._options, self._read_image, self._max_prompt_pictures = options, read_image, max_prompt_pictures
         self._hosts, self._directories = AllowedHosts(options.allow_media), AllowedDirectories(options.allow_media_dir)
-        self._lock, self._num_bytes = threading.Lock(), 0
+        self.num_open_bytes = 0
+        """Bytes of the pictures of requests that have not been answered."""
         self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
 
     async def read(self, asked: Asked) -> None:
-        """Put the bytes of each picture that a request names into its body.
+        """Put each picture that a request names into its body, as `ReadPicture`.
 
         Raises `RequestError` and `HttpProblem`, which name the picture's place in the body.
         """
         sources = await asked.read_fields(sources_of, asked.body)
         if not sources:
             return
-        if len(sources) > _MOST_PICTURES:
-            bound = f"at most {_MOST_PICTURES} pictures in one request"
-            raise RequestError.for_field(sources[-1].field, f"picture {len(sources)}", bound)
+        is_batch = hasattr(asked.body, "image_data")
+        most = _MOST_PICTURES if is_batch else self._max_prompt_pictures
+        if len(sources) > most:
+            bound = f"at most {most} pictures in one {'request' if is_batch else 'prompt (max_prompt_pictures)'}"
+            raise RequestError.for_field(sources[most].field, f"picture {most + 1}", bound)
         turn = asyncio.Semaphore(_OF_REQUEST)
         tasks = [asyncio.ensure_future(self._put(each, asked, turn)) for each in sources]
         try:
@@ -58,64 +70,52 @@ class MediaReader:
         finally:
             for task in tasks:
                 task.cancel()
-
-    async def process(self, function: Callable[[], R], drop: Callable[[R], object] | None = None) -> R:
-        """The result of a function that decodes and processes pictures; on a thread, a few at a time.
-
-        A call whose client leaves keeps its turn to the end, so that clients that leave cannot begin more of them.
-        Its result is then passed to `drop`.
-        """
-        turns = self._turns_here().processing
-        await turns.acquire()
-        work = asyncio.ensure_future(run_in_thread(function))
-        work.add_done_callback(lambda _: turns.release())
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            if drop is not None:
-                work.add_done_callback(partial(_drop_result, drop))
-            raise
-
-    def count(self, asked: Asked, num_bytes: int) -> None:
-        """Count bytes that the pictures of a request take; from any thread.
-
-        Raises `HttpProblem`: 413 if they are more than all pictures may take, 503 if they are so with those of other
-        requests, or if the request's client has left.
-        """
-        most = self._options.max_open_picture_bytes
-        with self._lock:
-            if asked.is_answered:
-                raise HttpProblem(503, "The client has left.")
-            asked.num_picture_bytes += num_bytes
-            self._num_bytes += num_bytes
-            of_request, of_all = asked.num_picture_bytes, self._num_bytes
-        if of_request > most:
-            advice = "send fewer, or start the server with a larger --max-open-picture-bytes"
-            raise HttpProblem(413, f"The request's pictures take {of_request} bytes of {most}: {advice}.")
-        if of_all > most:
-            raise HttpProblem(503, f"Pictures of open requests take {most} bytes: send the request again later.")
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def release(self, asked: Asked) -> None:
         """Count the pictures of a request no more: it has been answered."""
-        with self._lock:
-            self._num_bytes -= asked.num_picture_bytes
-            asked.is_answered = True
+        self.num_open_bytes -= asked.num_picture_bytes
+        asked.num_picture_bytes = 0
 
-    @property
-    def num_open_bytes(self) -> int:
-        """Bytes of the pictures of requests that have not been answered."""
-        return self._num_bytes
+    def _count(self, asked: Asked, num_bytes: int) -> None:
+        """Count bytes that the pictures of a request take.
+
+        Raises `HttpProblem`: 413 if they are more than all pictures may take, 503 if so with those of other requests.
+        """
+        most = self._options.max_open_picture_bytes
+        asked.num_picture_bytes += num_bytes
+        self.num_open_bytes += num_bytes
+        if asked.num_picture_bytes > most:
+            advice = "send fewer, or start the server with a larger --max-open-picture-bytes"
+            raise HttpProblem(413, f"The request's pictures take more than {most} bytes: {advice}.")
+        if self.num_open_bytes > most:
+            raise HttpProblem(503, f"Pictures of open requests take {most} bytes: send the request again later.")
 
     def _turns_here(self) -> "_Turns":
         return self._turns.setdefault(asyncio.get_running_loop(), _Turns())
 
     async def _put(self, source: Source, asked: Asked, turn: asyncio.Semaphore) -> None:
         async with turn:
-            source.put(await self._read(source, asked))
+            data = await self._load(source, asked)
+            found = await self._process(partial(self._read_image, data, source.field))
+            source.put(found)
+            self._count(asked, found.picture.num_bytes - len(data))
 
-    async def _read(self, source: Source, asked: Asked) -> bytes:
+    async def _process(self, function: Callable[[], R]) -> R:
+        """The result of a function that decodes and processes a picture; on a thread, a few at a time.
+
+        A call whose client leaves keeps its turn to the end, so that clients that leave cannot begin more of them.
+        """
+        turns = self._turns_here().processing
+        await turns.acquire()
+        work = asyncio.ensure_future(run_in_thread(function))
+        work.add_done_callback(lambda _: turns.release())
+        return await asyncio.shield(work)
+
+    async def _load(self, source: Source, asked: Asked) -> bytes:
+        """The file of a picture, counted."""
         text, field, scheme = source.text, source.field, source.text[:8].lower()
-        most, count = self._options.max_picture_bytes, partial(self.count, asked)
+        most, count = self._options.max_picture_bytes, partial(self._count, asked)
         if scheme.startswith(("http://", "https://")):
             seconds = self._options.picture_seconds
             async with self._turns_here().downloads:
@@ -133,11 +133,6 @@ class MediaReader:
             raise too_long(field, most)
         count(len(found))
         return found
-
-
-def _drop_result(drop: Callable[[R], object], work: "asyncio.Future[R]") -> None:
-    if not work.cancelled() and work.exception() is None:
-        drop(work.result())
 
 
 class _Turns:

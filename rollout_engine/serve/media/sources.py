@@ -1,4 +1,4 @@
-"""Finds the pictures that the body of a request names: each by a text, in whose place its bytes are put.
+"""Finds the pictures that the body of a request names: each by a text, in whose place the picture is put.
 
 messages            parts {"type": "image_url", "image_url": {"url": TEXT}}; "image_url" may be TEXT, and "type"
                     "input_image"; or {"type": "image", "image": TEXT}
@@ -24,8 +24,8 @@ class Source(NamedTuple):
     """A picture that a body names."""
 
     text: str
-    put: Callable[[bytes], None]
-    """Puts the bytes of the picture in place of the text."""
+    put: Callable[[Any], None]
+    """Puts the picture in place of the text."""
     field: str
     """Its place in the body."""
     is_base64: bool = False
@@ -85,8 +85,8 @@ def _in_image_data(body: Any) -> Iterator[Source]:
             yield _in_item(item, partial(setitem, value, i), f"image_data[{i}]")
 
 
-def _in_item(item: Any, put: Callable[[bytes], None], field: str) -> Source:
-    """One of SGLang's pictures; {"url": TEXT} becomes the bytes alone."""
+def _in_item(item: Any, put: Callable[[Any], None], field: str) -> Source:
+    """One of SGLang's pictures; {"url": TEXT} becomes the picture alone."""
     if isinstance(item, Mapping):
         if item.get("detail") not in _DETAILS:
             raise RequestError.for_field(f"{field}: detail", item["detail"], "'auto', 'high' or left out")
@@ -102,7 +102,7 @@ def _in_list(container: dict[str, Any], key: str, field: str) -> Iterator[Source
         yield _source(each, partial(setitem, value, i), f"{field}[{i}]")
 
 
-def _source(value: Any, put: Callable[[bytes], None], field: str, *, is_base64: bool = False) -> Source:
+def _source(value: Any, put: Callable[[Any], None], field: str, *, is_base64: bool = False) -> Source:
     if not isinstance(value, str) or not value:
         raise RequestError.for_field(field, value, _TEXT_FORM)
     return Source(value, put, field, is_base64)

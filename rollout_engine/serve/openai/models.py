@@ -1,6 +1,5 @@
 """GET /v1/models, and the tokenizer as routes."""
 
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -60,8 +59,7 @@ async def tokenize(served: Served, asked: Asked) -> Reply:
             prompt["add_special_tokens"] = body.add_special_tokens
     prompt = await with_rendered_text(served, prompt)
     check_text_size(served, prompt)
-    read = partial(served.engine.frontend.inputs.token_ids_of, prompt)
-    token_ids = await (served.media.process if asked.has_pictures else asked.read_texts)(read)
+    token_ids = await asked.read_texts(served.engine.frontend.inputs.token_ids_of, prompt)
     texts = await asked.read_texts(served.codec.hf.convert_ids_to_tokens, token_ids) if body.return_token_strs else None
     count = {"count": len(token_ids), "max_model_len": served.max_model_len}
     return Reply({**count, "tokens": token_ids, "token_strs": texts})

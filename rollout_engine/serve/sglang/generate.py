@@ -149,13 +149,11 @@ class _GenerateCall(Call):
             raise RequestError.for_field(field, value[:8], bound)
         return value[index]
 
-    def _pictures(self, index: int) -> list[bytes]:
-        """The pictures of one prompt, whose bytes stand in place of their names. Raises `RequestError`."""
+    def _pictures(self, index: int) -> list[Any]:
+        """The pictures of one prompt, which `MediaReader` has put in place of their names. Raises `RequestError`."""
         value = self._body.image_data
-        if value is None or isinstance(value, bytes):
-            return [] if value is None else [value]
         if not isinstance(value, list):
-            raise RequestError.for_field("image_data", value, "a URL, base64, or a list of such")
+            return [] if value is None else [value]
         if not self._is_batch and not any(isinstance(each, list) for each in value):
             return [each for each in value if each is not None]
         own = self._one("image_data", index)

@@ -1,13 +1,15 @@
-"""Bytes stand in place of the texts that name pictures, and are counted until a request has been answered."""
+"""Pictures stand in place of the texts that name them, and are counted until a request has been answered."""
 
 import asyncio
 import base64
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pictures import Picture
 from rollout_engine.serve.media import reader as reading
 from rollout_engine.serve.media.reader import MediaReader
 from rollout_engine.serve.media.sources import sources_of
@@ -17,6 +19,7 @@ from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked
 from rollout_engine.serve.sglang.generate import GenerateBody
 from rollout_engine.serve.vllm.inference import InferenceBody
+from rollout_engine.text.picture_processor import ReadPicture
 
 TEXT = base64.b64encode(b"picture").decode()
 URL = f"data:image/png;base64,{TEXT}"
@@ -30,9 +33,14 @@ def chat(*parts):
     return asked(ChatBody, messages=[{"role": "system", "content": "hello"}, {"role": "user", "content": [*parts]}])
 
 
+def read_image(data, field):
+    """A picture whose text names the place that it was read for, and whose array has four times its bytes."""
+    return ReadPicture(Picture.of({"pixel_values": np.frombuffer(data, np.uint8).astype(np.float32)}), field)
+
+
 def read(given, **options):
     """The reader, after it has read the pictures of a request."""
-    reader = MediaReader(ServeOptions(**options))
+    reader = MediaReader(ServeOptions(**options), read_image)
     asyncio.run(reader.read(given))
     return reader
 
@@ -48,28 +56,33 @@ def test_pictures_of_messages_are_read_in_their_places():
     )
     reader = read(given)
     found = given.body.messages[1]["content"]
-    assert found[0] == text and found[1]["image_url"]["url"] == b"picture"
-    assert [found[2]["image_url"], found[3]["image_url"], found[4]["image"]] == [b"picture"] * 3
-    assert given.has_pictures and given.is_long and reader.num_open_bytes == given.num_picture_bytes == 28
+    assert found[0] == text
+    pictures = [found[1]["image_url"]["url"], found[2]["image_url"], found[3]["image_url"], found[4]["image"]]
+    keys = ["image_url", "image_url", "image_url", "image"]
+    assert [each.text for each in pictures] == [
+        f"messages[1]['content'][{i}]['{key}']" for i, key in enumerate(keys, 1)
+    ]
+    assert given.has_pictures and given.is_long and reader.num_open_bytes == given.num_picture_bytes == 4 * 28
     reader.release(given)
-    assert reader.num_open_bytes == 0
-    with pytest.raises(HttpProblem):
-        reader.count(given, 1)  # of a thread that ends after the client has left
     assert reader.num_open_bytes == 0
 
 
 def test_pictures_of_prompts_are_read_in_their_places():
     given = asked(InferenceBody, token_ids=[5], multi_modal_data={"image": URL})
     read(given)
-    assert given.body.multi_modal_data == {"image": [b"picture"]}
-    for value, found in [
-        (TEXT, b"picture"),
-        ([URL, None], [b"picture", None]),
-        ([[URL, {"url": TEXT, "detail": "auto"}], None, []], [[b"picture", b"picture"], None, []]),
-    ]:
-        given = asked(GenerateBody, text="a", image_data=value)
-        read(given)
-        assert given.body.image_data == found
+    assert given.body.multi_modal_data["image"][0].text == "multi_modal_data['image'][0]"
+    given = asked(GenerateBody, text="a", image_data=TEXT)
+    read(given)
+    assert given.body.image_data.text == "image_data"
+    given = asked(GenerateBody, text="a", image_data=[[URL, {"url": TEXT, "detail": "auto"}], None, [], URL])
+    read(given)
+    (first, second), *others, last = given.body.image_data
+    assert [first.text, second.text, others, last.text] == [
+        "image_data[0][0]",
+        "image_data[0][1]",
+        [None, []],
+        "image_data[3]",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -104,36 +117,40 @@ def test_pictures_that_are_too_long_or_too_many_are_refused():
     assert long.value.status == 413 and long.value.field == "messages[1]['content'][0]['image']"
     given = chat(*[{"type": "image", "image": URL}] * 2)
     with pytest.raises(HttpProblem) as many:
-        read(given, max_open_picture_bytes=10)
+        read(given, max_open_picture_bytes=40)
     assert many.value.status == 413
-    reader = MediaReader(ServeOptions(max_open_picture_bytes=10))
+    reader = MediaReader(ServeOptions(max_open_picture_bytes=40), read_image)
     asyncio.run(reader.read(chat({"type": "image", "image": URL})))
     with pytest.raises(HttpProblem) as busy:
         asyncio.run(reader.read(chat({"type": "image", "image": URL})))
     assert busy.value.status == 503
+    with pytest.raises(RequestError, match=r"must be at most 1 pictures in one prompt"):
+        asyncio.run(MediaReader(ServeOptions(), read_image, 1).read(given))
 
 
 def test_a_turn_to_process_lasts_as_long_as_its_thread(monkeypatch):
     """A client that leaves frees no turn: else clients that leave could begin any number of threads."""
     monkeypatch.setattr(reading.os, "cpu_count", lambda: 1)
-    go_on, begun, dropped = threading.Event(), [], []
+    go_on, begun = threading.Event(), []
 
-    def work():
-        begun.append(1)
+    def work(data, field):
+        begun.append(field)
         go_on.wait(30)
-        return "late"
+        return read_image(data, field)
 
     async def run():
-        reader = MediaReader(ServeOptions())
-        for _ in range(6):
-            task = asyncio.ensure_future(reader.process(work, dropped.append))
+        reader = MediaReader(ServeOptions(), work)
+        for i in range(6):
+            task = asyncio.ensure_future(reader.read(chat({"type": "image", "image": URL})))
+            while len(begun) < min(i + 1, 2):
+                await asyncio.sleep(0.001)
             await asyncio.sleep(0.01)
             task.cancel()
-        last = asyncio.ensure_future(reader.process(lambda: "done"))
-        await asyncio.sleep(0.01)
+        last = asyncio.ensure_future(reader.read(chat({"type": "image", "image": URL})))
+        await asyncio.sleep(0.05)
         assert len(begun) == 2 and not last.done()
         go_on.set()
-        assert await last == "done"
+        await last
 
     asyncio.run(run())
-    assert dropped == ["late"] * 2
+    assert len(begun) == 3
