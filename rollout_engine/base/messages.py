@@ -19,6 +19,7 @@ import numpy as np
 
 from rollout_engine.base.errors import WeightUpdateError, refused
 from rollout_engine.base.outputs import FinishReason
+from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.base.pooling_params import PoolingParams
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.structs import plain
@@ -53,6 +54,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The request pools its prompt instead of sampling: `params.n` is 1 and `max_tokens` 0."""
     lora: str = ""
     """Name of the adapter that it runs under; "": the base model."""
+    pictures: list[PlacedPicture] = []
+    """Pictures in the prompt, in order of their places, which do not overlap."""
 
 
 class SequenceEnd(msgspec.Struct):
@@ -205,6 +208,8 @@ class NewSequence(msgspec.Struct):
     """Its prompt is pooled, and nothing sampled."""
     adapter_slot: int = -1
     """The runner's slot of its adapter; -1: it runs under the base model."""
+    pictures: list[PlacedPicture] = []
+    """Pictures in its prompt, in order."""
 
 
 class StateMove(msgspec.Struct, gc=False):

@@ -107,6 +107,20 @@ class DraftStats(msgspec.Struct):
             self.num_accepted[place] += place < num_accepted
 
 
+class PictureStats(msgspec.Struct):
+    """Pictures that crossed to an engine's process since start; all 0 for an engine in this process.
+
+    The same picture in two requests, or twice in one, counts twice.
+    """
+
+    num_received: int = 0
+    """Pictures whose arrays were sent."""
+    num_received_bytes: int = 0
+    """Bytes of these arrays."""
+    num_hits: int = 0
+    """Pictures of requests that the engine's process had already, so that a digest was sent."""
+
+
 class CoreStats(msgspec.Struct):
     """Counters of the engine core since start."""
 
@@ -137,6 +151,7 @@ class CoreStats(msgspec.Struct):
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
     step_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_TOKENS))
     """Tokens computed in a step."""
+    pictures: PictureStats = msgspec.field(default_factory=PictureStats)
 
     def add_pause(self, seconds: float) -> None:
         """Count a pause that took `seconds` to complete."""

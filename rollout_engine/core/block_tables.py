@@ -309,9 +309,12 @@ class BlockTables:
     def _identify(self, sequence: Sequence, index: int, end: int = sys.maxsize) -> PrefixBlock:
         """The identity of a block of `sequence`, of its tokens below `end` only."""
         start = index * self.block_size
+        token_ids = sequence.token_ids[start : min(start + self.block_size, end)]
+        if sequence.request.prompt_keys is not None:
+            token_ids = sequence.request.put_keys(token_ids, start)
         return PrefixBlock(
             sequence.prefix[index - 1] if index else None,
-            sequence.token_ids[start : min(start + self.block_size, end)],
+            token_ids,
             self.policy_version,
             sequence.request.source.cache_salt,
             sequence.request.kv_space,
@@ -329,4 +332,6 @@ class BlockTables:
         assert not any(map(self._pool.is_shared, written)), f"{name}: a shared block would be written"
         for index, identity in enumerate(sequence.prefix):
             tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            if sequence.request.prompt_keys is not None:
+                tokens = sequence.request.put_keys(tokens, index * self.block_size)
             assert identity.holds(tokens), f"{name}: block {index} was published with other tokens"

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from rollout_engine.base.pictures import PictureInfo
 from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
 from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.base.speculation_config import DraftInfo, SpeculationConfig
@@ -52,6 +53,10 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Slots for states of sequences, one more than `max_num_seqs` at least; 0: the model's layers keep none."""
     state_interval: int = 512
     """Tokens of a prompt from one snapshot of its state to the next; a multiple of `block_size`."""
+    pictures: PictureInfo | None = None
+    """How the model takes pictures; None: it has no vision tower."""
+    max_prompt_pictures: int = 8
+    """Most pictures of one prompt."""
 
     @property
     def max_scored_tokens(self) -> int:

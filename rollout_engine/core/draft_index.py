@@ -5,6 +5,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
+from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.core.drafts import NUM_KEY_TOKENS, PromptDrafts
 from rollout_engine.core.request import Request, Sequence
 
@@ -85,12 +86,16 @@ class DraftIndex:
         return [(key, list(runs)) for key, runs in self._kept.items()]
 
 
-def prompt_key(prompt_token_ids: list[int], cache_salt: str = "") -> bytes:
-    """Identity of a prompt under its cache salt: blake2b-128."""
+def prompt_key(prompt_token_ids: list[int], cache_salt: str = "", pictures: Iterable[PlacedPicture] = ()) -> bytes:
+    """Identity of a prompt with its pictures, under its cache salt: blake2b-128, the same in every process."""
     prompt = array("I", prompt_token_ids).tobytes()
     salt = cache_salt.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(prompt, digest_size=16, key=hashlib.blake2b(salt, digest_size=32).digest()).digest()
+    places = b"".join(array("Q", (each.start, each.end)).tobytes() + each.picture.digest for each in pictures)
+    person = hashlib.blake2b(places, digest_size=16).digest() if places else b""
+    key = hashlib.blake2b(salt, digest_size=32, person=person).digest()
+    return hashlib.blake2b(prompt, digest_size=16, key=key).digest()
 
 
 def _key_of(request: Request) -> bytes:
-    return prompt_key(request.source.prompt_token_ids, request.source.cache_salt)
+    source = request.source
+    return prompt_key(source.prompt_token_ids, source.cache_salt, source.pictures)

@@ -15,6 +15,7 @@ from rollout_engine.base.messages import (
     SchedulerOutput,
     StateMove,
 )
+from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.base.pooling_params import PoolingParams
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import mix
@@ -38,7 +39,10 @@ class FakeExecutor:
         errors: Mapping[int, str] = MappingProxyType({}),
         draft_model: "FakeExecutor | None" = None,
         num_state_slots: int = 0,
+        image_token_id: int = -1,
     ) -> None:
+        self.image_token_id = image_token_id
+        """Token that stands for features of pictures."""
         self.draft_model = draft_model
         """The model that drafts, over blocks of its own."""
         self.block_size = block_size
@@ -80,7 +84,7 @@ class FakeExecutor:
         for new in work.new:
             if new.sequence_id in self.sequences:
                 raise FakeKVError(f"sequence {new.sequence_id} is new, but already known")
-            self.sequences[new.sequence_id] = FakeSequence(new)
+            self.sequences[new.sequence_id] = FakeSequence(new, self.image_token_id)
         for row in work.scheduled:
             self.sequences[row.sequence_id].block_ids[row.first_block :] = row.block_ids
         self._copy_blocks(work.block_copies)
@@ -139,7 +143,7 @@ class FakeExecutor:
         digest, oldest = self._read(row, row.num_computed_tokens)
         if move is not None:
             self._states.read(row.sequence_id, move, FakeState(digest, oldest))
-        tokens = self.sequences[row.sequence_id].token_ids + row.draft_token_ids
+        tokens = self.sequences[row.sequence_id].context + row.draft_token_ids
         for num_done, position in enumerate(_positions(row), start=1):
             digest, oldest = mix(digest, tokens[position]), min(oldest, version)
             if move is not None:
@@ -232,7 +236,7 @@ class FakeExecutor:
     def _read(self, row: ScheduledSequence, end: int) -> tuple[int, int]:
         """Read (digest of the context, its oldest version) from the blocks. Raises if they disagree with the tokens."""
         digest, oldest = 0, 2**63
-        for position, token_id in enumerate(self.sequences[row.sequence_id].token_ids[:end]):
+        for position, token_id in enumerate(self.sequences[row.sequence_id].context[:end]):
             digest = mix(digest, token_id)
             found = self._slots.get(self._slot(row, position))
             if found is None:
@@ -254,12 +258,14 @@ class FakeSequence:
     """State of a sequence in the fake runner."""
 
     __slots__ = (
-        *("block_ids", "num_pooled", "num_prompt_tokens", "num_scored"),
+        *("block_ids", "features", "num_pooled", "num_prompt_tokens", "num_scored"),
         *("params", "pooling", "seed", "stop_ids", "token_ids"),
     )
 
-    def __init__(self, new: NewSequence) -> None:
+    def __init__(self, new: NewSequence, image_token_id: int) -> None:
         self.token_ids = new.token_ids
+        self.features = fake_features(new.token_ids, new.pictures, image_token_id)
+        """Position -> the feature there, in place of its token."""
         self.block_ids: list[int] = []
         self.num_prompt_tokens = new.num_prompt_tokens
         self.num_scored = 0
@@ -269,6 +275,13 @@ class FakeSequence:
         """Prompt tokens before this one were computed since the sequence arrived."""
         self.seed = new.seed
         self.stop_ids = {*new.eos_token_ids, *(new.params.stop_token_ids or ())}
+
+    @property
+    def context(self) -> list[int]:
+        """All tokens so far, with features in their places: what the next one depends on."""
+        if not self.features:
+            return self.token_ids
+        return [self.features.get(position, token_id) for position, token_id in enumerate(self.token_ids)]
 
     @property
     def num_sampled(self) -> int:
@@ -287,6 +300,19 @@ def fake_next_token(context: list[int], seed: int, vocab_size: int, banned: Coll
     for token_id in context:
         digest = mix(digest, token_id)
     return _draw(digest, seed, vocab_size, banned)
+
+
+def fake_features(token_ids: list[int], pictures: list[PlacedPicture], image_token_id: int) -> dict[int, int]:
+    """The features of the fake model by their positions: numbers that depend on the picture and their place in it."""
+    found: dict[int, int] = {}
+    for placed in pictures:
+        if Picture.of(placed.picture.arrays).digest != placed.picture.digest:
+            raise FakeKVError("a picture arrived without its arrays, or with those of another one")
+        span = range(placed.start, placed.end)
+        places = [position for position in span if token_ids[position] == image_token_id]
+        seed = int.from_bytes(placed.picture.digest)
+        found |= {position: mix(seed, number) for number, position in enumerate(places)}
+    return found
 
 
 def fake_routed_experts(token_ids: list[int]) -> np.ndarray:

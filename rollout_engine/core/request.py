@@ -17,10 +17,22 @@ class Request:
     Until the prompt is computed only one sequence exists for the scheduler: the leader, the first that has not ended.
     """
 
-    __slots__ = ("adapter", "end_token_ids", "forked", "num_cached_tokens", "num_live", "sequences", "source")
+    __slots__ = (
+        *("adapter", "end_token_ids", "forked", "num_cached_tokens"),
+        *("num_live", "prompt_keys", "sequences", "source"),
+    )
 
-    def __init__(self, source: EngineCoreRequest, arrival: int, adapter: Adapter | None = None) -> None:
+    def __init__(
+        self,
+        source: EngineCoreRequest,
+        arrival: int,
+        adapter: Adapter | None = None,
+        prompt_keys: list[int] | None = None,
+    ) -> None:
         self.source, self.adapter = source, adapter
+        self.prompt_keys = prompt_keys
+        """Numbers that identify the prompt's tokens in KV blocks, as `PictureKeys` makes them for prompts with
+        pictures; None: their ids do."""
         self.end_token_ids = frozenset([*source.eos_token_ids, *(source.params.stop_token_ids or ())])
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache when the request was first scheduled; None before that."""
@@ -47,6 +59,11 @@ class Request:
         """Number of the requests that it may share KV with: under the same adapter, and with routing kept or not."""
         serial = 0 if self.adapter is None else self.adapter.serial
         return 2 * serial + self.source.params.return_routed_experts
+
+    def put_keys(self, token_ids: list[int], start: int) -> list[int]:
+        """Numbers that identify these tokens of a sequence, from position `start` on, if the prompt has keys."""
+        keys = self.prompt_keys or []
+        return keys[start : start + len(token_ids)] + token_ids[max(len(keys) - start, 0) :]
 
     @property
     def live_sequences(self) -> list["Sequence"]:

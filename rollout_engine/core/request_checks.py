@@ -38,6 +38,8 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
     else:
         check_pooling(request.pooling, config.pooling, len(request.prompt_token_ids))
     check_routing_asked(request.params.return_routed_experts, config.routing)
+    if request.pictures:
+        _check_pictures(request, config)
     request.params.check_num_logprobs(len(request.prompt_token_ids), request.max_tokens, config.vocab_size)
 
 
@@ -53,6 +55,29 @@ def _check_output(request: EngineCoreRequest, vocab_size: int) -> None:
     if num_output_tokens >= request.max_tokens:
         bound = f"fewer than max_tokens={request.max_tokens}"
         raise RequestError.for_field("output_token_ids", f"{num_output_tokens} tokens", bound)
+
+
+def _check_pictures(request: EngineCoreRequest, config: CoreConfig) -> None:
+    pictures, info = request.pictures, config.pictures
+    what = f"{len(pictures)} pictures"
+    if info is None or info.unsupported_reason:
+        hint = "This engine's model has no vision tower." if info is None else info.unsupported_reason
+        raise RequestError.for_field("pictures", what, "none", hint)
+    if len(pictures) > config.max_prompt_pictures:
+        raise RequestError.for_field("pictures", what, f"at most {config.max_prompt_pictures} (max_prompt_pictures)")
+    end, prompt = 0, request.prompt_token_ids
+    for index, placed in enumerate(pictures):
+        if not end <= placed.start < placed.end <= len(prompt):
+            bound = f"within [{end}, {len(prompt)}], behind the picture before and inside the prompt"
+            raise RequestError.for_field(f"pictures[{index}]", (placed.start, placed.end), bound)
+        end = placed.end
+        if prompt[placed.start] != info.image_token_id or prompt[end - 1] != info.image_token_id:
+            bound = f"token {info.image_token_id}, the placeholder of pictures, at both ends of its span"
+            raise RequestError.for_field(f"pictures[{index}]", (placed.start, end), bound)
+        picture = placed.picture
+        if len(picture.digest) != 16 or not picture.arrays:
+            found = f"a digest of {len(picture.digest)} bytes and {len(picture.arrays)} arrays"
+            raise RequestError.for_field(f"pictures[{index}]", found, "a digest of 16 bytes and at least one array")
 
 
 def _check_bad_words(words: list[list[int]], vocab_size: int) -> None:

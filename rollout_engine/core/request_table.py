@@ -41,9 +41,16 @@ class RequestTable:
         """Sequences of requests that are held."""
         return sum(request.source.params.n for request in self._held.values())
 
-    def add(self, source: EngineCoreRequest, adapter: Adapter | None = None, *, held: bool) -> Request:
+    def add(
+        self,
+        source: EngineCoreRequest,
+        adapter: Adapter | None = None,
+        prompt_keys: list[int] | None = None,
+        *,
+        held: bool,
+    ) -> Request:
         """Add a request. Raises `RequestError` when the id of one of its sequences is in use."""
-        request = Request(source, self._num_arrived, adapter)
+        request = Request(source, self._num_arrived, adapter, prompt_keys)
         sequences = {sequence.sequence_id: sequence for sequence in request.sequences}
         if not sequences.keys().isdisjoint(self._sequences):
             bound = f"the first of {len(sequences)} ids that no unfinished sequence has"

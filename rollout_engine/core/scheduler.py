@@ -314,6 +314,7 @@ class Scheduler:
                 bad_words=request.source.bad_words,
                 pooling=request.source.pooling,
                 adapter_slot=-1 if request.adapter is None else request.adapter.slot,
+                pictures=request.source.pictures,
             )
         )
         sequence.in_runner = True

@@ -68,6 +68,8 @@ class EngineDriver:
         self.lock = EngineLock() if lock is None else lock
         self._wake = wake
         self.io_stats = IoStats()
+        self.forget_received_pictures: Callable[[], object] = lambda: None
+        """Has clients in other processes and this one forget the pictures that crossed: there are none."""
         self._changed = threading.Condition(self.lock)  # type: ignore[arg-type]  # it is all that one asks of a lock
         self._entered = threading.Event()
         """Clear while a thread waits for the lock to change something."""

@@ -6,8 +6,11 @@ from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
+import msgspec
+
 from rollout_engine.base.errors import error_text
 from rollout_engine.base.messages import EngineCoreRequest, SchedulerOutput, SequenceEnd
+from rollout_engine.base.picture_cache import without_arrays
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.recorder import Recorder
@@ -116,7 +119,7 @@ class History(Recorder):
         self.generations[-1].entries.append(Called(time.monotonic(), name, arguments, options=options))
 
     def record_request(self, request: EngineCoreRequest) -> None:
-        self._append(Added(time.monotonic(), request))
+        self._append(Added(time.monotonic(), _recordable(request)))
 
     def begin_step(self) -> None:
         self._begun = time.monotonic()
@@ -141,7 +144,7 @@ class History(Recorder):
     def _begin_generation(self) -> None:
         live = [
             Live(
-                request.source,
+                _recordable(request.source),
                 request.forked,
                 [(each.sequence_id, each.num_tokens, each.max_num_tokens) for each in request.live_sequences],
             )
@@ -149,6 +152,13 @@ class History(Recorder):
         ]
         self._rows = None
         self.generations = [self.generations[-1], Generation(live, self._core.policy_version, is_first=False)]
+
+
+def _recordable(request: EngineCoreRequest) -> EngineCoreRequest:
+    """The request without the arrays of its pictures, which would outlive it."""
+    if not request.pictures:
+        return request
+    return msgspec.structs.replace(request, pictures=without_arrays(request.pictures))
 
 
 def _record_scheduled(work: SchedulerOutput) -> Scheduled:

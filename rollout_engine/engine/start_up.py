@@ -45,6 +45,8 @@ def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         routing=info.routing,
         num_state_slots=info.num_state_slots,
         state_interval=-(-_STATE_INTERVAL // info.block_size) * info.block_size,
+        pictures=info.pictures,
+        max_prompt_pictures=config.max_prompt_pictures,
     )
 
 

@@ -121,6 +121,7 @@ def _own_config(config: EngineConfig) -> EngineConfig:
         config, model=speculation.draft_model, tokenizer=None, deterministic="auto", fp32_head=False, speculation="off",
         tensor_parallel_size=1, executor="auto", quantization=None, max_model_len=None, kv_cache_bytes=None,
         num_kv_blocks=None, state_cache_bytes=None, load_format="dummy" if config.load_format == "dummy" else "auto",
+        max_prompt_pictures=0,
     )  # fmt: skip
 
 

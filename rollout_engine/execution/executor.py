@@ -168,6 +168,14 @@ class InlineExecutor:
         grammar = self.worker.grammars.grammar(params.structured_outputs)
         return None if grammar.is_ready(0.0) else grammar.is_ready
 
+    def reset_mm_cache(self) -> None:
+        """Forget the pictures that crossed to other processes of the model: there are none."""
+
+    def reset_encoder_cache(self) -> None:
+        """Forget the vision tower's outputs, between two steps."""
+        self._wait_until_idle()
+        self.worker.reset_encoder_cache()
+
     def release_kv(self) -> None:
         self.worker.release_kv()
 

@@ -67,6 +67,9 @@ class LeadingWorker(Worker):
         own = partial(write_shard, directory, 0, num_ranks, self._own.metadata(), live)
         return msgspec.convert(self._team.ask("write_shard", own, directory=str(directory)), list[list[TensorSpec]])
 
+    def reset_encoder_cache(self) -> None:
+        self._team.ask("reset_encoder_cache", super().reset_encoder_cache)
+
     def release_kv(self) -> None:
         self._team.ask("release_kv", super().release_kv)
 

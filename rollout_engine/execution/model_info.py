@@ -2,6 +2,7 @@
 
 import msgspec
 
+from rollout_engine.base.pictures import PictureInfo
 from rollout_engine.base.pooling_params import PoolingInfo
 from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.base.speculation_config import DraftInfo
@@ -36,3 +37,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the draft model, if there is one."""
     num_state_slots: int = 0
     """Slots of the pool of states; 0: no layer keeps any."""
+    pictures: PictureInfo | None = None
+    """How it takes pictures; None: it has no vision tower."""

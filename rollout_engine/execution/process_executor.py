@@ -122,6 +122,11 @@ class ProcessExecutor(InlineExecutor):
         assert self._adapters is not None, "rank 0 has some"
         return self._adapters
 
+    def reset_mm_cache(self) -> None:
+        """Forget the pictures that crossed to the other ranks, on both ends."""
+        self._wait_until_idle()
+        self._team.forget_pictures()
+
     def shutdown(self) -> None:
         """Drop the model and the KV pool, and end the other ranks."""
         super().shutdown()

@@ -15,6 +15,7 @@ from rollout_engine.base.class_names import import_path, name_elsewhere
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, EngineDeadError, RPCError
 from rollout_engine.base.messages import NewSequence, SchedulerOutput
+from rollout_engine.base.picture_cache import SentPictures
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.threads import start_thread
 from rollout_engine.children.failure import Failure
@@ -28,6 +29,7 @@ from rollout_engine.execution.rank_wire import (
     Call,
     Done,
     EndScore,
+    ForgetPictures,
     Joined,
     Meet,
     RankSettings,
@@ -36,6 +38,7 @@ from rollout_engine.execution.rank_wire import (
     Step,
     StepMessage,
     TakeLogits,
+    TakePicture,
 )
 from rollout_engine.model.ranks.exchange import Exchange
 from rollout_engine.model.ranks.part import Region
@@ -89,6 +92,7 @@ class RankTeam:
         self._changing, self._is_closing = threading.Lock(), False
         self._calling, self._num_calls = threading.Lock(), 0
         self._score_numbers = count()
+        self._pictures = SentPictures(config.mm_cache_bytes)
         self.seat = Seat(exchange, self, splits_sums=splits_sums)
         self._ranks: list[Rank] = []
         self._pulses: PulseWatch | None = None
@@ -141,8 +145,14 @@ class RankTeam:
 
     def step(self, work: SchedulerOutput, token_ids: np.ndarray) -> None:
         if work.new:
-            work = msgspec.structs.replace(work, new=list(map(_undrawn, work.new)))
+            new = [self._send_pictures(each) if each.pictures else each for each in map(_undrawn, work.new)]
+            work = msgspec.structs.replace(work, new=new)
         self._tell(Step(work, token_ids.tobytes()))
+
+    def forget_pictures(self) -> None:
+        """Have all ranks forget the pictures that they keep for later steps."""
+        self._pictures.cache.clear()
+        self._tell(ForgetPictures())
 
     def take_logits(self, rows: list[int]) -> None:
         self._tell(TakeLogits(rows))
@@ -240,6 +250,13 @@ class RankTeam:
         self._launcher.close()
         if torch.get_num_threads() == self.num_threads:  # no other number was chosen since
             torch.set_num_threads(self._threads_before)
+
+    def _send_pictures(self, new: NewSequence) -> NewSequence:
+        """Send pictures that the ranks lack; returns the sequence with digests alone."""
+        placed, missing = self._pictures.strip(new.pictures)
+        for picture in missing:
+            self._tell(TakePicture(picture.digest, pack_value(picture.arrays)))
+        return msgspec.structs.replace(new, pictures=placed)
 
     def _tell(self, message: StepMessage) -> None:
         try:

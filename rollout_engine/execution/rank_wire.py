@@ -3,7 +3,7 @@
 life    RankSettings  ──>        once
         <── Joined               once
         <── Started | Failure    once it is loaded, or if it fails; the system closes the socket when either ends
-steps   Step | ...  ──>          no answer: the ranks meet in their computation
+steps   Step | ...  ──>          no answer: the ranks meet in their computation; a picture crosses before a step
 calls   Call  ──>                one at a time
         <── Answer(Done | Failure)     each, with the number of its call
 pulse   <── bytes                signs of life (`rank_pulse`)
@@ -64,9 +64,21 @@ class Step(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """A step, of which rank 0 alone draws."""
 
     work: SchedulerOutput
-    """New sequences are without the fields that only draws need."""
+    """New sequences are without the fields that only draws need, and their pictures without arrays."""
     token_ids: bytes
     """int64: those of the flat batch."""
+
+
+class TakePicture(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Keep a picture, to which the next step refers by its digest."""
+
+    digest: bytes
+    arrays: bytes
+    """As `pack_value` writes them."""
+
+
+class ForgetPictures(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Forget the pictures that are kept for later steps."""
 
 
 class TakeLogits(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -98,7 +110,7 @@ class Meet(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Meet rank 0 on the host, once all messages before are launched."""
 
 
-StepMessage = Step | TakeLogits | BeginScore | ScorePiece | EndScore | Meet
+StepMessage = Step | TakePicture | ForgetPictures | TakeLogits | BeginScore | ScorePiece | EndScore | Meet
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from rollout_engine.base.errors import LifecycleError
+from rollout_engine.base.messages import SchedulerOutput
+from rollout_engine.base.picture_cache import ReceivedPictures
+from rollout_engine.base.pictures import Picture
 from rollout_engine.base.structs import arguments_struct
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.rank_parts import RankParts
@@ -19,12 +22,14 @@ from rollout_engine.execution.rank_values import unpack_value
 from rollout_engine.execution.rank_wire import (
     BeginScore,
     EndScore,
+    ForgetPictures,
     Meet,
     RankSettings,
     ScorePiece,
     Step,
     StepMessage,
     TakeLogits,
+    TakePicture,
 )
 from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.team_adapters import unpack_linears
@@ -64,6 +69,7 @@ class RankWorker:
         """By their numbers, adapters that rank 0 may still have installed."""
         self._scores: dict[int, Iterator[dict[int, np.ndarray]]] = {}
         """Scores of rank 0 that have begun, by number."""
+        self._pictures = ReceivedPictures(config.mm_cache_bytes)
         self._parts = RankParts(self._held, loaded.cut.parts, seat.exchange.window)
         self.module, self.vocab_size = loaded.module, loaded.vocab_size
         self.max_model_len = cap_model_len(config, loaded.max_model_len, backend.num_blocks)
@@ -100,7 +106,12 @@ class RankWorker:
         runner = self._backend.runner
         match message:
             case Step(work, token_ids):
+                self._restore_pictures(work)
                 runner.follow(work, np.frombuffer(bytearray(token_ids), np.int64))
+            case TakePicture(digest, arrays):
+                self._pictures.add(Picture(digest, unpack_value(arrays)))
+            case ForgetPictures():
+                self._pictures.clear()
             case TakeLogits(rows):
                 runner.take_logits(rows)
             case BeginScore(number, arguments):
@@ -112,6 +123,12 @@ class RankWorker:
                 del self._scores[number]
             case Meet():
                 self._exchange.meet()
+
+    def _restore_pictures(self, work: SchedulerOutput) -> None:
+        """Give new sequences the arrays of their pictures."""
+        for new in work.new:
+            if new.pictures:
+                new.pictures = self._pictures.restore(new.pictures)
 
     @property
     def _adapters(self) -> AdapterPool:
@@ -178,6 +195,11 @@ class RankWorker:
     def settle_weights(self) -> None:
         """End an update, as `WeightHolder.settle`."""
         self._held.settle()
+
+    @_called
+    def reset_encoder_cache(self) -> None:
+        """Forget the vision tower's outputs. No step may be running on the host."""
+        self._backend.reset_encoder_cache()
 
     @_called
     def release_kv(self) -> None:

@@ -19,9 +19,11 @@ class ResidentWeights:
             backend.shadow_memory,
             loaded.names,
             prepare=lambda: self._memory.take_back(),
+            committed=backend.reset_encoder_cache,
             writer=kernel_writer(device, backend.upload),
             config=loaded.module.config,
         )
+        self._backend = backend
         self._memory = backend.memory_of([v for name, v in loaded.targets.items() if not backend.packed.holds(name)])
 
     @property
@@ -34,6 +36,7 @@ class ResidentWeights:
 
         `forget`: free the weights and lose their values.
         """
+        self._backend.reset_encoder_cache()
         self.updater.release(forget=forget)
         self._memory.release(forget=forget)
 

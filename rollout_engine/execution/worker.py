@@ -58,7 +58,7 @@ class Worker:
         self._weights = self._resident_weights(loaded, backend, device.torch_device)
         self.updater = self._weights.updater
         self._has_columns = loaded.cut is not None and bool(loaded.cut.columns)
-        loaded = loaded._replace(targets={}, cut=None)
+        loaded = loaded._replace(targets={}, cut=None, tower=None)
         trim_allocator()  # packed weights have given up their plain values
         self._begin_to_serve()
         costs = step_costs(config, backend)
@@ -80,6 +80,7 @@ class Worker:
             pooling=backend.pooling,
             routing=backend.routing,
             num_state_slots=backend.num_state_slots,
+            pictures=loaded.picture_info,
             choices=(
                 f"{type(loaded.module).__name__} from {config.model}: {backend.choices}, "
                 f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
@@ -157,6 +158,10 @@ class Worker:
     def _write_shards(self, directory: Path) -> list[list[TensorSpec]]:
         """Have every rank write its weights to a file in `directory`; returns the specs written by each, in order."""
         return [write_shard(directory, 0, 1, self.updater.metadata(), self.updater.live("save_sharded_state"))]
+
+    def reset_encoder_cache(self) -> None:
+        """Forget the vision tower's outputs. No step may be running on the host."""
+        self.backend.reset_encoder_cache()
 
     def release_kv(self) -> None:
         """Give the memory of all KV back to the system."""

@@ -213,6 +213,8 @@ class AsyncLLM(AsyncReplicaMethods, AsyncVerbs):
         options["replica_index"] = self._replica_of(data_parallel_rank)
         if self.frontend.inputs.has_new_grammar(params):
             await run_in_thread(self.frontend.inputs.try_grammar, params)
+        if self.frontend.inputs.has_images(prompt):
+            prompt = await run_in_thread(self.frontend.inputs.read_images, prompt)
         waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
         stream = self.frontend.add_request(
             prompt, params, request_id, lambda stream: self._wake(stream, waker, event), **options

@@ -137,6 +137,9 @@ class Backend(Protocol):
         """
         ...
 
+    def reset_encoder_cache(self) -> None:
+        """Forget the features of all pictures: call it whenever weights have changed."""
+
     def memory_of(self, weights: Sequence[Tensor]) -> WeightMemory:
         """Memory of `weights`, which are all that are not packed."""
         ...

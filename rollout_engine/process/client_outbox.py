@@ -1,15 +1,18 @@
 """Messages of a client that wait to be sent to its core. One that cannot be sent is answered here."""
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from rollout_engine.base.errors import RequestError, RPCError
+from rollout_engine.base.picture_cache import SentPictures
 from rollout_engine.children.failure import failure_of
 from rollout_engine.process.core_clock import CoreClock
 from rollout_engine.process.core_link import CoreLink
 from rollout_engine.process.parts import in_parts
+from rollout_engine.process.picture_pieces import in_order
 from rollout_engine.process.request_columns import check_answer
-from rollout_engine.process.wire import AddRequest, Call, Encoder, Limits, Refused, Reply
+from rollout_engine.process.wire import AddRequest, Call, Encoder, ForgetPictures, Limits, Refused, Reply
 
 
 class ClientOutbox:
@@ -22,6 +25,8 @@ class ClientOutbox:
         """Size of the vocabulary of the core's model; set it before the first request is sent."""
         self.num_routed_bytes = 0
         """Bytes of one token's routed experts, once the core has said so."""
+        self.pictures = SentPictures(0)
+        """The pictures that the core keeps, once it has said how many bytes of them it does."""
         self._messages: deque[Any] = deque()
         self._encoder = Encoder()
 
@@ -37,12 +42,22 @@ class ClientOutbox:
             try:
                 if isinstance(message, AddRequest):
                     check_answer(message, self._answer_limits, self.vocab_size, self.num_routed_bytes)
-                multiparts = in_parts(self._encoder.encode(message), limits)
+                for each in self._in_order(message, limits):
+                    link.send(in_parts(self._encoder.encode(each), limits))
             except (TypeError, ValueError, OverflowError) as problem:
                 answers.append(_refusal(message, problem))
-                continue
-            link.send(multiparts)
+                if isinstance(message, AddRequest) and message.request.pictures:
+                    self._messages.appendleft(ForgetPictures())  # some may have been sent
         return answers
+
+    def _in_order(self, message: Any, limits: Limits) -> Iterable[Any]:
+        """The messages to send for a message: a request follows the pictures that the core lacks."""
+        match message:
+            case AddRequest(request) if request.pictures:
+                return in_order(message, self.pictures, limits)
+            case ForgetPictures():
+                self.pictures.cache.clear()
+        return (message,)
 
 
 def _refusal(message: Any, problem: Exception) -> Refused | Reply:

@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 
 from rollout_engine.base.errors import EngineDeadError, LifecycleError, RetryableError
+from rollout_engine.base.picture_cache import SentPictures
 from rollout_engine.base.threads import start
 from rollout_engine.children.failure import WireError
 from rollout_engine.children.values import Packed
@@ -37,6 +38,7 @@ from rollout_engine.process.wire import (
     Decoder,
     Draining,
     Farewell,
+    ForgetPictures,
     Goodbye,
     Hello,
     Limits,
@@ -266,8 +268,12 @@ class ClientSocket:
                 self._outbox.vocab_size = ready.info.vocab_size
                 self.policy_version = ready.policy_version
                 self._step_deadline = ready.info.config.step_deadline or math.inf
+                self._outbox.pictures = SentPictures(ready.info.config.mm_cache_bytes)
                 self._outbox.num_routed_bytes = 0 if (found := ready.info.routing) is None else found.num_token_bytes
                 self._welcome.set_result(ready)
+            case ForgetPictures():
+                self._outbox.append(message)
+                self._waker.wake()
             case Rejected(reason):
                 logger.warning("the core rejected a message of this client: %s", reason)
             case Farewell(reason):

@@ -35,7 +35,7 @@ from rollout_engine.process.quotas import Quotas
 from rollout_engine.process.request_columns import request_of
 from rollout_engine.process.weight_rendezvous import remove_directories
 from rollout_engine.process.weight_server import WEIGHT_VERBS, ServingDriver
-from rollout_engine.process.wire import Abort, AddRequest, Cancel, LiveVersion, Refused, Reply
+from rollout_engine.process.wire import Abort, AddRequest, Cancel, ForgetPictures, LiveVersion, Refused, Reply
 
 logger = logging.getLogger("rollout_engine")
 
@@ -61,7 +61,8 @@ class EngineCoreProc:
         self._batcher, self._quotas = OutputBatcher(io.send), Quotas()
         lock = EngineLock(holds_signals=False)  # a signal ends this process after the step in progress anyway
         self.driver = ServingDriver(core, executor, self._deliver, lock=lock, wake=self._wake)
-        self.driver.io_stats = io.stats
+        self.driver.io_stats, core.stats.pictures = io.stats, io.picture_stats
+        self.driver.forget_received_pictures = lambda: io.send_all(ForgetPictures())
         self._thread = threading.get_ident()
         self._told_version, self._telling = core.policy_version, threading.Lock()
         """The live version that clients were last notified of."""

@@ -20,6 +20,7 @@ import zmq
 
 from rollout_engine.base import threads
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.metrics import PictureStats
 from rollout_engine.children.failure import WireError
 from rollout_engine.children.values import Frame
 from rollout_engine.engine.health import IoStats
@@ -30,6 +31,7 @@ from rollout_engine.process.inbox import ClientLeft, FromClient, Inbox, Stop
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.parts import receive
 from rollout_engine.process.peers import Peers
+from rollout_engine.process.picture_pieces import PictureIntake
 from rollout_engine.process.strangers import GREETING, Strangers
 from rollout_engine.process.tcp_address import listen_on
 from rollout_engine.process.waker import Waker
@@ -41,6 +43,7 @@ from rollout_engine.process.wire import (
     Cancel,
     Draining,
     Farewell,
+    ForgetPictures,
     Goodbye,
     Hello,
     Ready,
@@ -83,7 +86,8 @@ class CoreSocket:
         """(client, number) of calls that were cancelled by a message that is still in the inbox."""
         self.gone: set[int] = set()
         """Clients that have left, as long as the inbox has no notice of it yet: their messages there are void."""
-        self.stats = IoStats()
+        self.stats, self.picture_stats = IoStats(), PictureStats()
+        self._pictures = PictureIntake(self.picture_stats, lambda index: self.send(index, ForgetPictures()))
         self.on_turn: Callable[[], None] = lambda: None
         """Called at every turn of the loop, at least once a heartbeat."""
         self.answer: Callable[[int, Call], bool] = lambda client_index, call: False
@@ -237,6 +241,8 @@ class CoreSocket:
                 return
             if isinstance(message, Hello) == (peer is not None):
                 raise WireError("say hello first, once")
+            if peer is not None and (message := self._pictures.read(peer.index, message)) is None:
+                return
         except WireError as problem:
             self.stats.num_rejected += 1
             self._peers.send(peer or self._peers.stranger(identity), Rejected(str(problem)[:500]))
@@ -270,11 +276,13 @@ class CoreSocket:
             self._peers.send(self._peers.stranger(identity), Farewell(reason))
         else:
             assert self._ready is not None, "started"
-            peer = self._peers.add(identity, hello.limits)
-            self._peers.send(peer, Welcome(peer.index, self._ready(), clock=time.monotonic()))
+            peer, ready = self._peers.add(identity, hello.limits), self._ready()
+            self._pictures.add_client(peer.index, ready.info.config.mm_cache_bytes)
+            self._peers.send(peer, Welcome(peer.index, ready, clock=time.monotonic()))
 
     def _on_left(self, client_index: int) -> None:
         self.gone.add(client_index)
+        self._pictures.drop_client(client_index)
         self.on_cancel(client_index, None)
         self.inbox.put(ClientLeft(client_index))
 

@@ -5,8 +5,9 @@
     add      a request arrived        call   a method of the core, or a verb of the engine
     step     a step was scheduled     end    a step was over: the sequences that ended, or its error
 
-Prompts are not in it: each KV block of tokens is one number, equal for equal beginnings: all that the prefix
-cache sees of them. Next to it may be the stacks that `faulthandler` wrote (`.stacks`).
+Prompts are not in it: each KV block of tokens is one number, equal for equal beginnings with equal pictures: all that
+the prefix cache sees of them, so that a replay needs no picture. Next to it may be the stacks that `faulthandler` wrote
+(`.stacks`).
 """
 
 import faulthandler
@@ -23,6 +24,7 @@ import msgspec
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.picture_keys import keyed_prompt
 from rollout_engine.core.recorder import plain_arguments
 from rollout_engine.engine.history import Added, Called, History, Live, Scheduled, Stepped
 from sync.own_files import cache_directory, read_regular
@@ -256,7 +258,7 @@ def _room(request: EngineCoreRequest) -> int:
 
 
 def _request(source: EngineCoreRequest, max_tokens: int, config: CoreConfig) -> Request:
-    token_ids = source.prompt_token_ids + source.output_token_ids
+    token_ids = _keyed(source, config) + source.output_token_ids
     return Request(
         id=source.first_sequence_id,
         n=source.params.n,
@@ -268,6 +270,13 @@ def _request(source: EngineCoreRequest, max_tokens: int, config: CoreConfig) -> 
         scores_prompt=source.params.prompt_logprobs is not None,
         pools="" if source.pooling is None else "all" if config.pools_beyond_last(source.pooling) else "last",
     )
+
+
+def _keyed(source: EngineCoreRequest, config: CoreConfig) -> list[int]:
+    """A number for each token of the prompt, made of a picture's digest if it stands for the picture."""
+    if not source.pictures or config.pictures is None:
+        return source.prompt_token_ids
+    return keyed_prompt(source, config.pictures.image_token_id, lambda digest: 1 << 128 | int.from_bytes(digest))
 
 
 def _space(source: EngineCoreRequest) -> str:

@@ -1,7 +1,8 @@
 """Messages between a client and a core's process, and their encoding as frames: both ends in one file.
 
-    client ──> core    Hello  AddRequest  Abort  Call  Cancel  Goodbye  Part
+    client ──> core    Hello  AddRequest  Abort  Call  Cancel  Goodbye  Part  PicturePiece  ForgetPictures
     core ──> client    Welcome  Outputs  Refused  Reply  Rejected  LiveVersion  Heartbeat  Draining  Farewell  Part
+                       ForgetPictures
 
 A message is a list of frames: first the tagged struct as msgpack, then the bytes of its large arrays, not copied. A
 small message is one zmq multipart; a larger one travels in parts (`rollout_engine.process.parts`). In the struct an
@@ -23,7 +24,7 @@ from rollout_engine.children.values import Frame
 from rollout_engine.engine.client import EngineInfo
 from sync.described_types import describe_types
 
-PROTOCOL = 18
+PROTOCOL = 19
 """Version of the messages; both ends must have the same."""
 MAX_STRUCT_BYTES = 1 << 20
 """Bytes of a message without its arrays, at most: decoding them holds the interpreter."""
@@ -86,8 +87,30 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=T
     """Queue a request. Answered by `Outputs` until its sequences have ended, or by `Refused`."""
 
     request: EngineCoreRequest
+    """Its pictures are digests alone: their arrays precede it, or are kept at the core (`picture_pieces`)."""
     columns: dict[str, np.ndarray] = {}
     """Its long lists, which `rollout_engine.process.request_columns` takes out of it and puts back."""
+
+
+class ArrayForm(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Name, dtype and shape of an array of a picture."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class PicturePiece(msgspec.Struct, frozen=True, tag="picture", forbid_unknown_fields=True):
+    """The next bytes of a picture: its arrays end to end, each piece of one array."""
+
+    data: np.ndarray
+    """uint8."""
+    forms: list[ArrayForm] = []
+    """Of each array, in the first piece of a picture."""
+
+
+class ForgetPictures(msgspec.Struct, frozen=True, tag="forget_pictures", forbid_unknown_fields=True):
+    """From the client: its later requests rely on no picture that it has sent. From the core: send this."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
@@ -201,8 +224,9 @@ class Farewell(msgspec.Struct, frozen=True, tag="farewell", forbid_unknown_field
     reason: str
 
 
-ToCore = Hello | AddRequest | Abort | Call | Cancel | Part | Goodbye
-ToClient = Welcome | Outputs | Refused | Reply | Part | Rejected | LiveVersion | Heartbeat | Draining | Farewell
+ToCore = Hello | AddRequest | PicturePiece | ForgetPictures | Abort | Call | Cancel | Part | Goodbye
+_Notice = Rejected | LiveVersion | Heartbeat | ForgetPictures | Draining | Farewell
+ToClient = Welcome | Outputs | Refused | Reply | Part | _Notice
 describe_types(ToCore, ToClient, Ready | Failure)
 Message = TypeVar("Message")
 

@@ -21,7 +21,7 @@ class OpenRequest:
     __slots__ = (
         *("_kept", "_kind", "_num_kept", "_pooled", "_pools", "_prompt", "_prompt_token_ids", "changed", "metrics"),
         *("num_cached_tokens", "num_live", "num_prompt_tokens", "params", "prompt_logprobs", "request_id", "samples"),
-        *("seed", "sequence_ids", "trace_headers"),
+        *("_pictures", "seed", "sequence_ids", "trace_headers"),
     )
 
     def __init__(
@@ -59,6 +59,7 @@ class OpenRequest:
             request.prompt_token_ids.copy()
         )  # for the user, who may change it; the core reads the other
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        self._pictures = request.pictures
         self.num_live = params.n
         """Number of samples that have not ended."""
         self.metrics = RequestMetrics(time.monotonic())
@@ -122,6 +123,7 @@ class OpenRequest:
             metrics=msgspec.structs.replace(self.metrics),
             num_dropped=len(self.samples) - len(self._kept) if self._has_enough else 0,
             pooled=self._ended_pooling() if self._pools else None,
+            pictures=list(self._pictures),
         )
 
     def _ended_pooling(self) -> PoolingOutput:

@@ -180,6 +180,9 @@ def _core_counters(metrics: CoreMetrics) -> Values:
         ("tokens_surplus", "Tokens computed past an end that was not known yet.", core.num_surplus_tokens),
         ("preemptions", "Running sequences that lost their blocks.", core.num_preemptions),
         ("update_bytes", "Bytes of the weights that complete updates brought.", core.updates.num_bytes),
+        ("pictures_received", "Pictures whose arrays crossed to the engine.", core.pictures.num_received),
+        ("picture_bytes_received", "Bytes of these arrays.", core.pictures.num_received_bytes),
+        ("picture_cache_hits", "Pictures that the engine's process had already.", core.pictures.num_hits),
     ]
 
 

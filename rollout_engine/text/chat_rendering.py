@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.text.picture_parts import is_picture, without_images
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
@@ -52,8 +53,12 @@ class ChatRenderer:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = False,
     ) -> str:
-        """Render messages that `as_messages` returned; options as in `ChatOptions`. Raises `RequestError`."""
+        """Render messages that `as_messages` returned; options as in `ChatOptions`. Raises `RequestError`.
+
+        The template decides what it writes for a picture. Those that it leaves out are not missed here.
+        """
         _require_few_roles(messages)
+        messages = without_images(messages)
         variables = chat_template_kwargs or {}
         template = self.find_template(chat_template, tools)
         self._warn_of_unread(template, [*variables, *_reasoning_keys(messages)])
@@ -179,7 +184,7 @@ def _is_in_order(messages: Messages, text: str) -> bool:
         content = message["content"]
         if message["role"] == "assistant":
             continue
-        for words in [content] if isinstance(content, str) else [part["text"] for part in content]:
+        for words in [content] if isinstance(content, str) else _words_of(content):
             start = text.find(words.strip(), end)
             if start < 0:
                 return False
@@ -225,8 +230,18 @@ def check_template(hf: PreTrainedTokenizerBase) -> None:
 
 
 def text_of(content: str | Sequence[dict[str, str]]) -> str:
-    """Return content as one text, its parts joined by newlines."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    """Return content as one text, its parts joined by newlines. Raises `RequestError` for pictures."""
+    if isinstance(content, str):
+        return content
+    if any(map(is_picture, content)):
+        bound = "text: this chat template, or the lack of one, shows no parts of such messages"
+        raise RequestError.for_field("messages", "a picture", bound, "Give a chat_template that shows pictures.")
+    return "\n".join(_words_of(content))
+
+
+def _words_of(content: Sequence[dict[str, str]]) -> list[str]:
+    """The texts among the parts of content."""
+    return [part["text"] for part in content if not is_picture(part)]
 
 
 def _one_part(text: str) -> list[dict[str, str]]:
@@ -269,7 +284,12 @@ def _reads_parts(messages: Messages, listed: Sequence[int], render: Render) -> b
 
 
 def _with_texts(messages: Messages) -> Messages:
-    return [{**message, "content": text_of(message["content"])} for message in messages]
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": "\n".join(_words_of(message["content"]))}
+        for message in messages
+    ]
 
 
 def _reword_messages(messages: Messages, role: str) -> Messages:

@@ -1,8 +1,8 @@
 """Checks the form of conversations: their messages and the options of their chat template.
 
 A message is a dictionary with "role" and "content"; templates may read further keys ("tool_calls", "name",
-"reasoning_content"). Content is text, or OpenAI's list of parts, of which only text parts can be served. Tool calls may
-be in OpenAI's form, with arguments as JSON text, or in transformers', with an object.
+"reasoning_content"). Content is text, or OpenAI's list of parts: of text, and of pictures (`picture_parts`). Tool calls
+may be in OpenAI's form, with arguments as JSON text, or in transformers', with an object.
 """
 
 import json
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.text.picture_parts import as_picture_part, hint_of_other_part, is_picture
 
 PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
 """Keys that make a dictionary a prompt rather than a message."""
@@ -65,8 +66,8 @@ def is_conversation(value: Any) -> bool:
 def as_messages(value: Any) -> list[dict[str, Any]]:
     """Return a conversation's messages in the one form that is rendered. Raises `RequestError` naming the message.
 
-    Content is a str, or a list of {"type": "text", "text": ...}. Arguments of tool calls are objects. Keys whose value
-    is None are left out, and so is an empty "tool_calls": templates ask whether a key is there.
+    Content is a str, or a list of {"type": "text", "text": ...} and of pictures. Arguments of tool calls are objects.
+    Keys whose value is None are left out, and so is an empty "tool_calls": templates ask whether a key is there.
     """
     if not isinstance(value, list | tuple) or not value:
         raise RequestError.for_field("messages", value, "a list of at least one message")
@@ -119,11 +120,10 @@ def _as_message(message: Any, field: str) -> dict[str, Any]:
     if "content" not in message:
         raise RequestError.for_field(field, dict(message), "a message with 'content'")
     if isinstance(content, list | tuple):
-        parts = [_text_of(part, f"{field}['content'][{i}]") for i, part in enumerate(content)]
-        return {**kept, "content": [{"type": "text", "text": text} for text in parts] or ""}
+        return {**kept, "content": [_as_part(part, f"{field}['content'][{i}]") for i, part in enumerate(content)] or ""}
     if not isinstance(content, str):
         hint = "Write data as text first (json.dumps)." if isinstance(content, dict) else ""
-        raise RequestError.for_field(f"{field}['content']", content, "a str, or a list of text parts", hint)
+        raise RequestError.for_field(f"{field}['content']", content, "a str, or a list of parts", hint)
     return kept
 
 
@@ -164,13 +164,15 @@ def _arguments(arguments: Any, field: str) -> dict[str, Any]:
     return dict(given)
 
 
-def _text_of(part: Any, field: str) -> str:
-    """Return the text of one content part. Raises `RequestError` for an image, audio, or anything else."""
+def _as_part(part: Any, field: str) -> dict[str, Any]:
+    """Return one content part, of text or of a picture. Raises `RequestError` for audio, or anything else."""
+    if is_picture(part):
+        return as_picture_part(part, field)
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         got, where = (part, field) if kind is None else (kind, f"{field}['type']")
-        hint = "Images, video, audio and files are not served yet."
-        raise RequestError.for_field(where, got, "a text part, {'type': 'text', 'text': ...}", hint)
+        bound = "a part of text, {'type': 'text', 'text': ...}, or of a picture, {'type': 'image', 'image': ...}"
+        raise RequestError.for_field(where, got, bound, hint_of_other_part(kind))
     if not isinstance(part.get("text"), str):
         raise RequestError.for_field(f"{field}['text']", part.get("text"), "a str")
-    return str(part["text"])
+    return {"type": "text", "text": part["text"]}

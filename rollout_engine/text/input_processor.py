@@ -9,6 +9,7 @@ from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.lora_request import as_lora_request
 from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.pictures import Picture, PictureInfo, PlacedPicture
 from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams, check_generation
 from rollout_engine.base.routed_experts import RoutingInfo, check_routing_asked
 from rollout_engine.base.sampling_params import (
@@ -22,10 +23,14 @@ from rollout_engine.base.seeds import mix, unsigned
 from rollout_engine.base.structs import plain
 from rollout_engine.grammars.tokenizer_file import serialize_tokenizer
 from rollout_engine.grammars.trials import GrammarTrials
-from rollout_engine.text.conversations import CHAT_KEYS
 from rollout_engine.text.default_params import read_default_params
+from rollout_engine.text.picture_parts import holds_pictures
+from rollout_engine.text.picture_processor import ReadPicture
+from rollout_engine.text.picture_prompts import PicturePrompts, images_in
 from rollout_engine.text.pooled_prompt import closed_conversation, pooled_tokens
-from rollout_engine.text.prompts import Prompt, as_batch, as_fields, as_token_ids, truncated
+from rollout_engine.text.prompt_encoder import PromptEncoder
+from rollout_engine.text.prompt_room import resolve_max_tokens
+from rollout_engine.text.prompts import Prompt, as_batch, as_fields, as_token_ids
 from rollout_engine.text.tokenizer import TextCodec
 from rollout_engine.text.vocabulary_fit import end_ids, warn_of_larger_tokenizer
 
@@ -52,6 +57,8 @@ class ModelSizes(Protocol):
     def pooling(self) -> PoolingInfo | None: ...
     @property
     def routing(self) -> RoutingInfo | None: ...
+    @property
+    def pictures(self) -> PictureInfo | None: ...
 
 
 class CheckedPrompt(NamedTuple):
@@ -66,6 +73,7 @@ class CheckedPrompt(NamedTuple):
     pooling: PoolingParams | None = None
     lora: str = ""
     """Name of the adapter; "" for none."""
+    pictures: Sequence[PlacedPicture] = ()
 
 
 class InputProcessor:
@@ -87,13 +95,20 @@ class InputProcessor:
         generates: bool = True,
         pooling: PoolingInfo | None = None,
         routing: RoutingInfo | None = None,
+        pictures: PicturePrompts | None = None,
     ) -> None:
-        """`first_sequence_id`: id of the first admitted sequence; the others count up from it."""
+        """`first_sequence_id`: id of the first admitted sequence; the others count up from it.
+
+        `pictures`: None: the model takes none.
+        """
         self.codec = codec
         """None with `skip_tokenizer_init`: all prompts are token ids."""
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._generates, self._pooling, self._routing = generates, pooling, routing
+        self._encoder = PromptEncoder(
+            codec, pictures or PicturePrompts(codec, None), max_model_len=max_model_len, vocab_size=vocab_size
+        )
         self._eos_token_ids = list(eos_token_ids)
         self._seed = seed
         self._takes_extra_args = takes_extra_args
@@ -142,6 +157,7 @@ class InputProcessor:
             generates=sizes.generates,
             pooling=sizes.pooling,
             routing=sizes.routing,
+            pictures=PicturePrompts.from_config(config, codec, sizes.pictures),
         )
 
     def check_batch(
@@ -182,7 +198,28 @@ class InputProcessor:
 
     def token_ids_of(self, prompt: Any) -> list[int]:
         """Token ids of one prompt of any kind, of any length. Raises `RequestError`."""
-        return self._encode(as_fields(prompt), truncates=True)[1]
+        return self._encoder.encode(as_fields(prompt), truncates=True).token_ids
+
+    def has_images(self, prompt: Any) -> bool:
+        """Whether `check` would read images first, which takes its time. Raises `RequestError`."""
+        return holds_pictures(prompt) and bool(images_in(as_fields(prompt)))
+
+    def read_images(self, prompt: Any) -> dict[str, Any]:
+        """Return a prompt whose images have been read, for `check`. Blocks. Raises `RequestError`."""
+        return self._encoder.pictures.read_prompt(as_fields(prompt))
+
+    def read_image(self, image: Any, field: str = "image") -> ReadPicture:
+        """Read and process an image of any form. Blocks. Raises `RequestError` naming the field."""
+        return self._encoder.pictures.read_all([(field, image)])[0]
+
+    def expand_pictures(
+        self, token_ids: Sequence[int], pictures: Sequence[ReadPicture | Picture]
+    ) -> tuple[list[int], list[PlacedPicture]]:
+        """Expand token ids that have one placeholder for each picture, in order. Returns (token ids, places).
+
+        A `Picture` must have been read here. Raises `RequestError` if their numbers differ.
+        """
+        return self._encoder.pictures.expand_ids(token_ids, pictures)
 
     def next_seed(self) -> int:
         """Draw a seed from the engine's own, as a request without one would."""
@@ -212,6 +249,7 @@ class InputProcessor:
             bad_words=checked.bad_words,
             pooling=checked.pooling,
             lora=checked.lora,
+            pictures=list(checked.pictures),
         )
 
     def _check(self, prompt: Any, params: Params | None) -> CheckedPrompt:
@@ -220,11 +258,11 @@ class InputProcessor:
         check_generation(self._generates)
         params, bad_words = self._prepare(as_sampling_params(params))
         fields = as_fields(prompt)
-        text, token_ids = self._encode(fields, truncates=params.truncate_prompt_tokens is not None)
-        token_ids = self._truncate_prompt(token_ids, params)
+        encoded = self._encoder.encode(fields, truncates=params.truncate_prompt_tokens is not None)
+        text, token_ids, pictures = self._encoder.truncate(encoded, params)
         if not token_ids:
             raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
-        max_tokens = self._room(len(token_ids), params)
+        max_tokens = resolve_max_tokens(params, len(token_ids), self._max_model_len, clamps=self._clamps)
         params.check_num_logprobs(len(token_ids), max_tokens, self._vocab_size)
         return CheckedPrompt(
             text=text,
@@ -234,12 +272,15 @@ class InputProcessor:
             cache_salt=fields.get("cache_salt") or "",
             bad_words=bad_words,
             lora=_adapter_name(fields),
+            pictures=pictures,
         )
 
     def _check_pooling(self, prompt: Any, params: PoolingParams) -> CheckedPrompt:
         self._check_ids("step_token_ids", params.step_token_ids or ())
         fields = closed_conversation(as_fields(prompt))
-        text, token_ids = self._encode(fields, truncates=params.truncate_prompt_tokens is not None)
+        text, token_ids, pictures = self._encoder.encode(fields, truncates=params.truncate_prompt_tokens is not None)
+        if pictures:
+            raise RequestError.for_field("pooling_params", params.kind, "absent for a prompt with pictures")
         return CheckedPrompt(
             text=text,
             token_ids=pooled_tokens(token_ids, params, self._pooling, self._max_model_len),
@@ -313,48 +354,6 @@ class InputProcessor:
                 raise RequestError.for_field("bad_words", word, "words that the tokenizer has tokens for")
             as_token_ids(ids, "bad_words as token ids", self._vocab_size)
         return [ids for _, ids in spelt]
-
-    def _encode(self, fields: dict[str, Any], *, truncates: bool) -> tuple[str | None, list[int]]:
-        """The text and ids of a prompt. Unless it is truncated, a long text that is too long is refused early."""
-        if "prompt_token_ids" in fields:
-            return None, as_token_ids(fields["prompt_token_ids"], "prompt_token_ids", self._vocab_size)
-        kind, most = "prompt" if "prompt" in fields else "messages", None if truncates else self._max_model_len
-        if self.codec is None:
-            bound = "token ids: the engine has no tokenizer (skip_tokenizer_init=True)"
-            raise RequestError.for_field(kind, fields[kind], bound)
-        if kind == "prompt":
-            text, adds = fields["prompt"], fields.get("add_special_tokens")
-            token_ids = self.codec.encode(text, add_special_tokens=adds is None or adds, most=most)
-        else:
-            options = {key: fields[key] for key in CHAT_KEYS if key in fields}
-            text, token_ids = self.codec.encode_chat(fields["messages"], most=most, **options)
-        return text, as_token_ids(token_ids, f"{kind} as token ids", self._vocab_size)
-
-    def _truncate_prompt(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """Return the part of a prompt that `truncate_prompt_tokens` keeps."""
-        most = params.truncate_prompt_tokens
-        if most == -1:
-            most = self._max_model_len - max(params.max_tokens or 1, params.min_tokens)
-            if most < 1:
-                bound = f"below max_model_len={self._max_model_len}, to leave room for the prompt"
-                raise RequestError.for_field("max_tokens", params.max_tokens, bound)
-        return truncated(token_ids, most, params.truncation_side)
-
-    def _room(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Resolve `max_tokens`: all tokens that fit if it is None, or is shortened to those."""
-        room = self._max_model_len - num_prompt_tokens
-        asked = params.max_tokens or room
-        if room >= 1 and params.min_tokens <= room and (asked <= room or self._clamps):
-            return min(asked, room)
-        limit = f"max_model_len={self._max_model_len}"
-        if room < 1:
-            bound = f"shorter than {limit} tokens, to leave room for one more"
-            raise RequestError.for_field("prompt", f"{num_prompt_tokens} tokens", bound, "See truncate_prompt_tokens.")
-        hint = f"The prompt has {num_prompt_tokens} tokens; both together must stay within {limit}."
-        if asked > room and not self._clamps:
-            hint += " EngineConfig(on_long='clamp') shortens it instead."
-            raise RequestError.for_field("max_tokens", params.max_tokens, f"at most {room}", hint)
-        raise RequestError.for_field("min_tokens", params.min_tokens, f"at most {room}", hint)
 
     def _log_clamped(self, batch: list[CheckedPrompt]) -> None:
         """Warn of the prompts of a call whose `max_tokens` was shortened."""

@@ -29,6 +29,18 @@ def is_picture(part: Any) -> bool:
     return isinstance(kind, str) and kind in _KEYS
 
 
+def holds_pictures(prompt: Any) -> bool:
+    """Whether a prompt may hold images: a look at its form, before it is checked."""
+    if isinstance(prompt, Mapping):
+        if prompt.get("multi_modal_data") is not None:
+            return True
+        prompt = prompt.get("messages", prompt.get("prompt"))
+    if not (_is_list(prompt) and prompt and isinstance(prompt[0], Mapping)):
+        return False
+    contents = (each.get("content") for each in prompt if isinstance(each, Mapping))
+    return any(_is_list(content) and any(map(is_picture, content)) for content in contents)
+
+
 def as_picture_part(part: Mapping[str, Any], field: str) -> dict[str, Any]:
     """Return a part whose image may be read. Raises `RequestError` for a wrong form; the image itself is not opened."""
     kind = part["type"]
@@ -81,6 +93,10 @@ def without_images(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else {**message, "content": [{"type": "image"} if is_picture(each) else each for each in message["content"]]}
         for message in messages
     ]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _picture_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, Mapping[str, Any]]]:

@@ -7,8 +7,7 @@ depend on what is installed.
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,7 +138,9 @@ def _size_salt(image: Image.Image) -> bytes:
 def _make_processor(directory: Path, hf: PreTrainedTokenizerBase) -> Any:
     """Make the checkpoint's processor, of which only the part for images is needed."""
     found, _ = ProcessorMixin.get_processor_dict(directory, local_files_only=True)
-    images = AutoImageProcessor.from_pretrained(directory, backend="pil", trust_remote_code=False, local_files_only=True)
+    images = AutoImageProcessor.from_pretrained(
+        directory, backend="pil", trust_remote_code=False, local_files_only=True
+    )
     name = found.get("processor_class") or getattr(images, "_processor_class", None) or _class_by_type(directory)
     name = _SAME_TEXT.get(name, name)
     if (own := _OWN_CLASSES.get(name)) is not None:

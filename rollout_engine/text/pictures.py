@@ -15,11 +15,17 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from rollout_engine.base.errors import RequestError
 from rollout_engine.text.data_urls import decode_data_url
 
-FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "PPM", "TIFF")
-"""Formats of files that are read, by Pillow's names; MPO is the JPEG of some cameras. Others, such as EPS, run programs."""
+FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF")
+"""Formats of files that are read, by Pillow's names; MPO is the JPEG of some cameras. Of the others EPS runs a program,
+and PPM may be decoded by Python's loops."""
 MAX_PIXELS = 64 << 20
 MAX_BYTES = 64 << 20
 """Bytes of a file."""
+MAX_RATIO = 200
+"""Most pixels of the longer side for each of the shorter: processors that scale the shorter one make the other huge."""
+_MAX_SCANS = 256
+"""Passes over all blocks of a JPEG, each of which may take a few bytes of the file."""
+_START_OF_SCAN = b"\xff\xda"
 _REMOTE = ("http://", "https://", "file://", "ftp://")
 _FORMS = "a PIL image, an array of uint8, the path or the bytes of a file, or a data URL"
 _WHITE = (255, 255, 255, 255)
@@ -37,6 +43,9 @@ def read_image(value: Any, field: str, *, max_pixels: int = MAX_PIXELS) -> Image
     if width * height > max_pixels:
         bound = f"of at most max_picture_pixels={max_pixels} pixels"
         raise RequestError.for_field(field, f"{width} x {height} pixels", bound, "Make it smaller first.")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        bound = f"an image whose longer side is at most {MAX_RATIO} times the shorter"
+        raise RequestError.for_field(field, f"{width} x {height} pixels", bound)
     try:
         # Of the files of cameras, the frames behind the first are depth maps or previews.
         if image.format != "MPO" and getattr(image, "is_animated", False):
@@ -98,6 +107,8 @@ def _read_file(path: Any, field: str) -> bytes:
 def _open_bytes(data: bytes, field: str, shown: str) -> tuple[Image.Image, str]:
     if len(data) > MAX_BYTES:
         raise RequestError.for_field(field, shown, f"a file of at most {MAX_BYTES} bytes", f"It has {len(data)}.")
+    if data.startswith(b"\xff\xd8") and data.count(_START_OF_SCAN) > _MAX_SCANS:
+        raise RequestError.for_field(field, shown, f"a JPEG of at most {_MAX_SCANS} scans")
     try:
         return Image.open(BytesIO(data), formats=FORMATS), shown
     except Image.DecompressionBombError:

@@ -3,10 +3,11 @@
     "text"   [1, 2, 3]   [{"role": "user", "content": "text"}]
     {"prompt": "text"}   {"prompt_token_ids": [1, 2, 3]}   {"messages": [{"role": ...}], "tools": [...]}
 
-Token ids may be an array or tensor of one dimension. Dictionaries may also carry "cache_salt", "lora_request" (an
-adapter that the engine has, or its name), with a text "add_special_tokens" (False: none that the tokenizer adds by
-itself), and with a conversation the options of `ChatOptions`. A list of any of these is a batch; a list that starts
-with an int or with a message (a dictionary with "role" or "content") is one prompt.
+Token ids may be an array or tensor of one dimension. Dictionaries may also carry "multi_modal_data" ({"image": [...]},
+the images of its placeholders), "cache_salt", "lora_request" (an adapter that the engine has, or its name), with a text
+"add_special_tokens" (False: none that the tokenizer adds by itself), with token ids "pictures" (`PlacedPicture`s; the
+ids have all their placeholders), and with a conversation the options of `ChatOptions`. A list of any of these is a
+batch; a list that starts with an int or with a message (a dictionary with "role" or "content") is one prompt.
 """
 
 import inspect
@@ -35,13 +36,16 @@ from rollout_engine.text.conversations import (
 
 Prompt = str | list[int] | list[dict[str, Any]] | dict[str, Any]
 
-PROMPT_KEYS = (*PROMPT_KINDS, *CHAT_KEYS, "add_special_tokens", "cache_salt", "lora_request")
+PROMPT_KEYS = (
+    *(*PROMPT_KINDS, *CHAT_KEYS, "add_special_tokens", "cache_salt", "lora_request"),
+    *("multi_modal_data", "pictures"),
+)
 _POOLING_VERBS = ("encode", "reward")
 _PEERS = {
-    "vLLM's": dict.fromkeys(
-        ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"),
-        "image, video and audio inputs are not served yet: a prompt is text or token ids",
-    )
+    "vLLM's": {
+        "multi_modal_uuids": "pictures are known by their pixels; leave it out",
+        "mm_processor_kwargs": "pictures are processed as the checkpoint's files say; leave it out",
+    }
     | dict.fromkeys(("prompt_embeds", "encoder_prompt"), "a prompt is text or token ids"),
     "Hugging Face's": {
         "input_ids": "give prompt_token_ids, without padding",
@@ -103,6 +107,10 @@ def as_fields(prompt: Any) -> dict[str, Any]:
     adds = fields.get("add_special_tokens")
     if adds is not None and not ("prompt" in fields and isinstance(adds, bool)):
         raise RequestError.for_field("add_special_tokens", adds, "a bool, given with a text (prompt)")
+    if "pictures" in fields and ("prompt_token_ids" not in fields or "multi_modal_data" in fields):
+        shown = f"{type(fields['pictures']).__name__}"
+        hint = "Images are given as multi_modal_data, or in the messages."
+        raise RequestError.for_field("pictures", shown, "given with prompt_token_ids, which have places for them", hint)
     if "messages" in fields:
         check_chat_options(fields)
         return {**fields, "messages": as_messages(fields["messages"])}

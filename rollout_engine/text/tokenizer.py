@@ -125,16 +125,14 @@ class TextCodec:
         plain, spaced = (self._encode(text, add_special_tokens=False, field="bad_words") for text in texts)
         return [plain] if spaced == plain else [plain, spaced]
 
-    def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, most: int | None = None, **options: Any
-    ) -> tuple[str, list[int]]:
-        """Render a conversation as (text, ids); options as in `ChatOptions`, `most` as in `encode`.
+    def chat_prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> str:
+        """Render a conversation as the text of a prompt; options as in `ChatOptions`.
 
         Raises `RequestError`, also for tools that the prompt does not show.
         """
         text = self.render_chat(messages, tools, **options)
         self.require_shown_tools(text, messages, tools, **options)
-        return text, self._encode(text, add_special_tokens=False, most=most)
+        return text
 
     def render_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> str:
         """Render messages that `as_messages` returned as text; options as in `ChatOptions`. Raises `RequestError`."""

@@ -121,6 +121,7 @@ class HeldWeights:
         packed: the copies that linears run from.
         memory: memory for shadows, and the copy from there over the live weights.
         prepare: allocates memory again that the live weights have released.
+        committed: called behind each commit, and drops results of the weights before.
     """
 
     def __init__(
@@ -129,11 +130,12 @@ class HeldWeights:
         packed: PackedWeights,
         memory: ShadowMemory,
         prepare: Callable[[], object] = lambda: None,
+        committed: Callable[[], object] = lambda: None,
     ) -> None:
         self._live = packed.take_over({name: view.detach() for name, view in targets.items()})
         """Views by name; on meta if `packed` alone holds the values."""
         self.metadata = {name: (dtype_name(view.dtype), tuple(view.shape)) for name, view in self._live.items()}
-        self._packed, self._memory, self._prepare = packed, memory, prepare
+        self._packed, self._memory, self._prepare, self._committed = packed, memory, prepare, committed
         self._shadow = Shadow(memory)
         self._on_host = all(view.device.type in ("cpu", "meta") for view in self._live.values())
 
@@ -197,6 +199,7 @@ class HeldWeights:
     def commit(self, *, lacking: Lacking | None) -> None:
         self._shadow.commit()
         self._packed.swap() if lacking is None else self._packed.swap_changed()
+        self._committed()
 
     def settle(self) -> None:
         self._packed.settle()

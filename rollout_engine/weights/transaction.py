@@ -98,17 +98,18 @@ class WeightUpdater:
         names: CheckpointNames = CheckpointNames(),  # noqa: B008 (it is frozen)
         *,
         prepare: Callable[[], object] = lambda: None,
+        committed: Callable[[], object] = lambda: None,
         writer: TensorWriter = HOST_WRITER,
         config: PretrainedConfig | None = None,
     ) -> "WeightUpdater":
         """The updater of weights in this process, which `HeldWeights` holds; `targets` and `aliases` name them all.
 
-        `names`: as of `ManifestChecks`; `config`: as of `WeightUpdater`.
+        `names`: as of `ManifestChecks`; `prepare`, `committed`: as of `HeldWeights`; `config`: as of `WeightUpdater`.
         """
         checks = ManifestChecks(targets, aliases, names)
         on_host = all(view.device.type == "cpu" for view in targets.values())
         changes = ChangedShare({name: targets[name] for name in checks.canonical}) if on_host else None
-        return cls(HeldWeights(targets, packed, shadow_memory, prepare), checks, writer, changes, config)
+        return cls(HeldWeights(targets, packed, shadow_memory, prepare, committed), checks, writer, changes, config)
 
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every accepted name, both namings."""

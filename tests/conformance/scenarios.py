@@ -118,6 +118,26 @@ def reset_prefix_cache(engine):
     return cached, refused, done, last_of(engine, prompt, SHORT).num_cached_tokens
 
 
+@scenario()
+def reset_mm_cache(engine):
+    before = engine.stats.pictures
+    assert engine.reset_mm_cache() is None
+    with in_flight(engine):
+        engine.reset_mm_cache()
+        step_further(engine)
+    assert engine.stats.pictures == before  # its model takes none
+    return told(last_of(engine, "hello", SHORT))
+
+
+@scenario()
+def reset_encoder_cache(engine):
+    assert engine.reset_encoder_cache() is None
+    with in_flight(engine):
+        engine.reset_encoder_cache()
+        step_further(engine)
+    return told(last_of(engine, "hello", SHORT))
+
+
 @scenario(refused_in="asleep dirty", prompt_token_ids=[[5]], completion_token_ids=[[6]])
 def score(engine):
     for prompts, completions, match in (

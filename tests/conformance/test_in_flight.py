@@ -53,6 +53,8 @@ UNSEEN = {
     "check_integrity": "it changes nothing and returns nothing",
     "add_kept_samples": "these engines draft nothing, so that they keep none",
     "get_kept_samples": "these engines draft nothing, so that they keep none",
+    "reset_mm_cache": "it changes no result and returns nothing",
+    "reset_encoder_cache": "it changes no result and returns nothing",
 }
 """Verbs of which this file would not notice that `combine` is missing, and why."""
 CALLED_ONCE = {"save_sharded_state": "replicas of one machine would write the same files"}

@@ -25,6 +25,8 @@ SIGNATURES = {
             "wake_up": "self tags",
             "is_sleeping": "self",
             "reset_prefix_cache": "self reset_running_requests",
+            "reset_mm_cache": "self",
+            "reset_encoder_cache": "self",
             "collective_rpc": "self method timeout args kwargs",
             "save_sharded_state": "self path",
         }.items()

@@ -307,5 +307,5 @@ def test_the_chat_template_of_a_processor_is_used(tmp_path, file, content):
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / file).write_text(json.dumps(content))
-    text, _ = TextCodec.from_pretrained(str(tmp_path)).encode_chat([{"role": "user", "content": "hello"}])
+    text = TextCodec.from_pretrained(str(tmp_path)).chat_prompt([{"role": "user", "content": "hello"}])
     assert text == "<hello>"

@@ -32,15 +32,21 @@ def key_of(module: PreTrainedModel, whole: PretrainedConfig | None = None) -> st
 
     `whole`: the configuration of the composite that `module` is a part of.
     """
-    facts = [type(module).__qualname__, torch.__version__, transformers.__version__]
-    for each in (module.config, whole):
+    own = [type(module).__qualname__, repr((has_latents(module), len(mixers_of(module))))]
+    return _key_of(own, module.config, whole)
+
+
+def key_of_pictures(config: PretrainedConfig) -> str:
+    """Digest of everything that the trial of a composite's pictures depends on."""
+    return _key_of(["pictures"], config)
+
+
+def _key_of(facts: list[str], *configs: PretrainedConfig | None) -> str:
+    facts = [*facts, torch.__version__, transformers.__version__]
+    for each in configs:
         config = {} if each is None else each.to_dict()
         facts.append(repr(sorted((name, value) for name, value in config.items() if name not in _IRRELEVANT)))
-    facts += [
-        torch.backends.cpu.get_cpu_capability(),
-        _source_digest(),
-        repr((has_latents(module), len(mixers_of(module)))),
-    ]
+    facts += [torch.backends.cpu.get_cpu_capability(), _source_digest()]
     return hashlib.blake2b("\0".join(facts).encode(), digest_size=16).hexdigest()
 
 
@@ -59,6 +65,20 @@ def write(key: str, geometry: list[LayerGeometry]) -> None:
         with tempfile.NamedTemporaryFile(dir=cache_directory("gate"), delete=False) as file:
             file.write(msgspec.json.encode(geometry))
         os.replace(file.name, cache_directory("gate") / f"{key}.json")
+    except OSError as problem:
+        logger.debug("The gate's result could not be cached: %s", problem)
+
+
+def knows_pictures(key: str) -> bool:
+    """Whether the composite of `key`, a `key_of_pictures`, has passed the trial of its pictures before."""
+    return (cache_directory("gate") / f"{key}.pictures").exists()
+
+
+def write_pictures(key: str) -> None:
+    """Note that the composite of `key`, a `key_of_pictures`, has passed the trial of its pictures."""
+    try:
+        cache_directory("gate").mkdir(parents=True, exist_ok=True)
+        (cache_directory("gate") / f"{key}.pictures").touch()
     except OSError as problem:
         logger.debug("The gate's result could not be cached: %s", problem)
 

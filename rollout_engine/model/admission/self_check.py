@@ -96,11 +96,11 @@ def _small_twins(
     """Small copies with equal weights: (with our attention, with eager attention and all of `whole`, geometry)."""
     problem: Exception | None = None
     kept = _kept_layers(module, geometry)
-    for shrink in (_narrow_config, _thin_config, copy.copy):
+    for shrink in (_narrow_config, thin_config, copy.copy):
         try:
-            small = shrink(_shorten_config(module, kept))
+            small = shrink(shorten_config(module.config, kept))
             engine = construct(small, dtype=torch.float32, attention=ATTENTION_NAME)
-            _spread_weights(engine)
+            spread_weights(engine)
             if has_latents(module):
                 cache_latents(engine)
             if mixers_of(module):
@@ -146,9 +146,9 @@ def _kept_layers(module: PreTrainedModel, geometry: list[LayerGeometry]) -> list
     return sorted(firsts | read) if read else list(range(min(total, max(2, 1 + max(firsts)))))
 
 
-def _shorten_config(module: PreTrainedModel, kept: list[int]) -> PretrainedConfig:
+def shorten_config(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
     """A configuration of the layers `kept`, with a small vocabulary, short windows and lengths."""
-    small = copy.deepcopy(module.config)
+    small = copy.deepcopy(config)
     total = small.num_hidden_layers
     for name, value in list(vars(small).items()):
         if isinstance(value, list) and len(value) == total:
@@ -192,7 +192,7 @@ def _narrow_config(config: PretrainedConfig) -> PretrainedConfig:
     if hasattr(small, "num_key_value_heads"):
         small.num_key_value_heads = min(kv_heads, 2)
     _narrow_states(small, fewer, heads)
-    return _thin_config(small)
+    return thin_config(small)
 
 
 def _narrow_states(small: PretrainedConfig, fewer: int, heads: int) -> None:
@@ -210,7 +210,7 @@ def _narrow_states(small: PretrainedConfig, fewer: int, heads: int) -> None:
         small.linear_num_heads = min(small.linear_num_heads, 2)
 
 
-def _thin_config(config: PretrainedConfig) -> PretrainedConfig:
+def thin_config(config: PretrainedConfig) -> PretrainedConfig:
     """Narrow MLPs and experts."""
     small = copy.deepcopy(config)
     for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
@@ -241,7 +241,7 @@ def _settings(layer: nn.Module) -> list[object]:
 
 
 @torch.no_grad()
-def _spread_weights(module: PreTrainedModel) -> None:
+def spread_weights(module: PreTrainedModel) -> None:
     """Draw matrices with std 4 / sqrt(hidden size), so that scores differ; move vectors by 0.1 from their start."""
     initialize(module)
     generator = torch.Generator().manual_seed(0)
@@ -260,8 +260,8 @@ def _relative_error(engine: PreTrainedModel, reference: PreTrainedModel, geometr
     prompts = [torch.randint(_VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
     expected = [reference(input_ids=torch.tensor([p]), use_cache=False).logits[0] for p in prompts]
     computed = [torch.full_like(logits, torch.nan) for logits in expected]
-    tables = _shuffled_tables(lengths)
-    paged = _make_model(engine, geometry, tables)
+    tables = shuffled_tables(lengths)
+    paged = paged_model(engine, geometry, tables)
     for step in _steps(lengths):
         chunks = [SequenceChunk(prompts[s][first:end], first, tables[s], s) for s, first, end in step]
         sizes = [end - first for _, first, end in step]
@@ -282,8 +282,8 @@ def _relative_far_error(
         reference(input_ids=row[None], position_ids=start + torch.arange(_NUM_FAR)[None], use_cache=False).logits[0]
         for start, row in zip(starts, tokens, strict=True)
     ]
-    tables = _shuffled_tables((_NUM_FAR,) * len(starts))
-    paged = _make_model(engine, geometry, tables)
+    tables = shuffled_tables((_NUM_FAR,) * len(starts))
+    paged = paged_model(engine, geometry, tables)
     chunks = [
         SequenceChunk(row.tolist(), 0, table, s) for s, (row, table) in enumerate(zip(tokens, tables, strict=True))
     ]
@@ -292,13 +292,13 @@ def _relative_far_error(
     return float((computed - wanted).abs().max() / wanted.abs().max())
 
 
-def _make_model(engine: PreTrainedModel, geometry: list[LayerGeometry], tables: list[list[int]]) -> CpuModel:
+def paged_model(engine: PreTrainedModel, geometry: list[LayerGeometry], tables: list[list[int]]) -> CpuModel:
     """The model over block tables, with a slot of states for each."""
     num_blocks, num_slots = sum(map(len, tables)), len(tables)
     return CpuModel(engine, geometry, num_blocks=num_blocks, block_size=_BLOCK_SIZE, num_state_slots=num_slots)
 
 
-def _shuffled_tables(lengths: tuple[int, ...]) -> list[list[int]]:
+def shuffled_tables(lengths: tuple[int, ...]) -> list[list[int]]:
     counts = [-(-n // _BLOCK_SIZE) for n in lengths]
     free = random.Random(0).sample(range(sum(counts)), sum(counts))
     return [[free.pop() for _ in range(count)] for count in counts]

@@ -14,6 +14,7 @@ from rollout_engine.kernels.cpu.adapters import BLOCK_ROWS
 from rollout_engine.kernels.latent import LatentAdapter
 from rollout_engine.model.adapters.peft_format import LinearAdapter
 from rollout_engine.model.adapters.pool import AdapterPool, Target
+from rollout_engine.model.modules.composites import PICTURES
 from rollout_engine.model.modules.latent_attention import LatentProjection
 from rollout_engine.model.modules.own_forwards import linears_read_by_routers
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
@@ -49,6 +50,8 @@ class CpuAdapterPool(AdapterPool):
         others = {id(head), *map(id, linears_read_by_routers(self._module))}  # a LoRA of these changes nothing in peft
         found = {}
         for name, child in self._module.named_modules():
+            if name.startswith(f"{PICTURES}."):
+                continue
             if isinstance(child, RowInvariantLinear) and id(child) not in others:
                 found[name] = Target(id(child._group), child._slot, child, inputs_of(child), outputs_of(child))
                 self._of_number[id(child._group)] = child._group

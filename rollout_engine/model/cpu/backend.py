@@ -28,6 +28,9 @@ from rollout_engine.model.modules.heads import head_of, pooling_info
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.packing.linear_groups import linear_groups
 from rollout_engine.model.packing.packed_weights import PackedWeights
+from rollout_engine.model.pictures.encoder import PictureEncoder
+from rollout_engine.model.pictures.step_inputs import SequencesWithPictures
+from rollout_engine.model.pictures.tower import attach_tower
 from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.ranks.seat import Seat, described_ranks, score_together
@@ -56,6 +59,7 @@ class CpuBackend(Backend):
         cut = loaded.cut
         if cut is not None:
             _check_products(loaded.module, cut, is_deterministic=self.is_deterministic)
+        pictures = _sequences_with_pictures(config, loaded)
         self.packed = PackedWeights(loaded.module, loaded.num_ranks)
         self.num_blocks = size_pool(config, loaded)
         self.num_state_slots = size_states(config, loaded, self.num_blocks)
@@ -92,6 +96,7 @@ class CpuBackend(Backend):
             pooler=pooler,
             grammars=grammars,
             seat=self._seat,
+            pictures=pictures,
         )
         self.routing = self.runner.routing.info
         self.choices = (
@@ -101,6 +106,7 @@ class CpuBackend(Backend):
             f"{'' if config.quantization is None else f'layers in {config.quantization}, '}"
             f"decoder {'modules' if reason is not None else 'compiled'}, "
             f"{describe_pool(config, loaded, self.num_blocks)}{describe_states(loaded, self.num_state_slots)}"
+            f"{'' if pictures is None else ', pictures'}"
         )
 
     def score(
@@ -143,8 +149,21 @@ class CpuBackend(Backend):
             around=around,
         )
 
+    def reset_encoder_cache(self) -> None:
+        if self.runner.pictures is not None:
+            self.runner.pictures.reset()
+
     def memory_of(self, weights: Sequence[Tensor]) -> CpuWeightMemory:
         return CpuWeightMemory(weights, self.packed, self.runner.model)
+
+
+def _sequences_with_pictures(config: EngineConfig, loaded: LoadedModel) -> SequencesWithPictures | None:
+    """Put the tower of a composite to work; None if it has none."""
+    if loaded.tower is None or loaded.picture_info is None:
+        return None
+    tower = attach_tower(loaded.module, loaded.tower, ARITHMETIC.make_row_invariant)
+    encoder = PictureEncoder(tower, loaded.dtype, config.encoder_cache_bytes)
+    return SequencesWithPictures(encoder, loaded.picture_info.image_token_id)
 
 
 def _described_dtype(loaded: LoadedModel) -> str:

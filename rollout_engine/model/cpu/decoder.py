@@ -98,11 +98,12 @@ class CpuDecoder:
         state_rows: Tensor,
         adapter_rows: AdapterRows | None = None,
         routed: Tensor | None = None,
+        axes: Tensor | None = None,
     ) -> tuple[LogitRows, Tensor]:
         """Compute tokens at positions, int64 [T] each; KV is written by `plan`.
 
         `adapter_rows`: the rows that have an adapter. `routed`: int32 [T, layers with experts, k], is filled with the
-        experts that tokens are sent to.
+        experts that tokens are sent to. `axes`: int64 [3, T], positions to rotate by, if they are on three axes.
         Returns logits of `rows`, none if there is no output head, and hidden states of `state_rows` [n, H].
         """
         decoder, parts = self._current(), self._structure
@@ -110,11 +111,11 @@ class CpuDecoder:
         factors = None if given is None else given.rows(positions, tensor_of(parts.norm))
         adapters = None if adapter_rows is None else (self._current_adapters(), adapter_rows)
         wanted = torch.cat([rows, state_rows]) if len(state_rows) else rows
-        if parts.head is not None and (ends := self._ends(token_ids, positions)) is not None:
+        if parts.head is not None and axes is None and (ends := self._ends(token_ids, positions)) is not None:
             states = decoder.run_between(ends, wanted, plan, adapters, routed, factors)
             return LogitRows(states[: len(rows)], parts.head, self._vocab_size), states[len(rows) :]
         hidden = parts.embedding(token_ids)
-        cos, sin = self._rotary.rows(positions, hidden)
+        cos, sin = self._rotary.rows(positions, hidden) if axes is None else self._rotary.rows_on_axes(axes, hidden)
         decoder.run(hidden, cos, sin, wanted, plan, adapters, routed, factors)
         states = parts.norm(hidden.index_select(0, state_rows)) if len(state_rows) else hidden[:0]
         if parts.head is None:

@@ -18,6 +18,7 @@ from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import trunk_of
 from rollout_engine.model.modules.layer_watch import LayerWatch
 from rollout_engine.model.modules.routers import recording, routers_of
+from rollout_engine.model.pictures.step_inputs import PictureInputs, module_inputs
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.module_logits import module_logits
@@ -53,9 +54,17 @@ class CpuModel:
         self._recorded: list[Tensor] | None = None
         """Routed experts of the forwards inside `recording`; None outside of it."""
 
-    def forward(self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]) -> Tensor:
-        """Compute `chunks`, writing their KV; return logits [len(logit_rows), V] of these rows of the flat batch."""
-        return self.forward_rows(chunks, logit_rows).take(slice(None))
+    def forward(
+        self,
+        chunks: FlatBatch | Sequence[SequenceChunk],
+        logit_rows: np.ndarray | Sequence[int],
+        pictures: PictureInputs | None = None,
+    ) -> Tensor:
+        """Compute `chunks`, writing their KV; return logits [len(logit_rows), V] of these rows of the flat batch.
+
+        `pictures`: what the pictures of the sequences add.
+        """
+        return self.forward_states(chunks, logit_rows, (), pictures=pictures)[0].take(slice(None))
 
     @torch.inference_mode()
     def forward_rows(
@@ -77,6 +86,7 @@ class CpuModel:
         logit_rows: np.ndarray | Sequence[int],
         state_rows: np.ndarray | Sequence[int],
         adapter_rows: AdapterRows | None = None,
+        pictures: PictureInputs | None = None,
     ) -> tuple[LogitRows, Tensor]:
         """Do as `forward_rows`; return also the hidden states [n, H] of `state_rows`, behind the final norm.
 
@@ -85,23 +95,24 @@ class CpuModel:
         batch = chunks if isinstance(chunks, FlatBatch) else FlatBatch.of(chunks)
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
         rows, of_states = (torch.from_numpy(np.asarray(each, np.int64)) for each in (logit_rows, state_rows))
-        if self.decoder is not None and not self.layer_watch.num_watchers:
+        has_features = pictures is not None and len(pictures.rows) > 0
+        if self.decoder is not None and not self.layer_watch.num_watchers and not has_features:
             routed = self._room_for_experts(len(token_ids))
             given = token_ids, positions, self.kv.plan(batch), rows, of_states
-            return self.decoder.forward(*given, adapter_rows, routed)
+            axes = None if pictures is None else pictures.positions
+            return self.decoder.forward(*given, adapter_rows, routed, axes)
+        inputs = {"input_ids": token_ids[None], "position_ids": positions[None]}
+        if pictures is not None:
+            inputs = module_inputs(self.module, token_ids, positions, pictures)
         if trunk_of(self.module) is not self.module:
             with self.kv.step(batch):
-                output = self.module.base_model(
-                    input_ids=token_ids[None], position_ids=positions[None], use_cache=False
-                )
+                output = self.module.base_model(**inputs, use_cache=False)
             states = output.last_hidden_state[0, of_states]
             return LogitRows.of(states[:0]), states
 
         def forward(rows: Tensor) -> Any:
             with self.kv.step(batch), self.adapting(adapter_rows):
-                return self.module(
-                    input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
-                )
+                return self.module(**inputs, use_cache=False, logits_to_keep=rows)
 
         with _last_states(self.module, wanted=len(of_states) > 0) as found:
             logits = module_logits(self.module, forward, rows, self.module.config.vocab_size, may_repeat=True)

@@ -18,6 +18,7 @@ from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.routing import RoutingRecorder
 from rollout_engine.model.cpu.states import StateSlots
+from rollout_engine.model.pictures.step_inputs import SequencesWithPictures
 from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.ranks.seat import Seat, lead, preparing
 from rollout_engine.model.sampling.asked_rows import AskedRows
@@ -44,9 +45,10 @@ class CpuRunner:
         pooler: Pooler | None = None,
         grammars: GrammarCompiler | None = None,
         seat: Seat | None = None,
+        pictures: SequencesWithPictures | None = None,
     ) -> None:
-        """`seat`: of the rank, if the model is cut over ranks."""
-        self.model, self._seat = model, seat
+        """`seat`: of the rank, if the model is cut over ranks. `pictures`: None if the model takes none."""
+        self.model, self._seat, self.pictures = model, seat, pictures
         self._pooler = pooler
         self._vocab_size = vocab_size
         self._prompts = PromptScorer(vocab_size)
@@ -129,7 +131,10 @@ class CpuRunner:
         pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
         with self.routing.step(work, batch):
             adapter_rows = self._adapter_rows(work.scheduled)
-            logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, adapter_rows)
+            shown = None
+            if self.pictures is not None:
+                shown = self.pictures.inputs(work.scheduled, batch.columns.token_starts)
+            logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, adapter_rows, shown)
         return logits, self._pooler.pool(states) if self._pooler else {}
 
     def _note_changes(self, work: SchedulerOutput) -> None:
@@ -137,6 +142,8 @@ class CpuRunner:
             self._computed, self._drawn = _Computed([], [], np.empty(0, np.int64)), None
         self._sequences.begin_step(work)
         self.routing.update(work)
+        if self.pictures is not None:
+            self.pictures.update(work)
         if self._pooler is not None:
             self._pooler.update(work)
         for sequence_id in work.finished_sequence_ids:

@@ -16,10 +16,11 @@ from rollout_engine.base.locations import find_directory
 from rollout_engine.model.admission.gate import admit, build_module, names_of_parts, text_config_to_serve
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.configuration import make_size_check, read_config, read_json
+from rollout_engine.model.loading.picture_tower import load_tower
 from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
-from rollout_engine.model.modules.composites import adopt_conversions
+from rollout_engine.model.modules.composites import PICTURES, PartNames, adopt_conversions
 from rollout_engine.model.modules.construct import initialize, place_on
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_of, with_labels
@@ -63,9 +64,8 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     head_kind = head_kind_of(hf_config)
     text_config = _text_config(hf_config, head_kind, entries, state)
     _check_head_place(head_kind, device, seat)
-    module = build_module(
-        text_config, dtype, ATTENTION_NAME, head_kind, make_size_check(directory, text_config, entries)
-    )
+    check_size = make_size_check(directory, text_config, entries)
+    module = build_module(text_config, dtype, ATTENTION_NAME, head_kind, check_size)
     limit = position_limit(module.config)
     _check_length(module.config, limit, config.max_model_len)
     geometry = _admit(module, hf_config, device, has_ranks=seat is not None)
@@ -75,14 +75,19 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     vocab_size = len(tensor_of(module.get_output_embeddings() or module.get_input_embeddings()))
     if seat is None:
         fuse_projections(module)
+    tower, picture_info = load_tower(config, hf_config, dtype, device, check_size)
     table = WeightTable.of(module)
-    names = _checkpoint_names(module, hf_config)
+    if tower is not None:
+        table = table.with_part(f"{PICTURES}.", WeightTable.of(tower))
+    names = _checkpoint_names(module, hf_config, tower)
     cut, targets = None, table.views
     if is_dummy:
         initialize(module)
+        if tower is not None:
+            initialize(tower)
     if seat is not None:
         cut = cut_module(module, geometry, seat, keep_values=is_dummy)
-        cut = _with_parts(cut, module, table, device, keep_values=is_dummy)
+        cut = _with_parts(cut, module, tower, table, device, keep_values=is_dummy)
         geometry, targets = cut.geometry, {name: part.view for name, part in cut.parts.items() if part.view.numel()}
     if state is not None:
         state.check_cut(directory, has_columns=cut is not None and bool(cut.columns))
@@ -107,6 +112,8 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
         files=ModelFiles(directory, xxhash.xxh3_128_hexdigest(config_file.content())),
         head_kind=head_kind,
         cut=cut,
+        tower=tower,
+        picture_info=picture_info,
     )
 
 
@@ -186,13 +193,24 @@ def _each_once(table: WeightTable, targets: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _with_parts(
-    cut: ModelCut, module: PreTrainedModel, whole: WeightTable, device: torch.device, *, keep_values: bool
+    cut: ModelCut,
+    module: PreTrainedModel,
+    tower: PreTrainedModel | None,
+    whole: WeightTable,
+    device: torch.device,
+    *,
+    keep_values: bool,
 ) -> ModelCut:
-    """The cut of `module`, which moves to `device`, with its parts under all the names that `whole` has."""
+    """The cut of `module`, which moves to `device`, with its parts under all the names that `whole` has.
+
+    `tower`: every rank has all of it.
+    """
     if device != _CPU:  # only now: the whole may not fit there
         place_on(module, device, keep_values=keep_values)
     fuse_projections(module)
     live = module.state_dict(keep_vars=True)
+    if tower is not None:
+        live |= {f"{PICTURES}.{name}": tensor for name, tensor in tower.state_dict(keep_vars=True).items()}
     parts = {}
     for name, view in whole.views.items():
         owner = whole.owners[name]
@@ -336,12 +354,17 @@ def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig, text_confi
     return ids
 
 
-def _checkpoint_names(module: PreTrainedModel, hf_config: PretrainedConfig) -> CheckpointNames:
+def _checkpoint_names(
+    module: PreTrainedModel, hf_config: PretrainedConfig, tower: PreTrainedModel | None = None
+) -> CheckpointNames:
     """The names that `from_pretrained` accepts for `module` and does not use, and the prefix that it adds.
 
-    `hf_config`: that of the checkpoint, which may be a composite's whose text model `module` is.
+    `hf_config`: that of the checkpoint, which may be a composite's whose text model `module` is. `tower`: its other
+    parts, if they are served: tensors of these have names of theirs then.
     """
     unused = [*_OF_OLD_RELEASES, *(module._keys_to_ignore_on_load_unexpected or ())]
+    models = () if tower is None else (each for each in tower.modules() if isinstance(each, PreTrainedModel))
+    unused += [pattern for each in models for pattern in each._keys_to_ignore_on_load_unexpected or ()]
     num_layers, num_drafting = (
         getattr(module.config, name, None) or 0 for name in ("num_hidden_layers", "num_nextn_predict_layers")
     )
@@ -349,4 +372,6 @@ def _checkpoint_names(module: PreTrainedModel, hf_config: PretrainedConfig) -> C
         numbers = "|".join(map(str, range(num_layers, num_layers + num_drafting)))
         unused += [rf"(^|\.)layers\.({numbers})\.", r"(^|\.)mtp_layers\.\d+\."]
     parts = names_of_parts(hf_config, module)
-    return CheckpointNames(module.base_model_prefix, sorted(unused), parts.text, parts.others)
+    if tower is not None:
+        parts = PartNames([*parts.text, ("", f"{PICTURES}.")], [])
+    return CheckpointNames(module.base_model_prefix, sorted(set(unused)), parts.text, parts.others)

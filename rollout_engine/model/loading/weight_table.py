@@ -52,6 +52,14 @@ class WeightTable(NamedTuple):
             owners[checkpoint_name] = owners[name]
         return cls(views, owners, dict(_transposable(module, stored)))
 
+    def with_part(self, prefix: str, other: "WeightTable") -> "WeightTable":
+        """A table that also has the names of `other`, each behind `prefix`."""
+        return WeightTable(
+            self.views | {prefix + name: view for name, view in other.views.items()},
+            self.owners | {prefix + name: prefix + owner for name, owner in other.owners.items()},
+            {**self.transposable, **{prefix + name: dims for name, dims in other.transposable.items()}},
+        )
+
     def aliases(self) -> list[list[str]]:
         """Groups of two or more names that denote the same view: tied weights, or both namings of one weight."""
         groups: dict[tuple[object, ...], list[str]] = {}

@@ -21,6 +21,9 @@ from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.modules.construct import give_memory
 from rollout_engine.model.modules.geometry import Refusal
 
+PICTURES = "pictures"
+"""The attribute below a served text model that holds its composite's other parts; their weights' names begin so."""
+
 
 class PartNames(NamedTuple):
     """How names of a composite's checkpoints begin."""
@@ -83,8 +86,10 @@ def text_parts(model: nn.Module) -> list[nn.Module]:
     return [part.decoder, nn.ModuleList([part.head])]
 
 
-def build_whole(config: PretrainedConfig, text_config: PretrainedConfig | None = None) -> PreTrainedModel:
-    """A composite without memory. `text_config`: of another text model in place of its own.
+def build_whole(
+    config: PretrainedConfig, text_config: PretrainedConfig | None = None, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """A composite without memory. `text_config`: of another text model in place of its own. `dtype`: None: its own.
 
     Raises `Refusal` if transformers cannot build it.
     """
@@ -97,12 +102,28 @@ def build_whole(config: PretrainedConfig, text_config: PretrainedConfig | None =
     try:
         with torch.device("meta"):
             whole: PreTrainedModel = AutoModelForMultimodalLM.from_config(
-                config, attn_implementation="eager", experts_implementation="eager", trust_remote_code=False
+                config,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                trust_remote_code=False,
+                **({} if dtype is None else {"dtype": dtype}),
             )
     except Exception as problem:  # foreign constructors may fail in any way
         text = str(problem).strip().splitlines()[0] if str(problem).strip() else ""
         raise Refusal(f"transformers does not build the whole of it ({type(problem).__name__}: {text})") from None
     return whole
+
+
+class NoText(nn.Module):
+    """Stands in a composite for a part of its text model that was removed."""
+
+
+def remove_text(whole: PreTrainedModel) -> None:
+    """Leave only the other parts of a composite, in place, under their names. Raises `Refusal` as `TextPart.of`."""
+    part = TextPart.of(whole)
+    for path in (part.decoder_path, part.head_path):
+        parent, _, name = path.rpartition(".")
+        setattr(whole.get_submodule(parent), name, NoText())
 
 
 def twin_with(config: PretrainedConfig, text: PreTrainedModel) -> PreTrainedModel:

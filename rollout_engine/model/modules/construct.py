@@ -49,11 +49,19 @@ def construct(
             **({} if own is not None else {"trust_remote_code": False}),
         )
     check(module)
+    allocate(module, dtype)
+    module.tie_weights()
+    return module
+
+
+def allocate(module: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give a module on meta uninitialised memory on the CPU, with the dtypes that `from_pretrained(dtype=...)` gives.
+
+    Buffers are computed. It is in eval mode then, without gradients.
+    """
     _apply_dtype_plan(module, dtype)
     give_memory(module, module)
-    module.tie_weights()
     module.eval().requires_grad_(False)
-    return module
 
 
 @torch.no_grad()
@@ -63,12 +71,23 @@ def give_memory(owner: PreTrainedModel, *parts: nn.Module) -> None:
         part.to_empty(device="cpu")
         for buffer in filter(torch.is_floating_point, part.buffers()):
             buffer.fill_(torch.nan)  # the self-check finds buffers that nothing computes
-        for child in part.modules():
+        for model, child in _with_models(owner, part):
             if next(child.buffers(recurse=False), None) is not None:  # rotary frequencies, which no checkpoint has
-                owner._init_weights(child)
-        for child in list(part.modules()) if _lacks_values(part) else ():
+                model._init_weights(child)
+        for model, child in list(_with_models(owner, part)) if _lacks_values(part) else ():
             if _lacks_values(child):  # of buffers that a module above theirs computes
-                owner._init_weights(child)
+                model._init_weights(child)
+
+
+def _with_models(owner: PreTrainedModel, part: nn.Module) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
+    """Every module of `part`, and the model that initialises it: the innermost around it, as transformers does.
+
+    The parts of a composite are models of their own.
+    """
+    model = part if isinstance(part, PreTrainedModel) else owner
+    yield model, part
+    for child in part.children():
+        yield from _with_models(model, child)
 
 
 def _lacks_values(module: nn.Module) -> bool:
@@ -114,8 +133,8 @@ def initialize(module: PreTrainedModel, *, seed: int = 0) -> None:
         tensor.fill_(torch.nan)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for child in module.modules():
+        for model, child in _with_models(module, module):
             if next(itertools.chain(child.parameters(recurse=False), child.buffers(recurse=False)), None) is not None:
-                module._init_weights(child)
+                model._init_weights(child)
     for tensor in stored:
         tensor.nan_to_num_(nan=0.5)

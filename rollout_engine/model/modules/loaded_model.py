@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rollout_engine.base.pictures import PictureInfo
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import HeadKind
 
@@ -46,6 +47,11 @@ class LoadedModel(NamedTuple):
     """The head that classifies in place of the output head; None in a causal LM."""
     cut: Any = None
     """The rank's part of it, a `ranks.cut.ModelCut`; None if one process has it all."""
+
+    tower: PreTrainedModel | None = None
+    """A composite's parts other than its text model, which encode pictures; None if pictures are not served."""
+    picture_info: PictureInfo | None = None
+    """How it takes pictures, or why not; None if it is no model of pictures."""
 
     @property
     def num_ranks(self) -> int:

@@ -47,6 +47,11 @@ class RotaryTable:
         cos, sin = table
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
+    def rows_on_axes(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, head_dim] of positions on three axes, int64 [3, T]."""
+        cos, sin = self._rotary(like[None], position_ids=positions[:, None])
+        return cos[0], sin[0]
+
     def table(self, end: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines [P, head_dim] of positions 0 to P - 1, P >= `end`, with the dtype and device of `like`.
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
+from rollout_engine.base.pictures import PictureInfo, PlacedPicture
 from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
 from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.base.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import (
     FakeExecutor,
+    fake_features,
     fake_next_token,
     fake_pooled,
     fake_routed_experts,
@@ -24,6 +26,8 @@ from rollout_engine.core.fake_executor import (
 from rollout_engine.core.fake_states import FakeKVError
 
 Key = tuple[str, int]
+IMAGE = 22
+"""Token that stands for pictures; outside of their spans it is an ordinary one."""
 
 
 @dataclass
@@ -63,6 +67,7 @@ class Rig:
         )
         sizes["pooling"] = PoolingInfo(hidden_size=2)
         sizes["routing"] = RoutingInfo(num_layers=1, num_experts=256, top_k=2)
+        sizes["pictures"] = PictureInfo(IMAGE)
         self.config = CoreConfig(**(sizes | config))
         self.fail_at_steps: set[int] = set()
         self.errors: dict[int, str] = {}
@@ -72,6 +77,7 @@ class Rig:
             fail_at_steps=self.fail_at_steps,
             errors=self.errors,
             num_state_slots=self.config.num_state_slots,
+            image_token_id=IMAGE,
         )
         self.draft = self.executor.draft
         self.core = EngineCore(self, self.config, policy_version=policy_version)
@@ -159,6 +165,7 @@ class Rig:
         salt: str = "",
         pooling: PoolingParams | None = None,
         lora: str = "",
+        pictures: Iterable[PlacedPicture] = (),
         **params: Any,
     ) -> None:
         request = EngineCoreRequest(
@@ -172,6 +179,7 @@ class Rig:
             cache_salt=salt,
             pooling=pooling,
             lora=lora,
+            pictures=list(pictures),
         )
         self.core.add_request(request)
         self.requests[request_id] = request
@@ -283,7 +291,7 @@ class Rig:
             tokens = self.tokens[request_id, index]
             if request.params.return_routed_experts and tokens:
                 found = self.prompt_routed[request_id] + self.routed[request_id, index]
-                assert found == fake_routed_experts(request.prompt_token_ids + tokens).tolist()
+                assert found == fake_routed_experts(seen_prompt(request) + tokens).tolist()
             else:
                 assert (request_id, index) not in self.routed
 
@@ -293,7 +301,7 @@ class Rig:
             return [], ("stop", None)
         params, seed = request.params, child_seed(request.seed, key[1])
         stops = {*request.eos_token_ids, *(params.stop_token_ids or ())}
-        context, out = list(request.prompt_token_ids), []
+        context, out = seen_prompt(request), []
         while len(out) < request.max_tokens:
             banned = stops if len(out) < params.min_tokens else ()
             token_id = fake_next_token(context, seed, self.config.vocab_size, banned)
@@ -365,6 +373,12 @@ class Rig:
         self.tokens[key] += said.new_token_ids
         if said.finish_reason is not None:
             self.ends[key] = said
+
+
+def seen_prompt(request: EngineCoreRequest) -> list[int]:
+    """A prompt as the fake model sees it: features in the places of pictures' tokens."""
+    features = fake_features(request.prompt_token_ids, request.pictures, IMAGE)
+    return [features.get(position, token_id) for position, token_id in enumerate(request.prompt_token_ids)]
 
 
 @pytest.fixture(params=["in turn", "ahead", "ahead at once"])

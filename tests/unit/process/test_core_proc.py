@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.metrics import PictureStats
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.children.values import pack, unpack
 from rollout_engine.core.config import CoreConfig
@@ -25,7 +26,7 @@ class FakeSocket:
     """What the busy loop needs of a `CoreSocket`: an inbox, and a list of what was sent."""
 
     def __init__(self):
-        self.inbox, self.stats, self.sent = Inbox(), IoStats(), []
+        self.inbox, self.stats, self.picture_stats, self.sent = Inbox(), IoStats(), PictureStats(), []
         self.gone, self.cancelled = set(), set()
         self.on_send = lambda client_index, message: None
 

@@ -1,0 +1,286 @@
+"""The trial of a composite's pictures, for engines and trainers alike: they must be what transformers computes.
+
+A small copy (few layers of text and tower, widths as they are, float32) encodes random pictures, and computes prompts
+with them in chunks over paged KV. Features and logits are compared with those of transformers' own forward of the
+whole. A tower whose forward has a product that is not ours, whose bits could depend on the number of threads, is
+refused.
+"""
+
+import copy
+import inspect
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rollout_engine.base.pictures import Picture, PlacedPicture
+from rollout_engine.model.admission import gate_cache
+from rollout_engine.model.admission.self_check import (
+    TOLERANCE,
+    paged_model,
+    shorten_config,
+    shuffled_tables,
+    spread_weights,
+    thin_config,
+)
+from rollout_engine.model.cpu.flat_batch import SequenceChunk
+from rollout_engine.model.cpu.row_invariance import make_row_invariant
+from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.composites import TextPart, build_whole, remove_text, text_config_of
+from rollout_engine.model.modules.construct import allocate, construct, initialize
+from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.modules.latent_attention import cache_latents
+from rollout_engine.model.modules.mixers import swap_mixers
+from rollout_engine.model.modules.one_thread import one_thread
+from rollout_engine.model.packing.linear_groups import fuse_projections
+from rollout_engine.model.pictures.encoder import PictureEncoder
+from rollout_engine.model.pictures.step_inputs import ChunkPictures, SequencePictures, inputs_of
+from rollout_engine.model.pictures.tower import image_token_id_of
+from rollout_engine.model.pictures.tower_forward import encode_picture, make_tower_exact, picture_parts
+
+logger = logging.getLogger(__name__)
+
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "linear", "dot", "mv", "convolution"}
+"""Operations of aten whose bits may depend on threads and addresses; also all whose names have "attention"."""
+_IMAGE_TOKEN = 100
+_FIRST_ID = 101
+"""Of the other special tokens of a small copy."""
+_LAYERS = 2
+_SIDE = 8
+"""Patches of a side of a small copy's picture, if its size is fixed."""
+
+
+def tower_refusal(config: PretrainedConfig) -> str:
+    """Why pictures of the composite of `config` cannot be computed exactly, as a sentence; "": they can.
+
+    That they can is cached on disk, as the gate's results are.
+    """
+    key = gate_cache.key_of_pictures(config)
+    if gate_cache.knows_pictures(key):
+        return ""
+    name = (config.architectures or [type(config).__name__])[0]
+    started = time.perf_counter()
+    try:
+        with one_thread():
+            _check_pictures(config)
+    except Refusal as reason:
+        return f"Pictures of {name} cannot be computed exactly: {reason}."
+    gate_cache.write_pictures(key)
+    logger.info("Pictures of %s passed their trial in %.2f s.", name, time.perf_counter() - started)
+    return ""
+
+
+def _check_pictures(config: PretrainedConfig) -> None:
+    """Raise `Refusal` unless a small copy computes pictures as the composite of `config` does."""
+    if image_token_id_of(config) is None:
+        raise Refusal("its configuration names no placeholder token of pictures (image_token_id)")
+    problem: Exception | None = None
+    for is_small in (True, False):
+        try:
+            twins = _make_twins(config, is_small=is_small)
+            pictures = [_sample_picture(twins.whole, seed) for seed in (0, 1)]
+            expected = [_features(twins.whole, picture) for picture in pictures]
+            break
+        except Exception as failure:  # foreign models may not allow any size
+            problem = failure
+    else:
+        raise Refusal(f"no small copy of it encodes a picture ({type(problem).__name__}: {problem})")
+    _compare_features(twins.tower, pictures, expected)
+    _compare_logits(twins, pictures, [len(rows) for rows, *_ in expected])
+
+
+class _Twins(NamedTuple):
+    """A small composite as it is, and as an engine holds it."""
+
+    whole: PreTrainedModel
+    text: PreTrainedModel
+    tower: PreTrainedModel
+    geometry: list[LayerGeometry]
+
+
+def _make_twins(config: PretrainedConfig, *, is_small: bool) -> _Twins:
+    text_config = text_config_of(config)
+    text_config = thin_config(shorten_config(text_config, _kept_layers(text_config)))
+    text = construct(text_config, dtype=torch.float32, attention=ATTENTION_NAME)
+    spread_weights(text)
+    cache_latents(text)
+    swap_mixers(text)
+    small = copy.deepcopy(config)
+    _rename_tokens(small, text_config.vocab_size)
+    if is_small:
+        _shorten_tower(small)
+    whole = build_whole(small, copy.deepcopy(text_config), torch.float32)
+    allocate(whole, torch.float32)
+    whole.float().tie_weights()
+    initialize(whole)
+    part, head = TextPart.of(whole), text.get_output_embeddings()
+    part.decoder.load_state_dict(text.base_model.state_dict())
+    part.head.load_state_dict(head.state_dict())
+    generator = torch.Generator().manual_seed(2)
+    for each in picture_parts(whole):
+        _spread(each, generator)
+    tower = copy.deepcopy(whole)
+    make_tower_exact(tower, make_row_invariant)
+    remove_text(tower)
+    small_geometry = probe_geometry(text)
+    fuse_projections(text)
+    return _Twins(whole, text, tower, small_geometry)
+
+
+def _kept_layers(config: PretrainedConfig) -> list[int]:
+    """The first layers of a text model, with one of each kind that its configuration names, and two at least."""
+    kinds = getattr(config, "layer_types", None) or []
+    firsts = [kinds.index(kind) for kind in set(kinds)]
+    return list(range(min(config.num_hidden_layers, max([_LAYERS - 1, *firsts]) + 1)))
+
+
+def _rename_tokens(config: Any, vocab_size: int) -> None:
+    """Move the ids of special tokens of a composite into a small vocabulary."""
+    for number, (name, value) in enumerate(sorted(vars(config).items())):
+        if isinstance(value, int) and name.endswith(("_token_id", "_token_index")) and value >= vocab_size:
+            is_image = name in ("image_token_id", "image_token_index")
+            setattr(config, name, _IMAGE_TOKEN if is_image else min(_FIRST_ID + number, vocab_size - 1))
+
+
+def _shorten_tower(config: Any) -> None:
+    """Leave a tower its first layers, and pictures of fixed size a few patches."""
+    vision = config.vision_config
+    depth = next(name for name in ("depth", "num_hidden_layers") if isinstance(getattr(vision, name, None), int))
+    num_layers = min(getattr(vision, depth), _LAYERS)
+    setattr(vision, depth, num_layers)
+    if getattr(vision, "deepstack_visual_indexes", None):
+        vision.deepstack_visual_indexes = [*range(num_layers)]
+    if getattr(vision, "fullatt_block_indexes", None):
+        vision.fullatt_block_indexes = [num_layers - 1]
+    layer = getattr(config, "vision_feature_layer", None)
+    if isinstance(layer, int) and layer > num_layers:
+        config.vision_feature_layer = -1
+    size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
+    if isinstance(size, int) and isinstance(patch, int):
+        vision.image_size = min(size, patch * _SIDE)
+    elif isinstance(size, list | tuple) and isinstance(patch, list | tuple):
+        vision.image_size = [min(one, each * _SIDE) for one, each in zip(size, patch, strict=True)]
+
+
+@torch.no_grad()
+def _spread(part: nn.Module, generator: torch.Generator) -> None:
+    """Draw matrices so that activations keep their size; move vectors by 0.1 from their start."""
+    for parameter in part.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, (parameter.numel() / len(parameter)) ** -0.5, generator=generator)
+        else:
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+
+
+def _sample_picture(whole: Any, seed: int) -> dict[str, Tensor]:
+    """Random arrays of one picture, by the arguments that the model takes."""
+    vision, names = whole.config.vision_config, inspect.signature(whole.get_image_features).parameters
+    generator = torch.Generator().manual_seed(seed)
+    patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    if "image_grid_thw" in names:
+        merge = vision.spatial_merge_size
+        height, width = (2 + seed) * merge, 3 * merge
+        size = channels * vision.temporal_patch_size * patch**2
+        pixels = torch.randn(height * width, size, generator=generator)
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
+    if "image_sizes" in names or vision.model_type == "pixtral":
+        side = patch * getattr(whole.config, "spatial_merge_size", 1)
+        shape = (1, channels, 2 * side, 3 * side)
+        return {
+            "pixel_values": torch.randn(shape, generator=generator),
+            "image_sizes": torch.tensor([shape[2:]]),
+        }
+    size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+    if "pixel_attention_mask" in names:
+        shape = (1, 2, channels, size, size)
+        mask = torch.ones(1, 2, size, size, dtype=torch.int64)
+        return {"pixel_values": torch.randn(shape, generator=generator), "pixel_attention_mask": mask}
+    return {"pixel_values": torch.randn(1, channels, size, size, generator=generator)}
+
+
+@torch.no_grad()
+def _features(whole: Any, picture: Mapping[str, Tensor]) -> list[Tensor]:
+    """Features of a picture by the composite's own forward: rows, then those for deeper layers."""
+    found = whole.get_image_features(**picture, return_dict=True)
+    layers = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+    return [torch.cat([*layer]) if not isinstance(layer, Tensor) else layer.flatten(0, -2) for layer in layers]
+
+
+@torch.no_grad()
+def _compare_features(tower: nn.Module, pictures: list[dict[str, Tensor]], expected: list[list[Tensor]]) -> None:
+    for picture, wanted in zip(pictures, expected, strict=True):
+        watch = _Products()
+        with watch:
+            found = encode_picture(tower, picture)
+        if watch.found:
+            raise Refusal(f"its tower has products of its own ({', '.join(sorted(watch.found))})")
+        ours = [found.rows, *found.deepstack]
+        if [each.shape for each in ours] != [each.shape for each in wanted]:
+            raise Refusal("its features have other shapes than transformers' own")
+        error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, wanted, strict=True))
+        if not error <= TOLERANCE:
+            raise Refusal(f"on a small copy its features differ from transformers' own by {error:.1e} of the largest")
+
+
+class _Products(TorchDispatchMode):
+    """Records products that torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _PRODUCTS or "attention" in name:
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _compare_logits(twins: _Twins, pictures: list[dict[str, Tensor]], counts: list[int]) -> None:
+    """Compare logits of a prompt with both pictures, which is computed in uneven chunks, and of tokens behind it."""
+    image_token_id = image_token_id_of(twins.whole.config)
+    assert image_token_id is not None, "it takes pictures"
+    ids, placed = [5, 6, 7], []
+    for number, (picture, count) in enumerate(zip(pictures, counts, strict=True)):
+        held = Picture.of({name: value.numpy() for name, value in picture.items()})
+        placed.append(PlacedPicture(len(ids), len(ids) + count, held))
+        ids += [image_token_id] * count + [8 + number, 9, 10]
+    wanted = _own_logits(twins.whole, ids, pictures, image_token_id)
+    encoder = PictureEncoder(twins.tower, torch.float32, 1 << 30)
+    sequence = SequencePictures.of(encoder, ids, placed, image_token_id)
+    tables = shuffled_tables((len(ids),))
+    paged = paged_model(twins.text, twins.geometry, tables)
+    found, done = [], 0
+    while done < len(ids):
+        size = min(7 if len(ids) - done > 9 else 1, len(ids) - done)
+        given = inputs_of([ChunkPictures(sequence, done, size)], encoder)
+        chunk = SequenceChunk(ids[done : done + size], done, tables[0], 0)
+        found.append(paged.forward([chunk], range(size), given))
+        done += size
+    error = float((torch.cat(found) - wanted).abs().max() / wanted.abs().max())
+    if not error <= TOLERANCE:
+        raise Refusal(
+            f"on a small copy its logits differ from transformers' own by {error:.1e} of the largest if there are "
+            "pictures; attention among the tokens of a picture in both directions, for one, is not served"
+        )
+
+
+def _own_logits(whole: Any, ids: list[int], pictures: list[dict[str, Tensor]], image_token_id: int) -> Tensor:
+    """Logits [T, V] by the composite's own forward."""
+    tokens = torch.tensor([ids])
+    names = inspect.signature(whole.forward).parameters
+    kinds = (tokens == image_token_id).int()
+    given: dict[str, Tensor] = {
+        name: torch.cat([each[name] for each in pictures], 1 if pictures[0]["pixel_values"].dim() == 5 else 0)
+        for name in pictures[0]
+    }
+    given |= {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in names}
+    logits: Tensor = whole(input_ids=tokens, use_cache=False, **given).logits[0]
+    return logits

@@ -1,0 +1,160 @@
+"""What pictures add to a step: features in the place of embeddings, and positions on three axes."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.messages import ScheduledSequence, SchedulerOutput
+from rollout_engine.base.pictures import PlacedPicture
+from rollout_engine.model.pictures.encoder import PictureEncoder
+from rollout_engine.model.pictures.positions import AxisPositions, picture_positions
+
+
+class PictureInputs(NamedTuple):
+    """Features and positions of a flat batch of T tokens."""
+
+    rows: Tensor
+    """int64 [n]: the tokens whose embeddings are features."""
+    features: Tensor
+    """[n, H], in the text model's dtype."""
+    deepstack: list[Tensor]
+    """[n, H] each: added to the hidden states of these tokens behind the first layers."""
+    positions: Tensor | None
+    """int64 [3, T], if a sequence of the batch has positions on three axes."""
+
+
+def module_inputs(
+    text: Any, token_ids: Tensor, positions: Tensor, pictures: PictureInputs
+) -> dict[str, Tensor | list[Tensor]]:
+    """Arguments of a causal LM's forward for a flat batch with pictures, in place of its `input_ids`.
+
+    `token_ids`, `positions`: int64 [T] each. Positions on three axes follow those of the tokens, as [4, 1, T].
+    """
+    axes = positions[None] if pictures.positions is None else torch.cat([positions[None], pictures.positions])[:, None]
+    if not len(pictures.rows):
+        return {"input_ids": token_ids[None], "position_ids": axes}
+    ids = token_ids.index_fill(0, pictures.rows, 0)  # the placeholder's id may be beyond the vocabulary
+    embeddings = text.get_input_embeddings()(ids[None])
+    embeddings[0, pictures.rows] = pictures.features
+    found: dict[str, Tensor | list[Tensor]] = {"inputs_embeds": embeddings, "position_ids": axes}
+    if pictures.deepstack:
+        is_feature = torch.zeros(ids.shape, dtype=torch.bool).index_fill_(0, pictures.rows, True)
+        found |= {"visual_pos_masks": is_feature[None], "deepstack_visual_embeds": pictures.deepstack}
+    return found
+
+
+class SequencePictures(NamedTuple):
+    """The pictures of one sequence."""
+
+    placed: Sequence[PlacedPicture]
+    places: list[np.ndarray]
+    """int64: of each picture, the positions of its features, ascending."""
+    positions: AxisPositions | None
+
+    @classmethod
+    def of(
+        cls, encoder: PictureEncoder, token_ids: Sequence[int], placed: Sequence[PlacedPicture], image_token_id: int
+    ) -> "SequencePictures":
+        """Find the places of features in a prompt of these tokens."""
+        ids = np.asarray(token_ids, np.int64)
+        places = [each.start + np.flatnonzero(ids[each.start : each.end] == image_token_id) for each in placed]
+        return cls(placed, places, picture_positions(encoder.tower, placed))
+
+
+class SequencesWithPictures:
+    """The live sequences that have pictures, by id.
+
+    Args:
+        encoder: encodes their pictures.
+        image_token_id: the id of placeholder tokens.
+    """
+
+    def __init__(self, encoder: PictureEncoder, image_token_id: int) -> None:
+        self.encoder, self._image_token_id = encoder, image_token_id
+        self._of: dict[int, SequencePictures] = {}
+
+    def update(self, work: SchedulerOutput) -> None:
+        """Forget finished sequences, and note new ones with pictures."""
+        for sequence_id in work.finished_sequence_ids if self._of else ():
+            self._of.pop(sequence_id, None)
+        for new in work.new:
+            if new.pictures:
+                given = new.token_ids, new.pictures, self._image_token_id
+                self._of[new.sequence_id] = SequencePictures.of(self.encoder, *given)
+
+    def inputs(self, scheduled: Sequence[ScheduledSequence], starts: np.ndarray) -> PictureInputs | None:
+        """What pictures add to a step; `starts`: int64 [N + 1], the first token of each chunk in the flat batch.
+
+        None if they add nothing.
+        """
+        if not self._of or not any(chunk.sequence_id in self._of for chunk in scheduled):
+            return None
+        chunks = [
+            ChunkPictures(self._of.get(chunk.sequence_id), chunk.num_computed_tokens, int(end - start))
+            for chunk, start, end in zip(scheduled, starts[:-1], starts[1:], strict=True)
+        ]
+        return inputs_of(chunks, self.encoder)
+
+    def reset(self) -> None:
+        """Forget the features of all pictures."""
+        self.encoder.reset()
+
+
+class ChunkPictures(NamedTuple):
+    """Tokens [first, first + size) of a sequence, and its pictures, if it has some."""
+
+    pictures: SequencePictures | None
+    first: int
+    size: int
+
+
+def inputs_of(chunks: Sequence[ChunkPictures], encoder: PictureEncoder) -> PictureInputs | None:
+    """What pictures add to the chunks of a flat batch, end to end; None if they add nothing."""
+    found = list(_features_of(chunks, encoder))
+    positions = _positions_of(chunks)
+    if not found:
+        nothing = torch.empty(0)
+        return None if positions is None else PictureInputs(torch.empty(0, dtype=torch.int64), nothing, [], positions)
+    rows, features, deepstack = zip(*found, strict=True)
+    layers = [torch.cat(parts) for parts in zip(*deepstack, strict=True)]
+    return PictureInputs(torch.from_numpy(np.concatenate(rows)), torch.cat(features), layers, positions)
+
+
+def _features_of(
+    chunks: Sequence[ChunkPictures], encoder: PictureEncoder
+) -> Iterable[tuple[np.ndarray, Tensor, list[Tensor]]]:
+    """(rows of the flat batch, their features, those of deeper layers) of each picture that a chunk overlaps."""
+    start = 0
+    for pictures, first, size in chunks:
+        for each, places in zip(pictures.placed, pictures.places, strict=True) if pictures is not None else ():
+            low, high = np.searchsorted(places, [first, first + size]).tolist()
+            if low < high:
+                features = encoder.features(each.picture)
+                if len(features.rows) != len(places):
+                    raise ConfigError(
+                        f"A picture has {len(features.rows)} features, and its prompt {len(places)} placeholders for "
+                        "them: expand prompts with the checkpoint's own processor."
+                    )
+                deepstack = [layer[low:high] for layer in features.deepstack]
+                yield start + places[low:high] - first, features.rows[low:high], deepstack
+        start += size
+
+
+def _positions_of(chunks: Sequence[ChunkPictures]) -> Tensor | None:
+    """int64 [3, T]; None if every sequence of the batch counts its tokens one by one."""
+    axes = [None if chunk.pictures is None else chunk.pictures.positions for chunk in chunks]
+    if not any(axes):
+        return None
+    sizes = [chunk.size for chunk in chunks]
+    starts = np.cumsum([0, *sizes])
+    behind = [chunk.first + (0 if each is None else each.delta) for chunk, each in zip(chunks, axes, strict=True)]
+    counted = np.arange(starts[-1]) + np.repeat(np.array(behind) - starts[:-1], sizes)
+    positions = torch.from_numpy(counted).repeat(3, 1)
+    for (_, first, size), each, start in zip(chunks, axes, starts.tolist(), strict=False):
+        if each is not None and first < each.first.shape[1]:
+            positions[:, start : start + size] = each.between(first, first + size)
+    return positions

@@ -1,0 +1,99 @@
+"""The features of one picture, by transformers' own forward of a vision tower in which products are ours.
+
+Engine and trainer call the same function, for one picture at a time, so they have the same bits.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.model.modules.composites import NoText, TextPart
+from rollout_engine.model.pictures.tower_attention import TOWER_ATTENTION
+from rollout_engine.model.pictures.tower_products import TowerArithmetic
+
+
+class PictureFeatures(NamedTuple):
+    """The rows that one picture puts in the place of embeddings, n for its n placeholder tokens."""
+
+    rows: Tensor
+    """[n, H]."""
+    deepstack: list[Tensor]
+    """[n, H] each: added to the hidden states behind the first decoder layers; empty in most models."""
+
+
+def make_tower_exact(composite: PreTrainedModel, make_row_invariant: Callable[[nn.Module], None]) -> None:
+    """Give the parts of a composite other than its text model our products and attention, in place.
+
+    `make_row_invariant`: that of the device's `Arithmetic`. Parameters and their names stay. Calling it twice is
+    harmless.
+    """
+    own = [composite.config, composite.config.get_text_config()]
+    for part in picture_parts(composite):
+        make_row_invariant(part)
+        for child in part.modules():
+            config = getattr(child, "config", None)
+            if isinstance(config, PretrainedConfig) and not any(config is each for each in own):
+                config._attn_implementation = TOWER_ATTENTION
+
+
+def picture_parts(composite: nn.Module) -> list[nn.Module]:
+    """The modules of a composite that hold nothing of its text model, the outermost of each.
+
+    The text model may have been removed.
+    """
+    text = {id(child) for child in composite.modules() if isinstance(child, NoText)}
+    if not text:
+        part = TextPart.of(composite)
+        text = {id(part.decoder), id(part.head)}
+    return list(_parts_without(composite, text))
+
+
+def _parts_without(module: nn.Module, text: set[int]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if id(child) in text:
+            continue
+        if any(id(each) in text for each in child.modules()):
+            yield from _parts_without(child, text)
+        else:
+            yield child
+
+
+def encode_picture(owner: nn.Module, arrays: Mapping[str, Tensor]) -> PictureFeatures:
+    """The features of one picture: `arrays` as `base.pictures.Picture` has them.
+
+    `owner`: a composite, or its parts without text, behind `make_tower_exact`. Gradients reach its parameters.
+    Raises `ConfigError` for arrays that transformers does not take as one picture.
+    """
+    composite: Any = owner
+    taken = _arguments(owner)
+    given = {name: value for name, value in arrays.items() if name in taken}
+    try:
+        with TowerArithmetic():
+            found = composite.get_image_features(**given, return_dict=True)
+            deepstack = [_all_rows(each) for each in getattr(found, "deepstack_features", None) or ()]
+            return PictureFeatures(_all_rows(found.pooler_output), deepstack)
+    except ConfigError:
+        raise
+    except Exception as problem:  # foreign modules may fail in any way
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in arrays.items())
+        raise ConfigError(
+            f"{type(owner).__name__} does not take this picture ({shapes}): {type(problem).__name__}: {problem}"
+        ) from problem
+
+
+def _arguments(owner: nn.Module) -> set[str]:
+    """Names of the arrays that features are computed from; processors return others, for videos and for text."""
+    methods = (getattr(type(child), "get_image_features", None) for child in owner.modules())
+    return {name for method in methods if method is not None for name in inspect.signature(method).parameters}
+
+
+def _all_rows(found: Any) -> Tensor:
+    """Features as rows [n, H], from one tensor [..., H] or several."""
+    if isinstance(found, Tensor):
+        return found.reshape(-1, found.shape[-1])
+    return torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
