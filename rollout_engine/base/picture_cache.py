@@ -3,8 +3,8 @@
     SentPictures.strip      pictures of a request ──> digests, and the pictures that the other end lacks
     ReceivedPictures        add: these, in the same order;  restore: digests ──> pictures
 
-Both ends do the same with the same cache, in the order of the messages between them, so each knows without asking
-what the other holds. A bound of 0 bytes keeps nothing. Not thread-safe.
+Both ends change the same cache in the same way, in the order of the messages between them, so the sender need not ask
+which pictures the receiver holds. A bound of 0 bytes keeps nothing. Not thread-safe.
 """
 
 from collections import OrderedDict, deque
@@ -58,7 +58,7 @@ class PictureCache(Generic[Held]):
 
 
 class SentPictures:
-    """The sender's end: digests and sizes of what the other end holds, without arrays."""
+    """The sender's end: digests and sizes of the pictures that the other end holds, without their arrays."""
 
     def __init__(self, max_bytes: int) -> None:
         self.cache: PictureCache[bool] = PictureCache(max_bytes)

@@ -60,3 +60,25 @@ class PictureInfo(msgspec.Struct, frozen=True):
 def shift_pictures(pictures: Sequence[PlacedPicture], offset: int) -> list[PlacedPicture]:
     """The same pictures, `offset` positions later."""
     return [PlacedPicture(each.start + offset, each.end + offset, each.picture) for each in pictures]
+
+
+class SharedPictures(msgspec.Struct, frozen=True, eq=False):
+    """Pictures of several sequences, to be sent: each different one once, without its digest."""
+
+    arrays: list[dict[str, np.ndarray]]
+    """Of each picture."""
+    places: list[list[tuple[int, int, int]]]
+    """Of each sequence: start and end of a span, and the index of its picture."""
+
+    @classmethod
+    def of(cls, placed: Sequence[Sequence[PlacedPicture]]) -> "SharedPictures":
+        """Collect the pictures of sequences."""
+        pictures = {each.picture.digest: each.picture for row in placed for each in row}
+        index = {digest: i for i, digest in enumerate(pictures)}
+        places = [[(each.start, each.end, index[each.picture.digest]) for each in row] for row in placed]
+        return cls([each.arrays for each in pictures.values()], places)
+
+    def place_all(self) -> list[list[PlacedPicture]]:
+        """The pictures of each sequence, with digests that were computed here."""
+        pictures = [Picture.of(arrays) for arrays in self.arrays]
+        return [[PlacedPicture(start, end, pictures[index]) for start, end, index in row] for row in self.places]

@@ -30,6 +30,8 @@ class RolloutNote(NamedTuple):
     """Names of the adapters that sampled, None for the base alone; empty: not known."""
     live_version: int | None = None
     """Version of the live weights when the rollout was returned; of several rollouts the newest. None: not known."""
+    has_pictures: bool = False
+    """Whether any prompt of it had pictures."""
 
 
 class LogprobsNote(NamedTuple):
@@ -45,6 +47,8 @@ class LogprobsNote(NamedTuple):
     """Names of the adapters that were active, None for the base alone."""
     sent: "Sent | None" = None
     """Whether the model still has the weights that were sent last; None: not known."""
+    has_pictures: bool = False
+    """Whether pictures were given, or no token stands for one."""
 
 
 class Sent(NamedTuple):
@@ -97,6 +101,7 @@ def joined(notes: Iterable[RolloutNote | None]) -> RolloutNote | None:
         temperature=known[0].temperature if same_temperature else None,
         adapters=frozenset().union(*(note.adapters for note in known)),
         live_version=max(versions) if len(versions) == len(known) else None,
+        has_pictures=any(note.has_pictures for note in known),
     )
 
 
@@ -164,6 +169,11 @@ def mismatches(trainer: LogprobsNote, rollout: RolloutNote) -> Iterator[str]:
         yield (
             "The engine's logits are float32 (fp32_head=True), the trainer's are not: call exact.enable(model, "
             "fp32_head=True)"
+        )
+    if rollout.has_pictures and not trainer.has_pictures:
+        yield (
+            "The rollout's prompts have pictures, and the trainer's log-probs were computed without them: pass "
+            "**exact.inputs(batch) to exact.token_logprobs, or the batch itself"
         )
     if rollout.temperature not in (None, trainer.temperature):
         yield (

@@ -278,7 +278,7 @@ class FakeSequence:
 
     @property
     def context(self) -> list[int]:
-        """All tokens so far, with features in their places: what the next one depends on."""
+        """All tokens so far, with features in their places: the next one depends on these."""
         if not self.features:
             return self.token_ids
         return [self.features.get(position, token_id) for position, token_id in enumerate(self.token_ids)]

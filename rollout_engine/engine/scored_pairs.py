@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pictures import PictureInfo, SharedPictures
 from rollout_engine.base.routed_experts import RoutingInfo, checked_rows
 from rollout_engine.text.prompts import as_token_ids
 
@@ -39,12 +40,13 @@ def score_pairs(
     *,
     adapter_slot: int = -1,
     routed_experts: Sequence[np.ndarray] | None = None,
+    pictures: SharedPictures | None = None,
 ) -> Generator[None, None, list[np.ndarray]]:
     """Compute log-probs of completions, per pair float32 [len(completion)], and yield between two pieces of the work.
 
     `require_weights` is called before each piece, and may raise. Temperature 0 counts as 1. A completion without tokens
     has no scores, and costs nothing. Raises `RequestError` for token ids outside the vocabulary, an empty prompt, a
-    pair longer than `max_model_len`, and routed experts that do not fit the pairs or the model.
+    pair longer than `max_model_len`, and routed experts and pictures that do not fit the pairs or the model.
     """
     require_weights()
     if not (isinstance(temperature, int | float) and math.isfinite(temperature) and temperature >= 0):
@@ -62,6 +64,9 @@ def score_pairs(
     options: dict[str, Any] = {} if adapter_slot < 0 else {"adapter_slot": adapter_slot}
     if routed is not None:
         options["routed_experts"] = [routed[i] for i in asked]
+    if pictures is not None and any(pictures.places):
+        _check_pictures(scorer.info.pictures, [len(prompt) + len(completion) for prompt, completion in pairs], pictures)
+        options["pictures"] = SharedPictures(pictures.arrays, [pictures.places[i] for i in asked])
     for found in scorer.score(sequences, num_prompt, temperature or 1.0, **options) if asked else ():
         for k, value in found.items():
             scores[asked[k]] = value
@@ -98,3 +103,20 @@ def _checked_routing(
         raise RequestError.for_field("routed_experts", f"a list of {len(given)}", f"one for each of {len(pairs)} pairs")
     counts = [len(prompt) + len(completion) for prompt, completion in pairs]
     return [checked_rows(f"routed_experts[{i}]", each, counts[i], info) for i, each in enumerate(given)]
+
+
+def _check_pictures(info: PictureInfo | None, lengths: Sequence[int], given: SharedPictures) -> None:
+    """Raise `RequestError` unless the model takes pictures, and these fit pairs of `lengths` tokens."""
+    refusal = "This engine's model takes no pictures." if info is None else info.unsupported_reason
+    if refusal:
+        raise RequestError.for_field("pictures", f"{len(given.arrays)} pictures", "None", refusal)
+    if len(given.places) != len(lengths):
+        bound = f"one for each of {len(lengths)} pairs"
+        raise RequestError.for_field("pictures", f"a list of {len(given.places)}", bound)
+    for index, (places, length) in enumerate(zip(given.places, lengths, strict=True)):
+        last = 0
+        for start, end, number in places:
+            if not (last <= start < end <= length and 0 <= number < len(given.arrays)):
+                bound = f"in order, apart, and inside its pair of {length} tokens"
+                raise RequestError.for_field(f"pictures[{index}]", f"at [{start}, {end})", bound)
+            last = end

@@ -21,6 +21,8 @@ def load(
 ) -> PreTrainedModel:
     """The causal LM of a checkpoint as an engine loads it, enabled (`enable`), in eval mode and with gradients.
 
+    Of a composite, such as one with vision, it is the whole if pictures are computed exactly, else its text model.
+
     The checkpoint may be quantised: its weights are dequantised in float32 and rounded once to `dtype`, as an engine
     does, so the model that trains is the dequantised one. `save_pretrained` writes it unquantised.
 

@@ -21,10 +21,11 @@ from rollout_engine.base.provenance import (
 from rollout_engine.exact import routing
 from rollout_engine.kernels.token_logprobs import RowStatsKernel, row_blocks
 from rollout_engine.kernels.token_logprobs import token_logprobs as chosen_logprobs
+from rollout_engine.model.admission.tower_trial import tower_refusal
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.backends import arithmetic_of
 from rollout_engine.model.cpu.backend import CpuBackend
-from rollout_engine.model.modules.composites import text_parts
+from rollout_engine.model.modules.composites import is_composite, text_parts
 from rollout_engine.model.modules.next_token_logprobs import (
     NextTokens,
     logits_at,
@@ -33,6 +34,7 @@ from rollout_engine.model.modules.next_token_logprobs import (
     shared_next_tokens,
 )
 from rollout_engine.model.modules.packed_rows import positions_from, starts_of
+from rollout_engine.model.modules.placed_features import PlacedFeatures, placing
 from rollout_engine.model.modules.rotary import refuse_long_batches
 from rollout_engine.model.packing.output_head import has_float32_head, set_float32_head
 from rollout_engine.model.training.adapted_layers import (
@@ -42,6 +44,7 @@ from rollout_engine.model.training.adapted_layers import (
     without_adapters,
 )
 from rollout_engine.model.training.call_checks import install_checks, refuse_moved, warn_of_adapted_head, warn_once
+from rollout_engine.model.training.picture_calls import batch_features, make_pictures_exact
 from rollout_engine.model.training.prefix_trial import shares_prefixes
 from rollout_engine.model.training.rollout_inputs import rollout_inputs
 from rollout_engine.model.training.token_batch import token_batch
@@ -50,7 +53,8 @@ from rollout_engine.model.training.token_batch import token_batch
 def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
     """Make a Hugging Face causal LM compute the engine's values bit for bit; in place, and return it.
 
-    Of a composite, such as one with vision, the text model is made exact, and calls with other inputs are refused.
+    Of a composite with vision the tower is made exact as well, if it can be, and calls with pictures are computed: the
+    forward takes them as transformers' does. Other inputs than text and these are refused, with the cause.
     Linears, norms, attention and SiLU are replaced by the engine's. Parameters, their names, optimizers and
     `save_pretrained` are unaffected; the next forward sees every write to a parameter, however it was made. Batches
     must be right-padded or packed (`token_logprobs` accepts any padding). Call it again after replacing modules;
@@ -79,6 +83,8 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
             arithmetic.make_row_invariant(part)
         if fp32_head is not None:
             set_float32_head(model, fp32_head)
+        if is_composite(model):
+            make_pictures_exact(model, arithmetic.make_row_invariant, _pictures_refusal(model, device))
         if unproven := arithmetic.unproven_parts(model):
             raise ConfigError(
                 f"{type(model).__name__} cannot be exact: {len(unproven)} of its parts compute rows that may depend on "
@@ -89,7 +95,7 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
     if enabled is None:
         install_checks(causal_lm.base_model, device)
         refuse_long_batches(causal_lm.base_model)
-        causal_lm._rollout_engine_exact = _Enabled(arithmetic, device.type)
+        causal_lm._rollout_engine_exact = _Enabled(arithmetic, device.type, causal_lm)
         if sent_weights(wrapped) is None:
             note_sent(wrapped, weights_state(wrapped), None)
     return wrapped
@@ -104,6 +110,7 @@ def token_logprobs(
     position_ids: Tensor | None = None,
     temperature: float | None = None,
     routed_experts: Tensor | None = None,
+    **pictures: Tensor | None,
 ) -> Tensor:
     """Log-probs of next tokens: input_ids, any integers [B, T] -> float32 [B, T - 1], differentiable.
 
@@ -111,8 +118,8 @@ def token_logprobs(
     token i + 1 begins a sequence. Temperature 0 counts as 1, as in the engine.
 
     Args:
-        input_ids: token ids; or a batch that `RolloutPolicy.rollout` returned, padded or packed, in place of it and of
-            the next three. If the model has the adapter that sampled, no other one may be active then.
+        input_ids: token ids; or a batch that `RolloutPolicy.rollout` returned, padded or packed, in place of it, of the
+            next three and of pictures. If the model has the adapter that sampled, no other one may be active then.
         attention_mask: [B, T], padding on either side or between tokens. None: no padding.
         cu_seqlens: int [N + 1] for packed rows: sequence j is `input_ids[0, cu_seqlens[j]:cu_seqlens[j + 1]]`, B = 1.
         position_ids: int [B, T] for packed rows: positions count up, and restart at 0 where a sequence begins.
@@ -120,25 +127,32 @@ def token_logprobs(
         temperature: None: that of the batch's log-probs; with ids 1.
         routed_experts: integers [B, T or T - 1, L, k]: experts that the routers of a mixture of experts choose, such as
             `batch["routed_experts"]`; -1: their own choice. Rows that begin alike are then computed apart.
+        pictures: those of all rows in order, as the model's forward takes them (`pixel_values`, `image_grid_thw`, ...),
+            and `mm_token_type_ids` [B, T], 1 at tokens that stand for one: `**exact.inputs(batch)`. Each different
+            picture is encoded once. Gradients reach the vision tower.
 
     Raises `ValueError` for ids beyond the model's vocabulary, for shapes, masks and positions that do not fit together,
-    and for a batch without a temperature (a plain TensorDict), or of another adapter. Warns, once per model, if the
-    model is not exact, and if the rollout that `input_ids` come from had another dtype or temperature.
+    for pictures that do not fit the ids or the model, and for a batch without a temperature (a plain TensorDict), or of
+    another adapter. Warns, once per model, if the model is not exact, and if the rollout that `input_ids` come from had
+    another dtype or temperature.
     """
+    placed: list[Any] = []
     if isinstance(input_ids, TensorDictBase):
         others = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, position_ids=position_ids)
-        input_ids, attention_mask, cu_seqlens, temperature = rollout_inputs(model, input_ids, temperature, **others)
+        given = rollout_inputs(model, input_ids, temperature, **others, **pictures)
+        input_ids, attention_mask, cu_seqlens, temperature, placed = given
     rollout = rollout_note(input_ids)
     input_ids, mask = token_batch(model, input_ids, attention_mask)
     positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
+    features = _features(model, input_ids, mask, positions, pictures, placed)
     temperature = temperature or 1.0
-    note = _note(model, temperature)
+    note = _note(model, temperature, input_ids, features)
     _compare_notes(model, note, rollout, positions)
     if positions is not None:
-        with _replaying(model, routed_experts, mask):
+        with _replaying(model, routed_experts, mask), placing(features):
             result = _packed_logprobs(model, input_ids, mask, positions, temperature)
     else:
-        rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask))
+        rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask), features)
         found = _next_tokens(model, rows)
         result = rows.restored(found, found.logprobs(temperature, _kernel(model)))
     attach(result, note)
@@ -152,21 +166,24 @@ def token_logprobs_and_entropies(
     *,
     temperature: float | None = None,
     routed_experts: Tensor | None = None,
+    **pictures: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs as `token_logprobs` returns them, and from the same forward the entropies of their distributions.
 
     Both float32 [B, T - 1]. Entropies, in nats, are 0 where log-probs are, and carry no gradient. Arguments, errors and
     warnings are those of `token_logprobs`, except that rows cannot be packed.
     """
+    placed: list[Any] = []
     if isinstance(input_ids, TensorDictBase):
-        given = rollout_inputs(model, input_ids, temperature, attention_mask=attention_mask)
-        input_ids, attention_mask, temperature = given.input_ids, given.attention_mask, given.temperature
+        given = rollout_inputs(model, input_ids, temperature, attention_mask=attention_mask, **pictures)
+        input_ids, attention_mask, _, temperature, placed = given
     rollout = rollout_note(input_ids)
     input_ids, mask = token_batch(model, input_ids, attention_mask)
+    features = _features(model, input_ids, mask, None, pictures, placed)
     temperature = temperature or 1.0
-    note = _note(model, temperature)
+    note = _note(model, temperature, input_ids, features)
     _compare_notes(model, note, rollout, None)
-    rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask))
+    rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask), features)
     found = _next_tokens(model, rows)
     result = rows.restored(found, found.logprobs(temperature, _kernel(model)))
     attach(result, note)
@@ -183,11 +200,14 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) 
     return chosen_logprobs(logits, token_ids, temperature or 1.0, kernel)
 
 
-def _note(model: nn.Module, temperature: float) -> LogprobsNote:
+def _note(model: nn.Module, temperature: float, input_ids: Tensor, features: PlacedFeatures | None) -> LogprobsNote:
     dtype = str(next(text_parts(plain_model(model))[0].parameters()).dtype).removeprefix("torch.")
     fp32_head = dtype != "float32" and has_float32_head(model)
     adapters, sent = active_adapters(model), sent_weights(model)
-    return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head, adapters, sent)
+    enabled = _enabled(model)
+    token = None if enabled is None else getattr(enabled.model.config, "image_token_id", None)
+    has_pictures = features is not None or (token is not None and not bool((input_ids == token).any()))
+    return LogprobsNote(dtype, temperature, enabled is not None, fp32_head, adapters, sent, has_pictures)
 
 
 class _LeftRows(NamedTuple):
@@ -201,14 +221,19 @@ class _LeftRows(NamedTuple):
     is_moved: bool
     routed_experts: Tensor | None = None
     """int16 [B, T, L, k], to be replayed."""
+    features: PlacedFeatures | None = None
 
     @classmethod
-    def of(cls, input_ids: Tensor, mask: Tensor, routed_experts: Tensor | None = None) -> "_LeftRows":
+    def of(
+        cls, input_ids: Tensor, mask: Tensor, routed_experts: Tensor | None, features: PlacedFeatures | None
+    ) -> "_LeftRows":
         order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens to the left, in order
         real = mask.gather(1, order)
         if routed_experts is not None:
             routed_experts = routed_experts[torch.arange(len(order), device=order.device)[:, None], order]
-        return cls(order, input_ids.gather(1, order), real, not torch.equal(real, mask), routed_experts)
+        is_moved = not torch.equal(real, mask)
+        features = features and features.gather(order)
+        return cls(order, input_ids.gather(1, order), real, is_moved, routed_experts, features)
 
     def restored(self, found: NextTokens, values: Tensor) -> Tensor:
         """Values [M] of `found`, next tokens of the moved rows -> [B, T - 1] by the places before."""
@@ -223,10 +248,30 @@ def _next_tokens(model: nn.Module, rows: _LeftRows) -> NextTokens:
     if rows.routed_experts is not None:
         length = max(int(rows.real.sum(1).max()), 2)  # as many as `right_padded_next_tokens` computes
         with routing.replay(model, rows.routed_experts[:, :length]):
-            return right_padded_next_tokens(model, rows.ids, rows.real)
+            return right_padded_next_tokens(model, rows.ids, rows.real, rows.features)
     is_shared = _enabled(model) is not None and shares_prefixes(model)
     compute = shared_next_tokens if is_shared else right_padded_next_tokens
-    return compute(model, rows.ids, rows.real)
+    return compute(model, rows.ids, rows.real, rows.features)
+
+
+def _features(
+    model: nn.Module,
+    input_ids: Tensor,
+    mask: Tensor,
+    positions: Tensor | None,
+    given: dict[str, Tensor | None],
+    placed: list[Any],
+) -> PlacedFeatures | None:
+    """The features of a batch's pictures, from arguments or those of its rollout; None if there are none."""
+    if not given and not placed:
+        return None
+    enabled = _enabled(model)
+    if enabled is None:
+        raise ConfigError(
+            f"{type(model).__name__} was not given to exact.enable, and pictures are computed by exact models alone. "
+            "Call exact.enable(model) once, before training."
+        )
+    return batch_features(enabled.model, input_ids, mask, positions, given, placed)
 
 
 def _of_batch(model: nn.Module, routed_experts: Tensor | None, mask: Tensor) -> Tensor | None:
@@ -303,6 +348,11 @@ def _refuse_dtypes(model: nn.Module) -> None:
             )
 
 
+def _pictures_refusal(composite: Any, device: torch.device) -> str:
+    """Why calls of a composite with pictures are refused, as a sentence; "" if they are computed."""
+    return tower_refusal(composite.config) if device.type == "cpu" else "pictures are served on a CPU only."
+
+
 def _compare_notes(model: nn.Module, ours: LogprobsNote, rollout: RolloutNote | None, positions: Tensor | None) -> None:
     """Warn of settings that make log-probs differ from the rollout's; refuse packed rows without positions."""
     if not ours.is_enabled:
@@ -327,6 +377,8 @@ class _Enabled(NamedTuple):
 
     arithmetic: Arithmetic
     device_type: str
+    model: Any
+    """The model inside any wrapper."""
 
 
 def _enabled(model: nn.Module) -> _Enabled | None:

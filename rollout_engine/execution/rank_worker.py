@@ -14,7 +14,7 @@ from torch import Tensor
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.messages import SchedulerOutput
 from rollout_engine.base.picture_cache import ReceivedPictures
-from rollout_engine.base.pictures import Picture
+from rollout_engine.base.pictures import Picture, SharedPictures
 from rollout_engine.base.structs import arguments_struct
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.rank_parts import RankParts
@@ -115,8 +115,10 @@ class RankWorker:
             case TakeLogits(rows):
                 runner.take_logits(rows)
             case BeginScore(number, arguments):
-                *given, slot, experts = unpack_value(arguments)
-                self._scores[number] = self._backend.score(*given, adapter_slot=slot, routed_experts=experts)
+                *given, slot, experts, shared = unpack_value(arguments)
+                pictures = msgspec.convert(shared, SharedPictures | None)
+                options = dict(adapter_slot=slot, routed_experts=experts, pictures=pictures)
+                self._scores[number] = self._backend.score(*given, **options)
             case ScorePiece(number):
                 next(self._scores[number], None)
             case EndScore(number):

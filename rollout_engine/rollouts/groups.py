@@ -59,7 +59,8 @@ class GroupBatcher:
             batch = episode_batch(episodes, self._frontend.inputs.codec, pad_token_id=self._pad_token_id, layout=layout)
         temperature = _logprob_temperature([group.params for group in groups])
         adapters = [group.lora for group in groups]
-        attach(batch["tokens", "full"], self.note(temperature, adapters, is_packed=layout == "packed"))
+        note = self.note(temperature, adapters, is_packed=layout == "packed")
+        attach(batch["tokens", "full"], note._replace(has_pictures="pictures" in batch.keys()))
         return batch
 
     def note(self, temperature: float | None, adapters: Iterable[str | None], *, is_packed: bool) -> RolloutNote:

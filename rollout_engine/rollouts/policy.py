@@ -356,6 +356,10 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         sampled = [assistant[place].nonzero().flatten() for place in full]
         scored = [(place, int(at[0])) for place, at in zip(full, sampled, strict=True) if len(at)]
         ids = [tokens[place].tolist() for place, _ in scored]
+        pictures = None
+        if "pictures" in batch.keys():
+            column = batch.get("pictures").tolist()
+            pictures = [own for own, at in zip(column, sampled, strict=True) if len(at)]
         results = BlockingVerbs.score(
             self,
             [row[:first] for row, (_, first) in zip(ids, scored, strict=True)],
@@ -363,6 +367,7 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
             temperature=temperature,
             lora=lora,  # type: ignore[arg-type]  # the verb's `prepare` reads it
             routed_experts=[batch["routed_experts"][p][:-1].numpy() for p, _ in scored] if replay_routing else None,
+            pictures=pictures,  # type: ignore[arg-type]  # likewise
             timeout=timeout,
         )
         logprobs = torch.zeros(tokens.shape, dtype=torch.float32)

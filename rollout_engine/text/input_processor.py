@@ -9,7 +9,7 @@ from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.lora_request import as_lora_request
 from rollout_engine.base.messages import EngineCoreRequest
-from rollout_engine.base.pictures import Picture, PictureInfo, PlacedPicture
+from rollout_engine.base.pictures import PictureInfo, PlacedPicture
 from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams, check_generation
 from rollout_engine.base.routed_experts import RoutingInfo, check_routing_asked
 from rollout_engine.base.sampling_params import (
@@ -106,9 +106,8 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._generates, self._pooling, self._routing = generates, pooling, routing
-        self._encoder = PromptEncoder(
-            codec, pictures or PicturePrompts(codec, None), max_model_len=max_model_len, vocab_size=vocab_size
-        )
+        self.pictures = pictures or PicturePrompts(codec, None)
+        self._encoder = PromptEncoder(codec, self.pictures, max_model_len=max_model_len, vocab_size=vocab_size)
         self._eos_token_ids = list(eos_token_ids)
         self._seed = seed
         self._takes_extra_args = takes_extra_args
@@ -206,20 +205,11 @@ class InputProcessor:
 
     def read_images(self, prompt: Any) -> dict[str, Any]:
         """Return a prompt whose images have been read, for `check`. Blocks. Raises `RequestError`."""
-        return self._encoder.pictures.read_prompt(as_fields(prompt))
+        return self.pictures.read_prompt(as_fields(prompt))
 
     def read_image(self, image: Any, field: str = "image") -> ReadPicture:
         """Read and process an image of any form. Blocks. Raises `RequestError` naming the field."""
-        return self._encoder.pictures.read_all([(field, image)])[0]
-
-    def expand_pictures(
-        self, token_ids: Sequence[int], pictures: Sequence[ReadPicture | Picture]
-    ) -> tuple[list[int], list[PlacedPicture]]:
-        """Expand token ids that have one placeholder for each picture, in order. Returns (token ids, places).
-
-        A `Picture` must have been read here. Raises `RequestError` if their numbers differ.
-        """
-        return self._encoder.pictures.expand_ids(token_ids, pictures)
+        return self.pictures.read_all([(field, image)])[0]
 
     def next_seed(self) -> int:
         """Draw a seed from the engine's own, as a request without one would."""

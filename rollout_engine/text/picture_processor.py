@@ -28,7 +28,14 @@ _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 _OWN_CLASSES: dict[str, Callable[..., Any]] = {"PixtralProcessor": PixtralRows}
 """Ours for processors that need torchvision."""
 _SAME_TEXT = {"SmolVLMProcessor": "Idefics3Processor"}
-"""A processor with the same placeholder text, for one that needs more packages."""
+"""A processor with the same placeholder text for usual tokens, for one that needs more packages."""
+_USUAL_TOKENS = {
+    "image_token": "<image>",
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+}
+_MAX_TEXT_CHARS = 1 << 26
+"""Characters of the texts that are kept for `Picture`s."""
 
 
 class ReadPicture(NamedTuple):
@@ -57,8 +64,11 @@ class PictureProcessor:
         self._max_pixels, self._cache_bytes = max_pixels, cache_bytes
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, ReadPicture] = OrderedDict()
-        """Digest of an image's pixels, or of a picture -> the picture; used last at the end."""
+        """Digest of an image's pixels -> the picture; used last at the end."""
         self._num_known_bytes = 0
+        self._texts: OrderedDict[bytes, str] = OrderedDict()
+        """Digest of a picture -> its text; read last at the end."""
+        self._num_text_chars = 0
         try:
             # A processor may add tokens to its tokenizer, and sets its truncation and padding.
             self._processor = _make_processor(directory, copy.deepcopy(hf))
@@ -80,18 +90,15 @@ class PictureProcessor:
         pixels = np.asarray(image)
         key = blake2b(pixels, digest_size=16, salt=_size_salt(image)).digest()
         with self._lock:
-            found = self._known.get(key)
+            found = self._known.pop(key, None)
             if found is None:
                 found = self._process(image, field)
-                self._keep(key, found)
-            self._known.move_to_end(key)
+                self._keep_text(found)
+                self._num_known_bytes += found.picture.num_bytes
+            self._known[key] = found
+            while self._num_known_bytes > self._cache_bytes and self._known:
+                self._num_known_bytes -= self._known.popitem(last=False)[1].picture.num_bytes
             return found
-
-    def forget(self) -> None:
-        """Drop the pictures that are kept."""
-        with self._lock:
-            self._known.clear()
-            self._num_known_bytes = 0
 
     def _process(self, image: Image.Image, field: str) -> ReadPicture:
         try:
@@ -108,26 +115,19 @@ class PictureProcessor:
     def _find(self, picture: Picture, field: str) -> ReadPicture:
         """Find the text of a picture that was read here before."""
         with self._lock:
-            found = self._known.get(picture.digest)
-        if found is None:
+            text = self._texts.get(picture.digest)
+        if text is None:
             bound = "a picture that was read here, and not forgotten since"
             hint = 'Give its image, or {"prompt_token_ids": ..., "pictures": [...]}.'
             raise RequestError.for_field(field, f"a Picture of {picture.num_bytes} bytes", bound, hint)
-        return found
+        return ReadPicture(picture, text)
 
-    def _keep(self, key: bytes, read: ReadPicture) -> None:
-        """Keep a picture under the digest of its pixels and its own. Holds the lock."""
-        for each, size in ((key, read.picture.num_bytes), (read.picture.digest, len(read.text))):
-            if each not in self._known:
-                self._known[each] = read
-                self._num_known_bytes += size + _ENTRY_BYTES
-        while self._num_known_bytes > self._cache_bytes and len(self._known) > 2:
-            oldest, dropped = self._known.popitem(last=False)
-            size = len(dropped.text) if oldest == dropped.picture.digest else dropped.picture.num_bytes
-            self._num_known_bytes -= size + _ENTRY_BYTES
-
-
-_ENTRY_BYTES = 256
+    def _keep_text(self, read: ReadPicture) -> None:
+        if self._texts.pop(read.picture.digest, None) is None:
+            self._num_text_chars += len(read.text)
+        self._texts[read.picture.digest] = read.text
+        while self._num_text_chars > _MAX_TEXT_CHARS:
+            self._num_text_chars -= len(self._texts.popitem(last=False)[1])
 
 
 def _size_salt(image: Image.Image) -> bytes:
@@ -142,7 +142,8 @@ def _make_processor(directory: Path, hf: PreTrainedTokenizerBase) -> Any:
         directory, backend="pil", trust_remote_code=False, local_files_only=True
     )
     name = found.get("processor_class") or getattr(images, "_processor_class", None) or _class_by_type(directory)
-    name = _SAME_TEXT.get(name, name)
+    if all(getattr(hf, token, usual) == usual for token, usual in _USUAL_TOKENS.items()):
+        name = _SAME_TEXT.get(name, name)
     if (own := _OWN_CLASSES.get(name)) is not None:
         return own(images, hf, found)
     base = getattr(transformers, str(name), None)

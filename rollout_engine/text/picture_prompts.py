@@ -100,6 +100,11 @@ class PicturePrompts:
             return {**kept, "messages": with_images(fields["messages"], read)}
         return {**fields, "multi_modal_data": {"image": read}}
 
+    def check_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `RequestError`, naming the part, if a text in messages contains a placeholder."""
+        if self.are_served:
+            self._refuse_marks({"messages": messages}, self._marks)
+
     def check_text(self, text: str, fields: Mapping[str, Any]) -> None:
         """Raise `RequestError`, naming the part, if the text of a prompt without pictures has a placeholder."""
         if self.are_served and any(mark in text for mark in self._marks):
@@ -125,7 +130,7 @@ class PicturePrompts:
         placeholder = self.processor.placeholder
         if "messages" in fields:
             self._refuse_marks(fields, {*self._marks, placeholder})
-        elif self._image_token != placeholder and self._image_token in text:
+        elif self._image_token != placeholder and self._image_token in text:  # Gemma 3 expands one into the other
             bound = f"a text without {self._image_token!r}: a picture is {placeholder!r}, once"
             raise RequestError.for_field("prompt", f"{text.count(self._image_token)} of it", bound)
         before, *parts = text.split(placeholder)

@@ -15,9 +15,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from rollout_engine.base.errors import RequestError
 from rollout_engine.text.data_urls import decode_data_url
 
-FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF")
-"""Formats of files that are read, by Pillow's names; MPO is the JPEG of some cameras. Of the others EPS runs a program,
-and PPM may be decoded by Python's loops."""
+FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
+"""Formats of files that are read, by Pillow's names. Of the others EPS runs a program, and PPM may be decoded by
+Python's loops."""
 MAX_PIXELS = 64 << 20
 MAX_BYTES = 64 << 20
 """Bytes of a file."""
@@ -47,7 +47,7 @@ def read_image(value: Any, field: str, *, max_pixels: int = MAX_PIXELS) -> Image
         bound = f"an image whose longer side is at most {MAX_RATIO} times the shorter"
         raise RequestError.for_field(field, f"{width} x {height} pixels", bound)
     try:
-        # Of the files of cameras, the frames behind the first are depth maps or previews.
+        # In MPO, the JPEG of some cameras, the frames behind the first are depth maps or previews.
         if image.format != "MPO" and getattr(image, "is_animated", False):
             hint = "Give its frames as images of their own (.convert('RGB') takes the current one)."
             raise RequestError.for_field(field, shown, "an image of one frame", hint)
@@ -111,7 +111,7 @@ def _open_bytes(data: bytes, field: str, shown: str) -> tuple[Image.Image, str]:
         raise RequestError.for_field(field, shown, f"a JPEG of at most {_MAX_SCANS} scans")
     try:
         return Image.open(BytesIO(data), formats=FORMATS), shown
-    except Image.DecompressionBombError:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         bound = f"of at most {Image.MAX_IMAGE_PIXELS} pixels (PIL.Image.MAX_IMAGE_PIXELS)"
         raise RequestError.for_field(field, shown, bound, "Make it smaller first.") from None
     except UnidentifiedImageError:

@@ -31,7 +31,7 @@ class PromptEncoder:
     def __init__(
         self, codec: TextCodec | None, pictures: PicturePrompts, *, max_model_len: int, vocab_size: int
     ) -> None:
-        self._codec, self.pictures = codec, pictures
+        self._codec, self._pictures = codec, pictures
         self._max_model_len, self._vocab_size = max_model_len, vocab_size
 
     def encode(self, fields: dict[str, Any], *, truncates: bool) -> EncodedPrompt:
@@ -46,13 +46,13 @@ class PromptEncoder:
             bound = "token ids: the engine has no tokenizer (skip_tokenizer_init=True)"
             raise RequestError.for_field(kind, fields[kind], bound)
         text, adds = self._text_of(self._codec, fields)
-        read = self.pictures.read_all(images_in(fields))
+        read = self._pictures.read_all(images_in(fields))
         if not read:
-            self.pictures.check_text(text, fields)
-        expanded = self.pictures.expand_text(text, read, fields) if read else text
+            self._pictures.check_text(text, fields)
+        expanded = self._pictures.expand_text(text, read, fields) if read else text
         token_ids = self._codec.encode(expanded, add_special_tokens=adds, most=most)
         token_ids = as_token_ids(token_ids, f"{kind} as token ids", self._vocab_size)
-        return EncodedPrompt(text, token_ids, self.pictures.place(token_ids, read, kind) if read else [])
+        return EncodedPrompt(text, token_ids, self._pictures.place(token_ids, read, kind) if read else [])
 
     def truncate(self, prompt: EncodedPrompt, params: SamplingParams) -> EncodedPrompt:
         """Return the part of a prompt that `truncate_prompt_tokens` keeps. Raises `RequestError` for half a picture."""
@@ -79,12 +79,12 @@ class PromptEncoder:
     def _encode_ids(self, fields: dict[str, Any]) -> EncodedPrompt:
         token_ids = as_token_ids(fields["prompt_token_ids"], "prompt_token_ids", self._vocab_size)
         if "pictures" in fields:
-            return EncodedPrompt(None, token_ids, self.pictures.check_placed(fields["pictures"], token_ids))
-        read = self.pictures.read_all(images_in(fields))
+            return EncodedPrompt(None, token_ids, self._pictures.check_placed(fields["pictures"], token_ids))
+        read = self._pictures.read_all(images_in(fields))
         if not read:
-            self.pictures.check_ids(token_ids)
+            self._pictures.check_ids(token_ids)
             return EncodedPrompt(None, token_ids, [])
-        token_ids, placed = self.pictures.expand_ids(token_ids, read)
+        token_ids, placed = self._pictures.expand_ids(token_ids, read)
         return EncodedPrompt(None, token_ids, placed)
 
 

@@ -10,6 +10,7 @@ IMPORT_NAMES = {
     "huggingface-hub": "huggingface_hub",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
     "opentelemetry-sdk": "opentelemetry",
+    "pillow": "PIL",
     "prometheus-client": "prometheus_client",
     "pyzmq": "zmq",
     "math-verify": "math_verify",

@@ -287,12 +287,12 @@ def test_inputs_other_than_text_are_refused(old):
     with pytest.raises(ValueError, match="was given token_type_ids"):
         model(input_ids=ids, token_type_ids=torch.ones_like(ids))
     model(input_ids=ids, token_type_ids=torch.zeros_like(ids), use_cache=False)
-    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    sound = [{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": "x"}}]}]
     with LLM(old, **OPTIONS) as llm:
-        with pytest.raises(RequestError, match="Images, video, audio and files are not served yet"):
-            llm.chat(image, use_tqdm=False)
-        with pytest.raises(RequestError, match="image, video and audio inputs are not served yet"):
-            llm.generate({"prompt": "x", "multi_modal_data": {"image": None}}, use_tqdm=False)
+        with pytest.raises(RequestError, match="Audio is not served"):
+            llm.chat(sound, use_tqdm=False)
+        with pytest.raises(RequestError, match="Audio is not served"):
+            llm.generate({"prompt": "x", "multi_modal_data": {"audio": None}}, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

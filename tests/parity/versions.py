@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from rollout_engine import exact
+from tests.drawn_pictures import Drawn, batch_of
 
 
 @torch.no_grad()
@@ -13,15 +14,14 @@ def compare(outputs, model_of, temperature, counts):
     `model_of`: version -> exact model. `counts`: adds to "compared", "wrong", and "across": samples of two versions.
     """
     samples = [(list(output.prompt_token_ids), sample) for output in outputs for sample in output.outputs]
-    length = max(len(prompt) + len(sample.token_ids) for prompt, sample in samples)
-    ids = torch.zeros(len(samples), length, dtype=torch.int64)
-    mask = torch.zeros(len(samples), length, dtype=torch.bool)
-    for row, (prompt, sample) in enumerate(samples):
-        tokens = prompt + list(sample.token_ids)
-        ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), True
+    pictures = [tuple(output.pictures) for output in outputs for _ in output.outputs]
+    rows = [
+        Drawn(prompt + list(sample.token_ids), each) for (prompt, sample), each in zip(samples, pictures, strict=True)
+    ]
+    batch = batch_of(rows)
     versions = {span.policy_version for _, sample in samples for span in sample.version_spans}
     of_version = {
-        version: exact.token_logprobs(model_of(version), ids, mask, temperature=temperature).numpy()
+        version: exact.token_logprobs(model_of(version), batch, temperature=temperature).numpy()
         for version in sorted(versions)
     }
     for row, (prompt, sample) in enumerate(samples):

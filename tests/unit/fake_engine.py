@@ -70,6 +70,12 @@ class FakeModel(FakeExecutor):
     def attach_core(self, core, boundary):
         """No update comes as calls."""
 
+    def reset_mm_cache(self):
+        """It has no ranks."""
+
+    def reset_encoder_cache(self):
+        """It has no encoder."""
+
     def shutdown(self):
         self.is_shut_down = True
 

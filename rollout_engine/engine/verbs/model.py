@@ -21,6 +21,7 @@ from rollout_engine.base.errors import (
     refused,
 )
 from rollout_engine.base.lora_request import LoRALike, as_lora_request
+from rollout_engine.base.pictures import PlacedPicture, SharedPictures
 from rollout_engine.base.pooling_params import check_generation
 from rollout_engine.base.routed_experts import as_array
 from rollout_engine.base.structs import plain
@@ -38,6 +39,7 @@ def _prepare_score(
     temperature: float,
     lora: LoRALike | None,
     routed_experts: Sequence[np.ndarray] | None,
+    pictures: Sequence[Sequence[PlacedPicture]] | None,
     timeout: float | None,
 ) -> Arguments:
     return {
@@ -48,6 +50,7 @@ def _prepare_score(
         "routed_experts": None
         if routed_experts is None
         else [as_array(f"routed_experts[{index}]", each) for index, each in enumerate(routed_experts)],
+        "pictures": None if pictures is None else SharedPictures.of(pictures),
         "timeout": plain(timeout),
     }
 
@@ -76,6 +79,7 @@ def score(
     temperature: float = 1.0,
     lora: str | None = None,
     routed_experts: Sequence[np.ndarray] | None = None,
+    pictures: SharedPictures | None = None,
     timeout: float | None = None,
 ) -> Generator[None, None, list[np.ndarray]]:
     """Log-probs of given completions under the live weights: per sequence float32 [len(completion)].
@@ -84,8 +88,9 @@ def score(
     two batches of sequences; weights are those of the beginning to the end. `lora`: an adapter that the engine has, or
     its name; None: the base model alone. With `EngineConfig(quantization=...)` they are those of the rounded weights,
     and not a trainer's. `routed_experts`: for each pair, as `CompletionOutput.routed_experts`, those that its tokens
-    go to in a mixture of experts; the routers choose those that are missing or -1. Raises `RequestError`, and
-    after `timeout` seconds `CallTimeoutError` (a `TimeoutError`).
+    go to in a mixture of experts; the routers choose those that are missing or -1. `pictures`: for each pair a
+    sequence of `PlacedPicture`, as `RequestOutput.pictures`. Raises `RequestError`, and after `timeout` seconds
+    `CallTimeoutError` (a `TimeoutError`).
     """
     check_generation(driver.executor.info.generates)
     require_weights = partial(driver.core.lifecycle.require_weights, "score")
@@ -98,6 +103,7 @@ def score(
         require_weights,
         adapter_slot=slot,
         routed_experts=routed_experts,
+        pictures=pictures,
     )
 
 

@@ -21,7 +21,7 @@ def reset_mm_cache(driver: EngineDriver, *, timeout: float | None = None) -> Non
 
 @VERBS.add(combine=combine.nothing)
 def reset_encoder_cache(driver: EngineDriver, *, timeout: float | None = None) -> None:
-    """Forget what the vision tower has made of pictures, on every rank; later requests have theirs encoded again.
+    """Forget the vision tower's outputs, on every rank; the pictures of later requests are encoded again.
 
     Not needed after an update: the tower's outputs are dropped with its weights. A model without a vision tower keeps
     none, and this does nothing.

@@ -140,11 +140,12 @@ def _kept_layers(config: PretrainedConfig) -> list[int]:
 
 
 def _rename_tokens(config: Any, vocab_size: int) -> None:
-    """Move the ids of special tokens of a composite into a small vocabulary."""
+    """Move the ids of special tokens of a composite into a small vocabulary, and its placeholder behind other ids."""
     for number, (name, value) in enumerate(sorted(vars(config).items())):
-        if isinstance(value, int) and name.endswith(("_token_id", "_token_index")) and value >= vocab_size:
-            is_image = name in ("image_token_id", "image_token_index")
-            setattr(config, name, _IMAGE_TOKEN if is_image else min(_FIRST_ID + number, vocab_size - 1))
+        if name in ("image_token_id", "image_token_index"):
+            setattr(config, name, _IMAGE_TOKEN)
+        elif isinstance(value, int) and name.endswith(("_token_id", "_token_index")) and value >= vocab_size:
+            setattr(config, name, min(_FIRST_ID + number, vocab_size - 1))
 
 
 def _shorten_tower(config: Any) -> None:

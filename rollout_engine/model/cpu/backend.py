@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.pictures import PlacedPicture, SharedPictures
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.adapters import AdapterRows
@@ -26,9 +27,11 @@ from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
 from rollout_engine.model.kv_size import describe_pool, describe_states, size_pool, size_states
 from rollout_engine.model.modules.heads import head_of, pooling_info
 from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.model.modules.placed_features import placing, take_placed_features
 from rollout_engine.model.packing.linear_groups import linear_groups
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.pictures.encoder import PictureEncoder
+from rollout_engine.model.pictures.scored_rows import features_of_rows
 from rollout_engine.model.pictures.step_inputs import SequencesWithPictures
 from rollout_engine.model.pictures.tower import attach_tower
 from rollout_engine.model.pooling.pooler import Pooler
@@ -99,14 +102,17 @@ class CpuBackend(Backend):
             pictures=pictures,
         )
         self.routing = self.runner.routing.info
-        self.choices = (
+        self.choices = self._describe_choices(config, loaded)
+
+    def _describe_choices(self, config: EngineConfig, loaded: LoadedModel) -> str:
+        return (
             f"device cpu{described_ranks(loaded.num_ranks)}, dtype {_described_dtype(loaded)}, "
             f"{torch.get_num_threads()} threads, "
             f"deterministic {self.is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"
             f"{'' if config.quantization is None else f'layers in {config.quantization}, '}"
-            f"decoder {'modules' if reason is not None else 'compiled'}, "
+            f"decoder {'modules' if self.runner.model.decoder is None else 'compiled'}, "
             f"{describe_pool(config, loaded, self.num_blocks)}{describe_states(loaded, self.num_state_slots)}"
-            f"{'' if pictures is None else ', pictures'}"
+            f"{'' if self.runner.pictures is None else ', pictures'}"
         )
 
     def score(
@@ -117,8 +123,9 @@ class CpuBackend(Backend):
         *,
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
+        pictures: SharedPictures | None = None,
     ) -> Iterator[dict[int, np.ndarray]]:
-        given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts)
+        given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts, pictures)
         return score_together(self._seat, self._score, *given, *options)
 
     def _score(
@@ -128,7 +135,10 @@ class CpuBackend(Backend):
         temperature: float,
         adapter_slot: int,
         routed_experts: Sequence[np.ndarray] | None,
+        pictures: SharedPictures | None,
     ) -> Iterator[dict[int, np.ndarray]]:
+        placed = None if pictures is None else pictures.place_all()
+
         @contextmanager
         def around(members: list[int], num_columns: int) -> Iterator[None]:
             with ExitStack() as contexts:
@@ -138,6 +148,9 @@ class CpuBackend(Backend):
                 if routed_experts is not None:
                     given = [routed_experts[index] for index in members]
                     contexts.enter_context(self.runner.routing.replaying(given, num_columns))
+                if placed is not None:
+                    rows = [sequences[index] for index in members], [placed[index] for index in members]
+                    contexts.enter_context(self._placing(*rows, num_columns))
                 yield
 
         return sequence_logprobs(
@@ -148,6 +161,13 @@ class CpuBackend(Backend):
             vocab_size=self._vocab_size,
             around=around,
         )
+
+    def _placing(
+        self, rows: list[list[int]], placed: list[list[PlacedPicture]], num_columns: int
+    ) -> AbstractContextManager[None]:
+        assert self.runner.pictures is not None, "a model without pictures is given none"
+        take_placed_features(self.runner.model.module.base_model)
+        return placing(features_of_rows(self.runner.pictures, rows, placed, num_columns))
 
     def reset_encoder_cache(self) -> None:
         if self.runner.pictures is not None:

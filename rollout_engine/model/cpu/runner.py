@@ -18,7 +18,7 @@ from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.routing import RoutingRecorder
 from rollout_engine.model.cpu.states import StateSlots
-from rollout_engine.model.pictures.step_inputs import SequencesWithPictures
+from rollout_engine.model.pictures.step_inputs import PictureInputs, SequencesWithPictures
 from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.ranks.seat import Seat, lead, preparing
 from rollout_engine.model.sampling.asked_rows import AskedRows
@@ -77,8 +77,9 @@ class CpuRunner:
         """Compute the scheduled tokens and draw one token per sample task."""
         with preparing(self._seat, work):
             batch, asked = self._prepare(work)
+            pictures = self._picture_inputs(work, batch)  # if a picture cannot be encoded, the other ranks do nothing
         with lead(self._seat, lambda followers: followers.step(work, batch.token_ids)):
-            logits, pooled = self._forward(work, batch, asked.logit_rows)
+            logits, pooled = self._forward(work, batch, asked.logit_rows, pictures)
         if self._seat is not None:
             logits.around = self._seat.lead_logits
         if self._prompts.has_pieces:
@@ -103,7 +104,7 @@ class CpuRunner:
         `token_ids`: int64 [T], those of the flat batch: only rank 0 has the tokens it has drawn.
         """
         batch, asked = self._prepare(work, token_ids)
-        logits, _ = self._forward(work, batch, asked.logit_rows)
+        logits, _ = self._forward(work, batch, asked.logit_rows, self._picture_inputs(work, batch))
         self._logits = logits if logits.are_left else None
 
     def take_logits(self, rows: list[int]) -> None:
@@ -122,7 +123,7 @@ class CpuRunner:
         return batch, AskedRows.of(chunks, batch.columns.token_starts, num_drafted, prompt_rows)
 
     def _forward(
-        self, work: SchedulerOutput, batch: FlatBatch, logit_rows: np.ndarray
+        self, work: SchedulerOutput, batch: FlatBatch, logit_rows: np.ndarray, pictures: PictureInputs | None
     ) -> tuple[LogitRows, dict[int, np.ndarray]]:
         """Logits of a step, and the results of prompts that are pooled."""
         self.model.kv.copy_blocks(work.block_copies)
@@ -131,19 +132,19 @@ class CpuRunner:
         pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
         with self.routing.step(work, batch):
             adapter_rows = self._adapter_rows(work.scheduled)
-            shown = None
-            if self.pictures is not None:
-                shown = self.pictures.inputs(work.scheduled, batch.columns.token_starts)
-            logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, adapter_rows, shown)
+            logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, adapter_rows, pictures)
         return logits, self._pooler.pool(states) if self._pooler else {}
+
+    def _picture_inputs(self, work: SchedulerOutput, batch: FlatBatch) -> PictureInputs | None:
+        if self.pictures is None:
+            return None
+        return self.pictures.inputs(work.scheduled, batch.columns.token_starts)
 
     def _note_changes(self, work: SchedulerOutput) -> None:
         if work.finished_sequence_ids or work.new:
             self._computed, self._drawn = _Computed([], [], np.empty(0, np.int64)), None
         self._sequences.begin_step(work)
         self.routing.update(work)
-        if self.pictures is not None:
-            self.pictures.update(work)
         if self._pooler is not None:
             self._pooler.update(work)
         for sequence_id in work.finished_sequence_ids:
@@ -152,6 +153,8 @@ class CpuRunner:
             self._state_slots.forget(work.finished_sequence_ids)
         self._blocks.add(new.sequence_id for new in work.new)
         self._blocks.extend(work.scheduled)
+        if self.pictures is not None:
+            self.pictures.update(work)
 
     def _flat_batch(self, scheduled: list[ScheduledSequence], token_ids: np.ndarray | None) -> FlatBatch:
         first = [chunk.num_computed_tokens for chunk in scheduled]

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.pictures import SharedPictures
 from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.triton.rounding import compiles_kernels
@@ -124,9 +126,15 @@ class CudaBackend(Backend):
         *,
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
+        pictures: SharedPictures | None = None,
     ) -> Iterator[dict[int, np.ndarray]]:
-        score = partial(sequence_logprobs, self.runner.model)
-        return score_together(self._seat, score, sequences, num_prompt, temperature, adapter_slot, routed_experts)
+        assert pictures is None, "refused on devices"
+        given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts, pictures)
+        return score_together(self._seat, self._score, *given, *options)
+
+    def _score(self, *given: Any) -> Iterator[dict[int, np.ndarray]]:
+        *arguments, _ = given
+        return sequence_logprobs(self.runner.model, *arguments)
 
     def memory_of(self, weights: Sequence[Tensor]) -> CudaWeightMemory:
         return CudaWeightMemory(weights, self.runner)

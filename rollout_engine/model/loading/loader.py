@@ -14,9 +14,10 @@ from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.locations import find_directory
 from rollout_engine.model.admission.gate import admit, build_module, names_of_parts, text_config_to_serve
+from rollout_engine.model.admission.tower_trial import tower_refusal
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.configuration import make_size_check, read_config, read_json
-from rollout_engine.model.loading.picture_tower import load_tower
+from rollout_engine.model.loading.picture_tower import join_parts, load_tower, table_of
 from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
@@ -30,6 +31,7 @@ from rollout_engine.model.modules.mixers import is_mixer, swap_mixers
 from rollout_engine.model.modules.positions import position_limit
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.model.packing.module_types import tensor_of
+from rollout_engine.model.pictures.tower import build_tower
 from rollout_engine.model.ranks.cut import ModelCut, cut_module
 from rollout_engine.model.ranks.part import part_of
 from rollout_engine.model.ranks.seat import Seat
@@ -66,28 +68,22 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     _check_head_place(head_kind, device, seat)
     check_size = make_size_check(directory, text_config, entries)
     module = build_module(text_config, dtype, ATTENTION_NAME, head_kind, check_size)
-    limit = position_limit(module.config)
-    _check_length(module.config, limit, config.max_model_len)
+    limit = _find_limit(module.config, config.max_model_len)
     geometry = _admit(module, hf_config, device, has_ranks=seat is not None)
     max_model_len = _served_length(limit, config.max_model_len)
-    if device != _CPU and seat is None:
-        place_on(module, device)
     vocab_size = len(tensor_of(module.get_output_embeddings() or module.get_input_embeddings()))
     if seat is None:
+        if device != _CPU:
+            place_on(module, device)
         fuse_projections(module)
     tower, picture_info = load_tower(config, hf_config, dtype, device, check_size)
-    table = WeightTable.of(module)
-    if tower is not None:
-        table = table.with_part(f"{PICTURES}.", WeightTable.of(tower))
+    table = table_of(module, tower)
     names = _checkpoint_names(module, hf_config, tower)
     cut, targets = None, table.views
     if is_dummy:
         initialize(module)
-        if tower is not None:
-            initialize(tower)
     if seat is not None:
-        cut = cut_module(module, geometry, seat, keep_values=is_dummy)
-        cut = _with_parts(cut, module, tower, table, device, keep_values=is_dummy)
+        cut = _cut_whole(module, tower, geometry, seat, table, device, keep_values=is_dummy)
         geometry, targets = cut.geometry, {name: part.view for name, part in cut.parts.items() if part.view.numel()}
     if state is not None:
         state.check_cut(directory, has_columns=cut is not None and bool(cut.columns))
@@ -138,7 +134,8 @@ def _admit(
 def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedModel:
     """The causal LM of a checkpoint with the weights that `load_model` gives an engine, for a trainer: with gradients.
 
-    `name`: a directory or hub id. `dtype`: as `EngineConfig.dtype`. Raises `ConfigError` as `load_model` does.
+    Of a composite it is the whole if pictures are computed exactly, and its text model alone if not. `name`: a
+    directory or hub id. `dtype`: as `EngineConfig.dtype`. Raises `ConfigError` as `load_model` does.
     """
     directory = find_directory(name, weights=True, field="path")
     hf_config, config_file = read_config(directory)
@@ -150,11 +147,16 @@ def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedMod
     module = build_module(text_config, _resolve_dtype(dtype, hf_config, entries, device), "eager", check=check)
     if text_config is not hf_config:
         adopt_conversions(module, hf_config)
-    WeightTable.of(module).load(entries, _checkpoint_names(module, hf_config))
+    tower = None
+    if text_config is not hf_config and device == _CPU and not tower_refusal(hf_config):
+        tower = build_tower(hf_config, module.dtype, check, fuses=False)
+    table_of(module, tower).load(entries, _checkpoint_names(module, hf_config, tower))
     with as_config_errors():
         config_file.check()
+    if tower is not None:
+        module = join_parts(hf_config, module, tower)
     if os.path.lexists(directory / _GENERATION_FILE):
-        _read_eos_token_ids(directory, hf_config, module.config)
+        _read_eos_token_ids(directory, hf_config, text_config)
         try:
             module.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
         except Exception as problem:  # transformers raises many kinds of errors here
@@ -192,19 +194,21 @@ def _each_once(table: WeightTable, targets: Mapping[str, Tensor]) -> dict[str, T
     return {name: targets[name] for name in dict.fromkeys(table.owners.values()) if name in targets}
 
 
-def _with_parts(
-    cut: ModelCut,
+def _cut_whole(
     module: PreTrainedModel,
     tower: PreTrainedModel | None,
+    geometry: list[LayerGeometry],
+    seat: Seat,
     whole: WeightTable,
     device: torch.device,
     *,
     keep_values: bool,
 ) -> ModelCut:
-    """The cut of `module`, which moves to `device`, with its parts under all the names that `whole` has.
+    """Cut `module`, which moves to `device`. Its parts have all the names that `whole` has.
 
     `tower`: every rank has all of it.
     """
+    cut = cut_module(module, geometry, seat, keep_values=keep_values)
     if device != _CPU:  # only now: the whole may not fit there
         place_on(module, device, keep_values=keep_values)
     fuse_projections(module)
@@ -306,10 +310,11 @@ def _has_native_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def _check_length(hf_config: PretrainedConfig, limit: int | None, asked: int | None) -> None:
-    """Raise `ConfigError` unless `asked` positions are within `limit`, the result of `position_limit`."""
+def _find_limit(hf_config: PretrainedConfig, asked: int | None) -> int | None:
+    """The result of `position_limit`. Raises `ConfigError` if more positions are asked for."""
+    limit = position_limit(hf_config)
     if limit is None:
-        return
+        return None
     if asked is not None and asked > limit:
         raise ConfigError(
             f"max_model_len={asked} is not allowed: this checkpoint serves exactly up to {limit} positions, its "
@@ -322,6 +327,7 @@ def _check_length(hf_config: PretrainedConfig, limit: int | None, asked: int | N
             limit,
             hf_config.max_position_embeddings,
         )
+    return limit
 
 
 def _served_length(limit: int | None, asked: int | None) -> int:

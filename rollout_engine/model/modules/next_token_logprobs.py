@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from rollout_engine.kernels.token_logprobs import RowStatsKernel, token_logprobs
 from rollout_engine.model.modules.packed_rows import sharing_prefixes
+from rollout_engine.model.modules.placed_features import PlacedFeatures, placing
 from rollout_engine.model.modules.shared_rows import SharedRows
 
 
@@ -37,17 +38,22 @@ def next_tokens(logits: Tensor, input_ids: Tensor, wanted: Tensor) -> NextTokens
     return NextTokens(logits[wanted], input_ids[:, 1 : wanted.shape[1] + 1][wanted], wanted)
 
 
-def right_padded_next_tokens(model: nn.Module, input_ids: Tensor, real: Tensor) -> NextTokens:
+def right_padded_next_tokens(
+    model: nn.Module, input_ids: Tensor, real: Tensor, features: PlacedFeatures | None = None
+) -> NextTokens:
     """Compute the next tokens of input_ids int64 [B, T] whose real tokens, by `real` bool [B, T], stand to the left."""
     length = max(int(real.sum(1).max()), 2)
-    logits = model(input_ids=input_ids[:, :length], use_cache=False).logits[:, :-1]
+    with placing(features and features.first(length)):
+        logits = model(input_ids=input_ids[:, :length], use_cache=False).logits[:, :-1]
     return next_tokens(logits, input_ids, real[:, 1:length])
 
 
-def shared_next_tokens(model: nn.Module, input_ids: Tensor, real: Tensor) -> NextTokens:
+def shared_next_tokens(
+    model: nn.Module, input_ids: Tensor, real: Tensor, features: PlacedFeatures | None = None
+) -> NextTokens:
     """Do as `right_padded_next_tokens`, but compute common beginnings of rows once, and no padding."""
-    rows = SharedRows.of(input_ids, real)
-    with sharing_prefixes():
+    rows = SharedRows.of(input_ids, real, features and features.keys(input_ids))
+    with sharing_prefixes(), placing(features and features.take(rows.tokens)):
         logits = logits_at(rows.sources, model, input_ids=rows.input_ids, position_ids=rows.position_ids)
     return NextTokens(logits, rows.targets, rows.wanted, rows.places)
 

@@ -29,18 +29,22 @@ class SharedRows(NamedTuple):
     """bool [B, L]: whether the next token is real; L + 1 tokens are in the longest row."""
     places: Tensor
     """int64 [number of wanted]: which of the M each of them is."""
+    tokens: Tensor
+    """int64 [N]: number of each token in the flattened batch, B * T."""
 
     @classmethod
-    def of(cls, input_ids: Tensor, real: Tensor) -> "SharedRows":
+    def of(cls, input_ids: Tensor, real: Tensor, keys: Tensor | None = None) -> "SharedRows":
         """Share the rows of input_ids int64 [B, T].
 
-        Their real tokens, by `real` bool [B, T], stand to the left, with 0 behind them.
+        Their real tokens, by `real` bool [B, T], stand to the left, with 0 behind them. `keys` int64 [B, T]: tokens are
+        alike if these are equal; None: if their ids are.
         """
         length = max(int(real.sum(1).max()), 2)
-        order = _sorted_rows(input_ids[:, :length])
+        compared = (input_ids if keys is None else keys)[:, :length]
+        order = _sorted_rows(compared)
         ids, is_real = input_ids[order, :length], real[order, :length]
         columns = torch.arange(length, device=ids.device)
-        begins = _own_from(ids, is_real)[:, None]
+        begins = _own_from(compared[order], is_real)[:, None]
         own = is_real & (columns >= begins)
         owners = _numbered(own)
         wanted = is_real[:, 1:]
@@ -55,6 +59,7 @@ class SharedRows(NamedTuple):
             targets=ids[:, 1:][fresh],
             wanted=wanted,
             places=places[wanted],
+            tokens=(order[:, None] * input_ids.shape[1] + columns)[own],
         )
 
 

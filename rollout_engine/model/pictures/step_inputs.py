@@ -74,7 +74,7 @@ class SequencesWithPictures:
     """
 
     def __init__(self, encoder: PictureEncoder, image_token_id: int) -> None:
-        self.encoder, self._image_token_id = encoder, image_token_id
+        self.encoder, self.image_token_id = encoder, image_token_id
         self._of: dict[int, SequencePictures] = {}
 
     def update(self, work: SchedulerOutput) -> None:
@@ -83,7 +83,7 @@ class SequencesWithPictures:
             self._of.pop(sequence_id, None)
         for new in work.new:
             if new.pictures:
-                given = new.token_ids, new.pictures, self._image_token_id
+                given = new.token_ids, new.pictures, self.image_token_id
                 self._of[new.sequence_id] = SequencePictures.of(self.encoder, *given)
 
     def inputs(self, scheduled: Sequence[ScheduledSequence], starts: np.ndarray) -> PictureInputs | None:

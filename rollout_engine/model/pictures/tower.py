@@ -25,17 +25,19 @@ def image_token_id_of(config: PretrainedConfig) -> int | None:
 
 
 def build_tower(
-    config: PretrainedConfig, dtype: torch.dtype, check: Callable[[PreTrainedModel], None]
+    config: PretrainedConfig, dtype: torch.dtype, check: Callable[[PreTrainedModel], None], *, fuses: bool = True
 ) -> PreTrainedModel:
     """The parts of the composite of `config`, with uninitialised weights on the CPU.
 
-    `check` is called before they have memory, and may raise. Raises `Refusal` if transformers cannot build it.
+    `check` is called before they have memory, and may raise. `fuses`: projections of one input are slices of one
+    buffer. Raises `Refusal` if transformers cannot build it.
     """
     tower = build_whole(config, dtype=dtype)
     remove_text(tower)
     check(tower)
     allocate(tower, dtype)
-    fuse_projections(tower)
+    if fuses:
+        fuse_projections(tower)
     return tower
 
 

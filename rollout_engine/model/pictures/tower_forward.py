@@ -67,16 +67,15 @@ def encode_picture(owner: nn.Module, arrays: Mapping[str, Tensor]) -> PictureFea
     """The features of one picture: `arrays` as `base.pictures.Picture` has them.
 
     `owner`: a composite, or its parts without text, behind `make_tower_exact`. Gradients reach its parameters.
-    Raises `ConfigError` for arrays that transformers does not take as one picture.
+    Tiles that the processor has cut a picture into are encoded one by one, so their features do not depend on which of
+    them a trainer takes for one picture. Raises `ConfigError` for arrays that transformers does not take as a picture.
     """
-    composite: Any = owner
     taken = _arguments(owner)
     given = {name: value for name, value in arrays.items() if name in taken}
     try:
         with TowerArithmetic():
-            found = composite.get_image_features(**given, return_dict=True)
-            deepstack = [_all_rows(each) for each in getattr(found, "deepstack_features", None) or ()]
-            return PictureFeatures(_all_rows(found.pooler_output), deepstack)
+            rows, deepstack = zip(*(_encode_tile(owner, each) for each in _tiles_of(given)), strict=True)
+            return PictureFeatures(torch.cat(rows), [torch.cat(layer) for layer in zip(*deepstack, strict=True)])
     except ConfigError:
         raise
     except Exception as problem:  # foreign modules may fail in any way
@@ -84,6 +83,25 @@ def encode_picture(owner: nn.Module, arrays: Mapping[str, Tensor]) -> PictureFea
         raise ConfigError(
             f"{type(owner).__name__} does not take this picture ({shapes}): {type(problem).__name__}: {problem}"
         ) from problem
+
+
+def _encode_tile(composite: Any, arrays: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    found = composite.get_image_features(**arrays, return_dict=True)
+    deepstack = getattr(found, "deepstack_features", None) or ()
+    return _all_rows(found.pooler_output), [_all_rows(each) for each in deepstack]
+
+
+def _tiles_of(arrays: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The tiles of a picture: `pixel_values` [tiles, C, H, W] or [1, tiles, C, H, W]; any other is whole."""
+    pixels = arrays.get("pixel_values")
+    dim = -1 if pixels is None else pixels.dim() - 4
+    if pixels is None or dim not in (0, 1):
+        return [arrays]
+    of_each = pixels.shape[: dim + 1]
+    return [
+        {name: x.narrow(dim, i, 1).clone() if x.shape[: dim + 1] == of_each else x for name, x in arrays.items()}
+        for i in range(pixels.shape[dim])
+    ]
 
 
 def _arguments(owner: nn.Module) -> set[str]:

@@ -127,7 +127,7 @@ def _refuse_autocast(parameter: Tensor) -> None:
 
 
 def _refuse_other_inputs(decoder: nn.Module, given: dict[str, Any]) -> None:
-    """Raise `ValueError` if a composite is given more than text."""
+    """Raise `ValueError` if a composite is given more than text, once pictures are taken out of its call."""
     if not is_composite(decoder):
         return
     for name, value in given.items():
@@ -135,9 +135,11 @@ def _refuse_other_inputs(decoder: nn.Module, given: dict[str, Any]) -> None:
         is_of_text = name in _TEXT_INPUTS or all(isinstance(each, int | float | str | None) for each in settings)
         marks_none = "token_type_ids" in name and isinstance(value, Tensor) and not value.any()
         if not (is_of_text or marks_none):
+            cause = getattr(decoder, "_exact_pictures_refused", "")
+            parts = f"text alone, as {cause.removesuffix('.')}" if cause else "text and pictures"
             raise ValueError(
-                f"An exact {type(decoder).__name__} computes text alone, and was given {name}: image, video and audio "
-                "inputs are not served yet. Leave them out, or train on them with a model that is not exact."
+                f"An exact {type(decoder).__name__} computes {parts}, and was given {name}. Leave it out, or train "
+                "on it with a model that is not exact."
             )
 
 

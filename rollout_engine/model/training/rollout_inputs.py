@@ -1,12 +1,23 @@
-"""Reads the inputs of a trainer's call from a rollout: ids, padding or ends of packed sequences, and temperature."""
+"""Reads the inputs of a trainer's call from a rollout.
 
+Ids, padding or the ends of packed sequences, the temperature, and pictures.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.base.provenance import rollout_note
+from rollout_engine.model.modules.packed_rows import positions_from
 from rollout_engine.model.training.adapted_layers import active_adapters, known_adapters
+from rollout_engine.model.training.batch_pictures import TokenRun, sequences_of
+
+PICTURES = "pictures"
+"""Key of a rollout with the pictures of each sequence, a tuple of `PlacedPicture`."""
 
 
 class RolloutInputs(NamedTuple):
@@ -16,6 +27,8 @@ class RolloutInputs(NamedTuple):
     attention_mask: Tensor | None
     cu_seqlens: Tensor | None
     temperature: float
+    pictures: list[tuple[TokenRun, Sequence[PlacedPicture]]]
+    """Of each sequence, if any has some."""
 
 
 def rollout_inputs(model: nn.Module, batch: Any, temperature: float | None, **others: Any) -> RolloutInputs:
@@ -44,7 +57,20 @@ def rollout_inputs(model: nn.Module, batch: Any, temperature: float | None, **ot
     if note is not None:
         _check_adapter(model, note.adapters)
     packed = mask == "cu_seqlens"
-    return RolloutInputs(ids, None if packed else batch[mask], batch[mask] if packed else None, temperature)
+    ends = batch[mask] if packed else None
+    return RolloutInputs(ids, None if packed else batch[mask], ends, temperature, pictures_of(batch))
+
+
+def pictures_of(batch: Any) -> list[tuple[TokenRun, Sequence[PlacedPicture]]]:
+    """The sequences of a rollout, padded or packed, each with its pictures; [] if none has any."""
+    column = batch.get(PICTURES).tolist() if PICTURES in batch.keys() else []
+    if not any(column):
+        return []
+    ids, ends = batch["tokens", "full"], batch.get("cu_seqlens")
+    if ends is not None:
+        runs = sequences_of(torch.ones_like(ids, dtype=torch.bool), positions_from(ends, ids.shape[1]))
+        return list(zip(runs, column, strict=True))
+    return [(run, column[run.row]) for run in sequences_of(batch["masks", "all_attention_mask"])]
 
 
 def _check_adapter(model: nn.Module, sampled: frozenset[str | None]) -> None:

@@ -1,6 +1,5 @@
 """Pictures in the core: whose KV serves whose, what is refused, and random prompts against the slow truth."""
 
-
 import msgspec
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.core import config, picture_keys
 from rollout_engine.core.draft_index import prompt_key
 from rollout_engine.core.picture_keys import PictureKeys
+from rollout_engine.core.request import Request
 from tests.unit.core.conftest import IMAGE
 from tests.unit.core.oracle import make_oracle_rig
 from tests.unit.core.random_operations import SHAPES, Monkey
@@ -157,6 +157,15 @@ def test_a_model_that_takes_no_pictures_says_why(make_rig, info, match):
     token_ids, placed = around(A)
     with pytest.raises(RequestError, match=f"pictures='1 pictures' is not allowed.*{match}"):
         rig.add("a", token_ids, pictures=placed)
+
+
+def test_requests_without_pictures_make_no_call_more(make_rig, monkeypatch):
+    for name in ("keys_of", "_number_of"):
+        monkeypatch.setattr(PictureKeys, name, None)
+    monkeypatch.setattr(Request, "put_keys", None)
+    rig = make_rig(block_size=4)
+    assert [num_cached(rig, name, (around(A)[0], []), n=2) for name in "ab"] == [0, 16]
+    rig.assert_clean()
 
 
 class PictureMonkey(Monkey):

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from rollout_engine.base.errors import EngineDeadError, RolloutEngineError
+from rollout_engine.base.pictures import PictureInfo
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.calls import CallFuture
@@ -92,8 +93,8 @@ class FakeReplica:
 
     node = "fake"
 
-    def __init__(self, max_model_len):
-        executor = FakeModel(max_model_len)
+    def __init__(self, max_model_len, image_token_id=-1):
+        executor = FakeModel(max_model_len, image_token_id=image_token_id)
         config = CoreConfig(
             num_blocks=1024,
             block_size=BLOCK_SIZE,
@@ -102,6 +103,7 @@ class FakeReplica:
             max_num_batched_tokens=64,
             vocab_size=VOCAB_SIZE,
             pooling=executor.info.pooling,
+            pictures=None if image_token_id < 0 else PictureInfo(image_token_id),
         )
         self.executor = executor
         self.client = FakeClient(EngineCore(executor, config), executor, executor.info)
@@ -120,8 +122,8 @@ class FakeReplica:
 class FakeProvider:
     """Starts fake replicas; `starts` says whether it can, and `replicas` are those it has started, by index."""
 
-    def __init__(self, max_model_len):
-        self.max_model_len, self.replicas, self.starts = max_model_len, {}, True
+    def __init__(self, max_model_len, image_token_id=-1):
+        self.max_model_len, self.image_token_id, self.replicas, self.starts = max_model_len, image_token_id, {}, True
 
     def share(self, config, num_replicas):
         return config
@@ -132,7 +134,7 @@ class FakeProvider:
     def start(self, index, config):
         if not self.starts:
             raise EngineDeadError("there is no room")
-        replica = self.replicas[index] = FakeReplica(self.max_model_len)
+        replica = self.replicas[index] = FakeReplica(self.max_model_len, self.image_token_id)
         return replica
 
     def close(self):
@@ -142,9 +144,9 @@ class FakeProvider:
         pass
 
 
-def make_service(num_replicas=2, *, max_model_len=4000, **balancer):
-    """A `RolloutService` and its `FakeProvider`."""
-    provider = FakeProvider(max_model_len)
+def make_service(num_replicas=2, *, max_model_len=4000, image_token_id=-1, **balancer):
+    """A `RolloutService` and its `FakeProvider`. `image_token_id`: its cores take pictures."""
+    provider = FakeProvider(max_model_len, image_token_id)
     config = FakeModel().info.config
     client = FleetClient.start(config, num_replicas=num_replicas, provider=provider, balancer=Balancer(**balancer))
     return RolloutService(Frontend(client, CODEC)), provider

@@ -3,7 +3,15 @@
 import threading
 import time
 
+import numpy as np
+
 from rollout_engine import SamplingParams
+from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.pictures import Picture, PlacedPicture
+from rollout_engine.base.seeds import child_seed
+from rollout_engine.core.fake_executor import fake_features, fake_next_token
+from rollout_engine.engine.client import Route
+from tests.unit.fake_engine import VOCAB_SIZE
 from tests.unit.fleet.fake_fleet import make_service
 
 PROMPTS = [[5 + i, 6, 7, 8] for i in range(4)]
@@ -29,3 +37,56 @@ def test_requests_on_the_way_to_a_replica_that_dies_go_on_elsewhere():
         lost.kill(unnoticed=release)
         sender.join()
         assert tokens(found) == expected
+
+
+IMAGE = 200
+
+
+class Heard:
+    """A listener that keeps tokens and ends."""
+
+    def __init__(self):
+        self.tokens, self.ended = {}, {}
+
+    def deliver(self, outputs):
+        for sequence_id, token_id in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
+            self.tokens.setdefault(sequence_id, []).append(token_id)
+        self.ended |= {end.sequence_id: (end.finish_reason, end.error) for end in outputs.ended}
+
+    def wait(self, condition):
+        deadline = time.monotonic() + 60
+        while not condition(self):
+            assert time.monotonic() < deadline, (self.tokens, self.ended)
+            time.sleep(0.002)
+
+
+def test_a_request_whose_replica_dies_goes_on_elsewhere_with_its_pictures():
+    service, provider = make_service(image_token_id=IMAGE)
+    prompt = [5, 6, IMAGE, IMAGE, IMAGE, 7]
+    picture = Picture.of({"pixel_values": np.ones((3, 4), np.float32)})
+    request = EngineCoreRequest(
+        prompt_token_ids=prompt,
+        params=SamplingParams(n=2, ignore_eos=True),
+        max_tokens=60,
+        seed=3,
+        first_sequence_id=0,
+        pictures=[PlacedPicture(2, 5, picture)],
+    )
+    with service:
+        client, heard, lost = service.frontend.client, Heard(), provider.replicas[1]
+        client.listen(heard)
+        lost.executor.before_step = lambda: time.sleep(0.01)
+        client.add_request(request, Route(replica_index=1))
+        heard.wait(lambda heard: len(heard.tokens.get(1, ())) > 5)
+        provider.starts = False
+        lost.kill()
+        assert not heard.ended, "it has not ended before"
+        heard.wait(lambda heard: len(heard.ended) == 2)
+    features = fake_features(prompt, request.pictures, IMAGE)
+    for index in range(2):
+        context = [features.get(position, token_id) for position, token_id in enumerate(prompt)]
+        for token_id in heard.tokens[index]:
+            assert token_id == fake_next_token(context, child_seed(3, index), VOCAB_SIZE)
+            context.append(token_id)
+    assert [len(heard.tokens[index]) for index in range(2)] == [60, 60]
+    assert set(heard.ended.values()) == {("length", None)}

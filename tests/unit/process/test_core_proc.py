@@ -16,7 +16,17 @@ from rollout_engine.process import core_proc, quotas
 from rollout_engine.process.client_routing import first_sequence_of
 from rollout_engine.process.core_proc import EngineCoreProc
 from rollout_engine.process.inbox import ClientLeft, Drain, FromClient, Inbox, Stop
-from rollout_engine.process.wire import Abort, AddRequest, Call, Cancel, LiveVersion, Outputs, Refused, Reply
+from rollout_engine.process.wire import (
+    Abort,
+    AddRequest,
+    Call,
+    Cancel,
+    ForgetPictures,
+    LiveVersion,
+    Outputs,
+    Refused,
+    Reply,
+)
 from tests.unit.fake_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel
 
 FLOODER, BYSTANDER = 0, 1
@@ -319,3 +329,11 @@ def test_every_client_hears_of_a_version_before_what_is_sampled_under_it(core):
     told = heard.index((None, 7))
     assert set(heard[:told]) <= {0, 7} and set(heard[told + 1 :]) <= {0, 7} and heard[-1] == 7
     assert 7 not in heard[:told] and 0 in heard[:told]
+
+
+def test_every_client_is_asked_to_forget_its_pictures_before_the_call_is_answered(core):
+    core.put(FLOODER, Call(3, "reset_mm_cache", *pack({})))
+    core.run()
+    told = [(index, type(message)) for index, message in core.io.sent]
+    assert told == [(None, ForgetPictures), (FLOODER, Reply)]
+    assert core.core.stats.pictures is core.io.picture_stats

@@ -1,14 +1,18 @@
 """Post-mortem files: what a core remembers, written, read, printed and replayed."""
 
+import gc
 import random
 import subprocess
 import sys
+import weakref
 
 import msgspec
+import numpy as np
 import pytest
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.pictures import Picture, PictureInfo, PlacedPicture
 from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.cli.main import main
@@ -92,6 +96,36 @@ def test_the_whole_life_of_a_core_replays_to_the_same_schedule(folder, monkeypat
     assert {AddLine, CallLine, StepLine, EndLine} <= set(kinds)
     found = replay(lines)
     assert (found.num_steps, found.difference, found.failure) == (300, "", "")
+
+
+IMAGE = 11
+
+
+def test_prompts_with_pictures_replay_without_any_and_leave_no_arrays_in_memory(folder):
+    config = msgspec.structs.replace(CONFIG, pictures=PictureInfo(IMAGE))
+    core = EngineCore(FakeExecutor(block_size=4, vocab_size=VOCAB_SIZE, image_token_id=IMAGE), config)
+    history, arrays = History(core), []
+    for first in range(12):
+        pixels = np.full(5, first % 3, np.float32)
+        arrays.append(weakref.ref(pixels))
+        core.add_request(
+            EngineCoreRequest(
+                prompt_token_ids=[7, 8, *[IMAGE] * 6, *range(9)],
+                params=SamplingParams(),
+                max_tokens=3,
+                seed=first,
+                first_sequence_id=first,
+                pictures=[PlacedPicture(2, 8, Picture.of({"pixel_values": pixels}))],
+            )
+        )
+        del pixels
+        for _ in range(4):
+            core.step()
+    assert 8 * 16 < core.stats.num_cached_tokens < 11 * 16
+    gc.collect()
+    assert not any(each() is not None for each in arrays), "a request that has ended keeps its pictures"
+    found = replay(post_mortem.read_post_mortem(post_mortem.write_post_mortem(history, "x")))
+    assert (found.num_steps, found.difference, found.failure) == (48, "", "")
 
 
 def test_failed_steps_fail_again_in_the_replay(folder, monkeypatch):

@@ -263,12 +263,17 @@ def test_messages_that_a_template_writes_in_other_words_are_taken(inputs):
             "must be given as tool_calls",
         ),
         (
-            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {}}]}],
             "messages[0]['content'][1]['type']",
-            "'image_url' is not allowed: must be a text part.*Images, video, audio and files are not served yet",
+            "'input_audio' is not allowed: must be a part of text.*or of a picture.*Audio is not served",
         ),
-        ([{"role": "user", "content": [{"text": "a"}]}], "messages[0]['content'][0]", "a text part"),
-        ([{"role": "user", "content": ["a"]}], "messages[0]['content'][0]", "a text part"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": b"x"}]}],
+            "messages[0]['content'][0]['image']",
+            "'a file of 1 bytes' is not allowed: must be absent: the model takes no pictures",
+        ),
+        ([{"role": "user", "content": [{"text": "a"}]}], "messages[0]['content'][0]", "a part of text"),
+        ([{"role": "user", "content": ["a"]}], "messages[0]['content'][0]", "a part of text"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0]['content'][0]['text']", "a str"),
     ],
 )

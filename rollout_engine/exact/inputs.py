@@ -1,0 +1,56 @@
+"""`inputs`: the pictures of a rollout, in the form that transformers' forward takes them."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pictures import PlacedPicture
+from rollout_engine.model.training.rollout_inputs import PICTURES, pictures_of
+
+
+def inputs(batch: Any) -> dict[str, Tensor]:
+    """What a forward needs in addition to token ids: tensors by the names of transformers' arguments; {} if nothing.
+
+    `exact.token_logprobs(model, ids, mask, **exact.inputs(batch))` takes them, and so do `model(input_ids=..., ...)`
+    and transformers' own models: `pixel_values`, and by the kind of model `image_grid_thw`, `image_sizes` or others,
+    with the pictures of all rows in order; smaller ones are padded with zeros to the largest. `mm_token_type_ids`
+    int64, shaped as batch["tokens", "full"], is 1 at the tokens that stand for a picture's features.
+
+    Args:
+        batch: the result of `RolloutPolicy.rollout`, padded or packed, or a part of it.
+
+    Raises `RequestError` for anything but a rollout.
+    """
+    if not hasattr(batch, "keys"):
+        raise RequestError.for_field("batch", batch, "a TensorDict as RolloutPolicy.rollout returns it")
+    if PICTURES not in batch.keys():
+        return {}
+    ids, types, found = batch["tokens", "full"], torch.zeros_like(batch["tokens", "full"]), []
+    for sequence, placed in pictures_of(batch):
+        tokens = ids[sequence.row, sequence.columns]
+        for each in placed:
+            _mark(types, tokens, sequence.row, sequence.columns, each)
+            found.append(each.picture.arrays)
+    if not found:
+        return {}
+    joined = {name: _joined([each[name] for each in found]) for name in found[0]}
+    return joined | {"mm_token_type_ids": types}
+
+
+def _mark(types: Tensor, tokens: Tensor, row: int, columns: Tensor, placed: PlacedPicture) -> None:
+    span = slice(placed.start, placed.end)
+    types[row, columns[span][tokens[span] == tokens[placed.start]]] = 1
+
+
+def _joined(arrays: list[np.ndarray]) -> Tensor:
+    """Arrays [n, ...] end to end, padded with zeros to the largest in every other dimension."""
+    shape = np.max([each.shape[1:] for each in arrays], axis=0, initial=0).tolist()
+    result = np.zeros((sum(map(len, arrays)), *shape), dtype=arrays[0].dtype)
+    first = 0
+    for each in arrays:
+        result[(slice(first, first + len(each)), *(slice(0, size) for size in each.shape[1:]))] = each
+        first += len(each)
+    return torch.from_numpy(result)

@@ -1,0 +1,111 @@
+"""Features of pictures among the embeddings of a text model: a hook on its decoder puts them there.
+
+    input_ids     7  3  9  9  9  4      9: the placeholder; index -1 -1 0 1 2 -1 into the features
+
+The composite, or the causal LM, is called with ids alone, inside `placing`. Below it the decoder is given embeddings
+with the features in them, positions in three axes if the model has these, and the features of its first layers.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_state = threading.local()
+_FIRST_KEY = 1 << 40
+"""Keys of features begin here, above every token id."""
+
+
+class PlacedFeatures(NamedTuple):
+    """Features of pictures, and their places in a batch [B, T] of token ids."""
+
+    rows: Tensor
+    """[M, H], of all different pictures, end to end."""
+    deepstack: tuple[Tensor, ...]
+    """[M, H] for each of the first layers, to be added behind it; empty in most models."""
+    index: Tensor
+    """int64 [B, T]: which row stands at a position in place of the token's embedding; -1: none."""
+    positions: Tensor | None
+    """int64 [3, B, T]: rotary positions in time, height and width; None: those of the tokens."""
+
+    def gather(self, order: Tensor) -> "PlacedFeatures":
+        """Those of a batch with other columns: column c of row b is column `order[b, c]` of this one."""
+        positions = self.positions
+        if positions is not None:
+            positions = positions.gather(2, order.expand(3, *order.shape))
+        return self._replace(index=self.index.gather(1, order), positions=positions)
+
+    def take(self, tokens: Tensor) -> "PlacedFeatures":
+        """Those of a single row of `tokens` int64 [N], numbers of tokens in the flattened batch."""
+        positions = self.positions
+        if positions is not None:
+            positions = positions.flatten(1).index_select(1, tokens)[:, None]
+        return self._replace(index=self.index.flatten().index_select(0, tokens)[None], positions=positions)
+
+    def first(self, length: int) -> "PlacedFeatures":
+        """Those of the first `length` columns."""
+        positions = None if self.positions is None else self.positions[..., :length]
+        return self._replace(index=self.index[:, :length], positions=positions)
+
+    def keys(self, input_ids: Tensor) -> Tensor:
+        """int64 [B, T]: numbers that are equal if the embeddings are: ids of tokens, and others for features."""
+        return torch.where(self.index < 0, input_ids, self.index + _FIRST_KEY)
+
+    def embed(self, embeddings: Tensor) -> Tensor:
+        """Embeddings [B, T, H] of the tokens -> those with the features in their places."""
+        at = self.index >= 0
+        rows = self.rows.index_select(0, self.index[at]).to(embeddings.dtype)
+        return embeddings.index_put(at.nonzero(as_tuple=True), rows)
+
+
+@contextmanager
+def placing(features: PlacedFeatures | None) -> Iterator[None]:
+    """Inside, this thread's forwards of a decoder with the hook have these features; None: those around it."""
+    before = current_features()
+    _state.features = before if features is None else features
+    try:
+        yield
+    finally:
+        _state.features = before
+
+
+def place(features: PlacedFeatures | None) -> None:
+    """Set the features of this thread's next forwards; None: they have none."""
+    _state.features = features
+
+
+def current_features() -> PlacedFeatures | None:
+    """The features of this thread's forwards."""
+    features: PlacedFeatures | None = getattr(_state, "features", None)
+    return features
+
+
+def take_placed_features(decoder: nn.Module) -> None:
+    """Have `decoder`, a Hugging Face text model without its head, take features that are placed; call it once."""
+    if _put_features not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_put_features, with_kwargs=True)
+
+
+def _put_features(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    features = current_features()
+    if features is None:
+        return None
+    kwargs = dict(kwargs)
+    ids = args[0] if args else kwargs.get("input_ids")
+    embeddings = kwargs.get("inputs_embeds")
+    if embeddings is None:
+        embeddings = decoder.get_input_embeddings()(ids)
+    kwargs |= dict(input_ids=None, inputs_embeds=features.embed(embeddings))
+    if features.positions is not None:
+        own = kwargs.get("position_ids")
+        if own is None:
+            own = torch.arange(embeddings.shape[1], device=embeddings.device)[None]
+        kwargs["position_ids"] = torch.cat([own.expand(features.index.shape)[None], features.positions])
+    if features.deepstack:
+        at = features.index >= 0
+        rows = [each.index_select(0, features.index[at]) for each in features.deepstack]
+        kwargs |= dict(visual_pos_masks=at, deepstack_visual_embeds=rows)
+    return args[1:] and (None, *args[1:]), kwargs

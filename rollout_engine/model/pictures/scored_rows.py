@@ -1,0 +1,37 @@
+"""Features of the pictures of whole sequences, for an engine that scores them as a trainer does."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rollout_engine.base.pictures import PlacedPicture
+from rollout_engine.model.modules.placed_features import PlacedFeatures
+from rollout_engine.model.pictures.step_inputs import (
+    ChunkPictures,
+    SequencePictures,
+    SequencesWithPictures,
+    inputs_of,
+)
+
+
+def features_of_rows(
+    pictures: SequencesWithPictures,
+    rows: Sequence[Sequence[int]],
+    placed: Sequence[Sequence[PlacedPicture]],
+    length: int,
+) -> PlacedFeatures | None:
+    """The features of a batch [B, length], whose rows are padded on the right; None if there are none.
+
+    `placed`: the pictures of each row. Raises `ConfigError` for pictures that do not fit their spans.
+    """
+    chunks = []
+    for ids, own in zip(rows, placed, strict=True):
+        held = SequencePictures.of(pictures.encoder, ids, own, pictures.image_token_id) if own else None
+        chunks += [ChunkPictures(held, 0, len(ids)), ChunkPictures(None, 0, length - len(ids))]
+    found = inputs_of(chunks, pictures.encoder)
+    if found is None:
+        return None
+    index = torch.full((len(rows) * length,), -1)
+    index[found.rows] = torch.arange(len(found.rows))
+    positions = None if found.positions is None else found.positions.view(3, len(rows), length)
+    return PlacedFeatures(found.features, tuple(found.deepstack), index.view(len(rows), length), positions)
