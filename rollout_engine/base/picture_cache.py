@@ -16,6 +16,9 @@ from rollout_engine.base.pictures import Picture, PlacedPicture
 
 Held = TypeVar("Held")
 
+ENTRY_BYTES = 512
+"""Counted for each picture that is held, in addition to its arrays: they may be empty."""
+
 
 class PictureCache(Generic[Held]):
     """Values by the digests of pictures: those used last, as many as `max_bytes` of pictures allow."""
@@ -24,7 +27,7 @@ class PictureCache(Generic[Held]):
         self._max_bytes = max_bytes
         self._held: OrderedDict[bytes, tuple[int, Held]] = OrderedDict()
         self.num_bytes = 0
-        """Bytes of the pictures whose values are held."""
+        """Bytes of the pictures whose values are held, `ENTRY_BYTES` of each included."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -43,6 +46,7 @@ class PictureCache(Generic[Held]):
 
     def add(self, digest: bytes, num_bytes: int, value: Held) -> None:
         """Hold the value of a picture that is not held; others are dropped for it, and one above the bound is not."""
+        num_bytes += ENTRY_BYTES
         if num_bytes > self._max_bytes:
             return
         self._held[digest] = num_bytes, value
@@ -80,13 +84,14 @@ class ReceivedPictures:
         """`stats`: kept up to date."""
         self.cache: PictureCache[Picture] = PictureCache(max_bytes)
         self._stats = stats or PictureStats()
-        self._arrived: deque[Picture] = deque()
+        self.arrived: deque[Picture] = deque()
+        """Pictures that arrived for messages that have not, in order."""
         self.num_arrived_bytes = 0
-        """Bytes of the pictures that arrived for messages that have not."""
+        """Bytes of these."""
 
     def add(self, picture: Picture) -> None:
         """Take a picture that has arrived; the next message that is restored refers to it."""
-        self._arrived.append(picture)
+        self.arrived.append(picture)
         self.num_arrived_bytes += picture.num_bytes
         self._stats.num_received += 1
         self._stats.num_received_bytes += picture.num_bytes
@@ -98,16 +103,16 @@ class ReceivedPictures:
     def clear(self) -> None:
         """Drop all pictures, those of messages that have not arrived as well."""
         self.cache.clear()
-        self._arrived.clear()
+        self.arrived.clear()
         self.num_arrived_bytes = 0
 
     def _take(self, digest: bytes) -> Picture:
         if (found := self.cache.use(digest)) is not None:
             self._stats.num_hits += 1
             return found
-        if not self._arrived or self._arrived[0].digest != digest:
+        if not self.arrived or self.arrived[0].digest != digest:
             raise LookupError(f"a picture of digest {digest.hex()} has not arrived")
-        picture = self._arrived.popleft()
+        picture = self.arrived.popleft()
         self.num_arrived_bytes -= picture.num_bytes
         self.cache.add(digest, picture.num_bytes, picture)
         return picture

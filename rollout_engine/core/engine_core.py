@@ -15,7 +15,6 @@ from rollout_engine.core.draft_index import DraftIndex
 from rollout_engine.core.executor import Executor
 from rollout_engine.core.lifecycle import Lifecycle, PauseMode
 from rollout_engine.core.model_drafts import ModelDrafts
-from rollout_engine.core.picture_keys import PictureKeys
 from rollout_engine.core.recorder import Recorder, recorded_entry, recorded_step
 from rollout_engine.core.request import Request
 from rollout_engine.core.request_checks import check_request
@@ -45,11 +44,10 @@ class EngineCore:
         self.config = config
         self._tables = BlockTables(config, policy_version)
         self._scheduler = Scheduler(self._tables, config, speculator_of(config, self._tables, executor))
-        self._requests = RequestTable()
+        self._requests = RequestTable(config.pictures)
         self.adapters = AdapterTable(config.max_loras)
         """Adapters that requests may name. A change here has to be made in the model runner too."""
         self._results = ResultProcessor(self._scheduler, self._requests)
-        self._picture_keys = PictureKeys(config.pictures)
         self._steps: deque[Step] = deque()
         """Steps in flight, oldest first."""
         self.lifecycle = Lifecycle()
@@ -133,8 +131,7 @@ class EngineCore:
             raise RetryableError(f"The engine is {state} and takes no requests (admission='reject'); try again later.")
         check_request(request, self.config)
         adapter = self.adapters.use(request.lora) if request.lora else None
-        keys = self._picture_keys.keys_of(request) if request.pictures else None
-        added = self._requests.add(request, adapter, keys, held=not admits)
+        added = self._requests.add(request, adapter, held=not admits)
         if admits:
             self._queue(added)
         for recorder in self.recorders:

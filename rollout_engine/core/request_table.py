@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.pictures import PictureInfo
 from rollout_engine.core.adapters import Adapter
+from rollout_engine.core.picture_keys import PictureKeys
 from rollout_engine.core.request import Request, Sequence
 
 Preparation = Callable[[float], bool]
@@ -18,7 +20,10 @@ class RequestTable:
     Requests in preparation are scheduled once that is complete; they count as in flight.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pictures: PictureInfo | None = None) -> None:
+        """`pictures`: how the model takes them, if it does."""
+        self.picture_keys = PictureKeys(pictures)
+        """Numbers that stand for pictures in the identities of KV blocks."""
         self.by_id: dict[int, Request] = {}
         """In order of arrival."""
         self._sequences: dict[int, Sequence] = {}
@@ -41,16 +46,10 @@ class RequestTable:
         """Sequences of requests that are held."""
         return sum(request.source.params.n for request in self._held.values())
 
-    def add(
-        self,
-        source: EngineCoreRequest,
-        adapter: Adapter | None = None,
-        prompt_keys: list[int] | None = None,
-        *,
-        held: bool,
-    ) -> Request:
+    def add(self, source: EngineCoreRequest, adapter: Adapter | None = None, *, held: bool) -> Request:
         """Add a request. Raises `RequestError` when the id of one of its sequences is in use."""
-        request = Request(source, self._num_arrived, adapter, prompt_keys)
+        keys = self.picture_keys.keys_of(source) if source.pictures else None
+        request = Request(source, self._num_arrived, adapter, keys)
         sequences = {sequence.sequence_id: sequence for sequence in request.sequences}
         if not sequences.keys().isdisjoint(self._sequences):
             bound = f"the first of {len(sequences)} ids that no unfinished sequence has"

@@ -38,7 +38,8 @@ MAX_REQUEST_BYTES = 4 << 30
 """Bytes of all pictures of one request at most."""
 _PIECE_BYTES = PART_BYTES - (1 << 15)
 """Most bytes of a piece, so that its struct fits in the same multipart."""
-_MAX_ARRAYS = 64
+_MAX_ARRAYS, _MAX_ARRIVED = 64, 4096
+"""Arrays of one picture at most, and pictures that arrive before their request."""
 _DTYPES = {dtype.str: dtype for dtype in map(np.dtype, "? u1 i1 <i2 <i4 <i8 <f2 <f4 <f8".split())}
 
 
@@ -123,6 +124,8 @@ class _ClientPictures:
     def take_piece(self, piece: PicturePiece) -> None:
         """Copy a piece of the picture that is arriving, and keep that with its last piece. Raises `WireError`."""
         arriving, self._arriving = self._arriving, None  # a piece that does not fit ends its picture
+        if len(self.received.arrived) >= _MAX_ARRIVED:
+            raise WireError(f"{_MAX_ARRIVED} pictures have arrived, and no request that has them")
         if piece.forms:
             arriving = _ArrivingPicture(piece.forms, MAX_REQUEST_BYTES - self.received.num_arrived_bytes)
         if arriving is None:

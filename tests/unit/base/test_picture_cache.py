@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout_engine.base.metrics import PictureStats
-from rollout_engine.base.picture_cache import PictureCache, ReceivedPictures, SentPictures
+from rollout_engine.base.picture_cache import ENTRY_BYTES, PictureCache, ReceivedPictures, SentPictures
 from rollout_engine.base.pictures import Picture, PlacedPicture
 
 NUM_PICTURES = 10_000
@@ -50,7 +50,7 @@ class Client:
 
 
 def test_both_ends_of_several_clients_stay_equal_under_10000_different_pictures():
-    choose, clients = random.Random(53), [Client(max_bytes) for max_bytes in (0, 500, 20_000, 1 << 30)]
+    choose, clients = random.Random(53), [Client(max_bytes) for max_bytes in (0, 1_000, 50_000, 1 << 30)]
     for newest in range(NUM_PICTURES):
         client = choose.choice(clients)
         if choose.random() < 0.001:
@@ -59,7 +59,7 @@ def test_both_ends_of_several_clients_stay_equal_under_10000_different_pictures(
     for client in clients:
         client.check()
         held = client.received.cache
-        assert held.num_bytes == sum(held.use(digest).num_bytes for digest in held.digests())
+        assert held.num_bytes == sum(held.use(digest).num_bytes + ENTRY_BYTES for digest in held.digests())
     assert clients[0].stats.num_hits == 0 and all(client.stats.num_hits > 1000 for client in clients[2:])
     assert len(clients[3].received.cache) > 1000
 
@@ -75,14 +75,17 @@ def test_the_arrays_of_a_picture_that_64_requests_share_cross_once():
 
 
 def test_those_used_last_are_held_and_one_above_the_bound_drops_no_other():
-    cache = PictureCache(10)
-    for name, num_bytes in ((b"a", 4), (b"b", 4), (b"c", 2)):
-        cache.add(name, num_bytes, name)
+    cache, num_bytes = PictureCache(3 * ENTRY_BYTES + 10), {b"a": 4, b"b": 4, b"c": 2, b"d": 2_000, b"e": 5, b"f": 0}
+    for name in (b"a", b"b", b"c"):
+        cache.add(name, num_bytes[name], name)
     assert cache.use(b"a") == b"a"
-    cache.add(b"d", 11, b"d")
+    cache.add(b"d", num_bytes[b"d"], b"d")
     assert cache.digests() == [b"b", b"c", b"a"] and cache.use(b"d") is None
-    cache.add(b"e", 5, b"e")
-    assert cache.digests() == [b"a", b"e"] and cache.num_bytes == 9
+    cache.add(b"e", num_bytes[b"e"], b"e")
+    assert cache.digests() == [b"a", b"e"] and cache.num_bytes == 2 * ENTRY_BYTES + 9
+    cache.add(b"f", num_bytes[b"f"], b"f")
+    cache.add(b"c", num_bytes[b"c"], b"c")
+    assert cache.digests() == [b"e", b"f", b"c"], "one without bytes takes room, too"
 
 
 def test_a_digest_whose_picture_has_not_arrived_is_refused():

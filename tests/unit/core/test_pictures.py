@@ -104,7 +104,7 @@ def test_the_next_turn_continues_behind_the_picture(make_rig):
 
 def test_a_picture_that_was_forgotten_is_a_miss_and_no_number_is_given_twice(make_rig, monkeypatch):
     rig = make_rig(block_size=4)
-    rig.core._picture_keys = PictureKeys(rig.config.pictures, max_known=1)
+    rig.core._requests.picture_keys = PictureKeys(rig.config.pictures, max_known=1)
     assert [num_cached(rig, str(i), around(each)) for i, each in enumerate((A, A, B, A))] == [0, 16, 8, 8]
     keys = PictureKeys(PictureInfo(IMAGE), max_known=4)
     numbers = [keys._number_of(bytes([i % 7]) * 16) for i in range(50)]

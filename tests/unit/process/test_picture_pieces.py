@@ -116,7 +116,7 @@ def test_a_request_without_pictures_is_one_message():
     assert message.request.pictures == [] and pair.num_pieces == 0
 
 
-@pytest.mark.parametrize("max_bytes", [0, 2_000, 1 << 20])
+@pytest.mark.parametrize("max_bytes", [0, 5_000, 1 << 20])
 def test_many_pictures_with_resets_and_refusals_leave_both_ends_equal(monkeypatch, max_bytes):
     monkeypatch.setattr(picture_pieces, "MAX_PICTURE_BYTES", 5_000)
     choose, pair = random.Random(max_bytes), Pair(max_bytes)
@@ -195,6 +195,14 @@ def test_pieces_of_no_picture_are_refused_and_leave_nothing(pieces):
         pair.intake.read(0, last)
     [message], _ = pair.cross(ForgetPictures(), request(picture(1)))
     same_pictures(message, picture(1))
+
+
+def test_pictures_without_bytes_that_no_request_has_are_bounded():
+    pair, empty = Pair(), first_piece(("a", "|u1", [0]))
+    for _ in range(4096):
+        pair.intake.read(0, empty)
+    with pytest.raises(WireError, match="4096 pictures have arrived"):
+        pair.intake.read(0, empty)
 
 
 def test_a_client_cannot_give_a_picture_the_digest_of_another():
