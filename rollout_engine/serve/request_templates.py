@@ -53,6 +53,7 @@ async def with_rendered_text(served: Served, prompt: Any, *, must_show_tools: bo
         raise HttpProblem(400, message, field="chat_template")
     given = as_messages(fields.pop("messages"))
     messages, images = without_images(given), [image for _, image in images_of(given)]
+    served.engine.frontend.inputs.pictures.check_messages(given)
 
     def render() -> str:
         special_tokens = served.codec.hf.special_tokens_map

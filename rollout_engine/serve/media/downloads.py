@@ -200,8 +200,10 @@ async def _read(reader: asyncio.StreamReader, response: _Response) -> _Response:
         num_bytes += len(data)
         try:
             response.parser.feed_data(data)
-        except response.parser_error:
-            raise _problem(502, response.field, response.target.authority, "does not answer by HTTP/1.1") from None
+        except response.parser_error:  # also for bytes behind a complete answer, which are no part of it
+            if not (response.is_complete or response.location or response.problem):
+                what = "does not answer by HTTP/1.1"
+                raise _problem(502, response.field, response.target.authority, what) from None
         if response.problem is not None:
             raise response.problem
         if not response.has_header and num_bytes > _MAX_HEADER_BYTES:

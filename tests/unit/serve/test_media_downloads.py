@@ -22,7 +22,7 @@ ANSWERS = {
     "/store": OK.replace(b"image/png", b"binary/octet-stream") + b"\r\n" + PICTURE,
     "/moved": b"HTTP/1.1 302 Found\r\nLocation: length\r\nContent-Length: 9999999\r\n\r\n",
     "/html": OK.replace(b"image/png", b"text/html; charset=utf-8") + b"\r\n<secret>",
-    "/missing": b"HTTP/1.1 404 Not Found\r\n\r\nsecret",
+    "/missing": b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\nsecret",
     "/broken": b"HTTP/1.1 500 No\r\n\r\nsecret",
     "/short": OK + b"Content-Length: 999\r\n\r\n" + PICTURE,
     "/short-chunk": OK + b"Transfer-Encoding: chunked\r\n\r\nff\r\n" + PICTURE,

@@ -125,7 +125,7 @@ def test_pictures_that_are_too_long_or_too_many_are_refused():
         asyncio.run(reader.read(chat({"type": "image", "image": URL})))
     assert busy.value.status == 503
     with pytest.raises(RequestError, match=r"must be at most 1 pictures in one prompt"):
-        asyncio.run(MediaReader(ServeOptions(), read_image, 1).read(given))
+        asyncio.run(MediaReader(ServeOptions(), read_image, 1).read(chat(*[{"type": "image", "image": URL}] * 2)))
 
 
 def test_a_turn_to_process_lasts_as_long_as_its_thread(monkeypatch):
