@@ -94,13 +94,13 @@ async def _connect(
             what = f"a URL of {target.host}, which leads to {address}"
             raise RequestError.for_field(field, what, "one of a host with public addresses", hint)
     tls: dict[str, Any] = {"ssl": _tls(), "server_hostname": target.host} if target.scheme == "https" else {}
-    problem: Exception = OSError("no address")
+    last: Exception = OSError("no address")
     for address in addresses:
         try:
             return await asyncio.open_connection(address, target.port, **tls)
-        except OSError as found:
-            problem = found
-    raise _problem(502, field, target.authority, f"cannot be connected to ({type(problem).__name__})")
+        except OSError as problem:
+            last = problem
+    raise _problem(502, field, target.authority, f"cannot be connected to ({type(last).__name__})")
 
 
 def _resolve(target: Target) -> list[str]:

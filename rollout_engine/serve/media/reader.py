@@ -107,9 +107,15 @@ class MediaReader:
         A call whose client leaves keeps its turn to the end, so that clients that leave cannot begin more of them.
         """
         turns = self._turns_here().processing
+
+        def end(work: "asyncio.Future[R]") -> None:
+            turns.release()
+            if not work.cancelled():
+                work.exception()  # of a client that has left: no caller awaits it
+
         await turns.acquire()
         work = asyncio.ensure_future(run_in_thread(function))
-        work.add_done_callback(lambda _: turns.release())
+        work.add_done_callback(end)
         return await asyncio.shield(work)
 
     async def _load(self, source: Source, asked: Asked) -> bytes:

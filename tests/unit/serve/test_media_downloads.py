@@ -126,6 +126,17 @@ def test_anything_else_is_refused_by_the_name_of_its_part(path, status, told):
     assert getattr(problem, "status", 400) == status and "secret" not in str(problem).replace("/secret", "")
 
 
+def test_a_host_that_is_not_there_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(
+        HttpProblem, match=rf"the host {place} cannot be connected to \(ConnectionRefusedError\)"
+    ) as gone:
+        options = dict(most=MOST, seconds=5, count=print)
+        asyncio.run(download(f"http://{place}/a", AllowedHosts([place]), FIELD, **options))
+    assert gone.value.status == 502
+
+
 @pytest.mark.parametrize("path", ["/silent", "/slow"])
 def test_a_host_that_does_not_answer_is_given_up(path):
     with pytest.raises(
