@@ -25,7 +25,7 @@ class Picture(msgspec.Struct, frozen=True, eq=False):
         state = blake2b(digest_size=16)
         for name, array in held.items():
             state.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
-            state.update(array.reshape(-1).view(np.uint8))
+            state.update(array.reshape(-1).view(np.uint8).data)
         return cls(state.digest(), held)
 
     @property

@@ -218,7 +218,7 @@ class PicturePrompts:
         return self._codec.encode(text, add_special_tokens=False)
 
     def _are_expanded(self, token_ids: Sequence[int], texts: Sequence[Sequence[int]]) -> bool:
-        """Whether token ids contain all placeholders of these pictures, and what stands between them."""
+        """Whether token ids contain all placeholders of these pictures, and the tokens between them."""
         ids, image = list(token_ids), self._image_token_id
         positions = [i for i, each in enumerate(ids) if each == image]
         counts = [text.count(image) for text in texts]
@@ -231,7 +231,7 @@ class PicturePrompts:
             begin = positions[first]
             if ids[begin : begin + len(inner)] != inner:
                 return False
-            # One placeholder may be a whole picture's: only what stands around it says that it is expanded.
+            # One placeholder may be a whole picture's: it is expanded if the tokens around it are there.
             if len(positions) == len(texts) and ids[max(begin - lead, 0) :][: len(text)] != text:
                 return False
             first += count

@@ -29,7 +29,7 @@ def prompts_of(count, *pictures):
 
 
 def found_by(engine, prompts, **params):
-    params = SamplingParams(**(dict(max_tokens=5, seed=3, logprobs=0, ignore_eos=True) | params))
+    params = SamplingParams(**(dict(max_tokens=3, seed=3, logprobs=0, ignore_eos=True) | params))
     outputs = LLM.from_engine(engine).generate(prompts, params, use_tqdm=False)
     return [said(output.outputs) for output in outputs]
 

@@ -174,9 +174,9 @@ def text(words):
 BAD = {
     "a placeholder in a text": (user(text(f"See {PAD}")), "messages[0]['content'][0]['text']", "stands for a picture"),
     "one beside a picture": (user(PICTURE, text(PAD)), "messages[0]['content'][1]['text']", "stands for a picture"),
-    "in a tool": (
-        user(PICTURE, tools=[{"type": "function", "function": {"name": "f", "description": PAD}}]),
-        "tools[0]['function']['description']",
+    "in a variable": (
+        user(PICTURE, chat_template_kwargs={"note": PAD}),
+        "chat_template_kwargs['note']",
         "stands for a picture",
     ),
     "in a prompt": ({"prompt": f"a {PAD}"}, "prompt", "stands for a picture"),
@@ -227,13 +227,13 @@ def test_what_is_not_one_image_for_each_placeholder_is_refused_by_its_part(qwen,
     assert caught.value.field == field and words in str(caught.value)
 
 
-@pytest.mark.parametrize("span", [(1, 1), (0, 2), (1, 5), (2, 1), (1, 9)])
 def test_an_observation_with_a_placeholder_is_refused(qwen):
     qwen.pictures.check_messages([{"role": "user", "content": [PICTURE, text("a")]}])
     with pytest.raises(RequestError, match=r"messages\[0\]\['content'\]='<|image_pad|>' is not allowed"):
         qwen.pictures.check_messages([{"role": "tool", "content": PAD}])
 
 
+@pytest.mark.parametrize("span", [(1, 1), (0, 2), (1, 5), (2, 1), (1, 9)])
 def test_places_that_are_none_are_refused(qwen, span):
     picture = qwen.read_image(ONE).picture
     with pytest.raises(RequestError, match=r"pictures\[0\]"):
