@@ -48,13 +48,13 @@ async def download(
                 response = await _request(target, hosts, field, most, count)
                 if response.location is None:
                     return b"".join(response.parts)
-                url = _redirected(url, response.location, field)
+                url = _follow_redirect(url, response.location, field)
     except TimeoutError:
         raise _problem(504, field, place, f"has not sent the picture within {seconds:g} seconds") from None
     raise _problem(502, field, place, f"redirects more than {_MOST_REDIRECTS} times")
 
 
-def _redirected(url: str, location: str, field: str) -> str:
+def _follow_redirect(url: str, location: str, field: str) -> str:
     """The URL that an answer to `url` leads to; it is checked like any other."""
     found = urljoin(url, location)
     if url.lower().startswith("https:") and not found.lower().startswith("https:"):

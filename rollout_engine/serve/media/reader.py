@@ -1,4 +1,4 @@
-"""Reads and processes the pictures of requests before any route sees them, and bounds what they take."""
+"""Reads and processes the pictures of requests before any route sees them, and bounds the memory that they take."""
 
 import asyncio
 import os
