@@ -210,8 +210,9 @@ def attacks(host, place):
     return [
         ("a path", {"type": "image", "image": "/etc/passwd"}, 400, "must be a URL"),
         ("a relative path", url_part("a.png"), 400, "must be a URL"),
+        ("a size", {"type": "image", "image": data_url(PICTURE), "resized_height": 8}, 400, "absent"),
         ("a path in an object", {"type": "image", "image": {"path": "/etc/passwd"}}, 400, "must be a text"),
-        ("a key of others", {"type": "image", "path": "/etc/passwd"}, 400, "must be a text"),
+        ("a key of others", {"type": "image", "path": "/etc/passwd"}, 400, "must be absent"),
         ("no type", {"image": "/etc/passwd"}, 400, "must be a"),
         ("a list", {"type": "image", "image": [0, 0]}, 400, "must be a text"),
         ("no url", {"type": "image_url", "image_url": {}}, 400, "must be a text"),

@@ -17,6 +17,8 @@ PART_KINDS = ("image_url", "input_image", "image")
 """Types of parts of a conversation that hold a picture."""
 _DETAILS = (None, "auto", "high")
 """Values of OpenAI's `detail` that change nothing: the checkpoint's processor alone decides the size."""
+_KEYS = ("type", "image", "image_url", "url", "detail", "uuid")
+"""Of parts. A `uuid`, by which vLLM finds a picture that it knows, changes nothing."""
 _TEXT_FORM = "a text: a data URL, or an http(s) or file URL that the server allows"
 
 
@@ -51,14 +53,22 @@ def _in_messages(messages: Any) -> Iterator[Source]:
 
 def _in_part(part: dict[str, Any], field: str) -> Source:
     key = "image" if part["type"] == "image" else "image_url"
+    _check_keys(part, field)
     value, field = part.get(key), f"{field}['{key}']"
-    detail = part.get("detail")
     if isinstance(value, dict) and key == "image_url":
-        part, key, detail = value, "url", value.get("detail", detail)
-        value = value.get("url")
-    if detail not in _DETAILS:
-        raise RequestError.for_field(f"{field}: detail", detail, "'auto', 'high' or left out")
+        _check_keys(value, field)
+        part, key, value = value, "url", value.get("url")
     return _source(value, partial(setitem, part, key), field)
+
+
+def _check_keys(part: Mapping[str, Any], field: str) -> None:
+    """Raise `RequestError` for an option of a picture that would have no effect, such as its size."""
+    if part.get("detail") not in _DETAILS:
+        raise RequestError.for_field(f"{field}['detail']", part["detail"], "'auto', 'high' or left out")
+    for name, value in part.items():
+        if name not in _KEYS and value is not None:
+            bound = "absent: the checkpoint's processor alone decides how a picture is read"
+            raise RequestError.for_field(f"{field}['{name}']", value, bound)
 
 
 def _in_multi_modal_data(data: Any) -> Iterator[Source]:
@@ -88,8 +98,7 @@ def _in_image_data(body: Any) -> Iterator[Source]:
 def _in_item(item: Any, put: Callable[[Any], None], field: str) -> Source:
     """One of SGLang's pictures; {"url": TEXT} becomes the picture alone."""
     if isinstance(item, Mapping):
-        if item.get("detail") not in _DETAILS:
-            raise RequestError.for_field(f"{field}: detail", item["detail"], "'auto', 'high' or left out")
+        _check_keys(item, field)
         item = item.get("url")
     return _source(item, put, field, is_base64=True)
 

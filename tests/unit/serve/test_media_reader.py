@@ -93,6 +93,11 @@ def test_pictures_of_prompts_are_read_in_their_places():
         (chat({"type": "image_url", "image_url": {"url": None}}), "messages[1]['content'][0]['image_url']"),
         (chat({"type": "image", "image": {"bytes": TEXT}}), "messages[1]['content'][0]['image']"),
         (chat({"type": "input_image", "file_id": "a"}), "messages[1]['content'][0]['image_url']"),
+        (chat({"type": "image", "image": URL, "min_pixels": 9}), "messages[1]['content'][0]['min_pixels']"),
+        (
+            chat({"type": "image_url", "image_url": {"url": URL, "detail": "low"}}),
+            "messages[1]['content'][0]['image_url']['detail']",
+        ),
         (asked(InferenceBody, token_ids=[5], multi_modal_data={"image": [URL, TEXT]}), "multi_modal_data['image'][1]"),
         (asked(InferenceBody, token_ids=[5], multi_modal_data={"image": {"url": URL}}), "multi_modal_data['image'][0]"),
         (asked(InferenceBody, token_ids=[5], multi_modal_data={"audio": [URL]}), "multi_modal_data"),
