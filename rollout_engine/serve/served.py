@@ -8,6 +8,7 @@ from rollout_engine.base.outputs import TokenTexts
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.rollouts.episodes.taught_format import taught_format
 from rollout_engine.rollouts.episodes.tool_calls import ToolFormat
+from rollout_engine.serve.media.reader import MediaReader
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.pending_update import PendingUpdate
 from rollout_engine.serve.problems import HttpProblem
@@ -35,6 +36,8 @@ class Served:
         """Whether the server has received the signal to stop."""
         self.settings = SettingsReader(options.logprobs_mode)
         self.templates = RequestTemplates()
+        most = engine.frontend.client.info.config.max_prompt_pictures
+        self.media = MediaReader(options, engine.frontend.inputs.read_image, most)
         self.updates = PendingUpdate(engine)
         self.versions = VersionNames(lambda: self.weight_version)
         """Texts that clients have given versions."""
