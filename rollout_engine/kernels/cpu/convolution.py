@@ -31,25 +31,35 @@ def convolve(
     check_floats("x", x, num_dims=2)
     (num_tokens, num_channels), width = x.shape, weight.shape[-1]
     x = x if x.stride(1) == 1 or num_channels == 1 else x.contiguous()
-    weight32, bias32 = weight.float().contiguous(), None if bias is None else bias.float().contiguous()
+    is_half = weight.dtype is torch.bfloat16 and (bias is None or bias.dtype is torch.bfloat16)
+    dtype = torch.bfloat16 if is_half else torch.float32
+    weight, bias = weight.to(dtype).contiguous(), None if bias is None else bias.to(dtype).contiguous()
     call = _Call()
     call.x = address("x", x, x.dtype, (num_tokens, num_channels), strided_rows=True)
-    call.weight = address("weight", weight32, torch.float32, (num_channels, width))
-    if bias32 is not None:
-        call.bias = address("bias", bias32, torch.float32, (num_channels,))
+    call.weight = address("weight", weight, dtype, (num_channels, width))
+    if bias is not None:
+        call.bias = address("bias", bias, dtype, (num_channels,))
     if states is not None:
         call.states = address("states", states, x.dtype, (len(states), width - 1, num_channels))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     call.out, call.x_token = out.data_ptr(), x.stride(0)
     call.chunks = ChunkTable.of(chunks)
     call.num_channels, call.width = num_channels, width
-    call.half, call.silu = x.dtype is torch.bfloat16, silu
+    call.half, call.half_weights, call.silu = x.dtype is torch.bfloat16, is_half, silu
+    run = ChannelRun(0, 0, num_channels)
+    call.runs, call.num_runs = ctypes.addressof(run), 1
     call.num_threads = 1 if x.numel() < _SMALL else torch.get_num_threads()
     place = ctypes.addressof(call)
     scratch = torch.empty(_library().convolution_scratch(place) * call.num_threads, dtype=torch.uint8)
     call.scratch = scratch.data_ptr()
     _library().convolution_run(place)
     return out
+
+
+class ChannelRun(ctypes.Structure):
+    """Channels of a convolution whose inputs are neighbours. Mirror of `ChannelRun`."""
+
+    _fields_ = [(name, c_int64) for name in ("channel", "column", "count")]
 
 
 class _Call(ctypes.Structure):
@@ -59,7 +69,9 @@ class _Call(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "weight", "bias", "states", "out", "scratch")),
         ("x_token", c_int64),
         ("chunks", ChunkTable),
-        *((name, c_int32) for name in ("num_channels", "width", "half", "silu", "num_threads")),
+        ("runs", c_void_p),
+        ("num_runs", c_int64),
+        *((name, c_int32) for name in ("num_channels", "width", "half", "half_weights", "silu", "num_threads")),
     ]
 
 

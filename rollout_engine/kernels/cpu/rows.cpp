@@ -15,7 +15,7 @@ struct Operand {
 
 struct Rows {
     Operand x;
-    Operand other;  // norm: weight [size]; gated SiLU: the second factor; SiLU, sigmoid: null
+    Operand other;  // norm: weight [size]; gated SiLU: the second factor; functions of one element: null
     void* out;      // [outer, inner, size]
     int64_t outer, inner, size;
     int64_t is_bf16;
@@ -90,6 +90,13 @@ void sigmoid(const Rows& a) {
 }
 
 template <typename T>
+void softplus(const Rows& a) {
+    for_rows<T>(a, [&](int64_t outer, int64_t inner, T* out) {
+        rows::softplus_row(row_of<T>(a.x, outer, inner), out, a.size);
+    });
+}
+
+template <typename T>
 void l2_normalise(const Rows& a) {
     const int64_t total = a.outer * a.inner;
 #pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
@@ -132,6 +139,7 @@ extern "C" void rows_norm_gradients(const NormGradients* a) {
 }
 extern "C" void rows_activate(const Rows* a) { a->is_bf16 ? activate<bf16>(*a) : activate<float>(*a); }
 extern "C" void rows_sigmoid(const Rows* a) { a->is_bf16 ? sigmoid<bf16>(*a) : sigmoid<float>(*a); }
+extern "C" void rows_softplus(const Rows* a) { a->is_bf16 ? softplus<bf16>(*a) : softplus<float>(*a); }
 extern "C" void rows_l2_normalise(const Rows* a) { a->is_bf16 ? l2_normalise<bf16>(*a) : l2_normalise<float>(*a); }
 extern "C" void rows_gated_norm(const GatedNorm* a) {
     if (a->is_bf16)

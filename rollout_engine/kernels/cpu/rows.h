@@ -1,5 +1,5 @@
-// Operations on a row of activations: RMSNorm and its gradients, RMSNorm with a gate, L2 norm, sigmoid, SiLU, SiLU times a second
-// operand, rotation by position, sum. float32 inside; rounded where the Hugging Face modules round. A row's bits depend on that
+// Operations on a row of activations: RMSNorm and its gradients, RMSNorm with a gate, L2 norm, sigmoid, softplus, SiLU, SiLU or
+// sigmoid times a second operand, rotation by position, sum. float32 inside; rounded where the Hugging Face modules round. A row's bits depend on that
 // row alone.
 #pragma once
 
@@ -107,10 +107,29 @@ void norm_gradients_row(const T* x, const T* weight, const T* grad, T* grad_x, f
 VEC_INLINE F sigmoid(F x) { return 1.0f / (1.0f + vec::exp(-x)); }
 VEC_INLINE F silu(F x) { return x / (1.0f + vec::exp(-x)); }
 
+// log(1 + u) of 0 <= u <= 1 to about 2 ulp: 2 atanh(s), s = u / (2 + u) <= 1/3, by its series.
+VEC_INLINE F log_of_one_plus(F u) {
+    const F s = u / (2.0f + u), square = vec::product(s, s), twice = s + s;
+    F series = vec::set1(1.0f / 17);
+    for (int odd = 15; odd > 1; odd -= 2) series = vec::fma(series, square, vec::set1(1.0f / odd));
+    return vec::fma(vec::product(twice, square), series, twice);
+}
+
+// log(1 + exp(x)), and x itself above 20, as in torch.
+VEC_INLINE F softplus(F x) {
+    const F positive = vec::max(x, F{}), distance = vec::max(x, -x);
+    return vec::select(x > 20.0f, x, positive + log_of_one_plus(vec::exp(-distance)));
+}
+
 // x / sqrt(sum(x^2) + epsilon), float32.
 template <typename T>
+VEC_INLINE float inverse_length(const T* x, int64_t size, float epsilon) {
+    return 1.0f / std::sqrt(sum_of_squares(x, size) + epsilon);
+}
+
+template <typename T>
 void l2_normalise_row(const T* x, float* out, int64_t size, float epsilon) {
-    const F scale = vec::set1(1.0f / std::sqrt(sum_of_squares(x, size) + epsilon));
+    const F scale = vec::set1(inverse_length(x, size, epsilon));
     for (int64_t i = 0; i < size; i += LANES) {
         const int n = size - i < LANES ? (int)(size - i) : LANES;
         store_first(out + i, vec::product(load_first(x + i, n), scale), n);
@@ -151,6 +170,17 @@ void gated_norm_group(const T* x, const G* gate, const float* weight, T* out, in
 template <typename T>
 void sigmoid_row(const T* x, T* out, int64_t size) {
     map(x, x, out, size, [](F v, F) LAMBDA_INLINE { return sigmoid(v); });
+}
+
+template <typename T>
+void softplus_row(const T* x, T* out, int64_t size) {
+    map(x, x, out, size, [](F v, F) LAMBDA_INLINE { return softplus(v); });
+}
+
+// x * sigmoid(gate), rounded after each of the two, over `x`.
+template <typename T>
+void gate_row(T* x, const T* gate, int64_t size) {
+    map(x, gate, x, size, [x](F v, F g) LAMBDA_INLINE { return v * rounded(sigmoid(g), x); });
 }
 
 template <typename T>

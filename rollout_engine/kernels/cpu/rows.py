@@ -127,6 +127,13 @@ def sigmoid(x: Tensor) -> Tensor:
     return _run("rows_sigmoid", x, layout, None, layout, 0.0)
 
 
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) of x [..., D], and x itself above 20, rounded once. Raises `ValueError` as `norm` does."""
+    check_floats("x", x)
+    x, layout = _readable(x)
+    return _run("rows_softplus", x, layout, None, layout, 0.0)
+
+
 def l2_normalise(x: Tensor, epsilon: float) -> Tensor:
     """x / sqrt(sum(x^2) + epsilon) over the last dimension, float32. Raises `ValueError` as `norm` does."""
     check_floats("x", x)

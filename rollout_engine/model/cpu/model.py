@@ -47,7 +47,9 @@ class CpuModel:
         self.module, self.adapters = module, adapters
         sizes = dict(num_blocks=num_blocks, block_size=block_size, num_state_slots=num_state_slots)
         self.kv = CpuKVPool(geometry, **sizes, dtype=dtype)
-        self.decoder = CpuDecoder(module, geometry, self.kv.layers, adapters, cut) if compiled else None
+        self.decoder = None
+        if compiled:
+            self.decoder = CpuDecoder(module, geometry, self.kv.layers, adapters, cut, self.kv.states.layers)
         self.layer_watch = LayerWatch(module, len(geometry))
         self.routers = routers_of(module)
         self._recorded: list[Tensor] | None = None
@@ -88,7 +90,7 @@ class CpuModel:
         if self.decoder is not None and not self.layer_watch.num_watchers:
             routed = self._room_for_experts(len(token_ids))
             given = token_ids, positions, self.kv.plan(batch), rows, of_states
-            return self.decoder.forward(*given, adapter_rows, routed)
+            return self.decoder.forward(*given, adapter_rows, routed, batch.states)
         if trunk_of(self.module) is not self.module:
             with self.kv.step(batch):
                 output = self.module.base_model(
