@@ -110,7 +110,7 @@ class _Trial:
         for scale in SCALES:
             projected = waves(1, NUM_TOKENS, sum(self._widths), phase=0.3) * scale
             rates, biases = (waves(self._num_heads, phase=phase) for phase in (0.5, 0.7))
-            self._compute(forward, projected, rates, biases)
+            self._compute(forward, projected, rates, biases, scale)
             for name, columns in (("convolved", self.convolved), ("gate", self._gate_columns())):
                 require_same(self._seen[name], projected[0, :, columns], f"changes its {name} inputs")
             require_same(self._seen["beta"], torch.sigmoid(projected[0, :, self.betas]), "has other rates of writing")
@@ -137,13 +137,18 @@ class _Trial:
     def _gate_columns(self) -> list[int]:
         return [first + i for first in self.gates for i in range(self._value_size)]
 
-    def _compute(self, forward: Forward, projected: Tensor, rates: Tensor, biases: Tensor) -> None:
-        """Run the forward over these outputs of its linears, [1, T, N], and check what it passes on."""
+    def _compute(
+        self, forward: Forward, projected: Tensor, rates: Tensor, biases: Tensor, scale: float = 1.0
+    ) -> None:
+        """Run the forward over these outputs of its linears, [1, T, N], and check the tensors that it passes on.
+
+        `scale`: the size of the results of its other parts.
+        """
         hidden, seen = waves(1, NUM_TOKENS, 7, phase=0.8), self._seen
         shape = NUM_TOKENS, self._num_heads, self._value_size
         channels = 2 * self._key_channels() + shape[1] * shape[2]
-        mixed = waves(1, channels, NUM_TOKENS, phase=0.1)
-        core, normed, result = waves(1, *shape, phase=0.2), waves(shape[0] * shape[1], shape[2], phase=0.4), object()
+        mixed, core = (waves(1, *sizes, phase=0.1) * scale for sizes in ((channels, NUM_TOKENS), shape))
+        normed, result = waves(shape[0] * shape[1], shape[2], phase=0.4) * scale, object()
         self._given = {"mixed": mixed, "core": core}
         seen.clear()
 
