@@ -537,9 +537,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-def _by_layer(
-    layers: Sequence[LayerWeights], pool: Sequence[attention.KVLayer]
-) -> list[attention.KVLayer | None]:
+def _by_layer(layers: Sequence[LayerWeights], pool: Sequence[attention.KVLayer]) -> list[attention.KVLayer | None]:
     """The pool of each layer; None: it does not attend."""
     own = iter(pool)
     found = [next(own) if layer.delta is None else None for layer in layers]

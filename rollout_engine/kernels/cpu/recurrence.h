@@ -136,10 +136,10 @@ VEC_INLINE void recall(Place state, int key_size, const Token& token, F (&recall
 }
 
 // One pass over a state: `to` becomes exp(g) * `from` + k u^T, and `out` gets to^T (scale q). With RECALL, `recalled` gets
-// what the next token recalls of it: the bits of `recall`.
-template <bool OUT, bool RECALL>
+// what the next token recalls of it: the bits of `recall`. With AHEAD, `ahead` is asked for: the state that is read next.
+template <bool OUT, bool RECALL, bool AHEAD = false>
 VEC_INLINE void advance(Place from, Place to, int key_size, const Token& token, const Token& next, const F (&u)[VECTORS],
-                        F (&out)[VECTORS], F (&recalled)[VECTORS]) {
+                        F (&out)[VECTORS], F (&recalled)[VECTORS], Place ahead = {}) {
     const float *decays = token.decay, *keys = token.key, *queries = token.query, *next_keys = next.decayed_key;
     const Sums values(u);
     Sums read(out), next_read(recalled);
@@ -148,6 +148,7 @@ VEC_INLINE void advance(Place from, Place to, int key_size, const Token& token, 
         const F query = broadcast(queries[k]), next_key = broadcast(next_keys[k]);
 #pragma GCC unroll 4
         for (int i = 0; i < VECTORS; i++) {
+            if (AHEAD) __builtin_prefetch(ahead.at(k, i), 0, 2);
             const F state = vec::fma(key, values.of[i], vec::product(decay, vec::load(from.at(k, i))));
             vec::store(to.at(k, i), state);
             if (OUT) read.of[i] = vec::fma(query, state, read.of[i]);

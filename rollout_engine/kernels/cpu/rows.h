@@ -136,6 +136,20 @@ void l2_normalise_row(const T* x, float* out, int64_t size, float epsilon) {
     }
 }
 
+// Gradient of y = x s, s = 1 / sqrt(sum(x^2) + epsilon): dx = s (dy - y sum(y dy)).
+template <typename T>
+void l2_gradient_row(const T* x, const float* grad, T* grad_x, int64_t size, float epsilon) {
+    const F scale = vec::set1(inverse_length(x, size, epsilon));
+    const float inner = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
+        return vec::fma(vec::product(load_first(x + i, n), scale), load_first(grad + i, n), sum);
+    });
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = size - i < LANES ? (int)(size - i) : LANES;
+        const F y = vec::product(load_first(x + i, n), scale), dy = load_first(grad + i, n);
+        store_first(grad_x + i, vec::product(vec::fma(y, vec::set1(-inner), dy), scale), n);
+    }
+}
+
 // How a gate and a norm are combined. Mirrored in rows.py.
 struct GatedNormRule {
     int32_t is_gate_first;  // the norm of x * f(gate), else the norm of x, times f(gate)
@@ -164,6 +178,44 @@ void gated_norm_group(const T* x, const G* gate, const float* weight, T* out, in
         const F normal = vec::product(value_at(i, n), scale), w = load_first(weight + i, n);
         const F weighed = rule.is_rounded ? rounded(w * rounded(normal, x), x) : vec::product(w, normal);
         store_first(out + i, rule.is_gate_first ? weighed : vec::product(weighed, gate_at(i, n)), n);
+    }
+}
+
+// Gradients of y = w n(h) f(gate), h = x, or of y = w n(h), h = x f(gate), n = h s and s = 1 / rms, without their roundings: with
+// dn the gradient of n, dh = s (dn - n mean(n dn)). dw is added to `grad_weight`.
+template <bool SIGMOID, typename T, typename G>
+void gated_norm_gradients_group(const T* x, const G* gate, const float* weight, const T* grad, T* grad_x, G* grad_gate,
+                                float* grad_weight, int64_t size, float epsilon, GatedNormRule rule) {
+    struct Element {
+        F x, gate, factor, input, weight, of_weighed;  // h and d(w n)
+    };
+    const auto at = [=](int64_t i, int n) LAMBDA_INLINE {
+        const F value = load_first(x + i, n), g = load_first(gate + i, n), f = SIGMOID ? sigmoid(g) : silu(g);
+        const F dy = load_first(grad + i, n);
+        return Element{value, g, f, rule.is_gate_first ? vec::product(value, f) : value, load_first(weight + i, n),
+                       rule.is_gate_first ? dy : vec::product(dy, f)};
+    };
+    const float squares = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
+        const F h = at(i, n).input;
+        return vec::fma(h, h, sum);
+    });
+    const F scale = vec::set1(1.0f / std::sqrt(squares / size + epsilon));
+    const float mean = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
+        const Element e = at(i, n);
+        return vec::fma(vec::product(e.of_weighed, e.weight), vec::product(e.input, scale), sum);
+    }) / size;
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = size - i < LANES ? (int)(size - i) : LANES;
+        const Element e = at(i, n);
+        const F normal = vec::product(e.input, scale), of_normal = vec::product(e.of_weighed, e.weight);
+        const F of_input = vec::product(vec::fma(normal, vec::set1(-mean), of_normal), scale);
+        const F s = sigmoid(e.gate), slope = SIGMOID ? vec::product(s, 1.0f - s)
+                                                     : vec::product(s, vec::fma(e.gate, 1.0f - s, vec::set1(1.0f)));
+        const F of_factor = rule.is_gate_first ? vec::product(of_input, e.x)
+                                               : vec::product(load_first(grad + i, n), vec::product(e.weight, normal));
+        store_first(grad_x + i, rule.is_gate_first ? vec::product(of_input, e.factor) : of_input, n);
+        store_first(grad_gate + i, vec::product(of_factor, slope), n);
+        store_first(grad_weight + i, vec::fma(e.of_weighed, normal, load_first(grad_weight + i, n)), n);
     }
 }
 

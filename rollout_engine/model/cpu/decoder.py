@@ -212,9 +212,7 @@ def _group(child: nn.Module) -> LinearGroup:
     return child._group  # type: ignore[return-value]
 
 
-def _weights(
-    layer: DecoderLayer, shared_columns: SharedColumns | None, states: LayerStates | None
-) -> LayerWeights:
+def _weights(layer: DecoderLayer, shared_columns: SharedColumns | None, states: LayerStates | None) -> LayerWeights:
     """`shared_columns`: those of a mixture's shared expert on this rank; None: all. `states`: those of this layer."""
     q_norm, k_norm = map(_norm, layer.head_norms) if layer.head_norms else (None, None)
     return LayerWeights(

@@ -214,7 +214,9 @@ def _layer_with_mixer(
     require(children.keys() == {*_LAYER, MIXER} - {"self_attn"}, f"{_kind(layer)} has other parts")
     is_mixture = _EXPERTS in dict(mlp.named_children())
     for child in (layer, *([] if is_mixture else [mlp])):
-        require(not [*child.parameters(recurse=False), *child.buffers(recurse=False)], "its layers have their own tensors")
+        require(
+            not [*child.parameters(recurse=False), *child.buffers(recurse=False)], "its layers have their own tensors"
+        )
     assert geometry.state is not None, "it keeps one"
     pattern = delta_pattern(mixer, geometry.state)
     _require_pattern(pattern.reason)

@@ -137,9 +137,7 @@ class _Trial:
     def _gate_columns(self) -> list[int]:
         return [first + i for first in self.gates for i in range(self._value_size)]
 
-    def _compute(
-        self, forward: Forward, projected: Tensor, rates: Tensor, biases: Tensor, scale: float = 1.0
-    ) -> None:
+    def _compute(self, forward: Forward, projected: Tensor, rates: Tensor, biases: Tensor, scale: float = 1.0) -> None:
         """Run the forward over these outputs of its linears, [1, T, N], and check the tensors that it passes on.
 
         `scale`: the size of the results of its other parts.
@@ -207,7 +205,9 @@ class _Trial:
         require(use_qk_l2norm_in_kernel, "does not normalise queries and keys")
         _require_harmless({name: given for name, given in others.items() if name != "chunk_size"})
         mixed, keys = self._given["mixed"][0].t(), self._key_channels()
-        for name, given, part in zip("qkv", (query, key, value), mixed.split([keys, keys, mixed.shape[1] - 2 * keys], 1)):
+        for name, given, part in zip(
+            "qkv", (query, key, value), mixed.split([keys, keys, mixed.shape[1] - 2 * keys], 1)
+        ):
             require_same(given.flatten(2)[0], part, f"gives its recurrence another {name}")
         require(query.shape[3] == key.shape[3] == self._key_size, "has keys of another size")
         require(value.shape[2:] == (self._num_heads, self._value_size), "has values of another size")

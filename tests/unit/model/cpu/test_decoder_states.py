@@ -74,7 +74,9 @@ def steps_with_slots(rng):
     for step in random_steps(rng, 16):
         batch = FlatBatch.of(step)
         names = [chunk.block_ids[0] for chunk in step]
-        sources = [current.get(name, -1) if chunk.num_computed_tokens else -1 for name, chunk in zip(names, step, strict=True)]
+        sources = [
+            current.get(name, -1) if chunk.num_computed_tokens else -1 for name, chunk in zip(names, step, strict=True)
+        ]
         free = [slot for slot in rng.sample(range(NUM_SLOTS), NUM_SLOTS) if slot not in current.values()]
         starts, counts, ends, slots = batch.columns.token_starts.tolist(), [0], [], []
         for number, name in enumerate(names):
