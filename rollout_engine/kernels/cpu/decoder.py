@@ -153,8 +153,8 @@ class DecoderEnds(NamedTuple):
 class DecoderAdapters:
     """The adapters of a decoder's linears, eight tables a layer: four inputs, out, gate_up, down, shared_gate.
 
-    None: no adapter, or no such product; attention has one input, qkv. Of a layer with a mixture the last three are of its shared expert. It keeps addresses: make a new one when a table
-    is set.
+    None: no adapter, or no such product; attention has one input, qkv. Of a layer with a mixture the last three are of
+    its shared expert. It keeps addresses: make a new one when a table is set.
     """
 
     def __init__(self, tables: Sequence[AdapterTable | None]) -> None:

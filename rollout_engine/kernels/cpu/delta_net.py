@@ -1,4 +1,4 @@
-"""Mirror of `delta_net.h`: the gated delta rule of a decoder's layer, between the products before it and the one behind."""
+"""Mirror of `delta_net.h`: the gated delta rule of a decoder's layer, between its products."""
 
 import ctypes
 from collections.abc import Sequence

@@ -23,8 +23,8 @@ from rollout_engine.kernels.cpu.decoder import (
 from rollout_engine.kernels.cpu.gemm import PackedWeight
 from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
-from rollout_engine.model.cpu.experts import RowInvariantExperts, RowInvariantRouter
 from rollout_engine.model.cpu.decoder_deltas import delta_net, delta_owners
+from rollout_engine.model.cpu.experts import RowInvariantExperts, RowInvariantRouter
 from rollout_engine.model.cpu.ranked_decoder import SharedColumns, decoder_ranks, shared_columns
 from rollout_engine.model.cpu.row_invariance import (
     RowInvariantGatedNorm,
@@ -81,7 +81,7 @@ class CpuDecoder:
         self._groups: list[LinearGroup] = []
         """Groups whose `packs` are compared at every step; one stands for all experts of a layer."""
         self._adapted: list[LinearGroup | None] = []
-        """Groups that may have adapters, eight of each layer, as `DecoderAdapters` has tables; None: no such product."""
+        """Groups that may have adapters, eight of each layer, as tables of `DecoderAdapters`; None: no such product."""
         self._owners: list[Mapping[str, Tensor | None]] = []
         for layer in self._structure.layers:
             _check_replaced(layer)

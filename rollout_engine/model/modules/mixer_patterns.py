@@ -1,11 +1,11 @@
 """Recognises mixers that compute the gated delta rule as Qwen3-Next's and Qwen3.5's do, by trial.
 
-    inputs (two to four linears) -> columns of q, k, v -> causal_conv1d_fn, SiLU -> the gated delta rule -> norm -> out_proj
-                                    columns of b, a    -> sigmoid(b), -exp(A_log) softplus(a + dt_bias)
-                                    columns of z       -> the norm's gate
+    two to four linears -> columns of q, k, v -> causal_conv1d_fn, SiLU -> the gated delta rule -> norm -> out_proj
+                           columns of b, a    -> sigmoid(b), -exp(A_log) softplus(a + dt_bias)
+                           columns of z       -> the gate of the norm
 
-The functions over tokens, the norm and the linears are replaced by known ones. Which column of the linears' outputs each
-of them reads is found by outputs that are all different.
+The functions over tokens, the norm and the linears are replaced by known ones. Outputs of the linears that are all
+different show which column each of them reads.
 """
 
 import inspect
@@ -205,9 +205,8 @@ class _Trial:
         require(use_qk_l2norm_in_kernel, "does not normalise queries and keys")
         _require_harmless({name: given for name, given in others.items() if name != "chunk_size"})
         mixed, keys = self._given["mixed"][0].t(), self._key_channels()
-        for name, given, part in zip(
-            "qkv", (query, key, value), mixed.split([keys, keys, mixed.shape[1] - 2 * keys], 1)
-        ):
+        parts = mixed.split([keys, keys, mixed.shape[1] - 2 * keys], 1)
+        for name, given, part in zip("qkv", (query, key, value), parts, strict=True):
             require_same(given.flatten(2)[0], part, f"gives its recurrence another {name}")
         require(query.shape[3] == key.shape[3] == self._key_size, "has keys of another size")
         require(value.shape[2:] == (self._num_heads, self._value_size), "has values of another size")
