@@ -164,7 +164,7 @@ def l2_normalise(x: Tensor, epsilon: float) -> Tensor:
 
 
 def l2_gradient(x: Tensor, grad: Tensor, epsilon: float) -> Tensor:
-    """The gradient of x [..., D] of `l2_normalise`; float32 `grad`: that of the result. Raises `ValueError` as `norm`."""
+    """The gradient of x [..., D] of `l2_normalise`; `grad` float32: of the result. Raises `ValueError` as `norm`."""
     check_floats("x", x)
     x, (outer, inner, *strides) = _readable(x)
     grad = grad.contiguous()

@@ -130,8 +130,12 @@ def decoder_structure(
 
 def _rotary_size(rotary: nn.Module, like: Tensor) -> int:
     """Channels of a head that `rotary` rotates."""
-    with torch.no_grad():
-        cos, _ = rotary(like[None, None], position_ids=torch.zeros(1, 1, dtype=torch.int64, device=like.device))
+    positions = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
+    try:
+        with torch.no_grad():
+            cos, _ = rotary(like[None, None], position_ids=positions)
+    except Exception as problem:  # foreign modules may fail in any way
+        raise UnsupportedStructure(f"{_kind(rotary)} does not run as Llama's does ({problem})") from None
     return int(cos.shape[-1])
 
 
