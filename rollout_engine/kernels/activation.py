@@ -83,6 +83,8 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def _softplus(x: Tensor) -> Tensor:
+    if rows.supports(x):
+        return rows.softplus(x)
     x32 = _contiguous_float32(x)
     return torch.where(x32 > _LINEAR, x32, torch.log1p(torch.exp(x32))).to(x.dtype)
 

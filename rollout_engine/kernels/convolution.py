@@ -81,7 +81,7 @@ def _convolve(
 
 
 class _Convolution(torch.autograd.Function):
-    """The kernel forward; gradients of the eager twin, computed again, backward."""
+    """The kernel forward and backward, which computes the sums before SiLU again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, chunks: StateChunks) -> Tensor:
@@ -91,14 +91,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[:3]
-        x, weight, bias = map(_make_leaf, ctx.saved_tensors, needed)
-        with torch.enable_grad():
-            out = _convolve(x, weight, bias, ctx.silu, ctx.chunks, None)
-        wanted = [each for each in (x, weight, bias) if each is not None and each.requires_grad]
-        found = iter(torch.autograd.grad(out, wanted, grad))
-        return *(next(found) if is_needed else None for is_needed in needed), None, None
-
-
-def _make_leaf(x: Tensor | None, needs_gradient: bool) -> Any:
-    return None if x is None else x.detach().requires_grad_(needs_gradient)
+        inputs = ctx.saved_tensors
+        found = compiled.find_gradients(*inputs, grad, silu=ctx.silu, chunks=ctx.chunks)
+        wanted = zip(found, inputs, ctx.needs_input_grad, strict=False)
+        return *(each.to(of.dtype) if needed else None for each, of, needed in wanted), None, None

@@ -173,6 +173,13 @@ class _GatedRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight = saved = ctx.saved_tensors  # once: checkpointing of gradients counts
         rule: _GateRule = ctx.rule
+        if rows.supports(x) and rows.supports(gate) and rows.supports(weight):
+            how = dict(group_size=rule.group_size, gate_first=rule.gate_first)
+            found = rows.gated_norm_gradients(
+                x, gate, weight, grad, ctx.epsilon, **how, is_sigmoid=rule.activation == "sigmoid"
+            )
+            kept = zip(found, saved, ctx.needs_input_grad, strict=False)
+            return *(each.to(of.dtype) if needs else None for each, of, needs in kept), None, None
         x32, gate32, grad32 = x.float(), gate.float(), grad.float()
         factor = (sigmoid if rule.activation == "sigmoid" else silu)(gate32)
         normal, scale = _normalised(

@@ -179,6 +179,8 @@ class _L2Normalised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors  # once: checkpointing of gradients counts
+        if rows.supports(x):
+            return rows.l2_gradient(x, grad, ctx.epsilon), None
         x32 = x.float()
         scale = _inverse_length(x32, ctx.epsilon)
         normal = x32 * scale

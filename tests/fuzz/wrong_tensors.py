@@ -262,7 +262,7 @@ def _calls_of_a_layer(*, has_mixture: bool) -> Iterator[Call]:
             mlp = decoder.Mixture(products["router"], [mlp, mlp], 0, decoder.Routing(1, RoutingRule(True, True)))
         layer = decoder.LayerWeights(
             **norms,
-            qkv=products["qkv"],
+            inputs=[products["qkv"]],
             out=products["out"],
             mlp=mlp,
             num_heads=3,

@@ -135,21 +135,29 @@ struct Pool {
     }
 };
 
+struct HeadNorm {
+    const void* weight;  // or null: there is none
+    float epsilon;
+    int32_t has_offset;
+};
+
 // Copy a row of q or k from `from`, normalised and rotated where the call says so.
 template <typename T>
-void make_ready(const AttentionCall& c, const T* from, const void* weight, float epsilon, int64_t token, T* to) {
-    if (weight)
-        rows::norm_row(from, (const T*)weight, to, c.dk, epsilon);
-    else
+void make_ready(const AttentionCall& c, const T* from, HeadNorm norm, int64_t token, T* to) {
+    if (!norm.weight)
         memcpy(to, from, c.dk * sizeof(T));
-    if (c.cos) rows::rotate_row(to, (const T*)c.cos + token * c.dk, (const T*)c.sin + token * c.dk, c.dk);
+    else if (norm.has_offset)
+        rows::offset_norm_row(from, (const T*)norm.weight, to, c.dk, norm.epsilon);
+    else
+        rows::norm_row(from, (const T*)norm.weight, to, c.dk, norm.epsilon);
+    if (c.cos) rows::rotate_row(to, (const T*)c.cos + token * c.rotary, (const T*)c.sin + token * c.rotary, c.rotary);
 }
 
 template <typename T>
 void start_row(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int row, int64_t token, int head,
                int64_t position) {
     T* q = (T*)(s.q + (int64_t)row * z.steps);
-    make_ready(c, (const T*)c.q + token * c.q_token + head * c.q_head, c.q_weight, c.q_epsilon, token, q);
+    make_ready(c, (const T*)c.q + token * c.q_token + head * c.q_head, {c.q_weight, c.q_epsilon, c.q_offset}, token, q);
     if (c.q_factors) rows::scale_row(q, ((const T*)c.q_factors)[token], c.dk);
     if (z.dk % per_unit<T>) q[z.dk] = T{};
     memset(s.out + (int64_t)row * z.padded_dv, 0, z.padded_dv * sizeof(float));
@@ -245,7 +253,7 @@ void write_sequence(const AttentionCall& c, const Sizes<T>& z, const Scratch& s,
             for (int i = 0; i < z.dv; i += LANES) __builtin_prefetch((uint32_t*)values + i, 1);
         }
         T* k = (T*)s.k;
-        make_ready(c, (const T*)c.k + token * c.k_token + kv_head * c.k_head, c.k_weight, c.k_epsilon, token, k);
+        make_ready(c, (const T*)c.k + token * c.k_token + kv_head * c.k_head, {c.k_weight, c.k_epsilon, c.k_offset}, token, k);
         if (z.dk % per_unit<T>) k[z.dk] = T{};
         for (int d = 0; d < z.steps; d++) keys[(int64_t)d * size] = s.k[d];
         if (inside == 0) memset(pool.values(block), 0, (int64_t)size * z.dv * sizeof(T));

@@ -41,13 +41,15 @@ struct AttentionCall {
     const float* sinks;                // [H] one more logit for each head, or null
     char* scratch;                     // num_threads * attention_scratch()
     const void *q_weight, *k_weight;   // [dk] of an RMSNorm still to be done to each head, or null
-    const void *cos, *sin;             // [T, dk] of the rotation still to be done after that, or null
+    const void *cos, *sin;             // [T, rotary] of the rotation still to be done after that, or null
     const void* q_factors;             // [T] of the queries, to be multiplied after the rotation, or null
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, out_token;
     int32_t num_tokens, num_heads, num_kv_heads, dk, dv;
     int32_t half;  // bfloat16, else float32
     int32_t num_threads, sliding_window;
     float scale, softcap, q_epsilon, k_epsilon;
+    int32_t rotary;                 // the first channels of a head, which are rotated
+    int32_t q_offset, k_offset;     // whether 1 is added to the weight of the RMSNorm
 };
 
 // Bytes of scratch a thread needs.

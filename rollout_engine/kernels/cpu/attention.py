@@ -283,6 +283,7 @@ class AttentionCall(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_heads", "num_kv_heads", "dk", "dv", "half")),
         *((name, ctypes.c_int32) for name in ("num_threads", "sliding_window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "q_epsilon", "k_epsilon")),
+        *((name, ctypes.c_int32) for name in ("rotary", "q_offset", "k_offset")),
     ]
 
 

@@ -2,26 +2,13 @@
 //
 // A sum is float32, in the order of j, and rounded once, after f. The inputs before a chunk are those of its source slot, or
 // zeros. A work item is a block of channels, through all chunks.
+#include "convolution.h"
+
 #include <algorithm>
 
 #include "carved.h"
 #include "openmp.h"
 #include "rows.h"
-#include "state_chunks.h"
-
-// Mirrored in convolution.py.
-struct ConvolutionCall {
-    const void* x;       // [T, C], dense in the last dimension
-    const float* weight;  // [C, W]
-    const float* bias;    // [C] or null
-    void* states;         // [S, W - 1, C], dense; null if no slot is named
-    void* out;            // [T, C], dense
-    char* scratch;        // `convolution_scratch` bytes for each thread
-    int64_t x_token;
-    StateChunks chunks;
-    int32_t num_channels, width;  // C, W
-    int32_t half, silu, num_threads;
-};
 
 namespace {
 
@@ -48,14 +35,21 @@ template <typename T>
 struct Item {
     const ConvolutionCall& c;
     const Scratch<T>& s;
-    int first_channel, count;
+    int64_t first_channel, column;  // of the outputs, and of the inputs
+    int count;
 
     void run() const {
-        std::fill_n(s.bias, BLOCK, 0.0f);
-        if (c.bias) std::copy_n(c.bias + first_channel, count, s.bias);
-        for (int i = 0; i < count; i++)
-            for (int j = 0; j < c.width; j++) s.weight[j * BLOCK + i] = c.weight[(int64_t)(first_channel + i) * c.width + j];
+        c.half_weights ? load_weights<bf16>() : load_weights<float>();
         for (int64_t n = 0; n < c.chunks.num_chunks; n++) run_chunk(n);
+    }
+
+    template <typename W>
+    void load_weights() const {
+        const W* weight = (const W*)c.weight + first_channel * c.width;
+        for (int i = 0; i < count; i++) {
+            s.bias[i] = c.bias ? vec::to_float(((const W*)c.bias)[first_channel + i]) : 0.0f;
+            for (int j = 0; j < c.width; j++) s.weight[j * BLOCK + i] = vec::to_float(weight[i * c.width + j]);
+        }
     }
 
     void run_chunk(int64_t n) const {
@@ -68,7 +62,7 @@ struct Item {
                 std::fill_n(s.tail + row * BLOCK, BLOCK, T{});
         for (int64_t t = first; t < end; t++) {
             for (int j = 0; j < c.width; j++) s.rows[j] = input(t - (c.width - 1) + j, first);
-            c.silu ? convolve<true>(t) : convolve<false>(t);
+            c.silu ? convolve_token<true>(t) : convolve_token<false>(t);
         }
         for (int64_t w = c.chunks.write_starts()[n]; w < c.chunks.write_starts()[n + 1]; w++)
             for (int row = 0; row < c.width - 1; row++) {
@@ -83,11 +77,11 @@ struct Item {
 
     // The block's inputs at `t`, at most W - 1 before `first`, the chunk's first token.
     const T* input(int64_t t, int64_t first) const {
-        return t < first ? s.tail + (t - first + c.width - 1) * BLOCK : (const T*)c.x + t * c.x_token + first_channel;
+        return t < first ? s.tail + (t - first + c.width - 1) * BLOCK : (const T*)c.x + t * c.x_token + column;
     }
 
     template <bool SILU>
-    void convolve(int64_t t) const {
+    void convolve_token(int64_t t) const {
         T* out = (T*)c.out + t * c.num_channels + first_channel;
         for (int i = 0; i < count; i += LANES) {
             const int lanes = std::min(LANES, count - i);
@@ -99,19 +93,30 @@ struct Item {
     }
 };
 
+// Blocks of channels whose inputs are neighbours.
+int64_t blocks_of(const ChannelRun& run) { return (run.count + BLOCK - 1) / BLOCK; }
+
 template <typename T>
-void run(const ConvolutionCall& c) {
-    const int num_blocks = (c.num_channels + BLOCK - 1) / BLOCK;
-#pragma omp parallel num_threads(c.num_threads) if (c.num_threads > 1)
-    {
-        const Scratch<T> scratch(c, c.scratch + omp_get_thread_num() * Scratch<T>(c, nullptr).bytes());
-#pragma omp for schedule(dynamic)
-        for (int i = 0; i < num_blocks; i++)
-            Item<T>{c, scratch, i * BLOCK, std::min(BLOCK, c.num_channels - i * BLOCK)}.run();
+void convolve(const ConvolutionCall& c, Team& team) {
+    int64_t num_blocks = 0;
+    for (int64_t i = 0; i < c.num_runs; i++) num_blocks += blocks_of(c.runs[i]);
+    const Scratch<T> scratch(c, c.scratch + omp_get_thread_num() * Scratch<T>(c, nullptr).bytes());
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t i = 0; i < num_blocks; i++) {
+        const ChannelRun* run = c.runs;
+        int64_t block = i;
+        for (; block >= blocks_of(*run); run++) block -= blocks_of(*run);
+        const int64_t first = block * BLOCK;
+        Item<T>{c, scratch, run->channel + first, run->column + first, (int)std::min<int64_t>(BLOCK, run->count - first)}.run();
     }
+    team.meet();
 }
 
 }  // namespace
+
+void convolution_in_team(const ConvolutionCall& c, Team& team) {
+    c.half ? convolve<bf16>(c, team) : convolve<float>(c, team);
+}
 
 extern "C" {
 
@@ -119,5 +124,7 @@ int64_t convolution_scratch(const ConvolutionCall* c) {
     return c->half ? Scratch<bf16>(*c, nullptr).bytes() : Scratch<float>(*c, nullptr).bytes();
 }
 
-void convolution_run(const ConvolutionCall* c) { c->half ? run<bf16>(*c) : run<float>(*c); }
+void convolution_run(const ConvolutionCall* c) {
+    Team::run(c->num_threads, [&](Team& team) { convolution_in_team(*c, team); });
+}
 }

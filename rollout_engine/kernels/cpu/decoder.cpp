@@ -3,6 +3,7 @@
 //     x += attention(norm(x))        norm -> q, k, v in one product -> attention (norms q and k, rotates, writes KV) -> product
 //     x += mlp(norm(x))              norm -> gate, up in one product -> silu(gate) * up -> product
 //
+// or, of a layer with a state, norm -> products -> the gated delta rule (`delta_net.h`) -> product in place of attention;
 // or, of a mixture of experts, norm -> router -> the same for each expert and the rows that are sent to it -> weighted sum,
 // to which the output of a shared expert may be added, times the sigmoid of a product of its own.
 //
@@ -24,6 +25,7 @@
 #include "adapters.h"
 #include "attention.h"
 #include "carved.h"
+#include "delta_net.h"
 #include "experts.h"
 #include "gemm.h"
 #include "rows.h"
@@ -33,6 +35,7 @@ namespace {
 
 constexpr int64_t MLP_ROWS = 1024;  // computed at once: of gate and up, not more than caches hold
 constexpr int64_t ENTRIES = 4096;   // of a mixture, computed at once: weights are read for each such part
+constexpr int INPUTS = 4;           // products of a layer's input at most, by the side of one another
 
 struct Product {
     const void* packed;
@@ -47,6 +50,7 @@ extern "C" {
 struct Norm {
     const void* weight;  // [hidden_size]
     float epsilon;
+    int32_t has_offset;  // 1 is added to the weight
 };
 
 // Columns [first, first + size) of `whole`: those that this rank computes.
@@ -67,23 +71,41 @@ struct Mixture {
 };
 
 struct DecoderLayer {
-    AttentionCall attention;  // all but what a step brings
+    AttentionCall attention;  // all but what a step brings; nothing of a layer with `delta`
     Columns attended;         // of the heads of all ranks
     Norm attention_norm, mlp_norm;
-    Product qkv, out, gate_up, down;  // the last two are of no layer with a mixture
-    const Mixture* mixture;           // or null
+    Product inputs[INPUTS];   // of attention one: q, k and v; `packed` null: no more
+    int64_t sizes[INPUTS];    // columns of each
+    Product out, gate_up, down;  // the last two are of no layer with a mixture
+    const Mixture* mixture;      // or null
+    const DeltaNet* delta;       // or null: it has attention
+    int32_t is_gated;            // behind each head of q is one of a gate, whose sigmoid multiplies what the head attends
+
+    int64_t num_projected() const {
+        int64_t sum = 0;
+        for (int64_t size : sizes) sum += size;
+        return sum;
+    }
 };
 
 // Of the products of a layer.
 struct LayerAdapters {
-    AdapterTable qkv, out, gate_up, down, shared_gate;  // of a mixture the last three are of its shared expert
+    AdapterTable inputs[INPUTS], out, gate_up, down, shared_gate;  // of a mixture the last three are of its shared expert
+
+    int64_t low_size() const {
+        int64_t size = 0;
+        for (const AdapterTable& table : inputs) size = std::max(size, table.num_parts * table.max_rank);
+        for (const AdapterTable* table : {&out, &gate_up, &down, &shared_gate})
+            size = std::max(size, table->num_parts * table->max_rank);
+        return size;
+    }
 };
 
 // Inputs before the layers, and the norm behind them.
 struct DecoderEnds {
     const int64_t *token_ids, *positions;  // [T], rows of the tables
     const void* embedding;                 // [vocab_size, hidden_size]
-    const void *cos, *sin;                 // [num_positions, dk]
+    const void *cos, *sin;                 // [num_positions, rotary]
     void* states;                          // [num_rows, hidden_size], out: the rows that are wanted, behind the norm
     int64_t vocab_size, num_positions;
     Norm norm;
@@ -95,7 +117,7 @@ struct DecoderCall {
     const LayerAdapters* adapters;  // of each layer, or null
     AdapterRows adapter_rows, kept_adapter_rows;  // of the batch, and of `rows`
     void* hidden;             // [T, hidden_size]: embeddings, then the last layer's output; null, as the next two, with ends
-    const void *cos, *sin;    // [T, dk]
+    const void *cos, *sin;    // [T, rotary]
     const void* q_factors;    // [T] of the queries after the rotation, or null
     const DecoderEnds* ends;  // or null: the caller has looked up, and norms
     char* memory;             // decoder_bytes(), aligned to a cache line
@@ -104,7 +126,9 @@ struct DecoderCall {
     int32_t* routed;          // [T, num_mixtures, top_k], out: experts, the most probable first; or null
     const int64_t* rows;      // [num_rows], those of T whose outputs are wanted: in `hidden` others may be left as they are
     int64_t num_tokens, num_rows, num_mixtures;
+    const StateChunks* chunks;  // of layers with a state; null without any
     Columns hidden_columns, intermediate;
+    int64_t rotary;             // channels of a head that are rotated
     int32_t num_layers, num_threads, is_bf16, num_ranks;
 
     // Whether rows that are not wanted end with the last layer's attention. Routes are of all rows.
@@ -168,7 +192,9 @@ template <typename T>
 struct Buffers : Carved {
     T *hidden, *cos, *sin;    // as in the call, of a step with ends
     T *normed;                // [T, hidden_size], with row_stride()
-    T *qkv;                   // [T, (H + Hk) dk + Hk dv]
+    T *inputs;                // [T, columns of the products of the layer's input]
+    T *mixed;                 // [T, C]: of layers with a state, as the next two
+    float *decays, *betas;    // [T, H]
     T *gate_up;               // [MLP_ROWS, 2 intermediate_size]
     T *kept, *kept_attended;  // `hidden` and `attended` of the rows that are wanted, where others are dropped
     char *staging, *scratch;
@@ -181,20 +207,27 @@ struct Buffers : Carved {
     int32_t *left, *chosen, *experts, *places, *starts;  // [threads, E], [threads, k], [N], [N], [E + 1]
 
     explicit Buffers(const DecoderCall& c) : Carved(c.memory) {
-        int64_t qkv_size = 0, attended_size = 0, scratch_bytes = 0;
+        int64_t inputs_size = 0, attended_size = 0, scratch_bytes = 0, channels = 0, heads = 0;
         bool is_int8 = false;
         for (int i = 0; i < c.num_layers; i++) {
-            const AttentionCall& a = c.layers[i].attention;
-            qkv_size = std::max<int64_t>(qkv_size, (a.num_heads + a.num_kv_heads) * a.dk + a.num_kv_heads * a.dv);
-            attended_size = std::max(attended_size, c.layers[i].attended.whole);
-            scratch_bytes = std::max(scratch_bytes, attention_scratch(&a));
-            is_int8 |= c.layers[i].qkv.scales != nullptr;
+            const DecoderLayer& layer = c.layers[i];
+            inputs_size = std::max(inputs_size, layer.num_projected());
+            attended_size = std::max(attended_size, layer.attended.whole);
+            if (layer.delta) {
+                channels = std::max<int64_t>(channels, layer.delta->num_channels);
+                heads = std::max<int64_t>(heads, layer.delta->num_heads);
+                scratch_bytes = std::max(scratch_bytes, DeltaCall<T>{*layer.delta}.scratch_bytes());
+            } else {
+                scratch_bytes = std::max(scratch_bytes, attention_scratch(&layer.attention));
+            }
+            is_int8 |= layer.inputs[0].scales != nullptr;
         }
         const int64_t mlp_rows = std::min(c.num_tokens, MLP_ROWS);
         const int64_t hidden_size = c.hidden_columns.whole;
-        const int64_t looked_up = c.ends ? c.num_tokens : 0, dk = c.layers[0].attention.dk;
-        take(hidden, looked_up * hidden_size), take(cos, looked_up * dk), take(sin, looked_up * dk);
-        take(normed, c.num_tokens * row_stride<T>(hidden_size)), take(qkv, c.num_tokens * qkv_size);
+        const int64_t looked_up = c.ends ? c.num_tokens : 0, rotated = looked_up * c.rotary;
+        take(hidden, looked_up * hidden_size), take(cos, rotated), take(sin, rotated);
+        take(normed, c.num_tokens * row_stride<T>(hidden_size)), take(inputs, c.num_tokens * inputs_size);
+        take(mixed, c.num_tokens * channels), take(decays, c.num_tokens * heads), take(betas, c.num_tokens * heads);
         const MixtureSizes sizes(c);
         take(gate_up, 2 * std::max(mlp_rows * c.intermediate.size, sizes.rows * sizes.own_shared));
         const int64_t num_kept = c.drops_rows() ? c.num_rows : 0;
@@ -221,11 +254,7 @@ struct Buffers : Carved {
   private:
     static int64_t low_size(const DecoderCall& c) {
         int64_t size = 0;
-        for (int i = 0; c.adapters && i < c.num_layers; i++) {
-            const LayerAdapters& layer = c.adapters[i];
-            for (const AdapterTable* table : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down, &layer.shared_gate})
-                size = std::max(size, table->num_parts * table->max_rank);
-        }
+        for (int i = 0; c.adapters && i < c.num_layers; i++) size = std::max(size, c.adapters[i].low_size());
         return size * std::max(c.adapter_rows.num_rows, c.kept_adapter_rows.num_rows);
     }
 };
@@ -265,11 +294,12 @@ struct Worker {
         const AdapterRows* rows;
     };
 
-    // A layer up to its attention, of all rows of the batch.
+    // A layer up to its attention, or to what it has in place of it, of all rows of the batch.
     Rows attend(int i) const {
         const Rows all = {c.ends ? b.hidden : (T*)c.hidden, e.attended, c.num_tokens, &c.adapter_rows};
         add_and_norm(all, i ? e.delta : nullptr, &c.layers[i].attention_norm);
-        attention(c.layers[i], adapters_of(i, &LayerAdapters::qkv, all));
+        project(i, all);
+        c.layers[i].delta ? delta(c.layers[i]) : attention(c.layers[i]);
         return all;
     }
 
@@ -316,13 +346,13 @@ struct Worker {
 
     // Threads have the same rows as in `add_and_norm`, behind which they meet.
     void look_up(const DecoderEnds& ends) const {
-        const int64_t size = c.hidden_columns.whole, dk = c.layers[0].attention.dk;
+        const int64_t size = c.hidden_columns.whole, rotary = c.rotary;
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < c.num_tokens; row++) {
             const int64_t token = ends.token_ids[row], position = ends.positions[row];
             memcpy(b.hidden + row * size, (const T*)ends.embedding + token * size, size * sizeof(T));
-            memcpy(b.cos + row * dk, (const T*)ends.cos + position * dk, dk * sizeof(T));
-            memcpy(b.sin + row * dk, (const T*)ends.sin + position * dk, dk * sizeof(T));
+            memcpy(b.cos + row * rotary, (const T*)ends.cos + position * rotary, rotary * sizeof(T));
+            memcpy(b.sin + row * rotary, (const T*)ends.sin + position * rotary, rotary * sizeof(T));
         }
     }
 
@@ -331,8 +361,7 @@ struct Worker {
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < c.num_rows; i++) {
             const int64_t row = c.drops_rows() ? i : c.rows[i];
-            rows::norm_row(r.hidden + row * size, (const T*)ends.norm.weight, (T*)ends.states + i * size, size,
-                           ends.norm.epsilon);
+            norm_row(r.hidden + row * size, ends.norm, (T*)ends.states + i * size);
         }
     }
 
@@ -350,26 +379,58 @@ struct Worker {
         for (int64_t row = 0; row < r.count; row++) {
             T* x = r.hidden + row * size;
             if (delta) rows::add_row(x, delta + row * size, size);
-            if (norm) rows::norm_row(x, (const T*)norm->weight, b.normed + row * stride, size, norm->epsilon);
+            if (norm) norm_row(x, *norm, b.normed + row * stride);
         }
         team.meet();
     }
 
-    void attention(const DecoderLayer& layer, Adapters adapters) const {
+    void norm_row(const T* x, const Norm& norm, T* out) const {
+        const auto row = norm.has_offset ? rows::offset_norm_row<T> : rows::norm_row<T>;
+        row(x, (const T*)norm.weight, out, c.hidden_columns.whole, norm.epsilon);
+    }
+
+    // The products of a layer's input, side by side.
+    void project(int i, Rows all) const {
+        const DecoderLayer& layer = c.layers[i];
+        const int64_t hidden_size = c.hidden_columns.whole, whole = layer.num_projected();
+        int64_t first = 0;
+        for (int k = 0; k < INPUTS && layer.inputs[k].packed; first += layer.sizes[k++]) {
+            Adapters adapters = {};
+            if (c.adapters && c.adapters[i].inputs[k].parts) adapters = {&c.adapters[i].inputs[k], all.adapted};
+            multiply(layer.inputs[k], adapters, b.normed, row_stride<T>(hidden_size), b.inputs, 0, c.num_tokens,
+                     hidden_size, {first, layer.sizes[k], whole});
+        }
+    }
+
+    void attention(const DecoderLayer& layer) const {
         AttentionCall a = layer.attention;
-        const int64_t q_size = a.num_heads * a.dk, k_size = a.num_kv_heads * a.dk;
-        const int64_t size = q_size + k_size + a.num_kv_heads * a.dv;
-        const int64_t hidden_size = c.hidden_columns.whole;
-        multiply(layer.qkv, adapters, b.normed, row_stride<T>(hidden_size), b.qkv, 0, c.num_tokens, hidden_size,
-                 {0, size, size});
+        const int64_t head = layer.is_gated ? 2 * a.dk : a.dk;
+        const int64_t q_size = a.num_heads * head, k_size = a.num_kv_heads * a.dk, size = layer.num_projected();
         a.plan = c.plan;
-        a.q = b.qkv, a.k = b.qkv + q_size, a.v = b.qkv + q_size + k_size, a.out = e.attended + layer.attended.first;
-        a.q_token = a.k_token = a.v_token = size, a.q_head = a.k_head = a.dk, a.v_head = a.dv;
+        a.q = b.inputs, a.k = b.inputs + q_size, a.v = b.inputs + q_size + k_size;
+        a.out = e.attended + layer.attended.first;
+        a.q_token = a.k_token = a.v_token = size, a.q_head = head, a.k_head = a.dk, a.v_head = a.dv;
         a.out_token = row_stride<T>(layer.attended.whole);
         a.cos = c.ends ? b.cos : c.cos, a.sin = c.ends ? b.sin : c.sin, a.q_factors = c.q_factors, a.scratch = b.scratch;
-        a.num_tokens = c.num_tokens, a.num_threads = c.num_threads;
+        a.num_tokens = c.num_tokens, a.num_threads = c.num_threads, a.rotary = c.rotary;
         attention_in_team(a, team);
+        if (layer.is_gated) gate(a, size);
         meet_ranks();
+    }
+
+    // The outputs of attention times the sigmoids of their gates, which lie behind the queries.
+    void gate(const AttentionCall& a, int64_t size) const {
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < c.num_tokens; row++)
+            for (int h = 0; h < a.num_heads; h++)
+                rows::gate_row((T*)a.out + row * a.out_token + h * a.dv, (const T*)a.q + row * size + h * a.q_head + a.dk, a.dv);
+        team.meet();
+    }
+
+    void delta(const DecoderLayer& layer) const {
+        DeltaCall<T>{*layer.delta, *c.chunks, b.inputs, b.mixed, b.decays, b.betas, e.attended, b.scratch,
+                     layer.num_projected(), row_stride<T>(layer.attended.whole), c.num_tokens, c.num_threads}
+            .run_in_team(team);
     }
 
     // Rows [first, first + count).

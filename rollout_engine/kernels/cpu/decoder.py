@@ -16,18 +16,24 @@ from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu import attention, build
 from rollout_engine.kernels.cpu.adapters import AdapterRows, AdapterTable, RowsCall, TableCall
 from rollout_engine.kernels.cpu.arguments import address
+from rollout_engine.kernels.cpu.delta_net import DeltaNet, DeltaOperand
 from rollout_engine.kernels.cpu.gemm import PackedWeight, addresses
+from rollout_engine.kernels.cpu.state_chunks import ChunkTable
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError, Turns
 from rollout_engine.kernels.routing_rule import Groups, RoutingRule
+from rollout_engine.kernels.state_chunks import StateChunks
 
 _CACHE_LINE = 64
+NUM_INPUTS = 4
+"""Products of a layer's input at most; INPUTS of decoder.cpp."""
 
 
 class Norm(NamedTuple):
-    """RMSNorm: weight * round(x / rms(x))."""
+    """RMSNorm: weight * round(x / rms(x)); with an offset round((1 + weight) * x / rms(x))."""
 
     weight: Tensor
     epsilon: float
+    has_offset: bool = False
 
 
 class Product(NamedTuple):
@@ -99,7 +105,8 @@ class LayerWeights(NamedTuple):
     """One layer: attention, with RMSNorm of each q and k head if given, then an MLP or a mixture of experts."""
 
     attention_norm: Norm
-    qkv: Product
+    inputs: Sequence[Product]
+    """Products of the layer's input, side by side: of attention one, q, k and v."""
     q_norm: Norm | None
     k_norm: Norm | None
     out: Product
@@ -107,6 +114,10 @@ class LayerWeights(NamedTuple):
     mlp: MLP | Mixture
     num_heads: int
     attention_params: AttentionParams
+    is_gated: bool = False
+    """Whether a gate as large as the head follows each head of q, whose sigmoid multiplies what the head attends."""
+    delta: DeltaNet | None = None
+    """The gated delta rule in place of attention; None: the layer attends."""
 
 
 class DecoderRanks(NamedTuple):
@@ -140,10 +151,10 @@ class DecoderEnds(NamedTuple):
 
 
 class DecoderAdapters:
-    """The adapters of a decoder's linears, five tables a layer: qkv, out, gate_up, down, shared_gate; None: no adapter.
+    """The adapters of a decoder's linears, eight tables a layer: four inputs, out, gate_up, down, shared_gate.
 
-    Of a layer with a mixture the last three are of its shared expert. It keeps addresses: make a new one when a table
-    is set.
+    None: no adapter, or no such product; attention has one input, qkv. Of a layer with a mixture the last three are of
+    its shared expert. It keeps addresses: make a new one when a table is set.
     """
 
     def __init__(self, tables: Sequence[AdapterTable | None]) -> None:
@@ -156,12 +167,17 @@ class DecoderAdapters:
 class Decoder:
     """Runs all layers over their KV pools. It keeps addresses: make a new one when a weight or pool is replaced.
 
-    `ranks`: this process's part, if there are several. Raises `ValueError` if shapes or dtypes do not fit
-    together.
+    `pool`: that of each layer which attends; at least one does. `ranks`: this process's part, if there are several.
+    `rotary`: the first channels of a head, which are rotated; None: all. Raises `ValueError` if shapes or dtypes do not
+    fit together.
     """
 
     def __init__(
-        self, layers: Sequence[LayerWeights], pool: Sequence[attention.KVLayer], ranks: DecoderRanks | None = None
+        self,
+        layers: Sequence[LayerWeights],
+        pool: Sequence[attention.KVLayer],
+        ranks: DecoderRanks | None = None,
+        rotary: int | None = None,
     ) -> None:
         self._held = (layers, pool)
         self._ranks = ranks
@@ -169,22 +185,27 @@ class Decoder:
         self._dtype = layers[0].attention_norm.weight.dtype
         self._hidden_size = layers[0].attention_norm.weight.numel()
         self._head_dim = pool[0].call.dk
+        self._rotary = self._head_dim if rotary is None else rotary
+        pools = _by_layer(layers, pool)
         if ranks is None:
             self._hidden = Columns.all(self._hidden_size)
             mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, MLP)]
             self._intermediate = Columns.all(mlps[0].gate_up.weight.out_features // 2 if mlps else 0)
-            attended = [Columns.all(layer.num_heads * kv.call.dv) for layer, kv in zip(layers, pool, strict=True)]
+            attended = [Columns.all(_num_attended(*pair)) for pair in zip(layers, pools, strict=True)]
         else:
             self._hidden, self._intermediate, attended = ranks.hidden, ranks.intermediate, list(ranks.attended)
-        rows = list(zip(layers, pool, attended, strict=True))
+        rows = list(zip(layers, pools, attended, strict=True))
         for row in rows:
             self._check(*row)
+        self._deltas = [_delta(layer, self._dtype) for layer in layers if layer.delta is not None]
         mixed = [layer.mlp for layer in layers if isinstance(layer.mlp, Mixture)]
         self._mixtures = [_mixture(each, place) for place, each in enumerate(mixed)]
         mixtures = iter(self._mixtures)
         self._layers = (_Layer * len(layers))(*(_layer(*row) for row in rows))
+        deltas = iter(self._deltas)
         for each, layer in zip(self._layers, layers, strict=True):
             each.mixture = ctypes.addressof(next(mixtures).call) if isinstance(layer.mlp, Mixture) else None
+            each.delta = None if layer.delta is None else next(deltas).address
         self._memory, self._exchanged = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
         self._checked_adapters: DecoderAdapters | None = None
         self._call = _Call(
@@ -193,6 +214,7 @@ class Decoder:
             hidden_columns=_Columns(*self._hidden),
             intermediate=_Columns(*self._intermediate),
             num_mixtures=len(self._mixtures),
+            rotary=self._rotary,
             num_layers=len(layers),
             is_bf16=self._dtype == torch.bfloat16,
             num_ranks=1 if ranks is None else ranks.turns.num_ranks,
@@ -209,20 +231,22 @@ class Decoder:
         adapters: tuple[DecoderAdapters, AdapterRows] | None = None,
         routed: Tensor | None = None,
         q_factors: Tensor | None = None,
+        chunks: StateChunks | None = None,
     ) -> None:
-        """Turn embeddings `hidden` [T, hidden_size] into the last layer's output, in place; cos, sin [T, head_dim].
+        """Turn embeddings `hidden` [T, hidden_size] into the last layer's output, in place; cos, sin [T, rotary].
 
         `rows`: int64 [n], those whose output is wanted; the others of `hidden` hold no output afterwards. `adapters`:
         those of rows that have one. `routed`: int32 [T, layers with mixtures, top_k], is filled with the experts that
-        were chosen, the most probable first. `q_factors` [T]: of queries, after their rotation. Raises `ValueError` for
-        tensors, adapters and rows that do not fit, `BrokenTurnsError` if another rank has ended or failed.
+        were chosen, the most probable first. `q_factors` [T]: of queries, after their rotation. `chunks`: the slots
+        that layers with states read and write. Raises `ValueError` for tensors, adapters, rows and chunks that do not
+        fit, `BrokenTurnsError` if another rank has ended or failed.
         """
         num_tokens, dtype = plan.num_tokens, self._dtype
         self._call.hidden = address("hidden", hidden, dtype, (num_tokens, self._hidden_size))
-        self._call.cos = address("cos", cos, dtype, (num_tokens, self._head_dim))
-        self._call.sin = address("sin", sin, dtype, (num_tokens, self._head_dim))
+        self._call.cos = address("cos", cos, dtype, (num_tokens, self._rotary))
+        self._call.sin = address("sin", sin, dtype, (num_tokens, self._rotary))
         self._call.ends = None
-        self._launch(rows, plan, adapters, routed, q_factors)
+        self._launch(rows, plan, adapters, routed, q_factors, chunks)
 
     def run_between(
         self,
@@ -232,13 +256,14 @@ class Decoder:
         adapters: tuple[DecoderAdapters, AdapterRows] | None = None,
         routed: Tensor | None = None,
         q_factors: Tensor | None = None,
+        chunks: StateChunks | None = None,
     ) -> Tensor:
         """Look up the tokens, run the layers, and return rows of the last one's output, behind the norm.
 
         `rows`: int64 [n]; the result is [n, hidden_size]. Raises as `run`, and `ValueError` for tokens, positions and
         rows that are not there.
         """
-        count, dtype, dim = (plan.num_tokens,), self._dtype, self._head_dim
+        count, dtype, dim = (plan.num_tokens,), self._dtype, self._rotary
         vocab_size, num_positions = ends.embedding.numel() // self._hidden_size, ends.cos.numel() // dim
         states = torch.empty(rows.numel(), self._hidden_size, dtype=dtype)
         call = _Ends(
@@ -250,11 +275,11 @@ class Decoder:
             states.data_ptr(),
             vocab_size,
             num_positions,
-            _Norm(address("norm", ends.norm.weight, dtype, (self._hidden_size,)), ends.norm.epsilon),
+            _norm(ends.norm, address("norm", ends.norm.weight, dtype, (self._hidden_size,))),
         )
         self._call.hidden = self._call.cos = self._call.sin = None
         self._call.ends = ctypes.addressof(call)
-        self._launch(rows, plan, adapters, routed, q_factors)
+        self._launch(rows, plan, adapters, routed, q_factors, chunks)
         return states
 
     def _launch(
@@ -264,8 +289,11 @@ class Decoder:
         adapters: tuple[DecoderAdapters, AdapterRows] | None,
         routed: Tensor | None,
         q_factors: Tensor | None,
+        chunks: StateChunks | None,
     ) -> None:
         call, num_tokens = self._call, plan.num_tokens
+        table = self._chunk_table(chunks, num_tokens)
+        call.chunks = None if table is None else ctypes.addressof(table)
         call.routed = None
         call.q_factors = None if q_factors is None else address("q_factors", q_factors, self._dtype, (num_tokens,))
         if routed is not None:
@@ -292,6 +320,17 @@ class Decoder:
         if self._ranks is not None and self._ranks.turns.are_broken:
             raise BrokenTurnsError("a rank has ended or failed")
 
+    def _chunk_table(self, chunks: StateChunks | None, num_tokens: int) -> ChunkTable | None:
+        """The chunks as C++ reads them, and the weights of layers with states made ready."""
+        if not self._deltas:
+            return None
+        if chunks is None:
+            raise ValueError("Layers of this model keep states, and the batch names no slots of them.")
+        chunks.check(num_tokens, min(each.num_slots for each in self._deltas))
+        for each in self._deltas:
+            each.read_vectors()
+        return ChunkTable.of(chunks)
+
     def _exchanged_address(self, num_bytes: int) -> int:
         if self._ranks is None:
             self._exchanged = _at_least(self._exchanged, num_bytes)
@@ -316,7 +355,7 @@ class Decoder:
         return ctypes.addressof(tables.calls), rows.call
 
     def _check_adapters(self, adapters: DecoderAdapters) -> None:
-        products = [each for layer in self._held[0] for each in (layer.qkv, layer.out, *_mlp_products(layer.mlp))]
+        products = [each for layer in self._held[0] for each in _products_of(layer)]
         if len(adapters.tables) != len(products):
             num_wanted = f"{len(products)} tables, one for each product"
             raise ValueError(f"Adapters should have {num_wanted}, and have {len(adapters.tables)}.")
@@ -330,14 +369,18 @@ class Decoder:
                     f"Adapters should be of (in_features, out_features, dtype) {wanted}, and are of {came}."
                 )
 
-    def _check(self, layer: LayerWeights, kv: attention.KVLayer, attended: Columns) -> None:
-        hidden, call = self._hidden_size, kv.call
-        qkv = layer.num_heads * call.dk + call.num_kv_heads * (call.dk + call.dv)
-        if attended.size != layer.num_heads * call.dv or self._hidden.whole != hidden:
-            raise ValueError(
-                f"{layer.num_heads} heads of {call.dv} and {hidden} are not {attended} and {self._hidden}."
-            )
-        _check_product("qkv", layer.qkv, (qkv, hidden), self._dtype)
+    def _check(self, layer: LayerWeights, kv: attention.KVLayer | None, attended: Columns) -> None:
+        hidden, num_attended = self._hidden_size, _num_attended(layer, kv)
+        if attended.size != num_attended or self._hidden.whole != hidden:
+            raise ValueError(f"{num_attended} outputs of heads and {hidden} are not {attended} and {self._hidden}.")
+        norms = {"attention_norm": hidden, "mlp_norm": hidden}
+        if kv is not None:
+            norms |= {"q_norm": kv.call.dk, "k_norm": kv.call.dk}
+            self._check_attention(layer, kv)
+        elif len(layer.inputs) > NUM_INPUTS or layer.out.weight.in_features != attended.whole:
+            raise ValueError(f"A layer with states should have {NUM_INPUTS} inputs at most, not {len(layer.inputs)}.")
+        for each in layer.inputs:
+            _check_product("an input", each, (each.weight.out_features, hidden), self._dtype)
         _check_product("out", layer.out, (self._hidden.size, attended.whole), self._dtype)
         if isinstance(layer.mlp, Mixture):
             _check_mixture(layer.mlp, self._hidden, self._dtype)
@@ -345,14 +388,25 @@ class Decoder:
             inner = self._intermediate
             _check_product("gate_up", layer.mlp.gate_up, (2 * inner.size, hidden), self._dtype)
             _check_product("down", layer.mlp.down, (self._hidden.size, inner.whole), self._dtype)
-        norms = {"attention_norm": hidden, "mlp_norm": hidden, "q_norm": call.dk, "k_norm": call.dk}
         for name, size in norms.items():
             norm = getattr(layer, name)
             if norm is not None:
                 address(name, norm.weight, self._dtype, (size,))
-        if kv.dtype != self._dtype or call.dk != self._head_dim or call.dk % 2 or layer.num_heads % call.num_kv_heads:
+
+    def _check_attention(self, layer: LayerWeights, kv: attention.KVLayer) -> None:
+        call = kv.call
+        of_q = 2 * call.dk if layer.is_gated else call.dk
+        qkv = layer.num_heads * of_q + call.num_kv_heads * (call.dk + call.dv)
+        (product,) = layer.inputs
+        _check_product("qkv", product, (qkv, self._hidden_size), self._dtype)
+        if self._rotary % 2 or not 0 < self._rotary <= call.dk or (layer.is_gated and call.dk != call.dv):
             raise ValueError(
-                f"The KV pool should be {self._dtype}, with heads of {self._head_dim} channels (an even number) whose "
+                f"{self._rotary} channels of a head should be rotated, an even number up to {call.dk}, and gates be as "
+                f"large as heads, {call.dv}."
+            )
+        if kv.dtype != self._dtype or call.dk != self._head_dim or layer.num_heads % call.num_kv_heads:
+            raise ValueError(
+                f"The KV pool should be {self._dtype}, with heads of {self._head_dim} channels whose "
                 f"number divides {layer.num_heads}; it is {kv.dtype} with {call.num_kv_heads} heads of {call.dk}."
             )
 
@@ -405,7 +459,7 @@ def _check_shared(shared: SharedExpert, hidden: Columns, dtype: torch.dtype) -> 
 
 
 class _Norm(ctypes.Structure):
-    _fields_ = [("weight", c_void_p), ("epsilon", c_float)]
+    _fields_ = [("weight", c_void_p), ("epsilon", c_float), ("has_offset", c_int32)]
 
 
 class _Product(ctypes.Structure):
@@ -451,8 +505,11 @@ class _Layer(ctypes.Structure):
         ("attended", _Columns),
         ("attention_norm", _Norm),
         ("mlp_norm", _Norm),
-        *((name, _Product) for name in ("qkv", "out", "gate_up", "down")),
-        ("mixture", c_void_p),
+        ("inputs", _Product * NUM_INPUTS),
+        ("sizes", c_int64 * NUM_INPUTS),
+        *((name, _Product) for name in ("out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("mixture", "delta")),
+        ("is_gated", c_int32),
     ]
 
 
@@ -473,13 +530,37 @@ class _Call(ctypes.Structure):
         *((name, c_void_p) for name in ("memory", "exchanged", "turns")),
         *((name, c_void_p) for name in ("routed", "rows")),
         *((name, c_int64) for name in ("num_tokens", "num_rows", "num_mixtures")),
+        ("chunks", c_void_p),
         *((name, _Columns) for name in ("hidden_columns", "intermediate")),
+        ("rotary", c_int64),
         *((name, c_int32) for name in ("num_layers", "num_threads", "is_bf16", "num_ranks")),
     ]
 
 
-def _layer(layer: LayerWeights, kv: attention.KVLayer, attended: Columns) -> _Layer:
-    call = attention.AttentionCall.from_buffer_copy(kv.call)
+def _by_layer(layers: Sequence[LayerWeights], pool: Sequence[attention.KVLayer]) -> list[attention.KVLayer | None]:
+    """The pool of each layer; None: it does not attend."""
+    own = iter(pool)
+    found = [next(own) if layer.delta is None else None for layer in layers]
+    if next(own, None) is not None:
+        raise ValueError(f"{len(pool)} KV pools should be those of the layers that attend, and are more.")
+    return found
+
+
+def _num_attended(layer: LayerWeights, kv: attention.KVLayer | None) -> int:
+    """Columns that a layer gives its product `out`."""
+    if layer.delta is not None:
+        return layer.delta.attended
+    assert kv is not None, "a layer without another mixer attends"
+    return int(layer.num_heads * kv.call.dv)
+
+
+def _delta(layer: LayerWeights, dtype: torch.dtype) -> DeltaOperand:
+    assert layer.delta is not None, "the layer keeps a state"
+    return DeltaOperand(layer.delta, dtype, sum(each.weight.out_features for each in layer.inputs))
+
+
+def _layer(layer: LayerWeights, kv: attention.KVLayer | None, attended: Columns) -> _Layer:
+    call = attention.AttentionCall() if kv is None else attention.AttentionCall.from_buffer_copy(kv.call)
     call.lse = call.sinks = None
     call.num_heads = layer.num_heads
     call.scale, call.sliding_window, call.softcap = layer.attention_params
@@ -487,9 +568,26 @@ def _layer(layer: LayerWeights, kv: attention.KVLayer, attended: Columns) -> _La
         norm = getattr(layer, f"{name}_norm")
         setattr(call, f"{name}_weight", norm and norm.weight.data_ptr())
         setattr(call, f"{name}_epsilon", norm.epsilon if norm else 0.0)
-    norms = (_Norm(norm.weight.data_ptr(), norm.epsilon) for norm in (layer.attention_norm, layer.mlp_norm))
+        setattr(call, f"{name}_offset", norm.has_offset if norm else False)
+    norms = (_norm(norm, norm.weight.data_ptr()) for norm in (layer.attention_norm, layer.mlp_norm))
     of_mlp = (None, None) if isinstance(layer.mlp, Mixture) else layer.mlp
-    return _Layer(call, _Columns(*attended), *norms, *map(_product, (layer.qkv, layer.out, *of_mlp)))
+    made = _Layer(call, _Columns(*attended), *norms)
+    for number, product in enumerate(layer.inputs):
+        made.inputs[number], made.sizes[number] = _product(product), product.weight.out_features
+    made.out, made.gate_up, made.down = map(_product, (layer.out, *of_mlp))
+    made.is_gated = layer.is_gated
+    return made
+
+
+def _norm(norm: Norm, weight: int) -> _Norm:
+    """`weight`: the address of its weight."""
+    return _Norm(weight, norm.epsilon, norm.has_offset)
+
+
+def _products_of(layer: LayerWeights) -> Iterator[Product | None]:
+    """The products of a layer that may have adapters, as `DecoderAdapters` has their tables."""
+    yield from (*layer.inputs, *[None] * (NUM_INPUTS - len(layer.inputs)), layer.out)
+    yield from _mlp_products(layer.mlp)
 
 
 def _mlp_products(mlp: MLP | Mixture) -> tuple[Product | None, Product | None, Product | None]:

@@ -7,14 +7,6 @@
 
 #include "openmp.h"
 
-// Mirrored in recurrence.py.
-struct RecurrenceCall {
-    recurrence::Inputs in;
-    float* states;  // [S, H, K, V]; null if no slot is named
-    void* out;      // [T, H, V], dense, of v's type
-    char* scratch;  // `recurrence_scratch` bytes for each thread
-};
-
 namespace {
 
 using namespace recurrence;
@@ -51,7 +43,7 @@ struct Item {
     }
 
     void write_out(int64_t t, const F (&v)[VECTORS], const F (&out)[VECTORS]) const {
-        const int64_t place = (t * in.num_heads + head) * in.value_size + column;
+        const int64_t place = t * c.out_token + (int64_t)head * in.value_size + column;
         for (int i = 0; i < VECTORS; i++) {
             const int n = lanes_of(width, i);
             if (!n) break;
@@ -63,8 +55,15 @@ struct Item {
         }
     }
 
+    // The block that the item reads in place; null if it reads none.
+    Place source() const {
+        const int64_t source = in.chunks.sources()[chunk];
+        return source >= 0 ? slot(source) : Place{};
+    }
+
+    // `ahead`: the block that this thread reads next, or null.
     template <bool DELTA>
-    void run(Scratch& scratch) const {
+    void run(Scratch& scratch, Place ahead) const {
         const int64_t first = in.chunks.starts()[chunk], end = in.chunks.starts()[chunk + 1];
         if (first == end) return;
         const Place tile{scratch.tile, WIDTH};
@@ -85,6 +84,8 @@ struct Item {
             if (t + 1 < end) next.prepare(in, t + 1, head);
             if (DELTA && t + 1 < end)
                 advance<true, true>(state, to, in.key_size, now, next, u, out, next_recalled);
+            else if (ahead.data)
+                advance<true, false, true>(state, to, in.key_size, now, now, u, out, next_recalled, ahead);
             else
                 advance<true, false>(state, to, in.key_size, now, now, u, out, next_recalled);
             write_out(t, v, out);
@@ -100,26 +101,35 @@ struct Item {
 
 }  // namespace
 
+void recurrence_in_team(const RecurrenceCall& c, Team& team) {
+    const Inputs& in = c.in;
+    const int64_t blocks = (in.value_size + WIDTH - 1) / WIDTH, num_heads = in.chunks.num_chunks * in.num_heads;
+    // Blocks of a state are neighbours in memory: an item is all of them, if there are enough heads for the threads.
+    const int64_t total = num_heads * blocks, share = num_heads < 4 * in.num_threads ? 1 : std::max<int64_t>(blocks, 1);
+    const int64_t bundle =
+        in.num_threads == 1 ? std::max<int64_t>(total, 1) : std::clamp<int64_t>(total / share / (8 * in.num_threads), 1, 8) * share;
+    Scratch scratch(in, c.scratch + omp_get_thread_num() * Scratch(in, nullptr).bytes());
+    const auto item_at = [&](int64_t i) {
+        const int column = i % blocks * WIDTH;
+        return Item{c, in, i / blocks / in.num_heads, (int)(i / blocks % in.num_heads), column,
+                    std::min(WIDTH, in.value_size - column)};
+    };
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t first = 0; first < total; first += bundle) {
+        const int64_t end = std::min(first + bundle, total);
+        for (int64_t i = first; i < end; i++) {
+            const Place ahead = i + 1 < end ? item_at(i + 1).source() : Place{};
+            in.delta ? item_at(i).run<true>(scratch, ahead) : item_at(i).run<false>(scratch, ahead);
+        }
+    }
+    team.meet();
+}
+
 extern "C" {
 
 int64_t recurrence_scratch(const RecurrenceCall* c) { return Scratch(c->in, nullptr).bytes(); }
 
 void recurrence_run(const RecurrenceCall* c) {
-    const Inputs& in = c->in;
-    const int64_t blocks = (in.value_size + WIDTH - 1) / WIDTH, num_heads = in.chunks.num_chunks * in.num_heads;
-    // Blocks of a state are neighbours in memory: an item is all of them, if there are enough heads for the threads.
-    const int64_t total = num_heads * blocks, share = num_heads < 4 * in.num_threads ? 1 : std::max<int64_t>(blocks, 1);
-#pragma omp parallel num_threads(in.num_threads) if (in.num_threads > 1)
-    {
-        Scratch scratch(in, c->scratch + omp_get_thread_num() * Scratch(in, nullptr).bytes());
-#pragma omp for schedule(dynamic)
-        for (int64_t first = 0; first < total; first += share)
-            for (int64_t i = first; i < first + share; i++) {
-                const int column = i % blocks * WIDTH;
-                const Item item{*c, in, i / blocks / in.num_heads, (int)(i / blocks % in.num_heads), column,
-                                std::min(WIDTH, in.value_size - column)};
-                in.delta ? item.run<true>(scratch) : item.run<false>(scratch);
-            }
-    }
+    Team::run(c->in.num_threads, [&](Team& team) { recurrence_in_team(*c, team); });
 }
 }

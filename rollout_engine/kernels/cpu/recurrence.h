@@ -11,6 +11,7 @@
 #include "carved.h"
 #include "rows.h"
 #include "state_chunks.h"
+#include "team.h"
 
 namespace recurrence {
 
@@ -34,6 +35,13 @@ struct Operand {
         const int64_t place = t * token + number * head + channel;
         return half ? rows::load_first((const bf16*)data + place, n) : rows::load_first((const float*)data + place, n);
     }
+
+    // 1 / the length of `size` channels.
+    float inverse_length(int64_t t, int64_t number, int64_t size, float epsilon) const {
+        const int64_t place = t * token + number * head;
+        return half ? rows::inverse_length((const bf16*)data + place, size, epsilon)
+                    : rows::inverse_length((const float*)data + place, size, epsilon);
+    }
 };
 
 // Mirrored in recurrence.py.
@@ -45,6 +53,8 @@ struct Inputs {
     int32_t num_heads, num_groups, key_size, value_size;  // H, G, K, V
     int32_t by_channel, delta, num_threads;
     float scale;
+    int32_t normalises;  // q and k are divided by their lengths first, as by `rows::l2_normalise_row`
+    float key_epsilon;
 
     int64_t padded_key() const { return (key_size + LANES - 1) / LANES * LANES; }
     float beta_of(int64_t t, int head) const { return beta[t * num_heads + head]; }
@@ -64,13 +74,18 @@ struct Token {
         const int group = head / (in.num_heads / in.num_groups);
         const float* log_decays = in.log_decay + (t * in.num_heads + head) * (in.by_channel ? in.key_size : 1);
         const F scale = vec::set1(in.scale);
+        F of_query = vec::set1(1.0f), of_key = of_query;
+        if (in.normalises) {
+            of_query = vec::set1(in.q.inverse_length(t, group, in.key_size, in.key_epsilon));
+            of_key = vec::set1(in.k.inverse_length(t, group, in.key_size, in.key_epsilon));
+        }
         F factor = in.by_channel ? F{} : vec::exp(vec::set1(*log_decays));
         for (int k = 0; k < in.key_size; k += LANES) {
             const int n = std::min(LANES, in.key_size - k);
             if (in.by_channel) factor = vec::exp(rows::load_first(log_decays + k, n));
-            const F keys = in.k.at(t, group, k, n);
+            const F keys = vec::product(in.k.at(t, group, k, n), of_key);
             vec::store(key + k, keys);
-            vec::store(query + k, vec::product(in.q.at(t, group, k, n), scale));
+            vec::store(query + k, vec::product(vec::product(in.q.at(t, group, k, n), of_query), scale));
             vec::store(decay + k, factor);
             vec::store(decayed_key + k, vec::product(factor, keys));
         }
@@ -121,10 +136,10 @@ VEC_INLINE void recall(Place state, int key_size, const Token& token, F (&recall
 }
 
 // One pass over a state: `to` becomes exp(g) * `from` + k u^T, and `out` gets to^T (scale q). With RECALL, `recalled` gets
-// what the next token recalls of it: the bits of `recall`.
-template <bool OUT, bool RECALL>
+// what the next token recalls of it: the bits of `recall`. With AHEAD, `ahead` is asked for: the state that is read next.
+template <bool OUT, bool RECALL, bool AHEAD = false>
 VEC_INLINE void advance(Place from, Place to, int key_size, const Token& token, const Token& next, const F (&u)[VECTORS],
-                        F (&out)[VECTORS], F (&recalled)[VECTORS]) {
+                        F (&out)[VECTORS], F (&recalled)[VECTORS], Place ahead = {}) {
     const float *decays = token.decay, *keys = token.key, *queries = token.query, *next_keys = next.decayed_key;
     const Sums values(u);
     Sums read(out), next_read(recalled);
@@ -133,6 +148,7 @@ VEC_INLINE void advance(Place from, Place to, int key_size, const Token& token, 
         const F query = broadcast(queries[k]), next_key = broadcast(next_keys[k]);
 #pragma GCC unroll 4
         for (int i = 0; i < VECTORS; i++) {
+            if (AHEAD) __builtin_prefetch(ahead.at(k, i), 0, 2);
             const F state = vec::fma(key, values.of[i], vec::product(decay, vec::load(from.at(k, i))));
             vec::store(to.at(k, i), state);
             if (OUT) read.of[i] = vec::fma(query, state, read.of[i]);
@@ -149,3 +165,17 @@ inline void copy_columns(const float* from, int64_t from_row, float* to, int64_t
 }
 
 }  // namespace recurrence
+
+// Mirrored in recurrence.py.
+struct RecurrenceCall {
+    recurrence::Inputs in;
+    float* states;      // [S, H, K, V]; null if no slot is named
+    void* out;          // [T, H, V] of v's type; heads are dense
+    char* scratch;      // `recurrence_scratch` bytes for each thread
+    int64_t out_token;  // elements from one token to the next
+};
+
+extern "C" int64_t recurrence_scratch(const RecurrenceCall* call);
+
+// Every thread of a team calls this with the same `call`; returns once all of `out` and all states are written.
+void recurrence_in_team(const RecurrenceCall& call, Team& team);

@@ -47,7 +47,7 @@ def recur(
         shape = (len(states), v.shape[1], q.shape[2], v.shape[2])
         call.states = address("states", states, torch.float32, shape)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    call.out = out.data_ptr()
+    call.out, call.out_token = out.data_ptr(), v.shape[1] * v.shape[2]
     place = ctypes.addressof(call)
     scratch = _scratch(_library().recurrence_scratch(place), call.inputs.num_threads)
     call.scratch = scratch.data_ptr()
@@ -162,13 +162,19 @@ class _Inputs(ctypes.Structure):
         *((name, c_int32) for name in ("num_heads", "num_groups", "key_size", "value_size")),
         *((name, c_int32) for name in ("by_channel", "delta", "num_threads")),
         ("scale", c_float),
+        ("normalises", c_int32),
+        ("key_epsilon", c_float),
     ]
 
 
 class _Call(ctypes.Structure):
     """Mirror of `RecurrenceCall`."""
 
-    _fields_ = [("inputs", _Inputs), *((name, c_void_p) for name in ("states", "out", "scratch"))]
+    _fields_ = [
+        ("inputs", _Inputs),
+        *((name, c_void_p) for name in ("states", "out", "scratch")),
+        ("out_token", c_int64),
+    ]
 
 
 class _BackwardCall(ctypes.Structure):

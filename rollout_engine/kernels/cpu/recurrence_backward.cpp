@@ -5,8 +5,9 @@
 //     dm = -beta du, or 0           dk = dS u + P dm          dP = dS + k dm^T  dg = sum(dP * P)    dS = exp(g) * dP
 //
 // where m = P^T k, and the sum of dg is over V, and over K too if a head has one g. The forward has kept the states at which
-// its chunks write; those between two of them are computed again. A work item is a sequence and a head, so sums have one
-// order on any number of threads.
+// its chunks write; those between two of them are computed again, of a few tokens at a time, so that they stay in the cache.
+// One pass over dS and the state before a token does the last line of that token and the first of the one before it, whose S
+// is the same state. A work item is a sequence and a head, so sums have one order on any number of threads.
 #include "openmp.h"
 #include "recurrence.h"
 
@@ -25,17 +26,21 @@ namespace {
 
 using namespace recurrence;
 
+constexpr int GROUP = 8;  // tokens whose states are kept at once
+
 struct Scratch : Carved {
-    float* states;  // [most_tokens][K][WIDTH]: before each token of a part
-    float* errors;  // [most_tokens][WIDTH]: e of each
+    float* marks;   // [most_tokens / GROUP][K][WIDTH]: before each group of tokens between two kept states
+    float* states;  // [GROUP][K][WIDTH]: behind each token of a group
+    float* errors;  // [GROUP][WIDTH]: e of each
     float* grad_state;  // [K][WIDTH]
     float *grad_query, *grad_key, *grad_decay;  // [padded K]
-    Token tokens[2];
+    Token tokens[GROUP + 1];  // those of a group, and the one before them
 
     Scratch(const RecurrenceBackwardCall& c, char* memory) : Carved(memory) {
         const int64_t tile = (int64_t)c.in.key_size * WIDTH;
-        take(states, c.most_tokens * tile);
-        take(errors, c.most_tokens * WIDTH);
+        take(marks, (c.most_tokens + GROUP - 1) / GROUP * tile);
+        take(states, GROUP * tile);
+        take(errors, GROUP * WIDTH);
         take(grad_state, tile);
         for (float** vector : {&grad_query, &grad_key, &grad_decay}) take(*vector, c.in.padded_key());
         for (Token& token : tokens)
@@ -53,125 +58,170 @@ struct Item {
     const RecurrenceBackwardCall& c;
     const Inputs& in;
     const Scratch& s;
-    int64_t sequence;
+    int64_t sequence, first, end;  // tokens [first, end)
     int head, column, width;
-
-    Place state(int64_t number) const { return {s.states + number * in.key_size * WIDTH, WIDTH}; }
+    F grad[VECTORS], grad_u[VECTORS];  // do and du of the token that is next
 
     // All columns, a block at a time; in each, the parts between kept states, last one first.
     static void run(const RecurrenceBackwardCall& c, const Scratch& s, int64_t sequence, int head) {
         const Inputs& in = c.in;
-        const int64_t first = in.chunks.starts()[sequence], first_write = in.chunks.write_starts()[sequence];
-        for (int column = 0; column < in.value_size; column += WIDTH) {
-            const Item item{c, in, s, sequence, head, column, std::min(WIDTH, in.value_size - column)};
+        const int64_t first = in.chunks.starts()[sequence], end = in.chunks.starts()[sequence + 1];
+        const int64_t first_write = in.chunks.write_starts()[sequence];
+        for (int column = 0; column < in.value_size && first < end; column += WIDTH) {
+            Item item{c, in, s, sequence, first, end, head, column, std::min(WIDTH, in.value_size - column), {}, {}};
             std::fill_n(s.grad_state, (int64_t)in.key_size * WIDTH, 0.0f);
-            int64_t end = in.chunks.starts()[sequence + 1];
+            int64_t stop = end;
             for (int64_t write = in.chunks.write_starts()[sequence + 1]; write-- > first_write;) {
                 const int64_t begin = in.chunks.write_ends()[write];
-                item.run_part(begin, end, in.chunks.write_slots()[write]);
-                end = begin;
+                item.run_part(begin, stop, in.chunks.write_slots()[write]);
+                stop = begin;
             }
-            item.run_part(first, end, -1);
+            item.run_part(first, stop, -1);
         }
     }
 
-    void run_part(int64_t begin, int64_t end, int64_t slot) const {
-        if (begin == end) return;
-        recompute(begin, end, slot);
-        for (int64_t t = end; t-- > begin;) reverse(t, t - begin);
-    }
+  private:
+    int64_t tile() const { return (int64_t)in.key_size * WIDTH; }
+    Place mark(int64_t group) const { return {s.marks + group * tile(), WIDTH}; }
+    Place behind(int64_t number) const { return {s.states + number * tile(), WIDTH}; }
+    const Token& token(int64_t t) const { return s.tokens[t % (GROUP + 1)]; }
 
-    // States before each token of [begin, end), and its e, from the state kept in `slot`; -1: from zeros.
-    void recompute(int64_t begin, int64_t end, int64_t slot) const {
-        std::fill_n(s.states, (int64_t)in.key_size * WIDTH, 0.0f);
+    // Tokens [begin, stop), whose first state is kept in `slot`; -1: zeros.
+    void run_part(int64_t begin, int64_t stop, int64_t slot) {
+        if (begin == stop) return;
+        std::fill_n(s.marks, tile(), 0.0f);
         if (slot >= 0) {
             const float* kept = c.kept + (slot * in.num_heads + head) * in.key_size * in.value_size + column;
-            copy_columns(kept, in.value_size, s.states, WIDTH, in.key_size, width);
+            copy_columns(kept, in.value_size, s.marks, WIDTH, in.key_size, width);
         }
-        Token now = s.tokens[0], next = s.tokens[1];
-        now.prepare(in, begin, head);
+        const int64_t last = (stop - begin - 1) / GROUP;
+        for (int64_t group = 0; group < last; group++)
+            recompute<false>(begin + group * GROUP, begin + (group + 1) * GROUP, group);
+        for (int64_t group = last; group >= 0; group--) {
+            const int64_t t = begin + group * GROUP;
+            run_group(t, std::min(t + GROUP, stop), group);
+        }
+    }
+
+    // States behind tokens [begin, stop), and e of each; without KEEPS only the state behind the last, the next mark.
+    template <bool KEEPS>
+    void recompute(int64_t begin, int64_t stop, int64_t group) const {
+        Place state = mark(group);
+        token(begin).prepare(in, begin, head);
         F recalled[VECTORS] = {};
-        if (DELTA) recall(state(0), in.key_size, now, recalled);
-        for (int64_t t = begin; t < end; t++) {
+        if (DELTA) recall(state, in.key_size, token(begin), recalled);
+        for (int64_t t = begin; t < stop; t++) {
             F v[VECTORS], u[VECTORS], out[VECTORS], next_recalled[VECTORS] = {};
             load_values(in, t, head, column, width, v);
             const F beta = vec::set1(in.beta_of(t, head));
             for (int i = 0; i < VECTORS; i++) {
                 const F error = DELTA ? v[i] - recalled[i] : v[i];
-                vec::store(s.errors + (t - begin) * WIDTH + i * LANES, error);
+                if (KEEPS) vec::store(s.errors + (t - begin) * WIDTH + i * LANES, error);
                 u[i] = vec::product(beta, error);
             }
-            if (t + 1 == end) return;
-            next.prepare(in, t + 1, head);
-            advance<false, DELTA>(state(t - begin), state(t + 1 - begin), in.key_size, now, next, u, out, next_recalled);
-            std::swap(now, next);
+            const Place to = KEEPS ? behind(t - begin) : mark(group + 1);
+            if (t + 1 < stop) {
+                token(t + 1).prepare(in, t + 1, head);
+                advance<false, DELTA>(state, to, in.key_size, token(t), token(t + 1), u, out, next_recalled);
+            } else if (!KEEPS || stop == end) {
+                advance<false, false>(state, to, in.key_size, token(t), token(t), u, out, next_recalled);
+            }
+            state = to;
             for (int i = 0; i < VECTORS; i++) recalled[i] = next_recalled[i];
         }
     }
 
-    // Gradients of token t, number `number` of its part.
-    void reverse(int64_t t, int64_t number) const {
-        const Token& token = s.tokens[0];
-        token.prepare(in, t, head);
-        F u[VECTORS], grad[VECTORS], grad_u[VECTORS] = {}, grad_recalled[VECTORS];
-        const F beta = vec::set1(in.beta_of(t, head));
+    // Gradients of tokens [begin, stop), the last one first.
+    void run_group(int64_t begin, int64_t stop, int64_t group) {
+        recompute<true>(begin, stop, group);
+        if (stop == end) enter(behind(stop - 1 - begin));
+        for (int64_t t = stop; t-- > begin;) {
+            const int64_t number = t - begin;
+            const Place before = number ? behind(number - 1) : mark(group);
+            finish_values(t, number);
+            F u[VECTORS], grad_recalled[VECTORS];
+            const F beta = vec::set1(in.beta_of(t, head));
+            for (int i = 0; i < VECTORS; i++) {
+                u[i] = vec::product(beta, vec::load(s.errors + number * WIDTH + i * LANES));
+                grad_recalled[i] = -vec::product(beta, grad_u[i]);
+            }
+            if (t == first) {
+                const float grad_decay = turn_back<false>(before, token(t), token(t), u, grad_recalled);
+                add_gradients(t, grad_decay);
+                return;
+            }
+            if (!number) token(t - 1).prepare(in, t - 1, head);
+            load_gradient(t - 1);
+            const float grad_decay = turn_back<true>(before, token(t), token(t - 1), u, grad_recalled);
+            add_gradients(t, grad_decay);
+            add(c.grad_q + place_of(t - 1) * in.key_size, s.grad_query, in.key_size);
+        }
+    }
+
+    int64_t place_of(int64_t t) const { return t * in.num_heads + head; }
+
+    void load_gradient(int64_t t) {
         for (int i = 0; i < VECTORS; i++) {
             const int n = lanes_of(width, i);
             grad[i] = n ? c.grad.at(t, head, column + i * LANES, n) : F{};
-            u[i] = vec::product(beta, vec::load(s.errors + number * WIDTH + i * LANES));
         }
-        read_back(state(number), token, u, grad, grad_u);
-        for (int i = 0; i < VECTORS; i++) grad_recalled[i] = -vec::product(beta, grad_u[i]);
-        const float grad_decay = write_back(state(number), token, u, grad_recalled);
-        const int64_t place = t * in.num_heads + head;
-        add(c.grad_q + place * in.key_size, s.grad_query, in.key_size);
-        add(c.grad_k + place * in.key_size, s.grad_key, in.key_size);
-        if (in.by_channel)
-            add(c.grad_decay + place * in.key_size, s.grad_decay, in.key_size);
-        else
-            c.grad_decay[place] += grad_decay;
-        finish_values(t, number, grad, grad_u);
     }
 
-    // dS += (scale q) do^T, d(scale q) = S do, du = dS^T k.
-    LAMBDA_INLINE void read_back(Place before, const Token& token, const F (&u)[VECTORS], const F (&grad)[VECTORS],
-                                 F (&grad_u)[VECTORS]) const {
-        const float *decays = token.decay, *keys = token.key, *queries = token.query;
+    // Those of k and g of token t, which the last pass has found.
+    void add_gradients(int64_t t, float grad_decay) const {
+        add(c.grad_k + place_of(t) * in.key_size, s.grad_key, in.key_size);
+        if (in.by_channel)
+            add(c.grad_decay + place_of(t) * in.key_size, s.grad_decay, in.key_size);
+        else
+            c.grad_decay[place_of(t)] += grad_decay;
+    }
+
+    // Of the last token: dS = (scale q) do^T, d(scale q) = S do, du = dS^T k.
+    void enter(Place after) {
+        const int64_t t = end - 1;
+        load_gradient(t);
+        const float *keys = token(t).key, *queries = token(t).query;
         const Place grad_state{s.grad_state, WIDTH};
         float* grad_query = s.grad_query;
-        const Sums values(u), grads(grad);
-        Sums sums(grad_u);
+        const F zeros[VECTORS] = {};
+        const Sums grads(grad);
+        Sums sums(zeros);
         for (int k = 0; k < in.key_size; k++) {
-            const F decay = broadcast(decays[k]), key = broadcast(keys[k]), query = broadcast(queries[k]);
+            const F key = broadcast(keys[k]), query = broadcast(queries[k]);
             F of_query = {};
 #pragma GCC unroll 4
             for (int i = 0; i < VECTORS; i++) {
-                const F after = vec::fma(key, values.of[i], vec::product(decay, vec::load(before.at(k, i))));
-                of_query = vec::fma(after, grads.of[i], of_query);
-                const F of_state = vec::fma(query, grads.of[i], vec::load(grad_state.at(k, i)));
+                of_query = vec::fma(vec::load(after.at(k, i)), grads.of[i], of_query);
+                const F of_state = vec::product(query, grads.of[i]);
                 vec::store(grad_state.at(k, i), of_state);
                 sums.of[i] = vec::fma(key, of_state, sums.of[i]);
             }
             grad_query[k] = vec::sum(of_query) * in.scale;
         }
         sums.store(grad_u);
+        add(c.grad_q + place_of(t) * in.key_size, grad_query, in.key_size);
     }
 
-    // dk = dS u + P dm, dP = dS + k dm^T, dg = sum(dP * P), dS = exp(g) * dP. Returns dg of a head.
-    LAMBDA_INLINE float write_back(Place before, const Token& token, const F (&u)[VECTORS],
-                                   const F (&grad_recalled)[VECTORS]) const {
-        const float *decays = token.decay, *keys = token.key;
+    // dk = dS u + P dm, dP = dS + k dm^T, dg = sum(dP * P), dS = exp(g) * dP of a token; returns dg of a head. With PREVIOUS,
+    // for the token before it, whose S is `before`: dS += (scale q) do^T, d(scale q) = S do, du = dS^T k.
+    template <bool PREVIOUS>
+    LAMBDA_INLINE float turn_back(Place before, const Token& token, const Token& previous, const F (&u)[VECTORS],
+                                  const F (&grad_recalled)[VECTORS]) {
+        const float *decays = token.decay, *keys = token.key, *last_keys = previous.key, *last_queries = previous.query;
         const Place grad_state{s.grad_state, WIDTH};
-        float *grad_key = s.grad_key, *grad_decay = s.grad_decay;
-        const Sums values(u), errors(grad_recalled);
+        float *grad_key = s.grad_key, *grad_decay = s.grad_decay, *grad_query = s.grad_query;
+        const F zeros[VECTORS] = {};
+        const Sums values(u), errors(grad_recalled), grads(grad);
+        Sums sums(zeros);
         F of_decay = {};
         for (int k = 0; k < in.key_size; k++) {
             const F decay = broadcast(decays[k]), key = broadcast(keys[k]);
-            F of_key = {};
+            const F last_key = broadcast(last_keys[k]), last_query = broadcast(last_queries[k]);
+            F of_key = {}, of_query = {};
             if (in.by_channel) of_decay = F{};
 #pragma GCC unroll 4
             for (int i = 0; i < VECTORS; i++) {
-                const F decayed = vec::product(decay, vec::load(before.at(k, i)));
+                const F state = vec::load(before.at(k, i)), decayed = vec::product(decay, state);
                 F of_state = vec::load(grad_state.at(k, i));
                 of_key = vec::fma(of_state, values.of[i], of_key);
                 if (DELTA) {
@@ -179,17 +229,25 @@ struct Item {
                     of_state = vec::fma(key, errors.of[i], of_state);
                 }
                 of_decay = vec::fma(of_state, decayed, of_decay);
-                vec::store(grad_state.at(k, i), vec::product(decay, of_state));
+                of_state = vec::product(decay, of_state);
+                if (PREVIOUS) {
+                    of_query = vec::fma(state, grads.of[i], of_query);
+                    of_state = vec::fma(last_query, grads.of[i], of_state);
+                    sums.of[i] = vec::fma(last_key, of_state, sums.of[i]);
+                }
+                vec::store(grad_state.at(k, i), of_state);
             }
             grad_key[k] = vec::sum(of_key);
+            if (PREVIOUS) grad_query[k] = vec::sum(of_query) * in.scale;
             if (in.by_channel) grad_decay[k] = vec::sum(of_decay);
         }
+        if (PREVIOUS) sums.store(grad_u);
         return vec::sum(of_decay);
     }
 
     // dv = beta du + skip do, and this block's part of dbeta and dskip.
-    void finish_values(int64_t t, int64_t number, const F (&grad)[VECTORS], const F (&grad_u)[VECTORS]) const {
-        const int64_t place = t * in.num_heads + head;
+    void finish_values(int64_t t, int64_t number) const {
+        const int64_t place = place_of(t);
         const F beta = vec::set1(in.beta_of(t, head)), skip = vec::set1(in.skip ? in.skip[head] : 0.0f);
         F of_beta = {}, of_skip = {}, v[VECTORS];
         load_values(in, t, head, column, width, v);

@@ -1,5 +1,5 @@
-// Operations on a row of activations: RMSNorm and its gradients, RMSNorm with a gate, L2 norm, sigmoid, SiLU, SiLU times a second
-// operand, rotation by position, sum. float32 inside; rounded where the Hugging Face modules round. A row's bits depend on that
+// Operations on a row of activations: RMSNorm and its gradients, RMSNorm with a gate, L2 norm, sigmoid, softplus, SiLU, SiLU or
+// sigmoid times a second operand, rotation by position, sum. float32 inside; rounded where the Hugging Face modules round. A row's bits depend on that
 // row alone.
 #pragma once
 
@@ -107,13 +107,46 @@ void norm_gradients_row(const T* x, const T* weight, const T* grad, T* grad_x, f
 VEC_INLINE F sigmoid(F x) { return 1.0f / (1.0f + vec::exp(-x)); }
 VEC_INLINE F silu(F x) { return x / (1.0f + vec::exp(-x)); }
 
+// log(1 + u) of 0 <= u <= 1 to about 2 ulp: 2 atanh(s), s = u / (2 + u) <= 1/3, by its series.
+VEC_INLINE F log_of_one_plus(F u) {
+    const F s = u / (2.0f + u), square = vec::product(s, s), twice = s + s;
+    F series = vec::set1(1.0f / 17);
+    for (int odd = 15; odd > 1; odd -= 2) series = vec::fma(series, square, vec::set1(1.0f / odd));
+    return vec::fma(vec::product(twice, square), series, twice);
+}
+
+// log(1 + exp(x)), and x itself above 20, as in torch.
+VEC_INLINE F softplus(F x) {
+    const F positive = vec::max(x, F{}), distance = vec::max(x, -x);
+    return vec::select(x > 20.0f, x, positive + log_of_one_plus(vec::exp(-distance)));
+}
+
 // x / sqrt(sum(x^2) + epsilon), float32.
 template <typename T>
+VEC_INLINE float inverse_length(const T* x, int64_t size, float epsilon) {
+    return 1.0f / std::sqrt(sum_of_squares(x, size) + epsilon);
+}
+
+template <typename T>
 void l2_normalise_row(const T* x, float* out, int64_t size, float epsilon) {
-    const F scale = vec::set1(1.0f / std::sqrt(sum_of_squares(x, size) + epsilon));
+    const F scale = vec::set1(inverse_length(x, size, epsilon));
     for (int64_t i = 0; i < size; i += LANES) {
         const int n = size - i < LANES ? (int)(size - i) : LANES;
         store_first(out + i, vec::product(load_first(x + i, n), scale), n);
+    }
+}
+
+// Gradient of y = x s, s = 1 / sqrt(sum(x^2) + epsilon): dx = s (dy - y sum(y dy)).
+template <typename T>
+void l2_gradient_row(const T* x, const float* grad, T* grad_x, int64_t size, float epsilon) {
+    const F scale = vec::set1(inverse_length(x, size, epsilon));
+    const float inner = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
+        return vec::fma(vec::product(load_first(x + i, n), scale), load_first(grad + i, n), sum);
+    });
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = size - i < LANES ? (int)(size - i) : LANES;
+        const F y = vec::product(load_first(x + i, n), scale), dy = load_first(grad + i, n);
+        store_first(grad_x + i, vec::product(vec::fma(y, vec::set1(-inner), dy), scale), n);
     }
 }
 
@@ -148,9 +181,58 @@ void gated_norm_group(const T* x, const G* gate, const float* weight, T* out, in
     }
 }
 
+// Gradients of y = w n(h) f(gate), h = x, or of y = w n(h), h = x f(gate), n = h s and s = 1 / rms, without their roundings: with
+// dn the gradient of n, dh = s (dn - n mean(n dn)). dw is added to `grad_weight`.
+template <bool SIGMOID, typename T, typename G>
+void gated_norm_gradients_group(const T* x, const G* gate, const float* weight, const T* grad, T* grad_x, G* grad_gate,
+                                float* grad_weight, int64_t size, float epsilon, GatedNormRule rule) {
+    struct Element {
+        F x, gate, factor, input, weight, of_weighed;  // h and d(w n)
+    };
+    const auto at = [=](int64_t i, int n) LAMBDA_INLINE {
+        const F value = load_first(x + i, n), g = load_first(gate + i, n), f = SIGMOID ? sigmoid(g) : silu(g);
+        const F dy = load_first(grad + i, n);
+        return Element{value, g, f, rule.is_gate_first ? vec::product(value, f) : value, load_first(weight + i, n),
+                       rule.is_gate_first ? dy : vec::product(dy, f)};
+    };
+    const float squares = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
+        const F h = at(i, n).input;
+        return vec::fma(h, h, sum);
+    });
+    const F scale = vec::set1(1.0f / std::sqrt(squares / size + epsilon));
+    const float mean = sum_over(size, [=](F sum, int64_t i, int n) LAMBDA_INLINE {
+        const Element e = at(i, n);
+        return vec::fma(vec::product(e.of_weighed, e.weight), vec::product(e.input, scale), sum);
+    }) / size;
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = size - i < LANES ? (int)(size - i) : LANES;
+        const Element e = at(i, n);
+        const F normal = vec::product(e.input, scale), of_normal = vec::product(e.of_weighed, e.weight);
+        const F of_input = vec::product(vec::fma(normal, vec::set1(-mean), of_normal), scale);
+        const F s = sigmoid(e.gate), slope = SIGMOID ? vec::product(s, 1.0f - s)
+                                                     : vec::product(s, vec::fma(e.gate, 1.0f - s, vec::set1(1.0f)));
+        const F of_factor = rule.is_gate_first ? vec::product(of_input, e.x)
+                                               : vec::product(load_first(grad + i, n), vec::product(e.weight, normal));
+        store_first(grad_x + i, rule.is_gate_first ? vec::product(of_input, e.factor) : of_input, n);
+        store_first(grad_gate + i, vec::product(of_factor, slope), n);
+        store_first(grad_weight + i, vec::fma(e.of_weighed, normal, load_first(grad_weight + i, n)), n);
+    }
+}
+
 template <typename T>
 void sigmoid_row(const T* x, T* out, int64_t size) {
     map(x, x, out, size, [](F v, F) LAMBDA_INLINE { return sigmoid(v); });
+}
+
+template <typename T>
+void softplus_row(const T* x, T* out, int64_t size) {
+    map(x, x, out, size, [](F v, F) LAMBDA_INLINE { return softplus(v); });
+}
+
+// x * sigmoid(gate), rounded after each of the two, over `x`.
+template <typename T>
+void gate_row(T* x, const T* gate, int64_t size) {
+    map(x, gate, x, size, [x](F v, F g) LAMBDA_INLINE { return v * rounded(sigmoid(g), x); });
 }
 
 template <typename T>

@@ -58,6 +58,28 @@ class _GatedNorm(ctypes.Structure):
     ]
 
 
+class _GatedNormGradients(ctypes.Structure):
+    _fields_ = [
+        *_Rows._fields_[:3],
+        *_GatedNorm._fields_[3:6],
+        *((name, c_void_p) for name in ("grad", "weight", "grad_x", "grad_gate", "grad_weights")),
+        *(
+            (name, c_int64)
+            for name in ("outer", "inner", "size", "group", "chunk", "is_bf16", "is_gate_bf16", "threads")
+        ),
+        *_GatedNorm._fields_[-4:],
+    ]
+
+
+class _L2Gradients(ctypes.Structure):
+    _fields_ = [
+        *_Rows._fields_[:3],
+        *((name, c_void_p) for name in ("grad", "grad_x")),
+        *((name, c_int64) for name in ("outer", "inner", "size", "is_bf16", "threads")),
+        ("epsilon", c_double),
+    ]
+
+
 def supports(x: Tensor, other: Tensor | None = None) -> bool:
     """Whether the kernels are available for these tensors: both float32, or both bfloat16, on the CPU."""
     same_dtype = other is None or other.dtype is x.dtype
@@ -127,11 +149,32 @@ def sigmoid(x: Tensor) -> Tensor:
     return _run("rows_sigmoid", x, layout, None, layout, 0.0)
 
 
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) of x [..., D], and x itself above 20, rounded once. Raises `ValueError` as `norm` does."""
+    check_floats("x", x)
+    x, layout = _readable(x)
+    return _run("rows_softplus", x, layout, None, layout, 0.0)
+
+
 def l2_normalise(x: Tensor, epsilon: float) -> Tensor:
     """x / sqrt(sum(x^2) + epsilon) over the last dimension, float32. Raises `ValueError` as `norm` does."""
     check_floats("x", x)
     x, layout = _readable(x)
     return _run("rows_l2_normalise", x, layout, None, layout, epsilon, torch.float32)
+
+
+def l2_gradient(x: Tensor, grad: Tensor, epsilon: float) -> Tensor:
+    """The gradient of x [..., D] of `l2_normalise`; `grad` float32: of the result. Raises `ValueError` as `norm`."""
+    check_floats("x", x)
+    x, (outer, inner, *strides) = _readable(x)
+    grad = grad.contiguous()
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    args = _L2Gradients(
+        *(x.data_ptr(), *strides, address("grad", grad, torch.float32, tuple(x.shape)), grad_x.data_ptr()),
+        *(outer, inner, x.shape[-1], x.dtype is torch.bfloat16, _num_threads(x), epsilon),
+    )
+    build.declared(rows_l2_gradients=(None, c_void_p)).rows_l2_gradients(ctypes.addressof(args))
+    return grad_x
 
 
 def gated_norm(
@@ -165,6 +208,44 @@ def gated_norm(
     )
     build.declared(rows_gated_norm=(None, c_void_p)).rows_gated_norm(ctypes.addressof(args))
     return out
+
+
+def gated_norm_gradients(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    epsilon: float,
+    *,
+    group_size: int,
+    gate_first: bool,
+    is_sigmoid: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and `gate`, in their dtypes, and of `weight`, in float32, of `gated_norm` without its roundings.
+
+    Raises `ValueError` as `norm` does.
+    """
+    check_floats("x", x)
+    check_floats("gate", gate)
+    size = x.shape[-1]
+    weight, grad = weight.float().contiguous(), grad.contiguous()
+    (x, layout), (gate, gate_layout) = _readable(x), _readable(gate)
+    if layout[:2] != gate_layout[:2]:
+        (x, layout), (gate, gate_layout) = _readable(x.contiguous()), _readable(gate.contiguous())
+    grad_x, grad_gate = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x, gate))
+    outer, inner, *_ = layout
+    grad_weights = torch.zeros(-(-outer * inner // _CHUNK), size)
+    args = _GatedNormGradients(
+        *(x.data_ptr(), *layout[2:], gate.data_ptr(), *gate_layout[2:]),
+        address("grad", grad, x.dtype, tuple(x.shape)),
+        address("weight", weight, torch.float32, (size,)),
+        *(grad_x.data_ptr(), grad_gate.data_ptr(), grad_weights.data_ptr()),
+        *(outer, inner, size, group_size, _CHUNK),
+        *(x.dtype is torch.bfloat16, gate.dtype is torch.bfloat16, _num_threads(x)),
+        *(epsilon, gate_first, is_sigmoid, False),
+    )
+    build.declared(rows_gated_norm_gradients=(None, c_void_p)).rows_gated_norm_gradients(ctypes.addressof(args))
+    return grad_x, grad_gate, grad_weights.sum(0)
 
 
 def _run(

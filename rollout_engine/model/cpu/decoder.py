@@ -11,6 +11,7 @@ from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.cpu import attention
 from rollout_engine.kernels.cpu import decoder as compiled
 from rollout_engine.kernels.cpu.decoder import (
+    NUM_INPUTS,
     Columns,
     Decoder,
     DecoderAdapters,
@@ -20,10 +21,17 @@ from rollout_engine.kernels.cpu.decoder import (
     Product,
 )
 from rollout_engine.kernels.cpu.gemm import PackedWeight
+from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
+from rollout_engine.model.cpu.decoder_deltas import delta_net, delta_owners
 from rollout_engine.model.cpu.experts import RowInvariantExperts, RowInvariantRouter
 from rollout_engine.model.cpu.ranked_decoder import SharedColumns, decoder_ranks, shared_columns
-from rollout_engine.model.cpu.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
+from rollout_engine.model.cpu.row_invariance import (
+    RowInvariantGatedNorm,
+    RowInvariantMLP,
+    RowInvariantOffsetNorm,
+    RowInvariantRMSNorm,
+)
 from rollout_engine.model.modules.decoder_structure import (
     MLP,
     DecoderLayer,
@@ -33,6 +41,7 @@ from rollout_engine.model.modules.decoder_structure import (
     require,
 )
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.mixer_functions import LayerStates
 from rollout_engine.model.modules.rotary import RotaryTable, rotary_limit
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
 from rollout_engine.model.packing.module_types import tensor_of
@@ -46,7 +55,7 @@ class CpuDecoder:
 
     Weights may be written, replaced or repacked at any time: addresses are gathered anew at the next step. If groups
     do not follow writes, only the copies they run from may move. `adapters`: those of rows. `cut`: how the module
-    is cut over ranks.
+    is cut over ranks. `states`: those of each layer that keeps some.
     """
 
     def __init__(
@@ -56,8 +65,10 @@ class CpuDecoder:
         pool: Sequence[attention.KVLayer],
         adapters: CpuAdapterPool | None = None,
         cut: ModelCut | None = None,
+        states: Sequence[LayerStates | None] = (),
     ) -> None:
-        self._structure, self._pool = decoder_structure(module, geometry), pool
+        self._structure, self._pool = decoder_structure(module, geometry, takes_mixers=cut is None), pool
+        self._states = states or [None] * len(geometry)
         self._ranks = None if cut is None else decoder_ranks(cut, self._structure)
         self._shared_columns = [shared_columns(cut, layer.mlp) for layer in self._structure.layers]
         self._vocab_size = module.config.vocab_size
@@ -66,16 +77,17 @@ class CpuDecoder:
         require(type(embedding) in (nn.Embedding, PackedEmbedding), "its embedding is more than a table")
         require(head is None or type(head) is RowInvariantLinear, "lm_head was not replaced by RowInvariantLinear")
         is_table = type(embedding) is nn.Embedding and embedding.max_norm is None
-        self._has_plain_ends = cut is None and is_table and type(self._structure.norm) is RowInvariantRMSNorm
+        self._has_plain_ends = cut is None and is_table and type(self._structure.norm) in _NORMS
         self._groups: list[LinearGroup] = []
         """Groups whose `packs` are compared at every step; one stands for all experts of a layer."""
         self._adapted: list[LinearGroup | None] = []
-        """Groups that may have adapters, five of each layer, as `DecoderAdapters` has tables; None: no such product."""
+        """Groups that may have adapters, eight of each layer, as tables of `DecoderAdapters`; None: no such product."""
         self._owners: list[Mapping[str, Tensor | None]] = []
         for layer in self._structure.layers:
             _check_replaced(layer)
             mlp, norms = layer.mlp, (layer.attention_norm, layer.mlp_norm, *layer.head_norms)
-            adapted = [*(_group(child) for child in (layer.qkv[0], layer.out)), *_mlp_groups(mlp)]
+            inputs: list[LinearGroup | None] = [_group(child) for child in _first_inputs(layer)]
+            adapted = [*inputs, *[None] * (NUM_INPUTS - len(inputs)), _group(layer.out), *_mlp_groups(mlp)]
             self._groups += [group for group in adapted if group is not None]
             self._adapted += adapted
             if isinstance(mlp, Mixture):
@@ -83,6 +95,7 @@ class CpuDecoder:
                 self._owners += [mlp.module._parameters, mlp.module._buffers, mlp.router._buffers]
             parts = [mlp.module, *mlp.module.modules()]
             self._owners += [child._parameters for child in (*norms, *layer.qkv, layer.out, *parts)]
+            self._owners += [] if layer.delta is None else delta_owners(layer.delta)
         self._stamp: list[int] = []
         self._decoder: Decoder | None = None
         self._pool_of_adapters = adapters
@@ -99,11 +112,13 @@ class CpuDecoder:
         adapter_rows: AdapterRows | None = None,
         routed: Tensor | None = None,
         axes: Tensor | None = None,
+        chunks: StateChunks | None = None,
     ) -> tuple[LogitRows, Tensor]:
         """Compute tokens at positions, int64 [T] each; KV is written by `plan`.
 
         `adapter_rows`: the rows that have an adapter. `routed`: int32 [T, layers with experts, k], is filled with the
         experts that tokens are sent to. `axes`: int64 [3, T], positions to rotate by, if they are on three axes.
+        `chunks`: the slots of states that are read and written.
         Returns logits of `rows`, none if there is no output head, and hidden states of `state_rows` [n, H].
         """
         decoder, parts = self._current(), self._structure
@@ -112,11 +127,11 @@ class CpuDecoder:
         adapters = None if adapter_rows is None else (self._current_adapters(), adapter_rows)
         wanted = torch.cat([rows, state_rows]) if len(state_rows) else rows
         if parts.head is not None and axes is None and (ends := self._ends(token_ids, positions)) is not None:
-            states = decoder.run_between(ends, wanted, plan, adapters, routed, factors)
+            states = decoder.run_between(ends, wanted, plan, adapters, routed, factors, chunks)
             return LogitRows(states[: len(rows)], parts.head, self._vocab_size), states[len(rows) :]
         hidden = parts.embedding(token_ids)
         cos, sin = self._rotary.rows(positions, hidden) if axes is None else self._rotary.rows_on_axes(axes, hidden)
-        decoder.run(hidden, cos, sin, wanted, plan, adapters, routed, factors)
+        decoder.run(hidden, cos, sin, wanted, plan, adapters, routed, factors, chunks)
         states = parts.norm(hidden.index_select(0, state_rows)) if len(state_rows) else hidden[:0]
         if parts.head is None:
             return LogitRows.of(states[:0]), states
@@ -145,9 +160,11 @@ class CpuDecoder:
         stamp = [part for t in tensors for part in (t.data_ptr(), t._version)]
         stamp += [group.packs.num_packs for group in self._groups]
         if self._decoder is None or stamp != self._stamp:
-            layers = [_weights(*each) for each in zip(self._structure.layers, self._shared_columns, strict=True)]
+            parts = zip(self._structure.layers, self._shared_columns, self._states, strict=True)
+            layers = [_weights(*each) for each in parts]
             stamp[-len(self._groups) :] = [group.packs.num_packs for group in self._groups]
-            self._decoder, self._stamp = Decoder(layers, self._pool, self._ranks), stamp
+            rotary = self._structure.rotary_size
+            self._decoder, self._stamp = Decoder(layers, self._pool, self._ranks, rotary), stamp
         return self._decoder
 
     def _current_adapters(self) -> DecoderAdapters:
@@ -161,12 +178,22 @@ class CpuDecoder:
         return self._adapters[1]
 
 
+_NORMS = (RowInvariantRMSNorm, RowInvariantOffsetNorm)
+
+
+def _first_inputs(layer: DecoderLayer) -> list[nn.Module]:
+    """One linear of each product of the layer's input: attention has one product, of q, k and v."""
+    return layer.qkv[:1] if layer.delta is None else layer.qkv
+
+
 def _check_replaced(layer: DecoderLayer) -> None:
     """Raise `UnsupportedStructure` unless `make_row_invariant` has replaced every part of `layer`."""
     mlp = layer.mlp
-    expected: dict[nn.Module, type[nn.Module]] = dict.fromkeys(
-        (layer.attention_norm, layer.mlp_norm, *layer.head_norms), RowInvariantRMSNorm
-    )
+    for norm in (layer.attention_norm, layer.mlp_norm, *layer.head_norms):
+        require(type(norm) in _NORMS, f"{type(norm).__name__} was not replaced by {_NORMS[0].__name__}")
+    expected: dict[nn.Module, type[nn.Module]] = {}
+    if layer.delta is not None:
+        expected[layer.delta.norm] = RowInvariantGatedNorm
     expected.update(dict.fromkeys((*layer.qkv, layer.out), RowInvariantLinear))
     dense = mlp.shared if isinstance(mlp, Mixture) else mlp
     if isinstance(mlp, Mixture):
@@ -177,7 +204,8 @@ def _check_replaced(layer: DecoderLayer) -> None:
         expected.update(dict.fromkeys((*dense.gate_up, dense.down), RowInvariantLinear))
     for child, kind in expected.items():
         require(type(child) is kind, f"{type(child).__name__} was not replaced by {kind.__name__}")
-    require(_group(layer.qkv[0]).children == layer.qkv, "q_proj, k_proj and v_proj are not fused")
+    if layer.delta is None:
+        require(_group(layer.qkv[0]).children == layer.qkv, "q_proj, k_proj and v_proj are not fused")
     if dense is not None:
         require(_group(dense.gate_up[0]).children == dense.gate_up, "gate_proj and up_proj are not fused")
 
@@ -186,12 +214,12 @@ def _group(child: nn.Module) -> LinearGroup:
     return child._group  # type: ignore[return-value]
 
 
-def _weights(layer: DecoderLayer, shared_columns: SharedColumns | None) -> LayerWeights:
-    """`shared_columns`: those of a mixture's shared expert on this rank; None: all."""
+def _weights(layer: DecoderLayer, shared_columns: SharedColumns | None, states: LayerStates | None) -> LayerWeights:
+    """`shared_columns`: those of a mixture's shared expert on this rank; None: all. `states`: those of this layer."""
     q_norm, k_norm = map(_norm, layer.head_norms) if layer.head_norms else (None, None)
     return LayerWeights(
         attention_norm=_norm(layer.attention_norm),
-        qkv=_product(layer.qkv[0]),
+        inputs=[_product(child) for child in _first_inputs(layer)],
         q_norm=q_norm,
         k_norm=k_norm,
         out=_product(layer.out),
@@ -199,6 +227,8 @@ def _weights(layer: DecoderLayer, shared_columns: SharedColumns | None) -> Layer
         mlp=_mlp(layer.mlp, shared_columns),
         num_heads=layer.geometry.num_heads,
         attention_params=layer.geometry.attention_params,
+        is_gated=layer.is_gated,
+        delta=None if layer.delta is None else delta_net(layer.delta, states),
     )
 
 
@@ -208,8 +238,8 @@ def _hooks(child: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def _norm(child: nn.Module) -> Norm:
-    assert isinstance(child, RowInvariantRMSNorm), "the norms were replaced"
-    return Norm(child.weight.detach(), child._epsilon)
+    assert isinstance(child, _NORMS), "the norms were replaced"
+    return Norm(child.weight.detach(), child._epsilon, isinstance(child, RowInvariantOffsetNorm))
 
 
 def _mlp_groups(mlp: MLP | Mixture) -> list[LinearGroup | None]:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout_engine.kernels.cpu import attention as compiled
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
+from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
@@ -22,6 +24,7 @@ _BLOCK_SIZE = 16
 _NUM_BLOCKS = 4
 _NUM_PAIRS = 8
 """Pairs of tokens at far positions in a step."""
+_NUM_SLOTS = 2 * _NUM_PAIRS
 _FAR = 500
 _END = 1 << 16
 """Trials stay below this position, so that their rotary tables are small: layers read no position but by these."""
@@ -42,7 +45,7 @@ def unsupported_reason(
 def _unsupported_reason(module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> str | None:
     if not compiled.supports(next(module.parameters()).dtype):
         return "there is no compiled attention for it here"
-    if keeps_states(geometry):
+    if keeps_states(geometry) and cut is not None:
         return "some of its layers keep states"
     reason = _reason_of(lambda: _compiled_model(module, geometry, cut))
     if cut is not None and not cut.seat.all_agree(reason is None):  # ranks run together, or none does
@@ -75,20 +78,46 @@ def _compiled_model(module: PreTrainedModel, geometry: Sequence[LayerGeometry], 
 
 
 def _model(module: PreTrainedModel, geometry: Sequence[LayerGeometry], **options: Any) -> CpuModel:
-    return CpuModel(module, geometry, num_blocks=_NUM_BLOCKS + _NUM_PAIRS, block_size=_BLOCK_SIZE, **options)
+    sizes = dict(num_blocks=_NUM_BLOCKS + _NUM_PAIRS, block_size=_BLOCK_SIZE)
+    return CpuModel(module, geometry, **sizes, num_state_slots=_NUM_SLOTS if keeps_states(geometry) else 0, **options)
 
 
 def _compare(module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> None:
     """Raise `_Disagreement` if the compiled decoder gives other bits than modules."""
     ours = _compiled_model(module, geometry, cut)
     theirs = _model(module, geometry)
-    for batch in _batches(module, geometry):
+    for batch in _with_slots(_batches(module, geometry), geometry):
         rows = (batch.columns.token_starts[1:] - 1).tolist()
         pairs = zip(_computed(ours, batch, rows), _computed(theirs, batch, rows), strict=True)
         if not all(_same_bits(*pair) for pair in pairs):
             raise _Disagreement("its logits or hidden states differ from its modules'")
     if not all(map(_same_bits, ours.kv.tensors(), theirs.kv.tensors())):
         raise _Disagreement("its keys and values differ from its modules'")
+    if not all(map(_same_bits, ours.kv.states.tensors(), theirs.kv.states.tensors())):
+        raise _Disagreement("its states differ from its modules'")
+
+
+def _with_slots(batches: Iterator[FlatBatch], geometry: Sequence[LayerGeometry]) -> Iterator[FlatBatch]:
+    """The batches; if layers keep states, chunks write them behind their first token, as for a draft, and their last.
+
+    A chunk reads the last slot that the chunk of the same number has written in the batch before, if it is its
+    continuation.
+    """
+    written = np.zeros(0, np.int64)
+    for batch in batches:
+        if not keeps_states(geometry):
+            yield batch
+            continue
+        starts = batch.columns.token_starts
+        sources = np.full(len(starts) - 1, -1)
+        if batch.shifts is None:
+            sources[: len(written)] = written
+        ends = [sorted({first + 1, end}) for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+        counts = np.cumsum([0, *map(len, ends)])
+        slots = np.setdiff1d(np.arange(_NUM_SLOTS), sources)[: counts[-1]]
+        flat = np.array([end for each in ends for end in each], np.int64)
+        yield batch._replace(states=StateChunks(starts, sources, counts, flat, slots))
+        written = slots[counts[1:] - 1]
 
 
 def _computed(model: CpuModel, batch: FlatBatch, rows: list[int]) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,9 @@ class CpuModel:
         self.module, self.adapters = module, adapters
         sizes = dict(num_blocks=num_blocks, block_size=block_size, num_state_slots=num_state_slots)
         self.kv = CpuKVPool(geometry, **sizes, dtype=dtype)
-        self.decoder = CpuDecoder(module, geometry, self.kv.layers, adapters, cut) if compiled else None
+        self.decoder = None
+        if compiled:
+            self.decoder = CpuDecoder(module, geometry, self.kv.layers, adapters, cut, self.kv.states.layers)
         self.layer_watch = LayerWatch(module, len(geometry))
         self.routers = routers_of(module)
         self._recorded: list[Tensor] | None = None
@@ -100,7 +102,7 @@ class CpuModel:
             routed = self._room_for_experts(len(token_ids))
             given = token_ids, positions, self.kv.plan(batch), rows, of_states
             axes = None if pictures is None else pictures.positions
-            return self.decoder.forward(*given, adapter_rows, routed, axes)
+            return self.decoder.forward(*given, adapter_rows, routed, axes, batch.states)
         inputs: dict[str, Any] = {"input_ids": token_ids[None], "position_ids": positions[None]}
         if pictures is not None:
             inputs = module_inputs(self.module, token_ids, positions, pictures)

@@ -1,4 +1,7 @@
-"""The parts of a Hugging Face module built as Llama is. Only such modules have layers that a fused decoder can run."""
+"""The parts of a Hugging Face module built as Llama is. Only such modules have layers that a fused decoder can run.
+
+Some decoders also run layers with the gated delta rule in place of attention, gates of attention and partial rotations.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -9,7 +12,8 @@ from transformers import PreTrainedModel
 
 from rollout_engine.model.modules import layer_patterns
 from rollout_engine.model.modules.geometry import LayerGeometry
-from rollout_engine.model.modules.layer_patterns import MixtureParts, QueryFactors
+from rollout_engine.model.modules.layer_patterns import MIXER, MixtureParts, QueryFactors
+from rollout_engine.model.modules.mixer_patterns import DeltaPattern, delta_pattern
 from rollout_engine.model.modules.positions import far_starts
 from rollout_engine.model.packing.module_types import tensor_of
 
@@ -46,11 +50,22 @@ class Mixture(NamedTuple):
     """A linear with one output, whose sigmoid multiplies the shared MLP's; None: nothing does."""
 
 
+class DeltaNet(NamedTuple):
+    """A mixer with the gated delta rule."""
+
+    module: nn.Module
+    """Has the parameters A_log and dt_bias."""
+    convolution: nn.Module
+    norm: nn.Module
+    pattern: DeltaPattern
+
+
 class DecoderLayer(NamedTuple):
     """One decoder layer; each part is a module of its own."""
 
     attention_norm: nn.Module
     qkv: list[nn.Module]
+    """The projections of attention; with `delta` all linears of the layer's input."""
     head_norms: list[nn.Module]
     """RMSNorms of the heads of q and k; none if the architecture has none."""
     out: nn.Module
@@ -58,6 +73,10 @@ class DecoderLayer(NamedTuple):
     mlp: MLP | Mixture
     geometry: LayerGeometry
     query_factors: QueryFactors | None
+    is_gated: bool = False
+    """Whether attention has gates, as `AttentionPattern.is_gated`."""
+    delta: DeltaNet | None = None
+    """Stands in place of attention; None: the layer attends."""
 
 
 class DecoderStructure(NamedTuple):
@@ -71,10 +90,17 @@ class DecoderStructure(NamedTuple):
     """The output head; None if a head classifies."""
     query_factors: QueryFactors | None
     """Multiplies the queries of every layer after their rotation; None: nothing does."""
+    rotary_size: int
+    """The first channels of a head, which are rotated."""
 
 
-def decoder_structure(module: PreTrainedModel, geometry: Sequence[LayerGeometry]) -> DecoderStructure:
-    """The parts of `module`, whose weights are loaded. Raises `UnsupportedStructure` if it is not built as Llama is."""
+def decoder_structure(
+    module: PreTrainedModel, geometry: Sequence[LayerGeometry], *, takes_mixers: bool = False
+) -> DecoderStructure:
+    """The parts of `module`, whose weights are loaded. Raises `UnsupportedStructure` if it is not built as Llama is.
+
+    `takes_mixers`: layers may have the gated delta rule, and attention gates and partial rotations.
+    """
     base = getattr(module, module.base_model_prefix)
     children = dict(base.named_children())
     require(children.keys() == {"embed_tokens", "layers", "norm", "rotary_emb"}, f"{_kind(base)} has other parts")
@@ -85,15 +111,32 @@ def decoder_structure(module: PreTrainedModel, geometry: Sequence[LayerGeometry]
     if head is not None:
         _require_pattern(layer_patterns.head_reason(module))
     positions = _tried_positions(module)
-    parts = [_layer(layer, one, positions) for layer, one in zip(layers, geometry, strict=True)]
+    dims = {one.head_dim_k for one in geometry if one.attends}
+    require(len(dims) == 1, "its layers do not attend, or with heads of several sizes")
+    rotary_size = _rotary_size(children["rotary_emb"], tensor_of(children["norm"]))
+    attention = _AttentionForm(positions, rotary_size, takes_mixers)
+    require(takes_mixers or {rotary_size} == dims, "its rotations are of some channels")
+    parts = [_layer(layer, one, attention) for layer, one in zip(layers, geometry, strict=True)]
     return DecoderStructure(
         embedding=children["embed_tokens"],
         rotary=children["rotary_emb"],
         layers=parts,
         norm=children["norm"],
         head=head,
-        query_factors=_common_factors(parts, positions),
+        query_factors=_common_factors([part for part in parts if part.delta is None], positions),
+        rotary_size=rotary_size,
     )
+
+
+def _rotary_size(rotary: nn.Module, like: Tensor) -> int:
+    """Channels of a head that `rotary` rotates."""
+    positions = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
+    try:
+        with torch.no_grad():
+            cos, _ = rotary(like[None, None], position_ids=positions)
+    except Exception as problem:  # foreign modules may fail in any way
+        raise UnsupportedStructure(f"{_kind(rotary)} does not run as Llama's does ({problem})") from None
+    return int(cos.shape[-1])
 
 
 def _tried_positions(module: PreTrainedModel) -> Tensor:
@@ -122,8 +165,20 @@ def _require_pattern(reason: str | None) -> None:
         raise UnsupportedStructure(reason)
 
 
-def _layer(layer: nn.Module, geometry: LayerGeometry, positions: Tensor) -> DecoderLayer:
+class _AttentionForm(NamedTuple):
+    """What a decoder allows layers to have."""
+
+    positions: Tensor
+    """int64 [T]: those at which factors of queries are tried."""
+    rotary_size: int
+    takes_mixers: bool
+
+
+def _layer(layer: nn.Module, geometry: LayerGeometry, form: _AttentionForm) -> DecoderLayer:
     children = dict(layer.named_children())
+    if MIXER in children:
+        return _layer_with_mixer(layer, children, geometry, form)
+    require(geometry.attends, f"{_kind(layer)} does not attend")
     require(children.keys() == _LAYER, f"{_kind(layer)} has other parts")
     attention, mlp = children["self_attn"], children["mlp"]
     inner = dict(attention.named_children())
@@ -136,8 +191,11 @@ def _layer(layer: nn.Module, geometry: LayerGeometry, positions: Tensor) -> Deco
         require(not list(child.buffers(recurse=False)), "its layers have buffers of their own")
     require(len({parameter.dtype for parameter in layer.parameters()}) == 1, "its weights have several dtypes")
     _check_linears(inner.values())
-    pattern = layer_patterns.attention_pattern(attention, geometry, positions)
+    is_partial = form.rotary_size != geometry.head_dim_k
+    sizes = (form.rotary_size,) if is_partial else ()
+    pattern = layer_patterns.attention_pattern(attention, geometry, form.positions, *sizes)
     _require_pattern(pattern.reason)
+    require(form.takes_mixers or not pattern.is_gated, "its attention has gates")
     _require_pattern(layer_patterns.layer_reason(layer))
     return DecoderLayer(
         attention_norm=children["input_layernorm"],
@@ -148,6 +206,41 @@ def _layer(layer: nn.Module, geometry: LayerGeometry, positions: Tensor) -> Deco
         mlp=_mlp(mlp),
         geometry=geometry,
         query_factors=pattern.query_factors,
+        is_gated=pattern.is_gated,
+    )
+
+
+def _layer_with_mixer(
+    layer: nn.Module, children: dict[str, nn.Module], geometry: LayerGeometry, form: _AttentionForm
+) -> DecoderLayer:
+    mixer, mlp = children[MIXER], children["mlp"]
+    require(form.takes_mixers and geometry.state is not None, "some of its layers keep states")
+    require(children.keys() == {*_LAYER, MIXER} - {"self_attn"}, f"{_kind(layer)} has other parts")
+    is_mixture = _EXPERTS in dict(mlp.named_children())
+    for child in (layer, *([] if is_mixture else [mlp])):
+        require(
+            not [*child.parameters(recurse=False), *child.buffers(recurse=False)], "its layers have their own tensors"
+        )
+    assert geometry.state is not None, "it keeps one"
+    pattern = delta_pattern(mixer, geometry.state)
+    _require_pattern(pattern.reason)
+    _require_pattern(layer_patterns.layer_reason(layer))
+    inner = dict(mixer.named_children())
+    own = [*mixer.parameters(recurse=False), *inner["norm"].parameters()]  # read as float32, whatever they are
+    others = {parameter.dtype for parameter in layer.parameters() if not any(parameter is each for each in own)}
+    require(len(others) == 1, "its weights have several dtypes")
+    inputs = [inner[name] for name in pattern.inputs]
+    _check_linears([*inputs, inner["out_proj"]])
+    return DecoderLayer(
+        attention_norm=children["input_layernorm"],
+        qkv=inputs,
+        head_norms=[],
+        out=inner["out_proj"],
+        mlp_norm=children["post_attention_layernorm"],
+        mlp=_mlp(mlp),
+        geometry=geometry,
+        query_factors=None,
+        delta=DeltaNet(mixer, inner["conv1d"], inner["norm"], pattern),
     )
 
 

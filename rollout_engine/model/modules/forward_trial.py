@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ NUM_TOKENS = 3
 """Tokens of a trial."""
 READS_POSITIONS = "computes with positions"
 """Part of the reason of a forward that operates on positions."""
+SCALES = (1e-3, 1.0, 1e4)
+"""Sizes of inputs: a clamp, or a cap by tanh, changes the large ones."""
 _ANYWHERE = {"config", "layer_idx", "training", "hidden_size"}
 _ATTENTION = (
     _ANYWHERE
@@ -30,7 +33,11 @@ _KNOWN = {
     | {"enable_moe_fp32_combine", "routed_scaling_factor"},
     "layer": _ANYWHERE
     | {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "residual_multiplier", "residual_dropout"}
-    | {"layer_type", "attention_type", "gradient_checkpointing"},
+    | {"layer_type", "attention_type", "gradient_checkpointing", "linear_attn", "block_type"},
+    "delta rule": _ANYWHERE
+    | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj", "norm"}
+    | {"conv1d", "activation", "conv_kernel_size", "A_log", "dt_bias", "fix_query_key_value_ordering"}
+    | {"head_k_dim", "head_v_dim", "key_dim", "value_dim", "num_k_heads", "num_v_heads"},
     "base": _ANYWHERE
     | {"embed_tokens", "layers", "norm", "rotary_emb", "gradient_checkpointing", "has_sliding_layers"}
     | {"embedding_multiplier"}
@@ -59,6 +66,8 @@ class _Trial:
         if name in self._parts:
             return self._parts[name]
         value = getattr(self._target, name)
+        if isinstance(value, MethodType) and value.__self__ is self._target and not self._prefix:
+            return MethodType(value.__func__, self)  # which reads names through this too
         is_config = name == "config" and not self._prefix
         return _Trial(value, {"_attn_implementation": ATTENTION_NAME}, "config.", self._reads) if is_config else value
 
@@ -104,11 +113,12 @@ class Forward:
 
 
 class _WatchedPositions(Tensor):
-    """Positions; an operation on them is a `Mismatch`."""
+    """Positions; an operation on them is a `Mismatch`, unless it is a view that repeats them or takes some copies."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "__get__":  # a shape, a device
+        is_view = func is Tensor.expand or (func is Tensor.__getitem__ and not isinstance(args[1], Tensor))
+        if getattr(func, "__name__", "") == "__get__" or is_view:  # a shape, a device
             return super().__torch_function__(func, types, args, kwargs or {})
         raise Mismatch(f"{READS_POSITIONS} ({getattr(func, '__name__', func)})")
 
@@ -116,6 +126,12 @@ class _WatchedPositions(Tensor):
 def watched_positions() -> Tensor:
     """Positions int64 [1, T] that allow no operation."""
     return torch.arange(NUM_TOKENS)[None].as_subclass(_WatchedPositions)
+
+
+def are_watched(found: Tensor, positions: Tensor) -> bool:
+    """Whether `found` is `positions`, the result of `watched_positions`, or copies of them [..., 1, T]."""
+    values, wanted = (each.as_subclass(Tensor) for each in (found, positions))
+    return isinstance(found, _WatchedPositions) and torch.equal(values, wanted.expand_as(values))
 
 
 def waves(*shape: int, phase: float) -> Tensor:

@@ -21,7 +21,9 @@ from rollout_engine.model.modules.forward_trial import (
     ATTENTION_NAME,
     NUM_TOKENS,
     READS_POSITIONS,
+    SCALES,
     Forward,
+    are_watched,
     require,
     require_same,
     unmatched_reason,
@@ -30,10 +32,10 @@ from rollout_engine.model.modules.forward_trial import (
 )
 from rollout_engine.model.modules.geometry import LayerGeometry
 
+MIXER = "linear_attn"
+"""Name of the child of a layer that keeps a state in place of attention."""
 _LEAST_ROWS = 1024
 """Positions in a table of factors at first, and of those that are computed at once."""
-_SCALES = (1e-3, 1.0, 1e4)
-"""Sizes of inputs: a clamp, or a cap by tanh, changes the large ones."""
 _NORMS = {"q_norm": 1.5, "k_norm": 0.75}
 """Factors that replace norms of heads."""
 
@@ -45,15 +47,35 @@ class AttentionPattern(NamedTuple):
     """Why it does not only rotate q and k, attend by its geometry, and project; None if it does so."""
     query_factors: "QueryFactors | None" = None
     """Multiplies its queries after the rotation, by their positions, as in Ministral 3; None: nothing does."""
+    is_gated: bool = False
+    """Whether each head of `q_proj` is followed by a gate, whose sigmoid multiplies what the head attends."""
 
 
-def attention_pattern(attention: nn.Module, geometry: LayerGeometry, positions: Tensor) -> AttentionPattern:
-    """The pattern of `attention`. `positions` int64 [T]: those at which factors of queries are tried."""
-    reason = unmatched_reason("attention", attention, lambda trial: _attend(trial, geometry))
-    if reason is None or READS_POSITIONS not in reason:
-        return AttentionPattern(reason)
+class AttentionForm(NamedTuple):
+    """How attention may differ from Llama's."""
+
+    rotary: int | None = None
+    """The first channels of a head, which are rotated; None: all."""
+    is_gated: bool = False
+    """As `AttentionPattern.is_gated`."""
+
+
+def attention_pattern(
+    attention: nn.Module, geometry: LayerGeometry, positions: Tensor, rotary: int | None = None
+) -> AttentionPattern:
+    """The pattern of `attention`. `positions` int64 [T]: those at which factors of queries are tried.
+
+    `rotary`: the first channels of a head, which are to be rotated; None: all.
+    """
+    queries = getattr(dict(attention.named_children()).get("q_proj"), "out_features", 0)
+    form = AttentionForm(rotary, queries == 2 * geometry.num_heads * geometry.head_dim_k)
+    reason = unmatched_reason("attention", attention, lambda trial: _attend(trial, geometry, form))
+    if reason is None or READS_POSITIONS not in reason or form != AttentionForm():
+        return AttentionPattern(reason, None, form.is_gated)
     factors = QueryFactors(attention, geometry.head_dim_k)
-    other = unmatched_reason("scaled attention", attention, lambda trial: _attend(trial, geometry, positions, factors))
+    other = unmatched_reason(
+        "scaled attention", attention, lambda trial: _attend(trial, geometry, form, positions, factors)
+    )
     return AttentionPattern(reason) if other is not None else AttentionPattern(None, factors)
 
 
@@ -89,7 +111,7 @@ def mixture_pattern(mixture: nn.Module, parts: MixtureParts) -> MixturePattern:
 
 
 def layer_reason(layer: nn.Module) -> str | None:
-    """Why `layer` is not x + attention(norm(x)), then x + mlp(norm(x)); None if it is."""
+    """Why `layer` is not x + attention(norm(x)), or a mixer in its place, then x + mlp(norm(x)); None if it is."""
     return unmatched_reason("layer", layer, _run_layer)
 
 
@@ -146,16 +168,19 @@ AttentionInterface.register(ATTENTION_NAME, _record)
 def _attend(
     forward: Forward,
     geometry: LayerGeometry,
+    form: AttentionForm,
     positions: Tensor | None = None,
     factors: "QueryFactors | None" = None,
 ) -> None:
     """`positions` int64 [T]: those that the forward may read, for `factors` of its queries; None: it may read none."""
     count = NUM_TOKENS if positions is None else len(positions)
-    cos, sin = (waves(1, count, geometry.head_dim_k, phase=phase) for phase in (0.1, 0.2))
+    rotary = geometry.head_dim_k if form.rotary is None else form.rotary
+    cos, sin = (waves(1, count, rotary, phase=phase) for phase in (0.1, 0.2))
     hidden = waves(1, count, 7, phase=0.8)
     by_token = None if factors is None or positions is None else _checked_factors(factors, positions)
-    for scale in _SCALES:
+    for scale in SCALES:
         flat = _projections(geometry, count, scale)
+        gates = waves(*flat["q_proj"].shape, phase=0.7) * scale if form.is_gated else None
         projected = waves(1, count, 5, phase=0.5)
         inputs: list[Tensor] = []
 
@@ -163,14 +188,16 @@ def _attend(
             inputs.append(x)
             return projected
 
-        parts: dict[str, object] = {name: partial(_projected, hidden, value) for name, value in flat.items()} | {
+        results = flat if gates is None else flat | {"q_proj": _interleaved(flat["q_proj"], gates, geometry.num_heads)}
+        parts: dict[str, object] = {name: partial(_projected, hidden, value) for name, value in results.items()} | {
             "o_proj": project
         }
         if "q_norm" in forward.children:
             parts |= {name: partial(_norm, geometry.head_dim_k, factor) for name, factor in _NORMS.items()}
         result, call = _called(forward, parts, hidden, (cos, sin), positions)
         require(len(inputs) == 1 and result[0] is projected, "projects otherwise")
-        require_same(inputs[0], call.out.flatten(2), "changes the result of attention")
+        wanted = call.out.flatten(2) if gates is None else call.out.flatten(2) * torch.sigmoid(gates)
+        require_same(inputs[0], wanted, "changes the result of attention")
         q, k, v = (x.unflatten(2, (heads, -1)) for x, heads in zip(flat.values(), _counts(geometry), strict=True))
         if "q_norm" in forward.children:
             q, k = q * _NORMS["q_norm"], k * _NORMS["k_norm"]
@@ -178,6 +205,12 @@ def _attend(
         if by_token is not None:
             q = q * by_token[None, :, None, None]
         _check_call(call, geometry, q, _rotated(k, cos, sin), v)
+
+
+def _interleaved(heads: Tensor, gates: Tensor, num_heads: int) -> Tensor:
+    """Each head of [1, T, H * D], and its gate behind it, [1, T, H * 2 D]."""
+    pair = torch.stack([x.unflatten(2, (num_heads, -1)) for x in (heads, gates)], 3)
+    return pair.flatten(2)
 
 
 def _checked_factors(factors: "QueryFactors", positions: Tensor) -> Tensor:
@@ -272,9 +305,11 @@ def _norm(size: int, factor: float, x: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [1, T, H, D] rotated by cos, sin [1, T, D]."""
+    """x [1, T, H, D], whose first R channels are rotated by cos, sin [1, T, R]."""
+    x, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = x.chunk(2, dim=-1)
-    return x * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]
+    turned = x * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]
+    return torch.cat([turned, rest], dim=-1)
 
 
 def _layer_inputs(rotations: object, positions: Tensor | None = None) -> dict[str, object]:
@@ -291,7 +326,7 @@ def _layer_inputs(rotations: object, positions: Tensor | None = None) -> dict[st
 def _run_mixture(forward: Forward, parts: MixtureParts, given: list[object]) -> None:
     """Adds to `given` the arguments of the router after its rows."""
     weights, chosen = waves(NUM_TOKENS, 2, phase=0.4), torch.arange(2 * NUM_TOKENS).view(-1, 2)
-    for scale in _SCALES:
+    for scale in SCALES:
         x = waves(1, NUM_TOKENS, 8, phase=0.3) * scale
 
         def choose(rows: Tensor, *others: object, x: Tensor = x) -> tuple[Tensor, Tensor, Tensor]:
@@ -326,13 +361,17 @@ def _run_layer(forward: Forward) -> None:
         seen.append(position_embeddings)
         return hidden_states.roll(1, dims=1) * 0.5, None
 
+    def mix(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return hidden_states.roll(1, dims=1) * 0.5
+
+    is_mixed = MIXER in forward.children
     parts: dict[str, object] = {
         "input_layernorm": lambda x: x.flip(2) * 1.25,
-        "self_attn": attend,
+        MIXER if is_mixed else "self_attn": mix if is_mixed else attend,
         "post_attention_layernorm": lambda x: x.roll(1, dims=2) * 0.75,
         "mlp": lambda x: x.flip(1) * 1.5,
     }
-    for scale in _SCALES:
+    for scale in SCALES:
         x = waves(1, NUM_TOKENS, 8, phase=0.3) * scale
         result = forward(parts, x, **_layer_inputs(rotations))
         middle = x + x.flip(2).mul(1.25).roll(1, dims=1) * 0.5
@@ -344,7 +383,7 @@ def _run_layer(forward: Forward) -> None:
 def _run_base(forward: Forward) -> None:
     rotations, count = (torch.zeros(1), torch.zeros(1)), len(list(forward.children["layers"].children()))
     ids, positions = torch.arange(NUM_TOKENS)[None], watched_positions()
-    for scale in _SCALES:
+    for scale in SCALES:
         embedded = waves(1, NUM_TOKENS, 8, phase=0.3) * scale
         seen: list[Any] = []
 
@@ -352,7 +391,7 @@ def _run_base(forward: Forward) -> None:
             return embedded
 
         def rotate(x: Tensor, position_ids: Tensor) -> object:
-            require(position_ids is positions, "rotates by other positions")
+            require(are_watched(position_ids, positions), "rotates by other positions")
             return rotations
 
         def layer(x: Tensor, position_embeddings: object = None, seen: list[object] = seen, **kwargs: Any) -> Tensor:
@@ -371,7 +410,7 @@ def _run_base(forward: Forward) -> None:
 def _run_head(forward: Forward) -> None:
     rows = torch.tensor([2, 0])
     names = forward.children.keys() - {"lm_head"}
-    for scale in _SCALES:
+    for scale in SCALES:
         states = waves(1, NUM_TOKENS, 8, phase=0.3) * scale
         base = MoeModelOutputWithPast(last_hidden_state=states)
         parts: dict[str, object] = {name: lambda base=base, **kwargs: base for name in names}

@@ -32,7 +32,7 @@ from rollout_engine.model.modules.row_trial import proven_operations
 from rollout_engine.model.modules.state_geometry import StateCall, recorded_calls
 
 _HARMLESS = HARMLESS_TENSORS | {"cu_seqlens"}
-_KEY_EPSILON = 1e-6
+KEY_EPSILON = 1e-6
 """Added to the squared norms of queries and keys."""
 _running = threading.local()
 
@@ -238,7 +238,7 @@ def gated_delta_rule(
             value, g, beta = (own.take(x, 2) for x in (value, g, beta))
         q, k = (rows.take(x) for x in (query, key))
         if use_qk_l2norm_in_kernel:
-            q, k = (l2_normalised(x, _KEY_EPSILON) for x in (q, k))
+            q, k = (l2_normalised(x, KEY_EPSILON) for x in (q, k))
         v, decay, rate = rows.take(value), rows.take(g).float(), rows.take(beta).float()
         out = _recur(rows, q, k, v, decay, rate, delta=True, scale=key.shape[3] ** -0.5)
         return rows.put(out if own is None else own.gather(out), batch), None

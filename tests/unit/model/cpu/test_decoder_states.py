@@ -1,0 +1,155 @@
+"""Layers that keep states as one C++ call: the modules' bits in chunks, forks and drafts, and of new weights."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_engine.kernels.adapters import AdapterRows
+from rollout_engine.kernels.cpu.build import load_kernels
+from rollout_engine.kernels.state_chunks import StateChunks
+from rollout_engine.model.cpu import decoder_trial
+from rollout_engine.model.cpu.adapters import CpuAdapterPool
+from rollout_engine.model.cpu.deterministic import make_deterministic
+from rollout_engine.model.cpu.flat_batch import FlatBatch
+from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.geometry import probe_geometry
+from rollout_engine.model.modules.mixers import swap_mixers
+from rollout_engine.model.packing.linear_groups import fuse_projections
+from rollout_engine.testing import random_adapter, tiny_model
+from rollout_engine.testing.architectures import HYBRID_SIZES
+from tests.unit.model.cpu.test_decoder import DTYPES, paged, random_steps
+
+pytestmark = [
+    pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler here"),
+    pytest.mark.usefixtures("own_products"),
+]
+ODD_SIZES = dict(
+    hidden_size=56,
+    intermediate_size=75,
+    head_dim=18,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    linear_num_key_heads=3,
+    linear_num_value_heads=3,
+    linear_key_head_dim=20,
+    linear_value_head_dim=70,
+    linear_conv_kernel_dim=3,
+)
+MODELS = {
+    "qwen3_5_text": {},
+    "qwen3_5_text of odd sizes": ODD_SIZES,
+    "qwen3_next": {},
+    "qwen3_next of odd sizes": ODD_SIZES | dict(num_experts=0, linear_num_value_heads=6),
+    "qwen3_5_moe_text": {},
+}
+NUM_SLOTS = 40
+
+
+def prepared(name, dtype=torch.float32):
+    """(module, geometry) as an engine has them, with no vector left at its start."""
+    architecture = name.split()[0]
+    sizes = HYBRID_SIZES[architecture] | MODELS[name]
+    module = tiny_model(architecture, dtype=dtype, attn_implementation=ATTENTION_NAME, **sizes).requires_grad_(False)
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    swap_mixers(module)
+    geometry = probe_geometry(module)
+    fuse_projections(module)
+    assert make_deterministic(module, geometry) is None
+    return module, geometry
+
+
+def both_ways(module, geometry, **options):
+    """The model with layers as one call, and as modules."""
+    options |= dict(num_state_slots=NUM_SLOTS)
+    return [paged(module, geometry, compiled=way, **options) for way in (True, False)]
+
+
+def steps_with_slots(rng):
+    """Batches of `random_steps`, which write states behind some tokens of each chunk, in place or to free slots."""
+    current = {}
+    for step in random_steps(rng, 16):
+        batch = FlatBatch.of(step)
+        names = [chunk.block_ids[0] for chunk in step]
+        sources = [
+            current.get(name, -1) if chunk.num_computed_tokens else -1 for name, chunk in zip(names, step, strict=True)
+        ]
+        free = [slot for slot in rng.sample(range(NUM_SLOTS), NUM_SLOTS) if slot not in current.values()]
+        starts, counts, ends, slots = batch.columns.token_starts.tolist(), [0], [], []
+        for number, name in enumerate(names):
+            inside = range(starts[number] + 1, starts[number + 1])
+            behind = sorted(rng.sample(inside, min(len(inside), rng.choice([0, 0, 1, 3])))) + [starts[number + 1]]
+            ends += behind
+            slots += [free.pop() for _ in behind]
+            if sources[number] >= 0 and rng.random() < 0.5:
+                slots[-1] = sources[number]
+            current[name] = slots[-1]
+            counts.append(len(ends))
+        yield batch._replace(states=StateChunks(*map(np.array, (starts, sources, counts, ends, slots))))
+
+
+def assert_same_states(ours, theirs):
+    for mine, other in ((ours.kv, theirs.kv), (ours.kv.states, theirs.kv.states)):
+        assert all(torch.equal(a, b) for a, b in zip(mine.tensors(), other.tensors(), strict=True))
+
+
+@DTYPES
+@pytest.mark.parametrize("name", MODELS)
+def test_every_bit_is_that_of_the_modules(name, dtype):
+    module, geometry = prepared(name, dtype)
+    assert decoder_trial.unsupported_reason(module, geometry) is None
+    rng, (ours, theirs) = random.Random(f"{name} {dtype}"), both_ways(module, geometry)
+    for batch in steps_with_slots(rng):
+        count = len(batch.token_ids)
+        rows = rng.sample(range(count), rng.choice([count, rng.randrange(1, count + 1), 0]))
+        torch.set_num_threads(rng.choice([1, 2]))
+        mine = ours.forward(batch, rows)
+        torch.set_num_threads(rng.choice([1, 2]))
+        assert torch.equal(mine, theirs.forward(batch, rows))
+    assert_same_states(ours, theirs)
+
+
+@DTYPES
+def test_adapters_of_the_projections_change_the_same_bits(dtype):
+    module, geometry = prepared("qwen3_next", dtype)
+    pool = CpuAdapterPool(module, max_loras=2, max_rank=64)
+    for slot, targets in enumerate((["in_proj_qkvz", "out_proj", "q_proj", "down_proj"], ["in_proj_ba"])):
+        pool.install(slot, pool.prepare_adapter(random_adapter(module, seed=slot, rank=20, targets=targets)))
+    rng, (ours, theirs) = random.Random(f"{dtype}"), both_ways(module, geometry, adapters=pool)
+    changed = False
+    for batch in steps_with_slots(rng):
+        sizes = np.diff(batch.columns.token_starts).tolist()
+        rows = AdapterRows.of([rng.choice([-1, 0, 1]) for _ in sizes], sizes)
+        mine, other = (model.forward_rows(batch, range(sum(sizes)), rows).take(slice(None)) for model in (ours, theirs))
+        assert torch.equal(mine, other)
+        changed |= len(rows.rows) > 0
+    assert changed
+    assert_same_states(ours, theirs)
+
+
+def test_the_next_step_sees_every_tensor_of_a_mixer_that_is_written_in_place():
+    module, geometry = prepared("qwen3_5_text")
+    ours, theirs = both_ways(module, geometry)
+    mixer = module.model.layers[0].linear_attn
+    tensors = [mixer.A_log, mixer.dt_bias, mixer.norm.weight, mixer.conv1d.weight]
+    batch = next(batch for batch in steps_with_slots(random.Random(0)) if len(batch.token_ids) > 3)
+    seen = [ours.forward(batch, range(len(batch.token_ids)))]
+    for tensor in tensors:
+        tensor.data.mul_(1.5)  # leaves its version as it is
+        seen.append(ours.forward(batch, range(len(batch.token_ids))))
+        assert torch.equal(seen[-1], theirs.forward(batch, range(len(batch.token_ids))))
+        assert not torch.equal(seen[-1], seen[-2])
+
+
+def test_a_batch_without_slots_is_refused():
+    module, geometry = prepared("qwen3_5_text")
+    ours, _ = both_ways(module, geometry)
+    batch = next(steps_with_slots(random.Random(0)))
+    with pytest.raises(ValueError, match="the batch names no slots"):
+        ours.forward(batch._replace(states=None), [0])
+    short = paged(module, geometry, compiled=True, num_state_slots=batch.states.num_slots - 1)
+    with pytest.raises(ValueError, match="slots of chunks should be below"):
+        short.forward(batch, [0])
