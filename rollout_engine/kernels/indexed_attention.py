@@ -3,9 +3,9 @@
     choose_slots      scores of every query and earlier position; the `topk` highest, of equal ones the lowest positions
     attend_chosen     attention over latents at these slots, in tiles of 64 of them, ascending by position
 
-A slot is the row of a position in a pool, block * block_size + offset. Until there are more than `topk` positions all are
-chosen, and then results have the bits of dense attention over the same latents. The bits of a query depend on its own
-context alone, so an engine, whose pool is paged, and a trainer, whose pool is its batch, agree.
+A slot is the row of a position in a pool, block * block_size + offset. As long as there are no more than `topk`
+positions all are chosen, and results have the bits of dense attention over the same latents. The bits of a query depend
+on its own context alone, so an engine, whose pool is paged, and a trainer, whose pool is its batch, agree.
 """
 
 from typing import Any, NamedTuple

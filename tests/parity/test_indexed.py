@@ -99,7 +99,7 @@ def test_chunks_of_prompts_change_no_bit_and_keys_are_cached(checkpoint, archite
 
 
 def test_as_long_as_all_positions_are_chosen_bits_are_those_of_dense_attention():
-    """The first tokens of a long row are attended to by their slots, those of a short row and of another model are not."""
+    """The first tokens of a long row are read by their slots, those of a short row and of another model are not."""
     ids = torch.randint(3, 259, (1, 70), generator=torch.Generator().manual_seed(0))
     sparse = exact.enable(tiny_model("deepseek_v32", **INDEXED_SIZES["deepseek_v32"]))
     dense = tiny_model("deepseek_v32", **INDEXED_SIZES["deepseek_v32"] | dict(index_topk=70))

@@ -231,7 +231,17 @@ def _kind(layer: LayerGeometry) -> tuple[object, ...]:
     group = 0 if layer.has_latents else layer.num_heads // layer.num_kv_heads
     windowed = layer.sliding_window is not None
     own = layer.kv_layer is None
-    kind = (layer.head_dim_k, layer.head_dim_v, layer.scale, layer.softcap, layer.has_sinks, group, windowed, own, state)
+    kind = (
+        layer.head_dim_k,
+        layer.head_dim_v,
+        layer.scale,
+        layer.softcap,
+        layer.has_sinks,
+        group,
+        windowed,
+        own,
+        state,
+    )
     return *kind, layer.index_topk > 0, layer.index_dim
 
 

@@ -28,9 +28,7 @@ class IndexKeys:
         }
         """[num_blocks, block_size, D] of each layer that has an indexer."""
 
-    def step(
-        self, step: AttentionStep, latents: Callable[[int], Tensor], columns: ChunkColumns
-    ) -> AttentionStep:
+    def step(self, step: AttentionStep, latents: Callable[[int], Tensor], columns: ChunkColumns) -> AttentionStep:
         """The attention of a flat batch: `step` itself if no layer has an indexer.
 
         `latents`: finds the cached latents [num_blocks, block_size, D] of a layer.

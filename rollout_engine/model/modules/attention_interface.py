@@ -44,7 +44,9 @@ class AttentionStep(Protocol):
 class IndexedStep(AttentionStep, Protocol):
     """Attention of one step in a model whose layers may choose positions."""
 
-    def attend_chosen(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, index: Index) -> Tensor:
+    def attend_chosen(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, index: Index
+    ) -> Tensor:
         """Do as `attend`, in a layer with latents; queries see the positions that are chosen by `index` alone."""
         ...
 

@@ -1,7 +1,7 @@
 """Latent attention whose indexer chooses the positions that queries attend to (DeepSeek-V3.2, GLM-5).
 
     the indexer's forward     queries, keys and weights ──> an `Index`, in place of the positions
-    the attention function    the `Index` ──> scores over the keys of the context ──> attention over the positions chosen
+    the attention function    the `Index` ──> scores of the context ──> attention over the positions chosen
 
 Keys of indexers are cached next to latents. Layers without an indexer read the `Index` of one before them (GLM-5).
 Indexers are recognised by a trial of their forward: scores are sum(weights * relu(q @ k * scale)), of queries and keys

@@ -64,7 +64,10 @@ def test_of_equal_scores_the_lowest_positions_are_chosen_and_nan_before_all(kern
 @DTYPES
 def test_chunks_pools_and_threads_do_not_change_a_choice(kernels, dtype, thread_count):
     lengths, heads, dim = (130, 70), 6, 16
-    q, keys = draw(200, heads, dim, dtype=dtype).round(decimals=1), draw(200, dim, dtype=dtype, seed=1).round(decimals=1)
+    q, keys = (
+        draw(200, heads, dim, dtype=dtype).round(decimals=1),
+        draw(200, dim, dtype=dtype, seed=1).round(decimals=1),
+    )
     weights = draw(200, heads, seed=2).round(decimals=1)  # ties
     expected = choose_slots(q, weights, keys[:, None], whole(lengths), topk=20, scale=SCALE)
     blocks = torch.randperm(60, generator=torch.Generator().manual_seed(0)).tolist()
