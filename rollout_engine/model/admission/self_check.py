@@ -231,18 +231,8 @@ def _kind(layer: LayerGeometry) -> tuple[object, ...]:
     group = 0 if layer.has_latents else layer.num_heads // layer.num_kv_heads
     windowed = layer.sliding_window is not None
     own = layer.kv_layer is None
-    kind = (
-        layer.head_dim_k,
-        layer.head_dim_v,
-        layer.scale,
-        layer.softcap,
-        layer.has_sinks,
-        group,
-        windowed,
-        own,
-        state,
-    )
-    return *kind, layer.index_topk > 0, layer.index_dim
+    sizes = layer.head_dim_k, layer.head_dim_v, layer.scale, layer.softcap, group
+    return *sizes, layer.has_sinks, windowed, own, state, layer.index_topk > 0, layer.index_dim
 
 
 def _settings(layer: nn.Module) -> list[object]:

@@ -124,15 +124,16 @@ def _admit(
         raise ConfigError(
             f"{type(module).__name__} has layers that keep a state, and these run on a CPU alone. Use device='cpu'."
         )
-    if device == _CPU or not has_ranks:
-        cache_latents(module)
-    index_attention(module)
     if has_indexers(module):
         _check_indexed(module, device, has_ranks=has_ranks)
+    if device == _CPU or not has_ranks:
+        cache_latents(module)
+        index_attention(module)
     return admit(module, hf_config)
 
 
 def _check_indexed(module: PreTrainedModel, device: torch.device, *, has_ranks: bool) -> None:
+    """Raise `ConfigError` if a module with indexers is to run elsewhere than on the CPU in one process."""
     name = type(module).__name__
     if device != _CPU:
         raise ConfigError(f"{name} attends to positions that an indexer chooses, on a CPU alone. Use device='cpu'.")

@@ -110,8 +110,8 @@ def index_attention(module: nn.Module) -> None:
 
 
 def has_indexers(module: nn.Module) -> bool:
-    """Whether attention below `module` chooses positions."""
-    return any(isinstance(child, IndexedAttention) for child in module.modules())
+    """Whether attention below `module` has an indexer, be it served or not."""
+    return any("indexer" in child._modules for child in module.modules())
 
 
 def unserved_indexers(module: nn.Module) -> list[str]:
