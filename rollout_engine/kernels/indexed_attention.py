@@ -31,6 +31,16 @@ class ChosenSlots(NamedTuple):
     """int32 [T, W], ascending by position, then -1."""
     counts: Tensor
     """int64 [T], at least 1: how many of them each query has."""
+    run_starts: np.ndarray
+    """int64 [M + 1]: starts of runs of queries, then T. A run reads the slots of its last query, each query one more."""
+
+    @classmethod
+    def of(cls, slots: Tensor, counts: Tensor, token_starts: np.ndarray) -> "ChosenSlots":
+        """Find the runs in chunks that begin at `token_starts`: queries that attend to all positions, or one other."""
+        numbers = counts.numpy()
+        begins = np.append(True, numbers[1:] != numbers[:-1] + 1)[: len(numbers)]
+        begins[token_starts[:-1][token_starts[:-1] < len(numbers)]] = True
+        return cls(slots, counts, np.append(np.flatnonzero(begins), len(numbers)))
 
 
 def choose_slots(
@@ -48,7 +58,7 @@ def choose_slots(
         slots = indexer.choose(q, weights, keys, columns, topk=topk, scale=scale, width=width)
     else:
         slots = _choose_eagerly(q.float(), weights, keys, columns, counts.tolist(), scale)
-    return ChosenSlots(slots, counts)
+    return ChosenSlots.of(slots, counts, columns.token_starts)
 
 
 def positions_of(columns: ChunkColumns) -> np.ndarray:
@@ -68,9 +78,9 @@ def attend_chosen(
     """
     if not (q.is_cpu and compiled.supports(q.dtype)):
         return _attend_eagerly(q, rows, dim_v, chosen, params)
-    num_tokens, width = chosen.slots.shape
-    first_positions, block_starts = chosen.counts.numpy() - 1, np.arange(num_tokens) * width
-    columns = ChunkColumns(first_positions, np.arange(num_tokens + 1), chosen.slots.numpy(), block_starts)
+    starts, width = chosen.run_starts, chosen.slots.shape[1]
+    first_positions, tables = chosen.counts.numpy()[starts[:-1]] - 1, (starts[1:] - 1) * width
+    columns = ChunkColumns(first_positions, starts, chosen.slots.numpy(), tables)
     plan = AttentionPlan(columns, block_size=1, num_kv_heads=1)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     return KVLayer.of_rows(rows, dim_v).attend(plan, q, None, None, params, lse=lse), lse
@@ -87,7 +97,7 @@ class ChosenAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, keys: Tensor, values: Tensor, chosen: ChosenSlots, params: AttentionParams
     ) -> Tensor:
         out, lse = attend_chosen(q, keys.contiguous(), values.shape[-1], chosen, params)
-        ctx.save_for_backward(q, keys, values, out, lse, *chosen)
+        ctx.save_for_backward(q, keys, values, out, lse, chosen.slots, chosen.counts)
         ctx.params = params
         return out
 

@@ -99,7 +99,7 @@ def test_with_all_positions_chosen_attention_has_the_bits_of_dense_attention(ker
     counts = torch.arange(1, length + 1)
     slots = torch.arange(length).expand(length, -1).masked_fill(torch.arange(length) >= counts[:, None], -1).int()
     for part in (slice(0, length), slice(70, 71), slice(64, 150)):
-        chosen = ChosenSlots(slots[part].contiguous(), counts[part])
+        chosen = ChosenSlots.of(slots[part].contiguous(), counts[part], np.array([0, part.stop - part.start]))
         found, _ = attend_chosen(q[0].transpose(0, 1)[part], keys[0, 0], value, chosen, params)
         assert torch.equal(found, dense[part])
 
@@ -112,7 +112,9 @@ def test_attention_and_gradients_are_those_of_a_mask(kernels):
     for position in range(length):
         own = torch.randperm(position + 1, generator=torch.Generator().manual_seed(position))[:topk].sort().values
         slots[position, : len(own)], mask[position, own] = own, True
-    chosen, upstream = ChosenSlots(slots.int(), mask.sum(1)), draw(length, heads, value, seed=3)
+    chosen = ChosenSlots.of(slots.int(), mask.sum(1), np.array([0, length]))
+    assert chosen.run_starts.tolist() == [0, *range(topk, length + 1)]
+    upstream = draw(length, heads, value, seed=3)
     grads = []
     for sparse in (True, False):
         q, keys = (each.clone().requires_grad_() for each in given)
