@@ -32,7 +32,7 @@ class ChosenSlots(NamedTuple):
     counts: Tensor
     """int64 [T], at least 1: how many of them each query has."""
     run_starts: np.ndarray
-    """int64 [M + 1]: starts of runs of queries, then T. A run reads the slots of its last query, each query one more."""
+    """int64 [M + 1]: starts of runs of queries, then T. A run reads the slots of its last query, each one more."""
 
     @classmethod
     def of(cls, slots: Tensor, counts: Tensor, token_starts: np.ndarray) -> "ChosenSlots":
