@@ -2,6 +2,7 @@
 
 import copy
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from rollout_engine import LLM, LLMEngine, SamplingParams, exact
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.speculation_config import SpeculationConfig
+from rollout_engine.model.loading.loader import load_model
 from rollout_engine.testing import assert_clean, tiny_model
 from rollout_engine.testing.architectures import INDEXED_SIZES
 from tests.parity.test_architectures import NUM_TOKENS, TIE, draw_prompts, generated, reference_logits
@@ -20,7 +22,7 @@ from tests.unit.peft_layers import PeftModel
 
 pytestmark = [
     pytest.mark.usefixtures("own_products"),
-    pytest.mark.skipif(not INDEXED_SIZES.keys() <= CONFIG_MAPPING.keys(), reason="a release without these types"),
+    pytest.mark.skipif(not INDEXED_SIZES.keys() <= set(CONFIG_MAPPING), reason="a release without these types"),
 ]
 QUICK = "glm_moe_dsa"
 """With layers that share the choice of another one."""
@@ -171,7 +173,7 @@ def test_recomputed_layers_have_the_same_gradients():
     for checkpoints in (False, True):
         model = exact.enable(tiny_model(QUICK, **INDEXED_SIZES[QUICK]).train().requires_grad_(True))
         if checkpoints:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         exact.token_logprobs(model, ids, position_ids=positions).sum().backward()
         found.append([parameter.grad for parameter in model.parameters()])
     for one, other in zip(*found, strict=True):
@@ -229,6 +231,9 @@ def test_adapters_are_exact_too(checkpoint):
     assert mismatches(outputs, trainer, 1.0) == (6 * 2 * 20, 0)
 
 
-def test_ranks_are_refused(checkpoint):
+def test_ranks_and_devices_are_refused(checkpoint):
+    config, seat = EngineConfig(model=str(directory_of(checkpoint, QUICK))), SimpleNamespace(rank=0, num_ranks=2)
     with pytest.raises(ConfigError, match="positions that an indexer chooses, and is served by one process"):
-        LLM(str(directory_of(checkpoint, QUICK)), log_stats=False, tensor_parallel_size=2)
+        load_model(config, seat=seat)
+    with pytest.raises(ConfigError, match="positions that an indexer chooses, on a CPU alone. Use device='cpu'"):
+        load_model(config, torch.device("cuda"))
