@@ -123,6 +123,8 @@ def _attention_products(config: PretrainedConfig, layer: LayerGeometry) -> list[
     num_queries, low = heads * (nope + layer.head_dim_k - rank), getattr(config, "q_lora_rank", None)
     queries = [(low, hidden), (num_queries, low)] if low else [(num_queries, hidden)]
     by_head = [(rank, nope), (value, rank)] * heads
+    if layer.index_dim:
+        queries += [(config.index_n_heads * layer.index_dim, low), (layer.index_dim + config.index_n_heads, hidden)]
     return [*queries, (layer.head_dim_k, hidden), *by_head, (hidden, heads * value)]
 
 

@@ -118,7 +118,8 @@ class _Absorb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (q, weight), nope, rank = ctx.saved_tensors, ctx.nope, ctx.saved_tensors[1].shape[2]
+        (q, weight), nope = ctx.saved_tensors, ctx.nope  # read once, as gradient checkpointing asks
+        rank = weight.shape[2]
         latent = grad[..., :rank].transpose(0, 1)
         grad_q = grad_weight = None
         if ctx.needs_input_grad[0]:

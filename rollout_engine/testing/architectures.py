@@ -206,7 +206,14 @@ HYBRID_SIZES: dict[str, dict[str, Any]] = {
     ),
 }
 """The same for architectures with layers that keep a state in place of keys and values."""
-ALL_SIZES = SIZES | HYBRID_SIZES
+
+_INDEXED = SIZES["deepseek_v3"] | dict(index_topk=24, index_head_dim=16, index_n_heads=12)
+INDEXED_SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED | dict(num_hidden_layers=3, indexer_types=["full", "shared", "full"]),
+}
+"""The same for architectures whose queries attend to positions that an indexer chooses."""
+ALL_SIZES = SIZES | HYBRID_SIZES | INDEXED_SIZES
 
 _GEMMA4 = SIZES["gemma4_text"] | dict(num_kv_shared_layers=0, use_double_wide_mlp=False)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -116,6 +116,8 @@ class Trial:
         loaded = load_model(_config(path))
         if keeps_states(loaded.geometry):
             return {"device": "refused: layers that keep a state run on a CPU alone"}
+        if any(layer.index_topk for layer in loaded.geometry):
+            return {"device": "refused: indexers choose positions on a CPU alone"}
         for deterministic, outcome in ((True, "exact"), (False, "round-off")):
             reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry, deterministic=deterministic)
             if reason is None:

@@ -269,14 +269,14 @@ template <typename T>
 void attend(const AttentionCall& c, Team& team) {
     const Sizes<T> z(c);
     const AttentionPlan& p = *c.plan;
-    const int num_written = c.values ? c.num_kv_heads : 1;  // heads
+    const int num_written = !c.k ? 0 : c.values ? c.num_kv_heads : 1;  // heads
     const int64_t num_writes = (int64_t)p.num_sequences * num_written;
     const int64_t num_reads = (int64_t)p.num_items * c.num_kv_heads;
     const Scratch scratch(c.scratch + omp_get_thread_num() * Scratch(nullptr, z).bytes(), z);
     const TileScope tiles(uses_amx(z));
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < num_writes; i++) write_sequence<T>(c, z, scratch, i / num_written, i % num_written);
-    team.meet();
+    if (num_writes) team.meet();
 #pragma omp for schedule(dynamic) nowait
     for (int64_t i = 0; i < num_reads; i++)
         attend_item<T>(c, z, scratch, p.items[i / c.num_kv_heads], i % c.num_kv_heads);

@@ -34,7 +34,7 @@ struct AttentionPlan {
 // One layer. Strides are in elements; the last dimension is dense. Mirrored in attention.py.
 struct AttentionCall {
     const AttentionPlan* plan;
-    const void *q, *k, *v;             // [T, H, dk], [T, Hk, dk], [T, Hk, dv]
+    const void *q, *k, *v;             // [T, H, dk], [T, Hk, dk], [T, Hk, dv]; without k nothing is written
     void* out;                         // [T, H, dv]; heads are dense
     float* lse;                        // [T, H] log-sum-exp, or null
     void *keys, *values;               // the pool; without values, latents (see attention.cpp)

@@ -170,6 +170,14 @@ class KVLayer:
         """Arguments of the kernel: this pool's; `attend` sets those of the step."""
         self._address = ctypes.addressof(self.call)
 
+    @classmethod
+    def of_rows(cls, rows: Tensor, dim_v: int) -> "KVLayer":
+        """A pool of latents whose blocks are the rows [S, Dk] of a tensor, which it reads in place."""
+        layer = cls(0, 1, rows.shape[1], dim_v, block_size=1, dtype=rows.dtype, has_latents=True)
+        layer.num_blocks, layer.keys = len(rows), rows.unsqueeze(1)
+        layer.call.keys = address("rows", rows, rows.dtype, tuple(rows.shape))
+        return layer
+
     def tensors(self) -> Iterator[Tensor]:
         """The pool's tensors."""
         yield from (tensor for tensor in (self.keys, self.values) if tensor is not None)
@@ -178,8 +186,8 @@ class KVLayer:
         self,
         plan: AttentionPlan,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         params: AttentionParams,
         *,
         sinks: Tensor | None = None,
@@ -187,14 +195,13 @@ class KVLayer:
     ) -> Tensor:
         """Write k [T, Hk, Dk] and v [T, Hk, Dv] to their slots, then attend with q [T, H, Dk] -> [T, H, Dv].
 
-        All have the pool's dtype; of latents only `k` is read. `sinks` [H]: one extra logit per head in the softmax,
-        without a value. `lse` float32 [T, H] receives the log-sum-exp of each row's scores. Raises `ValueError` for
-        unreadable tensors.
+        All have the pool's dtype; of latents only `k` is read. Without `k` and `v` nothing is written. `sinks` [H]: one
+        extra logit per head in the softmax, without a value. `lse` float32 [T, H] receives the log-sum-exp of each
+        row's scores. Raises `ValueError` for unreadable tensors.
         """
         call, dtype = self.call, self.dtype
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_floats(name, x, num_dims=3)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        check_floats("q", q, num_dims=3)
+        q = _with_dense_channels(q)
         num_tokens, num_heads = plan.num_tokens, q.shape[1]
         if num_heads % self.num_kv_heads or not num_heads:
             raise argument_error("q", q, f"of a multiple of {self.num_kv_heads} heads, the keys'")
@@ -202,16 +209,15 @@ class KVLayer:
         out = q.new_empty(num_tokens, num_heads, call.dv)
         call.plan, call.out = plan.address, out.data_ptr()
         call.q = address("q", q, dtype, (num_tokens, num_heads, call.dk), strided_rows=True)
-        call.k = address("k", k, dtype, (num_tokens, self.num_kv_heads, call.dk), strided_rows=True)
-        call.v = address("v", v, dtype, (num_tokens, self.num_kv_heads, call.dv), strided_rows=True)
+        call.k = call.v = None
+        if k is not None and v is not None:
+            k, v = self._set_written(num_tokens, k, v)
         call.lse = None if lse is None else address("lse", lse, torch.float32, (num_tokens, num_heads))
         if sinks is not None and not sinks.is_floating_point():
             raise argument_error("sinks", sinks, f"a tensor of floats [{num_heads}]")
         sinks = None if sinks is None else sinks.float().contiguous()
         call.sinks = None if sinks is None else address("sinks", sinks, torch.float32, (num_heads,))
         call.q_token, call.q_head, _ = q.stride()
-        call.k_token, call.k_head, _ = k.stride()
-        call.v_token, call.v_head, _ = v.stride()
         call.out_token = num_heads * call.dv
         call.num_tokens, call.num_heads, call.num_threads = num_tokens, num_heads, plan.num_threads
         call.scale, call.sliding_window, call.softcap = params
@@ -221,6 +227,21 @@ class KVLayer:
         call.scratch = plan.scratch(kernels.attention_scratch(self._address))
         kernels.attention(self._address)
         return out
+
+    def _set_written(self, num_tokens: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Set the keys and values that the call writes; returns those that it reads, to be kept until it ends."""
+        check_floats("k", k, num_dims=3)
+        check_floats("v", v, num_dims=3)
+        k, v, call = _with_dense_channels(k), _with_dense_channels(v), self.call
+        call.k = address("k", k, self.dtype, (num_tokens, self.num_kv_heads, call.dk), strided_rows=True)
+        call.v = address("v", v, self.dtype, (num_tokens, self.num_kv_heads, call.dv), strided_rows=True)
+        call.k_token, call.k_head, _ = k.stride()
+        call.v_token, call.v_head, _ = v.stride()
+        return k, v
+
+
+def _with_dense_channels(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def num_parts(num_heads: int, wanted: int = 1) -> int:

@@ -27,12 +27,14 @@ from rollout_engine.model.modules.composites import (
 )
 from rollout_engine.model.modules.construct import construct
 from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.modules.indexed_attention import unserved_indexers
 from rollout_engine.model.modules.mixers import unserved_mixers
 from rollout_engine.model.modules.one_thread import one_thread
 
 logger = logging.getLogger(__name__)
 
-_SERVED_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"}
+_SERVED_LAYERS = {"full_attention", "sliding_attention", "indexed_attention"}
+_SERVED_LAYERS |= {"linear_attention", "conv", "hybrid", "moe", "mlp"}
 """Kinds that configurations name; "linear_attention" is any recurrence, "hybrid" has one next to its attention."""
 
 
@@ -102,6 +104,7 @@ def admit(module: PreTrainedModel, whole: PretrainedConfig | None = None) -> lis
     try:
         with one_thread():
             _check_mixers(module)
+            _check_indexers(module)
             geometry = probe_geometry(module)
             check_numerics(module, geometry, whole)
     except Refusal as reason:
@@ -128,6 +131,11 @@ def _check_static(config: PretrainedConfig) -> None:
 def _check_mixers(module: PreTrainedModel) -> None:
     if others := unserved_mixers(module):
         raise Refusal(f"its layers compute over tokens by functions that are not served here: {'; '.join(others)}")
+
+
+def _check_indexers(module: PreTrainedModel) -> None:
+    if others := unserved_indexers(module):
+        raise Refusal(f"its attention chooses positions in a way that is not served here: {'; '.join(others)}")
 
 
 def _construct(

@@ -24,6 +24,7 @@ from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.composites import adopt_conversions, check_layouts, twin_with
 from rollout_engine.model.modules.construct import construct, initialize
 from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.modules.indexed_attention import index_attention
 from rollout_engine.model.modules.latent_attention import cache_latents, has_latents
 from rollout_engine.model.modules.layer_watch import layers_of
 from rollout_engine.model.modules.mixers import mixers_of, swap_mixers
@@ -103,6 +104,7 @@ def _small_twins(
             spread_weights(engine)
             if has_latents(module):
                 cache_latents(engine)
+                index_attention(engine)
             if mixers_of(module):
                 swap_mixers(engine)
             small_geometry = probe_geometry(engine)
@@ -167,6 +169,8 @@ def shorten_config(config: PretrainedConfig, kept: list[int]) -> PretrainedConfi
             setattr(small, name, 0)
     if getattr(small, "sliding_window", None):
         small.sliding_window = _WINDOW
+    if getattr(small, "index_topk", None):
+        small.index_topk = _WINDOW
     if rotary_limit(small) is None:  # the others read no position from there on
         _shorten_lengths(vars(small))
     return small
@@ -227,7 +231,8 @@ def _kind(layer: LayerGeometry) -> tuple[object, ...]:
     group = 0 if layer.has_latents else layer.num_heads // layer.num_kv_heads
     windowed = layer.sliding_window is not None
     own = layer.kv_layer is None
-    return layer.head_dim_k, layer.head_dim_v, layer.scale, layer.softcap, layer.has_sinks, group, windowed, own, state
+    sizes = layer.head_dim_k, layer.head_dim_v, layer.scale, layer.softcap, group
+    return *sizes, layer.has_sinks, windowed, own, state, layer.index_topk > 0, layer.index_dim
 
 
 def _settings(layer: nn.Module) -> list[object]:

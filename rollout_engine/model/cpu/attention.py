@@ -12,6 +12,7 @@ from rollout_engine.kernels.cpu import attention as compiled
 from rollout_engine.kernels.memory import release_pages, resident_bytes
 from rollout_engine.model.cpu.eager_attention import EagerPool
 from rollout_engine.model.cpu.flat_batch import FlatBatch
+from rollout_engine.model.cpu.indexed import IndexKeys
 from rollout_engine.model.cpu.states import CpuStatePool
 from rollout_engine.model.modules.attention_interface import attending
 from rollout_engine.model.modules.geometry import LayerGeometry, each_once, kv_pools
@@ -35,6 +36,7 @@ class CpuKVPool:
         pool = CompiledPool if compiled.supports(dtype) else EagerPool
         self._pool = pool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         self.states = CpuStatePool(geometry, num_slots=num_state_slots, dtype=dtype)
+        self._index_keys = IndexKeys(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         self.block_size = block_size
         self._shape = num_blocks, block_size
         self._columns: list[Tensor] = []
@@ -43,7 +45,8 @@ class CpuKVPool:
     @contextmanager
     def step(self, batch: FlatBatch) -> Iterator[None]:
         """Inside, attention and mixers of this thread's forwards run over the chunks of `batch`."""
-        with attending(self._pool.step(batch)), self.states.step(batch.states):
+        step = self._index_keys.step(self._pool.step(batch), self._pool.latents, batch.columns)
+        with attending(step), self.states.step(batch.states):
             yield
 
     def add_column(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -74,6 +77,7 @@ class CpuKVPool:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of KV; blocks are the first dimension of its shape."""
         yield from self._pool.tensors()
+        yield from self._index_keys.layers.values()
         yield from self._columns
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -110,6 +114,10 @@ class CompiledPool:
         """Every tensor of the pool; blocks are the first dimension of its shape."""
         for layer in each_once(self.layers.values()):
             yield from layer.tensors()
+
+    def latents(self, layer: int) -> Tensor:
+        """The latents of a layer that caches them, [num_blocks, block_size, D]."""
+        return self.layers[layer].keys
 
     def plan(self, batch: FlatBatch) -> compiled.AttentionPlan:
         """Plan attention of `batch`."""

@@ -33,6 +33,10 @@ class EagerPool:
         for layer in each_once(self.layers.values()):
             yield from layer
 
+    def latents(self, layer: int) -> Tensor:
+        """The latents of a layer that caches them, [num_blocks, block_size, D]."""
+        return self.layers[layer][0][:, 0]
+
     def step(self, batch: FlatBatch) -> "EagerStep":
         """Plan attention of `batch`."""
         return EagerStep(self, batch.chunks(self.block_size))

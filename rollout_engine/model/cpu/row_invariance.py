@@ -26,6 +26,7 @@ from rollout_engine.model.cpu.experts import (
 from rollout_engine.model.cpu.own_forwards import SCORES, swap_router_calls
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.expert_patterns import expert_form, router_pattern
+from rollout_engine.model.modules.indexed_attention import index_attention
 from rollout_engine.model.modules.latent_attention import LatentProjection, cache_latents
 from rollout_engine.model.modules.mixers import MixerConvolution, mixers_of, swap_mixers
 from rollout_engine.model.modules.module_patterns import (
@@ -52,6 +53,7 @@ def make_row_invariant(module: nn.Module) -> None:
     Attention that expands latents caches these instead. Parameters, their names and their tying stay as they are.
     """
     cache_latents(module)
+    index_attention(module)
     swap_mixers(module)
     for mixer in mixers_of(module):
         for child in mixer.modules():

@@ -32,6 +32,7 @@ from rollout_engine.model.cuda.gradients import (
 )
 from rollout_engine.model.modules.attention_interface import rollout_attention
 from rollout_engine.model.modules.expert_patterns import expert_form, router_pattern
+from rollout_engine.model.modules.indexed_attention import has_indexers
 from rollout_engine.model.modules.latent_attention import LatentProjection, cache_latents, use_latent_kernels
 from rollout_engine.model.modules.module_patterns import children_of_one_dtype, is_gated_mlp, rms_norm_epsilon
 from rollout_engine.model.modules.own_forwards import OwnForward, RowScores, names_a_gate, swap_calls, swap_own_router
@@ -53,6 +54,10 @@ def make_row_invariant(module: nn.Module) -> None:
     their input keep torch's own. Attention that expands latents caches latents instead.
     """
     cache_latents(module)
+    if has_indexers(module):
+        raise ConfigError(
+            f"{type(module).__name__} attends to positions that an indexer chooses, which is exact on a CPU alone."
+        )
     use_latent_kernels(module, LATENT_KERNELS)
     for child in children_of_one_dtype(module):
         if hasattr(child, "inv_freq"):

@@ -25,6 +25,7 @@ from rollout_engine.model.modules.composites import PICTURES, PartNames, adopt_c
 from rollout_engine.model.modules.construct import initialize, place_on
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_of, with_labels
+from rollout_engine.model.modules.indexed_attention import has_indexers, index_attention
 from rollout_engine.model.modules.latent_attention import cache_latents
 from rollout_engine.model.modules.loaded_model import LoadedModel, ModelFiles
 from rollout_engine.model.modules.mixers import is_mixer, swap_mixers
@@ -126,9 +127,24 @@ def _admit(
         raise ConfigError(
             f"{type(module).__name__} has layers that keep a state, and these run on a CPU alone. Use device='cpu'."
         )
+    if has_indexers(module):
+        _check_indexed(module, device, has_ranks=has_ranks)
     if device == _CPU or not has_ranks:
         cache_latents(module)
+        index_attention(module)
     return admit(module, hf_config)
+
+
+def _check_indexed(module: PreTrainedModel, device: torch.device, *, has_ranks: bool) -> None:
+    """Raise `ConfigError` if a module with indexers is to run elsewhere than on the CPU in one process."""
+    name = type(module).__name__
+    if device != _CPU:
+        raise ConfigError(f"{name} attends to positions that an indexer chooses, on a CPU alone. Use device='cpu'.")
+    if has_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size: {name} attends to positions that an indexer chooses, and is served by one process. "
+            "Leave tensor_parallel_size out."
+        )
 
 
 def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedModel:

@@ -47,8 +47,12 @@ _KNOWN = {
     | {"model", "lm_head", "vocab_size", "num_experts", "num_experts_per_tok", "router_aux_loss_coef"}
     | {"config.output_router_logits", "config.logits_scaling"},
     "latents": {"kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"},
+    "indexer": {"wq_b", "wk", "k_norm", "weights_proj", "n_heads", "head_dim", "qk_rope_head_dim", "softmax_scale"}
+    | {"index_topk", "layer_idx"},
 }
 """Names that a forward may read: its parts, sizes, and numbers that act on every token alike."""
+_MODELS = {"indexer": "DeepSeek-V3.2's"}
+"""Whose forward that of a kind should be like; "Llama's" for all others."""
 
 
 class _Trial:
@@ -93,7 +97,8 @@ def unmatched_reason(
     except Mismatch as problem:
         return f"{name} {problem}"
     except Exception as problem:  # foreign modules may fail in any way
-        return f"{name} does not run as Llama's does ({type(problem).__name__}: {problem})"
+        model = _MODELS.get(kind, "Llama's")
+        return f"{name} does not run as {model} does ({type(problem).__name__}: {problem})"
     if strangers := sorted(trial.reads - _KNOWN[kind]):
         return f"{name} reads {', '.join(strangers)}, which its pattern does not allow"
     return None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.model.modules.indexed_attention import Index
 from rollout_engine.model.modules.latent_attention import products_of
 from rollout_engine.model.modules.state_geometry import StateCall, StateGeometry, recording_states, states_by_layer
 
@@ -48,6 +49,10 @@ class LayerGeometry(msgspec.Struct, frozen=True):
     """The earlier layer whose keys and values it reads; None: its own."""
     state: StateGeometry | None = None
     """The states that it keeps of a sequence; None: it keeps none."""
+    index_topk: int = 0
+    """A query attends to this many positions at most, which an indexer chooses; 0: to all that are visible."""
+    index_dim: int = 0
+    """Channels of the key that its own indexer caches; 0: it has none, or reads the choice of an earlier layer."""
 
     @classmethod
     def without_attention(cls, state: StateGeometry | None) -> "LayerGeometry":
@@ -64,7 +69,7 @@ class LayerGeometry(msgspec.Struct, frozen=True):
         """Numbers that the KV pool holds of each token."""
         if self.kv_layer is not None:
             return 0
-        return self.num_kv_heads * (self.head_dim_k + (0 if self.has_latents else self.head_dim_v))
+        return self.num_kv_heads * (self.head_dim_k + (0 if self.has_latents else self.head_dim_v)) + self.index_dim
 
     @property
     def attention_params(self) -> AttentionParams:
@@ -188,13 +193,15 @@ def _probe_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    indices: object = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Replaces attention: q [1, H, T, Dk], k [1, Hk, T, Dk], v [1, Hk, T, Dv] -> zeros [1, T, H, Dv]."""
     window = sliding_window or None
     _check_call(module, attention_mask, window, is_causal, kwargs)
-    calls = _calls.get()
+    calls, layer_idx = _calls.get(), getattr(module, "layer_idx", None)
     latents = products_of(module, key, value)
+    index = _checked_index(indices, plain=not (window or softcap or s_aux is not None) and latents is not None)
     geometry = LayerGeometry(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -206,10 +213,23 @@ def _probe_attention(
         has_sinks=s_aux is not None,
         has_latents=latents is not None,
         kv_layer=next((call.layer_idx for call in calls if call.key is key and call.value is value), None),
+        index_topk=0 if index is None else index.topk,
+        index_dim=index.keys.shape[-1] if index is not None and index.layer == layer_idx else 0,
     )
-    calls.append(_Call(getattr(module, "layer_idx", None), geometry, key, value))
+    calls.append(_Call(layer_idx, geometry, key, value))
     size = value.shape[-1] if latents is None else latents.value_size
     return query.new_zeros(1, query.shape[2], query.shape[1], size), None
+
+
+def _checked_index(indices: object, *, plain: bool) -> Index | None:
+    """The index that attention was given; `plain`: it is over latents, without a window, a soft cap or sinks."""
+    if indices is None:
+        return None
+    if not isinstance(indices, Index):
+        raise Refusal("it gives attention indices that this engine does not know")
+    if not plain:
+        raise Refusal("an indexer chooses positions for attention with a window, a soft cap, sinks or expanded keys")
+    return indices
 
 
 def _check_call(
