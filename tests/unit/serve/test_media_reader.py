@@ -92,7 +92,7 @@ def test_pictures_of_prompts_are_read_in_their_places():
         (chat({"type": "image", "image": "/etc/passwd"}), "messages[1]['content'][0]['image']"),
         (chat({"type": "image_url", "image_url": {"url": None}}), "messages[1]['content'][0]['image_url']"),
         (chat({"type": "image", "image": {"bytes": TEXT}}), "messages[1]['content'][0]['image']"),
-        (chat({"type": "input_image", "file_id": "a"}), "messages[1]['content'][0]['image_url']"),
+        (chat({"type": "input_image", "file_id": "a"}), "messages[1]['content'][0]['file_id']"),
         (chat({"type": "image", "image": URL, "min_pixels": 9}), "messages[1]['content'][0]['min_pixels']"),
         (
             chat({"type": "image_url", "image_url": {"url": URL, "detail": "low"}}),
