@@ -34,7 +34,7 @@ class MediaReader:
 
     Args:
         read_image: processes the file of a picture for the model (`InputProcessor.read_image`).
-        max_prompt_pictures: most pictures of one prompt.
+        max_prompt_pictures: most pictures of one prompt; 0: `read_image` refuses all.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class MediaReader:
         sources = await asked.read_fields(sources_of, asked.body)
         if not sources:
             return
+        if not self._max_prompt_pictures:
+            self._read_image(b"", sources[0].field)  # names the reason, before anything is downloaded
         is_batch = hasattr(asked.body, "image_data")
         most = _MOST_PICTURES if is_batch else self._max_prompt_pictures
         if len(sources) > most:
