@@ -15,7 +15,7 @@ _KEYS = {"image": "image", "image_url": "image_url", "input_image": "image_url"}
 """Type of a part -> the key of its image. The last is that of OpenAI's responses."""
 _INSTEAD = "url", "path", "base64"
 _NOT_READ = {"type", "detail", "uuid"}
-"""Further keys of a part, of OpenAI and vLLM; they change no prompt."""
+"""Further keys of a part, of OpenAI and vLLM; none changes a prompt."""
 _OTHER_MEDIA = {
     "video": "Videos are not served: give frames as images.",
     "video_url": "Videos are not served: give frames as images.",
@@ -58,6 +58,9 @@ def as_picture_part(part: Mapping[str, Any], field: str) -> dict[str, Any]:
         return {"type": kind} if part.get("image") is None else {"type": kind, "image": part["image"]}
     held = part.get(key)
     url = held.get("url") if isinstance(held, Mapping) else held
+    detail = held.get("detail") if isinstance(held, Mapping) else None
+    if detail not in (None, "auto", "high"):
+        raise RequestError.for_field(f"{field}[{key!r}]['detail']", detail, "'auto', 'high' or left out")
     if isinstance(url, str) and not url.startswith("data:"):
         hint = "No URL is fetched: give {'type': 'image', 'image': ...} with a path or bytes."
         raise RequestError.for_field(f"{field}[{key!r}]", describe_image(url), "a data URL (data:image/...)", hint)

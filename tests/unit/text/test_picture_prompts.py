@@ -208,6 +208,11 @@ BAD = {
         "messages[0]['content'][0]['image_url']",
         "a data URL",
     ),
+    "less detail": (
+        user({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}),
+        "messages[0]['content'][0]['image_url']['detail']",
+        "'auto', 'high' or left out",
+    ),
     "another key": (user({"type": "image", "url": "a"}), "messages[0]['content'][0]['url']", "as 'image'"),
     "a processor's option": (
         user(PICTURE | {"min_pixels": 3}),
