@@ -1,4 +1,4 @@
-"""What pictures add to a step: features in the place of embeddings, and positions on three axes."""
+"""Inputs of a step that pictures add: features in the place of embeddings, and positions on three axes."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ class SequencesWithPictures:
                     self._of[new.sequence_id] = problem
 
     def inputs(self, scheduled: Sequence[ScheduledSequence], starts: np.ndarray) -> PictureInputs | None:
-        """What pictures add to a step; `starts`: int64 [N + 1], the first token of each chunk in the flat batch.
+        """The inputs that pictures add to a step; `starts`: int64 [N + 1], the first token of each chunk in the flat batch.
 
         None if they add nothing. Raises `SequenceError` for a sequence whose pictures cannot be computed.
         """
@@ -128,7 +128,7 @@ class ChunkPictures(NamedTuple):
 
 
 def inputs_of(chunks: Sequence[ChunkPictures], encoder: PictureEncoder) -> PictureInputs | None:
-    """What pictures add to the chunks of a flat batch, end to end; None if they add nothing."""
+    """The inputs that pictures add to the chunks of a flat batch, end to end; None if they add nothing."""
     found = list(_features_of(chunks, encoder))
     positions = _positions_of(chunks)
     if not found:
