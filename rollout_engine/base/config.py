@@ -180,8 +180,8 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most bytes of pictures that an engine in another process keeps of each client, so that a picture that several
     requests share is sent once (`reset_mm_cache`)."""
     encoder_cache_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**50)] = 1 << 30
-    """Most bytes of the vision tower's outputs that are kept where the model runs, so that a picture that several
-    requests share is encoded once for each version of the tower's weights (`reset_encoder_cache`)."""
+    """Most bytes of the vision tower's outputs that each rank keeps, so that a picture that several requests share is
+    encoded once for each version of the tower's weights (`reset_encoder_cache`)."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     """Root of the sequence seeds of requests that name none."""
     deterministic: bool | Literal["auto"] = "auto"

@@ -55,7 +55,7 @@ class ChatRenderer:
     ) -> str:
         """Render messages that `as_messages` returned; options as in `ChatOptions`. Raises `RequestError`.
 
-        The template decides what it writes for a picture. Those that it leaves out are not missed here.
+        The template writes something for a picture, or nothing: the caller counts placeholders.
         """
         _require_few_roles(messages)
         messages = without_images(messages)

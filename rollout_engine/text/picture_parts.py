@@ -1,4 +1,4 @@
-"""Pictures in the content of messages: the parts that hold them, their images, and what a chat template is shown.
+"""Pictures in the content of messages: the parts that hold them, and messages without images for chat templates.
 
     {"type": "image", "image": ...}    {"type": "image_url", "image_url": {"url": "data:..."}}
 
@@ -37,7 +37,7 @@ def holds_pictures(prompt: Any) -> bool:
         prompt = prompt.get("messages", prompt.get("prompt"))
     if not (_is_list(prompt) and prompt and isinstance(prompt[0], Mapping)):
         return False
-    contents = (each.get("content") for each in prompt if isinstance(each, Mapping))
+    contents: list[Any] = [each.get("content") for each in prompt if isinstance(each, Mapping)]
     return any(_is_list(content) and any(map(is_picture, content)) for content in contents)
 
 

@@ -1,7 +1,7 @@
 """Makes arrays and placeholder text of images by a checkpoint's own processor, transformers' class for it.
 
 The image processor is always the one on Pillow and numpy: the one on torchvision rounds otherwise, and bits would
-depend on what is installed.
+depend on the packages that are installed.
 """
 
 import copy
@@ -16,7 +16,7 @@ import numpy as np
 import transformers
 from PIL import Image
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import Picture
@@ -24,7 +24,7 @@ from rollout_engine.text.pictures import MAX_PIXELS, describe_image, read_image
 from rollout_engine.text.pixtral_rows import PixtralRows
 
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
-"""What a processor returns of the text; the other outputs are of the picture."""
+"""Outputs of a processor that describe the text; the others are of the picture."""
 _OWN_CLASSES: dict[str, Callable[..., Any]] = {"PixtralProcessor": PixtralRows}
 """Ours for processors that need torchvision."""
 _SAME_TEXT = {"SmolVLMProcessor": "Idefics3Processor"}
@@ -43,7 +43,7 @@ class ReadPicture(NamedTuple):
 
     picture: Picture
     text: str
-    """The text that stands for it: a placeholder for each feature, and what the processor writes around them."""
+    """The text that stands for it: a placeholder for each feature, and the tokens that the processor adds."""
 
 
 class PictureProcessor:
@@ -76,8 +76,8 @@ class PictureProcessor:
         except Exception as problem:  # a file that is damaged, or a package that is missing, raises anything
             reason = str(problem).strip().partition("\n")[0].removesuffix(".")
             raise RequestError(
-                f"Pictures cannot be read: the processor of this checkpoint cannot be made: {reason}. Install what it "
-                'needs, or give pictures that are processed already: {"prompt_token_ids": ..., "pictures": [...]}.'
+                f"Pictures cannot be read: the processor of this checkpoint cannot be made: {reason}. Install its "
+                'packages, or give pictures that are processed already: {"prompt_token_ids": ..., "pictures": [...]}.'
             ) from problem
 
     def read(self, value: Any, field: str) -> ReadPicture:
@@ -88,7 +88,7 @@ class PictureProcessor:
             return self._find(value, field)
         image = read_image(value, field, max_pixels=self._max_pixels)
         pixels = np.asarray(image)
-        key = blake2b(pixels, digest_size=16, salt=_size_salt(image)).digest()
+        key = blake2b(pixels.data, digest_size=16, salt=_size_salt(image)).digest()
         with self._lock:
             found = self._known.pop(key, None)
             if found is None:
@@ -141,27 +141,28 @@ def _make_processor(directory: Path, hf: PreTrainedTokenizerBase) -> Any:
     images = AutoImageProcessor.from_pretrained(
         directory, backend="pil", trust_remote_code=False, local_files_only=True
     )
-    name = found.get("processor_class") or getattr(images, "_processor_class", None) or _class_by_type(directory)
+    name = str(found.get("processor_class") or getattr(images, "_processor_class", None) or _class_by_type(directory))
     if all(getattr(hf, token, usual) == usual for token, usual in _USUAL_TOKENS.items()):
         name = _SAME_TEXT.get(name, name)
     if (own := _OWN_CLASSES.get(name)) is not None:
         return own(images, hf, found)
-    base = getattr(transformers, str(name), None)
+    base = getattr(transformers, name, None)
     if not (isinstance(base, type) and issubclass(base, ProcessorMixin)):
         raise ValueError(f"its class {name!r} is not one of transformers {transformers.__version__}")
-    made = type(base.__name__, (_ImagesAlone, base), {})
+    made: Any = type(base.__name__, (_ImagesAlone, base), {})
     parts = {"image_processor": images, "tokenizer": hf}
     return made.from_args_and_dict([parts.get(each) for each in base.get_attributes()], found)
 
 
 def _class_by_type(directory: Path) -> str | None:
     config, _ = transformers.PreTrainedConfig.get_config_dict(directory, local_files_only=True)
-    return PROCESSOR_MAPPING_NAMES.get(config.get("model_type"))
+    name: str | None = PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
+    return name
 
 
-class _ImagesAlone:
+class _ImagesAlone(ProcessorMixin):
     """Lets a processor have no part for videos and sounds, which need packages that pictures do not."""
 
-    def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
         """Check a part's class, if it is there."""
-        return type(None) if argument is None else super().check_argument_for_proper_class(name, argument)  # type: ignore[misc]
+        return type(None) if argument is None else super().check_argument_for_proper_class(argument_name, argument)

@@ -1,7 +1,7 @@
 """Reads images as users give them: bounded before they are decoded, upright, in RGB.
 
 An image is a `PIL.Image`, an array of uint8 in [height, width] or [height, width, 1, 3 or 4], the path of a file, the
-bytes of one, or a data URL. Errors describe an image by its size, and show nothing of what is in it.
+bytes of one, or a data URL. Errors describe an image by its size, and show none of its contents.
 """
 
 import os
@@ -34,7 +34,7 @@ _WHITE = (255, 255, 255, 255)
 def read_image(value: Any, field: str, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Read an image in RGB, turned upright by its EXIF data. Raises `RequestError` that names `field`.
 
-    What is transparent becomes white. Files with several frames are refused: a frame is an image of its own.
+    Transparent pixels become white. Files with several frames are refused: a frame is an image of its own.
     """
     image, shown = _open_image(value, field)
     width, height = image.size
@@ -145,7 +145,7 @@ def _image_of_array(value: Any, field: str) -> Image.Image:
 
 
 def _as_rgb(image: Image.Image, field: str) -> Image.Image:
-    """Decode an image into RGB, on white where it is transparent, as transformers does."""
+    """Decode an image into RGB, its transparent pixels on white, as transformers does."""
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):

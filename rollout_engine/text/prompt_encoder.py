@@ -45,8 +45,8 @@ class PromptEncoder:
         if self._codec is None:
             bound = "token ids: the engine has no tokenizer (skip_tokenizer_init=True)"
             raise RequestError.for_field(kind, fields[kind], bound)
-        text, adds = self._text_of(self._codec, fields)
         read = self._pictures.read_all(images_in(fields))
+        text, adds = self._text_of(self._codec, fields)
         if not read:
             self._pictures.check_text(text, fields)
         expanded = self._pictures.expand_text(text, read, fields) if read else text

@@ -5,9 +5,9 @@
 
 Token ids may be an array or tensor of one dimension. Dictionaries may also carry "multi_modal_data" ({"image": [...]},
 the images of its placeholders), "cache_salt", "lora_request" (an adapter that the engine has, or its name), with a text
-"add_special_tokens" (False: none that the tokenizer adds by itself), with token ids "pictures" (`PlacedPicture`s; the
-ids have all their placeholders), and with a conversation the options of `ChatOptions`. A list of any of these is a
-batch; a list that starts with an int or with a message (a dictionary with "role" or "content") is one prompt.
+"add_special_tokens" (False: the tokenizer adds none), with token ids "pictures" (`PlacedPicture`s; the ids have all
+their placeholders), and with a conversation the options of `ChatOptions`. A list of any of these is a batch; a list
+that starts with an int or with a message (a dictionary with "role" or "content") is one prompt.
 """
 
 import inspect
@@ -44,7 +44,7 @@ _POOLING_VERBS = ("encode", "reward")
 _PEERS = {
     "vLLM's": {
         "multi_modal_uuids": "pictures are known by their pixels; leave it out",
-        "mm_processor_kwargs": "pictures are processed as the checkpoint's files say; leave it out",
+        "mm_processor_kwargs": "the checkpoint's files set how pictures are processed; leave it out",
     }
     | dict.fromkeys(("prompt_embeds", "encoder_prompt"), "a prompt is text or token ids"),
     "Hugging Face's": {

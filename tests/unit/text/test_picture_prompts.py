@@ -174,9 +174,9 @@ def text(words):
 BAD = {
     "a placeholder in a text": (user(text(f"See {PAD}")), "messages[0]['content'][0]['text']", "stands for a picture"),
     "one beside a picture": (user(PICTURE, text(PAD)), "messages[0]['content'][1]['text']", "stands for a picture"),
-    "in a tool": (
-        user(PICTURE, tools=[{"type": "function", "function": {"name": "f", "description": PAD}}]),
-        "tools[0]['function']['description']",
+    "in a variable": (
+        user(PICTURE, chat_template_kwargs={"note": PAD}),
+        "chat_template_kwargs['note']",
         "stands for a picture",
     ),
     "in a prompt": ({"prompt": f"a {PAD}"}, "prompt", "stands for a picture"),
@@ -185,9 +185,13 @@ BAD = {
     "fewer for ids": (
         {"prompt_token_ids": [5, 261, 261], "multi_modal_data": {"image": [ONE]}},
         "prompt_token_ids",
-        "one for each of 1 pictures (id 261)",
+        "as many as pictures (id 261): 1, or expanded: 20",
     ),
-    "none for ids": ({"prompt_token_ids": [5], "multi_modal_data": {"image": [ONE]}}, "prompt_token_ids", "0 placeh"),
+    "none for ids": (
+        {"prompt_token_ids": [5], "multi_modal_data": {"image": [ONE]}},
+        "prompt_token_ids",
+        "placeholders: 0",
+    ),
     "no image": (user({"type": "image"}), "messages[0]['content'][0]['image']", "an image, or one more"),
     "one too many": (
         user(PICTURE, multi_modal_data={"image": [ONE]}),
@@ -227,13 +231,13 @@ def test_what_is_not_one_image_for_each_placeholder_is_refused_by_its_part(qwen,
     assert caught.value.field == field and words in str(caught.value)
 
 
-@pytest.mark.parametrize("span", [(1, 1), (0, 2), (1, 5), (2, 1), (1, 9)])
 def test_an_observation_with_a_placeholder_is_refused(qwen):
     qwen.pictures.check_messages([{"role": "user", "content": [PICTURE, text("a")]}])
     with pytest.raises(RequestError, match=r"messages\[0\]\['content'\]='<|image_pad|>' is not allowed"):
         qwen.pictures.check_messages([{"role": "tool", "content": PAD}])
 
 
+@pytest.mark.parametrize("span", [(1, 1), (0, 2), (1, 5), (2, 1), (1, 9)])
 def test_places_that_are_none_are_refused(qwen, span):
     picture = qwen.read_image(ONE).picture
     with pytest.raises(RequestError, match=r"pictures\[0\]"):

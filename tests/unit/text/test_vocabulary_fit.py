@@ -17,7 +17,13 @@ EOS = 2
 
 def end_ids_with(tokenizer, named=(), vocab_size=259, **params):
     sizes = SimpleNamespace(
-        max_model_len=64, vocab_size=vocab_size, eos_token_ids=list(named), generates=True, pooling=None, routing=None
+        max_model_len=64,
+        vocab_size=vocab_size,
+        eos_token_ids=list(named),
+        generates=True,
+        pooling=None,
+        routing=None,
+        pictures=None,
     )
     codec = None if tokenizer is None else TextCodec(tokenizer)
     inputs = InputProcessor.from_config(EngineConfig(model="some"), codec, sizes)
