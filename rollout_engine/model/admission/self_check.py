@@ -59,7 +59,7 @@ def check_numerics(
     _check_far_geometry(twins[0], twins[2], starts)
     for place, compare in (("", _relative_error), (" at far positions", partial(_relative_far_error, starts=starts))):
         try:
-            with _without_advice():
+            with without_advice():
                 error = compare(*twins)
         except Exception as problem:  # ours or the module's: either way it cannot run over the paged cache
             raise Refusal(
@@ -73,7 +73,7 @@ def check_numerics(
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
+def without_advice() -> Iterator[None]:
     """Inside, transformers does not advise to install packages for its own forwards, which only the check runs."""
     logger = logging.getLogger("transformers.integrations.hub_kernels")
     level = logger.level
@@ -299,6 +299,7 @@ def paged_model(engine: PreTrainedModel, geometry: list[LayerGeometry], tables: 
 
 
 def shuffled_tables(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Block tables of sequences of these lengths, over shuffled blocks."""
     counts = [-(-n // _BLOCK_SIZE) for n in lengths]
     free = random.Random(0).sample(range(sum(counts)), sum(counts))
     return [[free.pop() for _ in range(count)] for count in counts]

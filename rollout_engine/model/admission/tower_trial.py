@@ -1,4 +1,4 @@
-"""The trial of a composite's pictures, for engines and trainers alike: they must be what transformers computes.
+"""The trial of a composite's pictures, for engines and trainers alike: they must equal those of transformers.
 
 A small copy (few layers of text and tower, widths as they are, float32) encodes random pictures, and computes prompts
 with them in chunks over paged KV. Features and logits are compared with those of transformers' own forward of the
@@ -27,6 +27,7 @@ from rollout_engine.model.admission.self_check import (
     shuffled_tables,
     spread_weights,
     thin_config,
+    without_advice,
 )
 from rollout_engine.model.cpu.flat_batch import SequenceChunk
 from rollout_engine.model.cpu.row_invariance import make_row_invariant
@@ -66,7 +67,7 @@ def tower_refusal(config: PretrainedConfig) -> str:
     name = (config.architectures or [type(config).__name__])[0]
     started = time.perf_counter()
     try:
-        with one_thread():
+        with one_thread(), without_advice():
             _check_pictures(config)
     except Refusal as reason:
         return f"Pictures of {name} cannot be computed exactly: {reason}."
@@ -90,8 +91,10 @@ def _check_pictures(config: PretrainedConfig) -> None:
             problem = failure
     else:
         raise Refusal(f"no small copy of it encodes a picture ({type(problem).__name__}: {problem})")
-    _compare_features(twins.tower, pictures, expected)
+    products = _compare_features(twins.tower, pictures, expected)
     _compare_logits(twins, pictures, [len(rows) for rows, *_ in expected])
+    if products:
+        raise Refusal(f"its tower has products of its own ({', '.join(sorted(products))})")
 
 
 class _Twins(NamedTuple):
@@ -183,7 +186,7 @@ def _sample_picture(whole: Any, seed: int) -> dict[str, Tensor]:
     vision, names = whole.config.vision_config, inspect.signature(whole.get_image_features).parameters
     generator = torch.Generator().manual_seed(seed)
     patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    channels: int = vision.in_channels if hasattr(vision, "in_channels") else vision.num_channels
     if "image_grid_thw" in names:
         merge = vision.spatial_merge_size
         height, width = (2 + seed) * merge, 3 * merge
@@ -192,16 +195,12 @@ def _sample_picture(whole: Any, seed: int) -> dict[str, Tensor]:
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
     if "image_sizes" in names or vision.model_type == "pixtral":
         side = patch * getattr(whole.config, "spatial_merge_size", 1)
-        shape = (1, channels, 2 * side, 3 * side)
-        return {
-            "pixel_values": torch.randn(shape, generator=generator),
-            "image_sizes": torch.tensor([shape[2:]]),
-        }
+        pixels = torch.randn(1, channels, 2 * side, 3 * side, generator=generator)
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([pixels.shape[2:]])}
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     if "pixel_attention_mask" in names:
-        shape = (1, 2, channels, size, size)
-        mask = torch.ones(1, 2, size, size, dtype=torch.int64)
-        return {"pixel_values": torch.randn(shape, generator=generator), "pixel_attention_mask": mask}
+        pixels = torch.randn(1, 2, channels, size, size, generator=generator)
+        return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, 2, size, size, dtype=torch.int64)}
     return {"pixel_values": torch.randn(1, channels, size, size, generator=generator)}
 
 
@@ -214,19 +213,19 @@ def _features(whole: Any, picture: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _compare_features(tower: nn.Module, pictures: list[dict[str, Tensor]], expected: list[list[Tensor]]) -> None:
+def _compare_features(tower: nn.Module, pictures: list[dict[str, Tensor]], expected: list[list[Tensor]]) -> set[str]:
+    """Raise `Refusal` for other features than `expected`. Returns the products that torch computes for them."""
+    watch = _Products()
     for picture, wanted in zip(pictures, expected, strict=True):
-        watch = _Products()
         with watch:
             found = encode_picture(tower, picture)
-        if watch.found:
-            raise Refusal(f"its tower has products of its own ({', '.join(sorted(watch.found))})")
         ours = [found.rows, *found.deepstack]
         if [each.shape for each in ours] != [each.shape for each in wanted]:
             raise Refusal("its features have other shapes than transformers' own")
         error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, wanted, strict=True))
         if not error <= TOLERANCE:
             raise Refusal(f"on a small copy its features differ from transformers' own by {error:.1e} of the largest")
+    return watch.found
 
 
 class _Products(TorchDispatchMode):
