@@ -90,7 +90,7 @@ class SequencesWithPictures:
                 given = new.token_ids, new.pictures, self.image_token_id
                 try:
                     self._of[new.sequence_id] = SequencePictures.of(self.encoder, *given)
-                except Exception as problem:  # raised when it is computed: steps that only note it go on
+                except Exception as problem:  # raised in the step that computes it
                     self._of[new.sequence_id] = problem
 
     def inputs(self, scheduled: Sequence[ScheduledSequence], starts: np.ndarray) -> PictureInputs | None:
