@@ -216,7 +216,7 @@ def test_pictures_that_do_not_fit_are_refused_with_numbers_and_rows(source_of):
     refused(r"placeholder tokens \(id 261\) of all rows end behind 5 of them",
             pixel_values=torch.cat([fewer, fewer[-size:]]), image_grid_thw=torch.cat([grids, grids[-1:]]))  # fmt: skip
     refused("describes pictures of .* patches, and pixel_values has", pixel_values=fewer[:-1])
-    refused("came without pixel_values", pixel_values=None)
+    refused("without pixel_values", pixel_values=None)
     refused(r"mm_token_type_ids must be integers \(4, \d+\)", mm_token_type_ids=given["mm_token_type_ids"][:, 1:])
     refused("videos and audio are not served", mm_token_type_ids=given["mm_token_type_ids"] * 2)
     refused("pixel_values_videos", pixel_values_videos=fewer)
