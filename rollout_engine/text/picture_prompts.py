@@ -138,7 +138,7 @@ class PicturePrompts:
             kind = "messages" if "messages" in fields else "prompt"
             whose = "the chat template writes" if "messages" in fields else "the text has"
             bound = f"one placeholder {placeholder!r} for each picture: {whose} {len(parts)}"
-            raise RequestError.for_field(kind, f"{len(read)} pictures", bound)
+            raise RequestError.for_field(kind, f"pictures: {len(read)}", bound)
         return before + "".join(each.text + part for each, part in zip(read, parts, strict=True))
 
     def place(self, token_ids: Sequence[int], read: Sequence[ReadPicture], field: str) -> list[PlacedPicture]:
@@ -146,8 +146,8 @@ class PicturePrompts:
         positions = [i for i, each in enumerate(token_ids) if each == self._image_token_id]
         counts = [each.text.count(self._image_token) for each in read]
         if sum(counts) != len(positions):
-            bound = f"the {sum(counts)} placeholders (id {self._image_token_id}) of {len(read)} pictures"
-            raise RequestError.for_field(field, f"{len(positions)} placeholders", bound)
+            bound = f"as many as the pictures have (id {self._image_token_id}): {sum(counts)}"
+            raise RequestError.for_field(field, f"placeholders: {len(positions)}", bound)
         placed, first = [], 0
         for count, each in zip(counts, read, strict=True):
             placed.append(PlacedPicture(positions[first], positions[first + count - 1] + 1, each.picture))
@@ -169,8 +169,8 @@ class PicturePrompts:
         num_placeholders = sum(each in (single, self._image_token_id) for each in token_ids)
         if num_placeholders != len(read) or token_ids.count(single) != len(read):
             num_features = sum(each.count(self._image_token_id) for each in texts)
-            bound = f"one for each of {len(read)} pictures (id {single}), or all {num_features} of them expanded"
-            raise RequestError.for_field(field, f"{num_placeholders} placeholders", bound)
+            bound = f"as many as pictures (id {single}): {len(read)}, or expanded: {num_features}"
+            raise RequestError.for_field(field, f"placeholders: {num_placeholders}", bound)
         rest = iter(texts)
         expanded = [one for each in token_ids for one in (next(rest) if each == single else (each,))]
         return expanded, self.place(expanded, read, field)
@@ -257,7 +257,8 @@ class PicturePrompts:
                 for mark in marks:
                     if mark in text:
                         bound = f"a text without {mark!r}, which stands for a picture"
-                        raise RequestError.for_field(field, text, bound)
+                        hint = "Give its image in multi_modal_data." if name == "prompt" else ""
+                        raise RequestError.for_field(field, text, bound, hint)
 
 
 def images_in(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""The trial of a composite's pictures, for engines and trainers alike: they must be what transformers computes.
+"""The trial of a composite's pictures, for engines and trainers alike: they must equal those of transformers.
 
 A small copy (few layers of text and tower, widths as they are, float32) encodes random pictures, and computes prompts
 with them in chunks over paged KV. Features and logits are compared with those of transformers' own forward of the
@@ -186,7 +186,7 @@ def _sample_picture(whole: Any, seed: int) -> dict[str, Tensor]:
     vision, names = whole.config.vision_config, inspect.signature(whole.get_image_features).parameters
     generator = torch.Generator().manual_seed(seed)
     patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
-    channels: int = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    channels: int = vision.in_channels if hasattr(vision, "in_channels") else vision.num_channels
     if "image_grid_thw" in names:
         merge = vision.spatial_merge_size
         height, width = (2 + seed) * merge, 3 * merge

@@ -185,9 +185,13 @@ BAD = {
     "fewer for ids": (
         {"prompt_token_ids": [5, 261, 261], "multi_modal_data": {"image": [ONE]}},
         "prompt_token_ids",
-        "one for each of 1 pictures (id 261)",
+        "as many as pictures (id 261): 1, or expanded: 20",
     ),
-    "none for ids": ({"prompt_token_ids": [5], "multi_modal_data": {"image": [ONE]}}, "prompt_token_ids", "0 placeh"),
+    "none for ids": (
+        {"prompt_token_ids": [5], "multi_modal_data": {"image": [ONE]}},
+        "prompt_token_ids",
+        "placeholders: 0",
+    ),
     "no image": (user({"type": "image"}), "messages[0]['content'][0]['image']", "an image, or one more"),
     "one too many": (
         user(PICTURE, multi_modal_data={"image": [ONE]}),
