@@ -94,7 +94,7 @@ class SequencesWithPictures:
                     self._of[new.sequence_id] = problem
 
     def inputs(self, scheduled: Sequence[ScheduledSequence], starts: np.ndarray) -> PictureInputs | None:
-        """The inputs that pictures add to a step; `starts`: int64 [N + 1], the first token of each chunk in the batch.
+        """The inputs that pictures add to a step; `starts`: int64 [N + 1], the first tokens of its chunks.
 
         None if they add nothing. Raises `SequenceError` for a sequence whose pictures cannot be computed.
         """
