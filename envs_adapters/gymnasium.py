@@ -4,19 +4,24 @@
 
 The policy reads the environment's text (`render_mode="ansi"`) if it prints, else its observations as text. In
 that text, colours become marks, as they may be all that shows the player's place: [x] has a coloured background,
-<x> is coloured, *x* is bold.
+<x> is coloured, *x* is bold. With `picture` it sees a picture:
+
+    make_env("gymnasium:CartPole-v1", actions=["left", "right"], picture="render")
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
-from envs_adapters.base import Action, Observation, load
+from envs_adapters.base import Action, Messages, Observation, load
 from envs_adapters.gymnasium_text import ActionReader, mark_colours, text_of
 from envs_adapters.rows import check_function
 from rollout_engine.base.errors import ConfigError, refused
 
 TRAITS: dict[str, Any] = {}
+
+Source: TypeAlias = Literal["render", "observation"]
+"""The source of a picture of an environment."""
 
 _INVALID_REWARD = -1.0
 
@@ -29,6 +34,7 @@ def make(
     invalid_reward: float = _INVALID_REWARD,
     action_from_text: Callable[[str], Any] | str | None = None,
     observation_to_text: Callable[[Any], str] | str | None = None,
+    picture: Source | None = None,
     reset_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> "GymnasiumEnv":
@@ -44,18 +50,25 @@ def make(
         action_from_text: makes an action of the policy's answer; a function, or "module:function". None or a
             ValueError: the answer is no action. Without it actions must be discrete and end the answer, or are text.
         observation_to_text: writes an observation; a function, or "module:function".
+        picture: show a picture in place of text: "render", what `render()` draws (`render_mode="rgb_array"` unless
+            another is given), or "observation", for observations that are images (uint8 [H, W], [H, W, 3] or
+            [H, W, 4]). With `observation_to_text` the text follows the picture. An engine takes as many pictures in
+            a prompt as `EngineConfig(max_prompt_pictures=...)`: one for each step, and one more.
         reset_options: `options` of the environment's `reset`.
         options: of `gymnasium.make`, for example max_episode_steps=20; render_mode=None shows observations even if the
             environment could print.
     """
-    env = _make(name, options, prints=observation_to_text is None)
+    mode = "rgb_array" if picture == "render" else "ansi" if picture is None and observation_to_text is None else ""
+    env = _make(name, options, mode)
     to_text = None if observation_to_text is None else load(observation_to_text)
     if action_from_text is not None:
-        return GymnasiumEnv(env, load(action_from_text), instructions, to_text, invalid_reward, reset_options)
-    reader = _reader(name, env, actions)
-    read: Callable[[str], Any] = str if reader is None else reader.read
-    request = "" if reader is None else reader.request
-    return GymnasiumEnv(env, read, instructions, to_text, invalid_reward, reset_options, request)
+        read: Callable[[str], Any] = load(action_from_text)
+        request = ""
+    else:
+        reader = _reader(name, env, actions)
+        read = str if reader is None else reader.read
+        request = "" if reader is None else reader.request
+    return GymnasiumEnv(env, read, instructions, to_text, invalid_reward, reset_options, request, picture)
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
@@ -67,6 +80,8 @@ def check(name: str, options: Mapping[str, Any]) -> None:
             check_function(option, options[option])
     if options.get("actions") is not None and options.get("action_from_text") is not None:
         raise ConfigError(refused("actions", options["actions"], "absent where action_from_text reads the actions"))
+    if options.get("picture") not in (None, *get_args(Source)):
+        raise ConfigError(refused("picture", options["picture"], " or ".join(map(repr, get_args(Source)))))
     if not isinstance(options.get("instructions", ""), str):
         raise ConfigError(refused("instructions", options["instructions"], "a text"))
     reward = options.get("invalid_reward", _INVALID_REWARD)
@@ -100,11 +115,13 @@ class GymnasiumEnv:
         invalid_reward: float = _INVALID_REWARD,
         reset_options: Mapping[str, Any] | None = None,
         request: str = "",
+        picture: Source | None = None,
     ) -> None:
         """`read` parses an answer into an action; `request` is the text that lists the legal actions."""
         self._env, self._read, self._to_text = env, read, to_text
         self._instructions, self._request = instructions, request
         self._invalid_reward, self._reset_options = invalid_reward, reset_options
+        self._picture = picture
         self._num_steps = 0
         self._max_steps: int | None = env.spec.max_episode_steps
 
@@ -112,8 +129,7 @@ class GymnasiumEnv:
         """Start the episode; the first message ends with the actions that there are."""
         options = None if self._reset_options is None else dict(self._reset_options)
         observation, info = self._env.reset(seed=seed, options=options)
-        said = (self._instructions, self._text(observation), self._request)
-        return Observation("\n\n".join(part for part in said if part), info=info)
+        return Observation(self._show(observation, self._instructions, self._request), info=info)
 
     def step(self, action: Action) -> Observation:
         """Take an action, or answer that it is none."""
@@ -128,13 +144,22 @@ class GymnasiumEnv:
             return Observation(said, self._invalid_reward, truncated=is_last, info={"is_invalid": True})
         observation, reward, terminated, truncated, info = self._env.step(read)
         ended = bool(terminated)
-        return Observation(
-            self._text(observation), float(reward), ended, bool(truncated) or is_last and not ended, info
-        )
+        is_cut = bool(truncated) or is_last and not ended
+        return Observation(self._show(observation), float(reward), ended, is_cut, info)
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
+
+    def _show(self, observation: Any, before: str = "", after: str = "") -> Messages:
+        """An observation between two texts, as the policy reads or sees it."""
+        if self._picture is None:
+            return "\n\n".join(part for part in (before, self._text(observation), after) if part)
+        image = self._env.render() if self._picture == "render" else observation
+        texts = [before, "" if self._to_text is None else self._to_text(observation), after]
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in texts]
+        content = [parts[0], {"type": "image", "image": image}, *parts[1:]]
+        return [{"role": "user", "content": [part for part in content if part.get("text") != ""]}]
 
     def _text(self, observation: Any) -> str:
         if self._to_text is not None:
@@ -142,8 +167,8 @@ class GymnasiumEnv:
         return mark_colours(self._env.render()) if self._env.render_mode == "ansi" else text_of(observation)
 
 
-def _make(name: str, options: Mapping[str, Any], *, prints: bool) -> Any:
-    """Make the environment, with text rendering if it has it and no other mode is asked for."""
+def _make(name: str, options: Mapping[str, Any], mode: str) -> Any:
+    """Make the environment, with this mode of rendering if it has it and no other one is asked for."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
 
@@ -152,8 +177,8 @@ def _make(name: str, options: Mapping[str, Any], *, prints: bool) -> Any:
         import_module(module)
     creator: Any = gymnasium.spec(env_id).entry_point
     modes = getattr(load_env_creator(creator) if isinstance(creator, str) else creator, "metadata", {})
-    printing = {"render_mode": "ansi"} if prints and "ansi" in modes.get("render_modes", ()) else {}
-    return gymnasium.make(env_id, **{"disable_env_checker": True, **printing, **options})
+    rendering = {"render_mode": mode} if mode in modes.get("render_modes", ()) else {}
+    return gymnasium.make(env_id, **{"disable_env_checker": True, **rendering, **options})
 
 
 def _reader(name: str, env: Any, names: Sequence[str] | None) -> ActionReader | None:

@@ -7,11 +7,13 @@
 corrects for, and logs, differences between the engine's log-probs and the trainer's. Either way the trainer's weights
 are pushed into the engine once per optimizer step, and prompts, rewards, loss and logs remain TRL's.
 
+Conversations may have images, if the engine's model takes pictures. Give the trainer a processor whose image processor
+is that of Pillow (`backend="pil"`), as the engine's is: the one of torchvision rounds otherwise.
+
 `ExactLogprobs` makes those differences 0.0. `AsyncGRPOTrainer(weight_transfer=PolicyWeightTransfer(policy))` pushes
 weights between steps of an engine that continues to generate.
 """
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 from transformers import TrainerCallback
 
 from envs_adapters.trainers.trl_exact import ExactLogprobs
+from envs_adapters.trainers.trl_pictures import group_prompts
 from envs_adapters.trainers.trl_settings import TRL, require, require_use, sampling_params
 from envs_adapters.trainers.trl_weights import PolicyWeightTransfer, StoreWeightTransfer
 from rollout_engine.base.errors import ConfigError
@@ -69,8 +72,7 @@ def make_rollout_func(policy: RolloutPolicy) -> Callable[[list[Any], Any], dict[
             generation = PolicyGeneration(trainer, policy)
             made[:] = [generation]
         prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
-        _refuse_images(images)
-        completions = generation.complete(prompt_ids)
+        completions = generation.complete(prompt_ids, images)
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [each.token_ids for each in completions],
@@ -164,10 +166,10 @@ class PolicyGeneration:
         Returns prompt ids and completion ids, one list per prompt, then the log-prob and the id of each sampled token,
         each in a list of its own, while vLLM would also put those of other tokens.
         """
-        _refuse_images(images)
         with profiler or nullcontext():
-            fit = [prompt for prompt in prompts if num_generations > 1 or len(prompt) < self._max_model_len]
-            made = iter(self.complete(fit, shortens=True) if fit else ())
+            fit = [i for i, each in enumerate(prompts) if num_generations > 1 or len(each) < self._max_model_len]
+            shown = None if images is None else [images[i] for i in fit]
+            made = iter(self.complete([prompts[i] for i in fit], shown, shortens=True) if fit else ())
             completions = [next(made) if len(prompt) < self._max_model_len else _NO_ANSWER for prompt in prompts]
         if len(fit) < len(prompts):
             what = "%d of %d prompts with a tool's result fill max_model_len=%d: their answers are empty."
@@ -179,16 +181,23 @@ class PolicyGeneration:
             [[[token] for token in each.token_ids] for each in completions],
         )
 
-    def complete(self, prompts: Sequence[list[int]], *, shortens: bool = False) -> list[Completion]:
+    def complete(
+        self,
+        prompts: Sequence[list[int]],
+        images: Sequence[list[Any] | None] | None = None,
+        *,
+        shortens: bool = False,
+    ) -> list[Completion]:
         """One completion of each prompt; equal prompts in a row are one group, whose prompt is computed once.
 
-        `shortens`: a completion may have fewer tokens than the trainer asks for if no more fit behind its prompt.
+        `images`: of each prompt, whose placeholders are expanded. `shortens`: a completion may have fewer tokens than
+        the trainer asks for if no more fit behind its prompt.
         """
         self.sync_weights()
-        groups = [(prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)]
+        groups = group_prompts(prompts, images)
         batch = self.policy.rollout(
-            [{"prompt_token_ids": prompt} for prompt, _ in groups],
-            [self._params_of(prompt, shortens).clone(n=size) for prompt, size in groups],
+            [prompt for prompt, _ in groups],
+            [self._params_of(prompt["prompt_token_ids"], shortens).clone(n=size) for prompt, size in groups],
             seed=self._next_seed(),
             use_tqdm=False,
         )
@@ -233,8 +242,3 @@ class _Trainings(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.count += 1
-
-
-def _refuse_images(images: list[Any] | None) -> None:
-    if images is not None and any(images):
-        raise ConfigError("These prompts have images, and the engine takes texts only. Leave the images out.")

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from envs_adapters.trainers.trl_pictures import picture_inputs
 from rollout_engine import exact
 from rollout_engine.base.errors import ConfigError
 
@@ -65,15 +66,18 @@ class ExactLogprobs:
 
         `batch_size` rows at a time. Entropies carry no gradient. Raises `ConfigError` for options without exact equals.
         """
-        self._refuse(compute_aux_loss, multimodal)
+        self._refuse(compute_aux_loss)
         logprobs, entropies = [], []
-        for rows in torch.arange(len(input_ids), device=input_ids.device).split(batch_size or len(input_ids)):
-            given: Any = (model, input_ids[rows], attention_mask[rows])
+        num_rows = len(input_ids)
+        for start in range(0, num_rows, batch_size or num_rows):
+            end = min(start + (batch_size or num_rows), num_rows)
+            given: Any = (model, input_ids[start:end], attention_mask[start:end])
+            options: Any = {"temperature": self.temperature, **picture_inputs(multimodal, start, end, num_rows)}
             if compute_entropy:
-                values, spread = exact.token_logprobs_and_entropies(*given, temperature=self.temperature)
+                values, spread = exact.token_logprobs_and_entropies(*given, **options)
                 entropies.append(spread[:, -logits_to_keep:])
             else:
-                values = exact.token_logprobs(*given, temperature=self.temperature)
+                values = exact.token_logprobs(*given, **options)
             logprobs.append(values[:, -logits_to_keep:])
         result = torch.cat(logprobs)
         if self._expected is not None:
@@ -81,9 +85,7 @@ class ExactLogprobs:
             self._expected = None
         return result, torch.cat(entropies) if compute_entropy else None, None
 
-    def _refuse(self, compute_aux_loss: bool, multimodal: dict[str, Any]) -> None:
-        if given := [name for name, value in multimodal.items() if value is not None]:
-            raise ConfigError(f"ExactLogprobs computes models of text alone, and the batch has {', '.join(given)}.")
+    def _refuse(self, compute_aux_loss: bool) -> None:
         if compute_aux_loss:
             raise ConfigError(
                 "ExactLogprobs has no load-balancing loss of a mixture of experts: set "

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorStack, TensorDictBase
 from torch import Tensor
 
 from rollout_engine.base.errors import RequestError
@@ -41,8 +41,9 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
         group_ids: "renumber" numbers groups 0, 1, 2, ... in order of appearance; groups of different batches stay
             different. "keep" leaves "group_id" unchanged: for parts of one rollout, whose groups may be split.
 
-    Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated). Any other key must be in all batches or
-    in none. Raises `RequestError` otherwise, for mixed layouts, and for keys that cannot be concatenated.
+    Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated), those without "pictures" none. Any
+    other key must be in all batches or in none. Raises `RequestError` otherwise, for mixed layouts, and for keys that
+    cannot be concatenated.
     """
     if group_ids not in get_args(GroupIds):
         raise RequestError.for_field("group_ids", group_ids, "'renumber' or 'keep'")
@@ -65,13 +66,16 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
 
 
 def _complete(parts: list[dict[Key, Any]]) -> list[dict[Key, Any]]:
-    """Fill in "kept_logprob_mass"; raise `RequestError` for any other key that some batches lack."""
+    """Fill in "kept_logprob_mass" and "pictures"; raise `RequestError` for any other key that some batches lack."""
     everything = {key: None for part in parts for key in part}
     for key in everything:
         without = [i for i, part in enumerate(parts) if key not in part]
         if key == "kept_logprob_mass":
             for part in parts:
                 part.setdefault(key, torch.zeros_like(part["log_probs", "response"]))
+        elif key == "pictures":
+            for part in parts:
+                part.setdefault(key, NonTensorStack(*(() for _ in part["group_id"])))
         elif without:
             have = next(i for i, part in enumerate(parts) if key in part)
             hint = f"Add it to batches[{without[0]}], or leave it out of all with batch.exclude({key!r})."

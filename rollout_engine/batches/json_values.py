@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout_engine.base.errors import text_of
+from rollout_engine.base.pictures import Picture
 
 _MAX_DEPTH = 64
 _MAX_BITS = 10_000
@@ -16,8 +17,11 @@ _KEYS = (str, int, type(None))
 def json_value(value: Any, depth: int = 0) -> Any:
     """The value with everything that JSON lacks written another way; a part nested deeper than 64 levels is a text.
 
-    Sets become sorted lists, arrays and tensors lists, anything else (NaN, infinities, bytes, dates) its `str`.
+    Sets become sorted lists, arrays and tensors lists, pictures their digests, anything else (NaN, infinities, bytes,
+    dates) its `str`.
     """
+    if isinstance(value, Picture):
+        return value.digest.hex()
     if isinstance(value, int):
         return value if value.bit_length() < _MAX_BITS else hex(value)
     if value is None or isinstance(value, str):

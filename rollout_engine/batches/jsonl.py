@@ -6,6 +6,8 @@
     finish_reason, truncated                      how it ended; whether it was cut off
     prompt, response                              text; null if the prompt was token ids without a text
     prompt_token_ids, response_token_ids          response: end token included
+    pictures                                      spans in prompt and response, and digests of their files beside this
+                                                  one (`rollout_engine.batches.picture_files`); only if there are any
     log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 if it was not sampled
     kept_logprob_mass                             the same, with top-k, top-p or min-p
     reward, done                                  with a reward function; of episodes also `terminated`: the
@@ -36,6 +38,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
 from rollout_engine.base.errors import RequestError, text_of
+from rollout_engine.base.pictures import Picture
 from rollout_engine.base.seeds import unsigned
 from rollout_engine.base.whole_files import whole_file
 from rollout_engine.batches.json_values import json_value
@@ -52,6 +55,7 @@ from rollout_engine.batches.layout import (
     packed_span,
     places,
 )
+from rollout_engine.batches.picture_files import as_entries, folder_beside, has_pictures, save_pictures
 from rollout_engine.batches.rollout_files import append_text
 
 logger = logging.getLogger("rollout_engine")
@@ -62,14 +66,19 @@ def to_jsonl(batch: TensorDictBase, path: str | os.PathLike[str] | TextIO, *, ap
 
     `path` is a file name, or a file open for text; `append=True` appends to an existing file of that name, which is
     else replaced, at once and whole. Nothing is written if a number of the rollout's own, such as a log-prob, is not
-    finite: that raises `RequestError` with its name.
+    finite: that raises `RequestError` with its name. Pictures are written beside a file that is given by its name.
     """
-    converted = Converted("to_jsonl")
-    text = "".join(line_of(sample, converted) + "\n" for sample in samples(batch))
+    converted, made = Converted("to_jsonl"), list(samples(batch))
+    text = "".join(line_of(sample, converted) + "\n" for sample in made)
     target: Any = path  # to type checkers TextIO and TextIOBase are unrelated
     if isinstance(path, TextIOBase):
+        if has_pictures(made):
+            hint = "Pictures are written beside the file; without them it is batch.exclude('pictures')."
+            raise RequestError.for_field("path", path, "the name of a file", hint)
         target.write(text)
-    elif append:
+        return
+    save_pictures(folder_beside(target), made)
+    if append:
         append_text(target, text)
     else:
         with whole_file(target) as file:
@@ -91,6 +100,8 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
         sample["prompt_token_ids"] = batch["tokens", "prompt"][prompt].tolist()
         sample["response_token_ids"] = batch["tokens", "response"][response].tolist()
         sample["log_probs"] = batch["log_probs", "response"][response].tolist()
+        if "pictures" in own and own["pictures"][row]:
+            sample["pictures"] = as_entries(own["pictures"][row])
         sample |= {key: batch[key][after].tolist() for key in ("policy_version", "kv_min_version")}
         if "kept_logprob_mass" in batch.keys():
             sample["kept_logprob_mass"] = batch["kept_logprob_mass"][response].tolist()
@@ -184,7 +195,9 @@ def _numbers(value: Any) -> str | None:
 
 
 def _to_lists(value: Any) -> Any:
-    """Convert arrays, tensors and their scalars to lists and numbers."""
+    """Convert arrays, tensors and their scalars to lists and numbers, and pictures to their digests."""
+    if isinstance(value, Picture):
+        return value.digest.hex()
     if not hasattr(value, "tolist"):
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
     return value.tolist()

@@ -7,6 +7,7 @@ import numpy as np
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
+from rollout_engine.batches.picture_files import as_entries
 
 
 def output_samples(
@@ -39,6 +40,8 @@ def output_samples(
             "response_token_ids": list(sample.token_ids),
             "log_probs": _floats(sample.logprobs, sample),
         }
+        if output.pictures:
+            made["pictures"] = as_entries(output.pictures)
         spans = [(span.end - span.start, span.policy_version, span.kv_min_version) for span in sample.version_spans]
         made["policy_version"] = [version for length, version, _ in spans for _ in range(length)]
         made["kv_min_version"] = [version for length, _, version in spans for _ in range(length)]

@@ -1,8 +1,9 @@
 """Reward functions of users: how they are called, for any library's signature, and how their rewards are summed.
 
 As in TRL, a function gets those of `prompts`, `completions` and `completion_ids` that it names, or all with `**kwargs`,
-and columns likewise. Parameters that callers cannot name (`/`, `*args`) get the three lists in that order. A parameter
-of any other name is a column: if the rollout does not have it, `check_columns` raises.
+and columns likewise. Parameters that callers cannot name (`/`, `*args`) get the three lists in that order. By name it
+also gets `pictures`: for each completion the tuple of its prompt's `PlacedPicture`, as in batch["pictures"]. A
+parameter of any other name is a column: if the rollout does not have it, `check_columns` raises.
 """
 
 import inspect
@@ -14,18 +15,23 @@ from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
+from PIL import Image
 
 from rollout_engine.base.errors import RequestError, RewardError, did_you_mean
+from rollout_engine.base.pictures import Picture
 
 RewardFunction: TypeAlias = Callable[..., Iterable[float | None] | Awaitable[Iterable[float | None]]]
 """Returns one number per completion, or None if the function does not apply.
 
-The lists it gets, and lists, dicts, sets, arrays and tensors in them, are copies, which it may modify.
+The lists it gets, and lists, dicts, sets, arrays and tensors in them, are copies, which it may modify. Images are not:
+the completions of a prompt share them.
 """
 RewardFunctions: TypeAlias = RewardFunction | Sequence[RewardFunction]
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of every reward function, in addition to columns."""
+PICTURES = "pictures"
+"""A further argument, of functions that name it, and with `**kwargs` if a prompt has some."""
 
 _NO_REWARD = "which is not finite in float32, the dtype of a batch's rewards"
 
@@ -63,7 +69,11 @@ class RewardCall:
 
     def takes(self, name: str) -> bool:
         """Whether the function accepts an argument of that name."""
-        return self._takes_all or name in self._names
+        return self._takes_all or self.names(name)
+
+    def names(self, name: str) -> bool:
+        """Whether the function has a parameter of that name."""
+        return name in self._names
 
 
 def is_listed(reward_fn: object) -> TypeGuard[Sequence[RewardFunction]]:
@@ -100,7 +110,7 @@ def check_columns(calls: Sequence[RewardCall], columns: Collection[str]) -> None
                 "arguments, or add **kwargs."
             )
     for call in calls:
-        if missing := call.missing(columns):
+        if missing := call.missing([PICTURES, *columns]):
             hint = did_you_mean(missing[0], [*ARGUMENTS, *columns]) or f"Give it as columns={{'{missing[0]}': [...]}}."
             raise RewardError(
                 f"The reward function '{call.name}' needs '{missing[0]}', which is no column. Arguments are passed by "
@@ -123,7 +133,8 @@ def reward_arguments(
 def copies(value: Any, num: int) -> list[Any]:
     """One copy of `value` for each of `num` samples."""
     is_copied = isinstance(value, _COPIED) or hasattr(type(value), "__torch_function__")
-    return [deepcopy(value) if is_copied else value for _ in range(num)]
+    shared = _images_in(value) if is_copied else {}
+    return [deepcopy(value, dict(shared)) if is_copied else value for _ in range(num)]
 
 
 def checked_rewards(answer: object, num: int, where: str, label: str) -> list[float | None]:
@@ -158,6 +169,20 @@ def weighted_sum(calls: Sequence[RewardCall], each: Sequence[Sequence[float | No
 def is_reward(number: float) -> bool:
     """Whether `number` is finite, in float32 too."""
     return abs(number) <= LARGEST_REWARD
+
+
+def _images_in(value: Any) -> dict[int, Any]:
+    """The images at any depth of a value, by their ids as `deepcopy` takes those of objects that it need not copy."""
+    images: dict[int, Any] = {}
+    seen, open_values = set[int](), [value]
+    while open_values:
+        each = open_values.pop()
+        if isinstance(each, Image.Image | Picture):
+            images[id(each)] = each
+        elif isinstance(each, list | tuple | dict) and id(each) not in seen:
+            seen.add(id(each))
+            open_values += each.values() if isinstance(each, dict) else each
+    return images
 
 
 def _number(value: Any, where: str, index: int) -> float:

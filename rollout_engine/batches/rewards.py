@@ -17,6 +17,7 @@ from rollout_engine.base.errors import RewardError, error_text
 from rollout_engine.base.outputs import RequestOutput
 from rollout_engine.base.threads import start_thread
 from rollout_engine.batches.reward_functions import (
+    PICTURES,
     RewardCall,
     RewardFunctions,
     check_columns,
@@ -91,6 +92,8 @@ class RewardCaller:
         """Call one function with its own copies of the arguments."""
         texts, token_ids = [sample.text for sample in output.outputs], [sample.token_ids for sample in output.outputs]
         arguments = reward_arguments(prompt, texts, token_ids, is_chat=is_conversation(prompt))
+        if output.pictures or call.names(PICTURES):
+            arguments[PICTURES] = [tuple(output.pictures) for _ in texts]
         try:
             return call(arguments, {name: copies(value, len(texts)) for name, value in columns.items()})
         except _RAISED as problem:

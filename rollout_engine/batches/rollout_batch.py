@@ -22,6 +22,8 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
                                                                     dropped; only with oversample
     "truncated"                               [B, 1]                bool; cut off, by max_tokens or an abort
     "finish_reason", ("text", "prompt"), ("text", "response"), columns   [B]   one Python object per sequence
+    "pictures"                                [B]                   tuple of `PlacedPicture`, at positions of the
+                                                                    sequence's tokens in full; only if any has pictures
     ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards. done: the sample
                                                                     was not cut off (finish_reason "stop")
     ("rewards", NAME)                         [B, 1]                float32, of each function if there is a list of
@@ -98,6 +100,8 @@ def rollout_batch(
     batch["finish_reason"] = NonTensorStack(*(sample.finish_reason for sample in samples))
     batch["text", "prompt"] = NonTensorStack(*(outputs[row].prompt for row in rows))
     batch["text", "response"] = NonTensorStack(*(sample.text for sample in samples))
+    if any(output.pictures for output in outputs):
+        batch["pictures"] = NonTensorStack(*(tuple(outputs[row].pictures) for row in rows))
     for name, values in (columns or {}).items():
         batch[name] = NonTensorStack(*(values[row] for row in rows))
     if rewards is not None:

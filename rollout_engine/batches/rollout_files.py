@@ -9,6 +9,8 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pictures import Picture
+from rollout_engine.batches.picture_files import IN_FOLDER, IS_DIGEST, folder_beside, named_pictures
 
 logger = logging.getLogger("rollout_engine")
 
@@ -37,6 +39,19 @@ class _Engine(msgspec.Struct):
     step_trace: str | None = None
 
 
+class _Placed(msgspec.Struct):
+    """A picture of a sample, a `Picture` in memory or the digest of its file."""
+
+    start: Annotated[int, msgspec.Meta(ge=0)]
+    end: int
+    picture: Any
+
+    @property
+    def is_named(self) -> bool:
+        is_digest = isinstance(self.picture, str) and IS_DIGEST.match(self.picture) is not None
+        return is_digest or isinstance(self.picture, Picture)
+
+
 class _Rollout(msgspec.Struct):
     """The keys that every reader relies on, and those that replays read, which only logs have."""
 
@@ -58,6 +73,7 @@ class _Rollout(msgspec.Struct):
     lora: _Lora | None = None
     engine: _Engine | None = None
     made: tuple[float, float] | None = None
+    pictures: list[_Placed] | None = None
 
 
 _NEEDED = {field.name for field in msgspec.structs.fields(_Rollout) if field.required}
@@ -66,15 +82,20 @@ _NEEDED = {field.name for field in msgspec.structs.fields(_Rollout) if field.req
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The samples of a file, in its order, as dicts with the keys of `rollout_engine.batches.jsonl`.
 
-    A last line that was cut off, as by a process that was killed, is left out, with a warning. Raises `RequestError`
-    for a file that cannot be read, another line that is not a rollout, and a newer schema, with the line's number.
+    A last line that was cut off, as by a process that was killed, is left out, with a warning. Samples with pictures
+    get "picture_folder", the folder of their files. Raises `RequestError` for a file that cannot be read, another line
+    that is not a rollout, and a newer schema, with the line's number.
     """
     try:
         with open(Path(path), "rb") as file:
             samples = [_read_line(str(path), number, line) for number, line in enumerate(file, 1)]
     except OSError as problem:
         raise RequestError.for_field("path", str(path), "a file of rollouts", f"{problem}.") from problem
-    return [sample for sample in samples if sample is not None]
+    found = [sample for sample in samples if sample is not None]
+    for sample in found:
+        if named_pictures(sample):
+            sample[IN_FOLDER] = str(folder_beside(path).absolute())
+    return found
 
 
 def end_last_line(file: BinaryIO) -> None:
@@ -149,6 +170,11 @@ def sample_problem(sample: Any) -> str:
     for name, values in (("kv_min_version", known.kv_min_version), ("turns", known.turns)):
         if values is not None and len(values) != sizes[0]:
             return f"It has {sizes[0]} tokens, and {len(values)} {name}"
+    ends, num_tokens = [0], len(known.prompt_token_ids) + sizes[0]
+    for each in known.pictures or ():
+        if not each.is_named or not ends[-1] <= each.start < each.end <= num_tokens:
+            return f"Its pictures are not spans of its {num_tokens} tokens, in order, each with a digest"
+        ends.append(each.end)
     return ""
 
 

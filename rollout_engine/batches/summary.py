@@ -140,6 +140,9 @@ def _counts(batch: RolloutBatch) -> str:
     counts.append(f"groups {len(batch['group_id'].unique())}")
     sampled = batch["masks", "all_assistant_mask"]
     counts.append(f"sampled tokens {int(sampled.sum())}")
+    if "pictures" in batch.keys():
+        shown = [each.picture.digest for row in batch["pictures"] for each in row]
+        counts.append(f"pictures {len(shown)}, {len(set(shown))} of them different")
     versions = batch["policy_version"][sampled].unique().tolist()
     if versions:
         counts.append("policy version " + " to ".join(map(str, sorted({versions[0], versions[-1]}))))

@@ -31,10 +31,15 @@ def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str,
     Args:
         batch: a rollout.
         advantages: [B] or [B, 1], one per sequence.
+
+    Raises `RequestError` for a batch with pictures, whose inputs differ from model to model.
     """
     num = num_sequences(check_batch(batch))
     if num == 0:
         raise RequestError.for_field("number of sequences", 0, "at least 1")
+    if _last_pictures(batch):
+        hint = "TRL's trainer makes their inputs itself (envs_adapters.trainers.trl); for others there is exact.inputs."
+        raise RequestError.for_field("batch['pictures']", "some", "absent", hint)
     if advantages is None and "advantage" in batch.keys():
         advantages = batch["advantage"]
     if advantages is not None:
@@ -65,9 +70,14 @@ def to_trl_rollout(batch: TensorDictBase) -> dict[str, list[Any]]:
             return to_trl_rollout(policy.rollout(prompts, SamplingParams(max_tokens=256), use_tqdm=False))
 
     "prompt_ids", "completion_ids" and "logprobs" are lists without padding; "env_mask" is 0 on completion tokens that
-    the policy did not sample, and absent if there are none.
+    the policy did not sample, and absent if there are none. Pictures of prompts are left out: TRL has them itself.
+    Raises `RequestError` for pictures in responses, which TRL has no place for.
     """
     prompts, responses, _ = places(check_batch(batch))
+    starts = batch["num_prompt_tokens"].tolist()
+    if any(last >= start for last, start in zip(_last_pictures(batch), starts, strict=False)):
+        bound = "pictures of first prompts alone: TRL has no place for those of later turns"
+        raise RequestError.for_field("batch['pictures']", "some in responses", bound)
     lists = {
         "prompt_ids": [batch["tokens", "prompt"][place].tolist() for place in prompts],
         "completion_ids": [batch["tokens", "response"][place].tolist() for place in responses],
@@ -77,6 +87,13 @@ def to_trl_rollout(batch: TensorDictBase) -> dict[str, list[Any]]:
     if not all(mask.all() for mask in sampled):
         lists["env_mask"] = [mask.long().tolist() for mask in sampled]
     return lists
+
+
+def _last_pictures(batch: TensorDictBase) -> list[int]:
+    """The start of each sequence's last picture, -1 for one without; empty for a batch without any."""
+    rows = batch["pictures"] if "pictures" in batch.keys() else ()
+    found = [max((each.start for each in row), default=-1) for row in rows]
+    return found if max(found, default=-1) >= 0 else []
 
 
 def _rows(value: Tensor, spans: list[Any], fill: int = 0, side: str = "right") -> Tensor:

@@ -4,9 +4,11 @@ All texts of a rollout are shown as text: it is escaped, control characters are 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from rollout_engine.batches.picture_files import named_pictures, png_files
 from rollout_engine.looking.samples import Viewed, advantages, visible
 
 _MOST_SAMPLES = 32
@@ -14,6 +16,7 @@ _MOST_TOKENS = 1_000
 """Tokens of a sample that are drawn."""
 _MOST_CHARS = 4_000
 """Characters of a text that are shown."""
+_MOST_PICTURE_BYTES = 1 << 23
 _HEAD = ("sample", "reward", "advantage", "tokens", "log-prob", "version", "ended by", "response")
 
 
@@ -25,8 +28,10 @@ def html_of(head: str, samples: Sequence[Viewed], num_all: int, *, has_texts: bo
     """
     parts = [f"<div><pre style='margin:0 0 6px'>{_to_html(head)}</pre>"]
     parts.append("<table><thead><tr>" + "".join(f"<th>{name}</th>" for name in _HEAD) + "</tr></thead><tbody>")
-    for each, advantage in zip(samples[:_MOST_SAMPLES], advantages(samples), strict=False):
-        parts += _row(each, advantage, has_texts)
+    first = samples[:_MOST_SAMPLES]
+    images = png_files((each.sample for each in first), most_bytes=_MOST_PICTURE_BYTES)
+    for each, advantage in zip(first, advantages(samples), strict=False):
+        parts += _row(each, advantage, has_texts, images)
     parts.append("</tbody></table>")
     if num_all > min(len(samples), _MOST_SAMPLES):
         parts.append(f"<p>and {num_all - min(len(samples), _MOST_SAMPLES)} more samples</p>")
@@ -38,7 +43,7 @@ def num_shown(num_all: int) -> int:
     return min(num_all, _MOST_SAMPLES)
 
 
-def _row(each: Viewed, advantage: float | None, has_texts: bool) -> Iterator[str]:
+def _row(each: Viewed, advantage: float | None, has_texts: bool, images: Mapping[str, bytes]) -> Iterator[str]:
     sample = each.sample
     versions = sorted({*sample["policy_version"]} - {-1})
     cells = (
@@ -54,6 +59,7 @@ def _row(each: Viewed, advantage: float | None, has_texts: bool) -> Iterator[str
     start = _to_html(" ".join(each.response[:300].split()), 100)
     yield f"<td style='text-align:left;vertical-align:top'><details><summary>{start}</summary>"
     style = "white-space:pre-wrap;overflow-wrap:anywhere;margin:4px 0"
+    yield from (_picture(images[name]) for name in named_pictures(sample) if name in images)
     yield f"<div style='{style};opacity:.7'>{_to_html(each.prompt)}</div><div style='{style}'>"
     if not has_texts:
         yield f"{_to_html(each.response)}</div><div style='line-height:1'>"
@@ -61,6 +67,11 @@ def _row(each: Viewed, advantage: float | None, has_texts: bool) -> Iterator[str
     if len(each.pieces) > _MOST_TOKENS:
         yield f" and {len(each.pieces) - _MOST_TOKENS} more tokens"
     yield "</div></details></td></tr>"
+
+
+def _picture(image: bytes) -> str:
+    source = f"data:image/png;base64,{b64encode(image).decode()}"
+    return f"<img src='{source}' style='min-width:5em;max-width:100%;max-height:16em;image-rendering:pixelated'>"
 
 
 def _token(each: Viewed, place: int, has_texts: bool) -> str:

@@ -2,12 +2,18 @@
 
 import json
 import os
+from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from rollout_engine.batches.json_values import json_value
+from rollout_engine.batches.picture_files import named, png_files
 from rollout_engine.looking.samples import TokenText, Viewed, advantages, viewed
+
+MOST_PICTURE_BYTES = 1 << 26
+"""Bytes of the pictures that a page holds, the first ones; of others it shows the digest."""
 
 
 def write_page(
@@ -44,7 +50,10 @@ def page_data(samples: Iterable[Mapping[str, Any]], title: str, token_text: Toke
     for each, advantage in zip(shown, advantages(shown), strict=True):
         vocabulary.update(zip(each.sample["response_token_ids"], each.pieces, strict=True))
         made.append(_sample(each, prompts.setdefault(each.prompt, len(prompts)), advantage))
-    return {"title": title, "prompts": list(prompts), "vocabulary": vocabulary, "samples": made}
+    data = {"title": title, "prompts": list(prompts), "vocabulary": vocabulary, "samples": made}
+    images = png_files((each.sample for each in shown), most_bytes=MOST_PICTURE_BYTES)
+    urls = {name: f"data:image/png;base64,{b64encode(image).decode()}" for name, image in images.items()}
+    return data | ({"pictures": urls} if urls else {})
 
 
 def _sample(each: Viewed, prompt: int, advantage: float | None) -> dict[str, Any]:
@@ -64,5 +73,10 @@ def _sample(each: Viewed, prompt: int, advantage: float | None) -> dict[str, Any
         "advantage": advantage,
         "finish_reason": sample.get("finish_reason"),
     }
-    rest = ("rewards", "columns", "turns", "messages", "ended_by", "error", "evaluation")
-    return made | {name: sample[name] for name in rest if sample.get(name)}
+    rest = ("rewards", "columns", "turns", "ended_by", "error", "evaluation")
+    made |= {name: sample[name] for name in rest if sample.get(name)}
+    if sample.get("messages"):
+        made["messages"] = json_value(sample["messages"])
+    if sample.get("pictures"):
+        made["pictures"] = [named(each["picture"]) for each in sample["pictures"]]
+    return made

@@ -28,6 +28,7 @@ from rollout_engine.base.lora_request import LoRALike, as_lora_request
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.version import VERSION
 from rollout_engine.batches.jsonl import Converted, line_of
+from rollout_engine.batches.picture_files import folder_beside, save_pictures
 from rollout_engine.batches.rollout_files import SCHEMA, append_text, end_last_line
 from rollout_engine.faces.verb_methods import BlockingVerbs
 
@@ -93,7 +94,7 @@ class LoggedSamples:
 
 
 class RolloutLog:
-    """Appends rollouts to a file, one line per sample. Any thread may write.
+    """Appends rollouts to a file, one line per sample, and their pictures to a folder beside. Any thread may write.
 
     A group that cannot be written is missing from the file, and the first such group is logged: the samples themselves
     are worth more than their log.
@@ -121,6 +122,7 @@ class RolloutLog:
             try:
                 lines = self._samples.of(samples, params)
                 text = "".join(line_of(sample, self._converted) + "\n" for sample in lines)
+                save_pictures(folder_beside(self._path), lines)
                 append_text(self._path, text, after_cut=self._has_failed)
             except Exception as problem:
                 if not self._has_failed:

@@ -16,8 +16,10 @@ import msgspec
 import numpy as np
 
 from rollout_engine.base.errors import RequestError, unknown_name
+from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.batches.jsonl import samples as samples_of
+from rollout_engine.batches.picture_files import placed_pictures
 from rollout_engine.batches.rollout_files import sample_problem
 from rollout_engine.rollouts.episodes.episode import seed_of_turn
 from rollout_engine.rollouts.log import describe_engine, live_digest
@@ -82,9 +84,14 @@ class _Piece(NamedTuple):
     """Digest of the weights that sampled it; None if the log has none."""
     params: SamplingParams
 
+    pictures: list[PlacedPicture] = []
+    """Pictures of the sample."""
+
     @property
-    def prompt(self) -> list[int]:
-        return [*self.sample["prompt_token_ids"], *self.sample["response_token_ids"][: self.start]]
+    def prompt(self) -> dict[str, Any]:
+        ids = [*self.sample["prompt_token_ids"], *self.sample["response_token_ids"][: self.start]]
+        before = [each for each in self.pictures if each.end <= len(ids)]
+        return {"prompt_token_ids": ids, "pictures": before}
 
 
 def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[Any] = ()) -> list[ReplayReport]:
@@ -95,19 +102,21 @@ def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[A
     keeps the last of them. Pieces of weights that are not among them are made under the live ones, and `causes` lists
     that.
 
-    Raises `RequestError` for a sample without its sampling settings, which `rollout(log_to=...)` writes, and for one
-    of an adapter that the policy does not have.
+    Raises `RequestError` for a sample without its sampling settings, which `rollout(log_to=...)` writes, for one
+    of an adapter that the policy does not have, and for one whose pictures are not in the folder beside its file.
     """
     if isinstance(samples, str | os.PathLike):
         bound = "samples: read_jsonl(path) reads those of a file"
         raise RequestError.for_field("samples", os.fspath(samples), bound)
     reports: list[ReplayReport] = []
     pieces: list[_Piece] = []
+    known: dict[str, Picture] = {}
     for sample in samples:
         require_log(sample)
         report = ReplayReport(sample["group_id"], sample["sample_index"])
         reports.append(report)
-        pieces += _pieces(sample, report)
+        pictures = placed_pictures(sample, known)
+        pieces += (piece._replace(pictures=pictures) for piece in _pieces(sample, report))
     _require_loras(policy, pieces)
     live = live_digest(policy)
     waiting = [piece for piece in pieces if piece.digest != live]

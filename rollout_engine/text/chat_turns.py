@@ -8,6 +8,8 @@ earlier answers differently from how they were sampled, for example without thei
 the template's own prompt, and `ChatTurns.between` raises `RewrittenTurns`. It compares the template's texts of the
 conversation at hand, since templates look at the messages: Qwen3's keeps thinking if tool messages follow, and drops
 it if a user's do.
+
+Texts and glue have one placeholder for each picture; `place_pictures` expands those of new ids.
 """
 
 import re
@@ -16,7 +18,11 @@ from os.path import commonprefix
 from typing import Any, Unpack
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.text.conversations import ChatOptions, as_messages
+from rollout_engine.text.picture_parts import holds_pictures, images_of, with_images
+from rollout_engine.text.picture_processor import ReadPicture
+from rollout_engine.text.picture_prompts import PicturePrompts
 from rollout_engine.text.tokenizer import TextCodec
 
 Messages = list[dict[str, Any]]
@@ -43,9 +49,14 @@ class ChatTurns:
     needs_messages = True
     """Whether a turn needs messages to answer."""
 
-    def __init__(self, codec: TextCodec, **options: Unpack[ChatOptions]) -> None:
-        """Raises `RequestError` if there is no chat template, or it does not write an answer as it is."""
-        self._codec, self._options = codec, options
+    def __init__(
+        self, codec: TextCodec, pictures: PicturePrompts | None = None, **options: Unpack[ChatOptions]
+    ) -> None:
+        """`pictures`: of the engine; None: messages have none.
+
+        Raises `RequestError` if there is no chat template, or it does not write an answer as it is.
+        """
+        self._codec, self._pictures, self._options = codec, pictures, options
         self._rewriting: dict[tuple[str, ...], str | None] = {}
         self._base = [_message("user"), {"role": "assistant", "content": _ANSWER}]
         closed = self._render(self._base, opens=False)
@@ -71,6 +82,39 @@ class ChatTurns:
         """Token ids of `text(messages)` as a prompt. Raises `RequestError`, also for tools that it does not show."""
         self._codec.require_shown_tools(text, as_messages(messages), **self._options)
         return self._codec.encode(text, add_special_tokens=False)
+
+    def read_pictures(self, messages: Messages) -> tuple[Messages, list[ReadPicture]]:
+        """Read the images of new messages: (the messages with a `Picture` for each, the pictures in order).
+
+        Raises `RequestError` for an image that cannot be read, for a text that stands for one, and if the model takes
+        no pictures.
+        """
+        if self._pictures is not None:
+            self._pictures.check_messages(messages)
+        if not holds_pictures(messages):
+            return messages, []
+        checked = as_messages(messages)
+        if self._pictures is None:
+            raise RequestError("These messages have pictures, and here only text is read.", field="messages")
+        read = self._pictures.read_all(list(images_of(checked)))
+        return with_images(checked, [each.picture for each in read]), read
+
+    def place_pictures(
+        self, token_ids: list[int], pictures: Sequence[ReadPicture]
+    ) -> tuple[list[int], list[PlacedPicture]]:
+        """Expand ids of `begin`, `between` or `glue`, which have one placeholder for each of their pictures.
+
+        Returns (ids, places). Raises `RequestError` for ids with more placeholders, or fewer.
+        """
+        if not pictures:
+            return token_ids, []
+        assert self._pictures is not None, "they have been read"
+        return self._pictures.expand_ids(token_ids, pictures, "messages as token ids")
+
+    def check_pictures(self, pictures: Sequence[PlacedPicture], token_ids: Sequence[int]) -> None:
+        """Raise `RequestError` if the engine does not take all pictures of a prompt, for example for their number."""
+        if pictures and self._pictures is not None:
+            self._pictures.check_placed(pictures, token_ids)
 
     def message(self, text: str) -> dict[str, Any]:
         """The message of an answer. It includes thinking that its header opened, if the template does not add that."""

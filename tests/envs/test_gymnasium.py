@@ -1,14 +1,17 @@
 """Environments of the real gymnasium, stepped by hand and played by a policy."""
 
+import io
 import random
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from envs_adapters import Action, make_env
 from envs_adapters.gymnasium_text import ActionReader, mark_colours, text_of
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.rollouts.episodes.observations import as_observation
 from rollout_engine.rollouts.policy import RolloutPolicy
 from rollout_engine.testing import tiny_checkpoint
 
@@ -272,3 +275,43 @@ def test_a_policy_plays_and_groups_share_their_starts(tmp_path, as_before):
 
 def by_length(text):
     return len(text) % 6
+
+
+class Screen(gymnasium.Env):
+    """Draws the step that it is in; its observation is an image too."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Box(0, 255, (4, 6), np.uint8)
+
+    def __init__(self, render_mode=None):
+        self.render_mode, self.frame = render_mode, np.zeros((8, 6, 3), np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        self.frame[:] = 0
+        return np.full((4, 6), 7, np.uint8), {}
+
+    def step(self, action):
+        self.frame += 1 + action
+        return np.full((4, 6), 8, np.uint8), 0.0, False, False, {}
+
+    def render(self):
+        return self.frame
+
+
+def test_what_it_draws_or_observes_is_a_picture():
+    gymnasium.register("Screen-v0", Screen)
+    env = make_env("gymnasium:Screen-v0", picture="render", instructions="Look.")()
+    [message] = as_observation(env.reset(0)).messages
+    assert [part["type"] for part in message["content"]] == ["text", "image", "text"]
+    assert [part.get("text") for part in message["content"]] == ["Look.", None, "Answer with an action: 0 or 1."]
+    frames = [as_observation(env.step(Action("1")), 1, 0).messages[0]["content"] for _ in range(2)]
+    shown = [np.asarray(Image.open(io.BytesIO(part["image"]))) for [part] in frames]
+    assert [frame.shape for frame in shown] == [(8, 6, 3)] * 2 and [frame.max() for frame in shown] == [2, 4]
+    assert env.step(Action("?")).messages == "That is no action. Answer with an action: 0 or 1."
+    env = make_env("gymnasium:Screen-v0", picture="observation", observation_to_text=lambda seen: f"{seen.max()}")()
+    content = as_observation(env.reset(0)).messages[0]["content"]
+    assert np.asarray(Image.open(io.BytesIO(content[0]["image"])))[0, 0].tolist() == [7, 7, 7]
+    assert content[1]["text"] == "7"
+    with pytest.raises(ConfigError, match="picture='screen' is not allowed: must be 'render' or 'observation'"):
+        make_env("gymnasium:Screen-v0", picture="screen")

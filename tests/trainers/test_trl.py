@@ -193,7 +193,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(checkpoint, policy, tmp_path
     attach(trainer, policy)
     with pytest.raises(ConfigError, match="use_vllm=True"):
         attach(trainer, policy)
-    with pytest.raises(ConfigError, match="images"):
+    with pytest.raises(RequestError, match="takes no pictures"):
         trainer.vllm_generation.generate([[3]], [["image"]], 1)
 
 

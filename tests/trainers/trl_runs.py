@@ -12,7 +12,19 @@ def model_of(checkpoint):
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
 
-def grpo_trainer(checkpoint, out, *, kind=GRPOTrainer, model=None, reward=None, rollout_func=None, ref=None, **options):
+def grpo_trainer(
+    checkpoint,
+    out,
+    *,
+    kind=GRPOTrainer,
+    model=None,
+    reward=None,
+    rollout_func=None,
+    ref=None,
+    rows=None,
+    processing_class=None,
+    **options,
+):
     """A GRPO trainer of two prompts a step, four completions each, on the CPU, that saves and reports nothing."""
     defaults = dict(
         per_device_train_batch_size=8,
@@ -32,8 +44,8 @@ def grpo_trainer(checkpoint, out, *, kind=GRPOTrainer, model=None, reward=None, 
         model=model or model_of(checkpoint),
         reward_funcs=reward or length_reward,
         args=GRPOConfig(output_dir=str(out), **(defaults | options)),
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
-        processing_class=AutoTokenizer.from_pretrained(checkpoint),
+        train_dataset=Dataset.from_list(rows or [{"prompt": prompt} for prompt in PROMPTS]),
+        processing_class=processing_class or AutoTokenizer.from_pretrained(checkpoint),
         rollout_func=rollout_func,
     )
 

@@ -14,7 +14,9 @@ import msgspec
 from envs_adapters.base import Message
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput
+from rollout_engine.base.pictures import PlacedPicture, shift_pictures
 from rollout_engine.text.chat_turns import RewrittenTurns, once_followed
+from rollout_engine.text.picture_processor import ReadPicture
 
 
 class Turns(Protocol):
@@ -29,6 +31,11 @@ class Turns(Protocol):
         self, shown: str, now: str, said: str, sampled: Sequence[int], *, has_ended: bool = True
     ) -> list[int]: ...
     def rewriting(self, roles: Sequence[str]) -> str | None: ...
+    def read_pictures(self, messages: list[Message]) -> tuple[list[Message], list[ReadPicture]]: ...
+    def place_pictures(
+        self, token_ids: list[int], pictures: Sequence[ReadPicture]
+    ) -> tuple[list[int], list[PlacedPicture]]: ...
+    def check_pictures(self, pictures: Sequence[PlacedPicture], token_ids: Sequence[int]) -> None: ...
 
 
 class Row(msgspec.Struct):
@@ -41,9 +48,12 @@ class Row(msgspec.Struct):
     """Per token of the response the turn that sampled it, -1 for glue."""
     samples: list[tuple[int, CompletionOutput]] = []
     """The answers, and the index in the response at which each begins."""
+    pictures: list[PlacedPicture] = []
+    """At positions in prompt and response together."""
 
-    def add_glue(self, token_ids: list[int]) -> None:
-        """Append text that the policy did not sample."""
+    def add_glue(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> None:
+        """Append text that the policy did not sample, with pictures at positions in it."""
+        self.pictures += shift_pictures(pictures, len(self.prompt) + len(self.response))
         self.response += token_ids
         self.turns += [-1] * len(token_ids)
 
@@ -57,6 +67,7 @@ class Row(msgspec.Struct):
         """Remove the tokens that were appended for an answer that was not sampled."""
         end = self.samples[-1][0] + len(self.samples[-1][1].token_ids) if self.samples else 0
         del self.response[end:], self.turns[end:]
+        self.pictures = [each for each in self.pictures if each.end <= len(self.prompt) + end]
 
 
 class Conversation:
@@ -69,6 +80,9 @@ class Conversation:
         """One per turn."""
         self._turns, self._branches = turns, branches
         self._unread: list[Message] = []
+        self._pictures: list[ReadPicture] = []
+        """Pictures of the messages, in order; the last `_num_unread` stand in messages that are not read yet."""
+        self._num_unread = 0
         self._shown = ""
         """The text of the last prompt."""
         self._early_reward = 0.0
@@ -79,14 +93,24 @@ class Conversation:
         return len(self.rewards)
 
     def read(self, messages: list[Message]) -> None:
-        """Add the messages before the next answer."""
+        """Add the messages before the next answer, pictures as the policy gets them. Raises `RequestError`."""
+        if self._turns is not None:
+            messages, pictures = self._turns.read_pictures(messages)
+            self._pictures += pictures
+            self._num_unread += len(pictures)
         self._unread += messages
         self.messages += messages
+
+    @property
+    def pictures(self) -> list[PlacedPicture]:
+        """Pictures of the last prompt."""
+        return list(self.rows[-1].pictures)
 
     def prompt(self) -> list[int]:
         """Token ids of the next turn's prompt. Raises `RequestError` if the conversation cannot be continued."""
         assert self._turns is not None, "a policy plays this seat"
         unread, self._unread = self._unread, []
+        seen, self._num_unread = len(self._pictures) - self._num_unread, 0
         if not unread and (self._turns.needs_messages or not self.rows):
             gave = "step returned no message" if self.rows else "reset returned no text"
             raise RequestError(f"The environment gave nothing to answer: {gave}.", field="messages")
@@ -97,13 +121,17 @@ class Conversation:
             try:
                 has_ended = sample.finish_reason == "stop"
                 glue = self._turns.between(shown, self._shown, sample.text, sample.token_ids, has_ended=has_ended)
-                row.add_glue(glue)
-                return row.prompt + row.response
+                row.add_glue(*self._turns.place_pictures(glue, self._pictures[seen:]))
+                prompt = row.prompt + row.response
+                self._turns.check_pictures(row.pictures, prompt)
+                return prompt
             except RewrittenTurns as problem:
                 if not self._branches:
                     raise rewritten(once_followed([each["role"] for each in unread], problem.how)) from problem
-        self.rows.append(Row(self._turns.begin(self.messages, self._shown)))
-        return self.rows[-1].prompt
+        prompt, pictures = self._turns.place_pictures(self._turns.begin(self.messages, self._shown), self._pictures)
+        self._turns.check_pictures(pictures, prompt)
+        self.rows.append(Row(prompt, pictures=pictures))
+        return prompt
 
     def answer(self, sample: CompletionOutput) -> None:
         """Add the policy's answer."""

@@ -8,6 +8,7 @@ import msgspec
 from envs_adapters.base import Action, Message, Observation, ToolCall
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput
+from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.base.seeds import mix
 from rollout_engine.batches.reward_functions import is_reward
 from rollout_engine.rollouts.episodes.call_results import CallResults, Maker
@@ -31,6 +32,8 @@ class Ask(msgspec.Struct, frozen=True):
     seed: int
     room: int
     """Tokens that the answer may have."""
+    pictures: list[PlacedPicture] = []
+    """Pictures of the prompt."""
 
 
 class Consult(msgspec.Struct, frozen=True):
@@ -52,6 +55,8 @@ class UseTools(msgspec.Struct, frozen=True):
     calls: list[ToolCall]
 
 
+FirstPrompt: TypeAlias = tuple[list[int], list[tuple[int, bytes]]]
+"""Token ids, and start and digest of each picture."""
 Next: TypeAlias = Ask | Consult | Act | UseTools | None
 """The next task of an episode; None: it has ended."""
 
@@ -90,8 +95,8 @@ class Episode:
         self.error: str | None = None
         self.info: Mapping[str, Any] = {}
         """The `info` of the last observation."""
-        self.first_prompt: list[int] | None = None
-        """Token ids of the first prompt of all; None before it."""
+        self.first_prompt: FirstPrompt | None = None
+        """Token ids and pictures of the first prompt of all; None before it."""
         self._rules, self._tools = rules, list[dict[str, Any]]()
         """Schemas of the environment's tools."""
         self._makers: dict[str, Maker] = dict.fromkeys(rules.own_tools, "rollout")
@@ -174,9 +179,12 @@ class Episode:
         if problem := self._results.miscount(messages):
             return self.fail(problem)
         others = self._results.add(messages) if observation.seat == self.seat else [*messages]
-        self._read_results()
-        self.seat = observation.seat
-        self.seats[self.seat].read(others)
+        try:
+            self._read_results()
+            self.seat = observation.seat
+            self.seats[self.seat].read(others)
+        except RequestError as error:  # a picture that cannot be read
+            return self.fail(str(error))
         if observation.terminated or observation.truncated:
             return self.end("terminated" if observation.terminated else "truncated")
         return self._next_turn()
@@ -208,7 +216,7 @@ class Episode:
         except RequestError as error:
             return self.fail(str(error))
         if self.first_prompt is None:
-            self.first_prompt = token_ids
+            self.first_prompt = token_ids, [(each.start, each.picture.digest) for each in conversation.pictures]
         room = limit - len(token_ids)
         if room < self._rules.min_room and not conversation.num_turns:
             conversation.rows.clear()
@@ -216,7 +224,8 @@ class Episode:
         if room < self._rules.min_room:
             return self.end("max_episode_tokens")
         self._prompt_end = token_ids[-PROMPT_END:]
-        return Ask(self.seat, token_ids, self.turn_seed(self.seat, conversation.num_turns), room)
+        seed = self.turn_seed(self.seat, conversation.num_turns)
+        return Ask(self.seat, token_ids, seed, room, conversation.pictures)
 
     def fail(self, reason: str) -> Next:
         """End it for a fault."""

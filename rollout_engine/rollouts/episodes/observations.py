@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from envs_adapters.base import Message, Observation
-from rollout_engine.base.errors import refused, text_of
+from rollout_engine.base.errors import RequestError, refused, text_of
 from rollout_engine.base.structs import plain
 from rollout_engine.batches.reward_functions import is_reward
+from rollout_engine.rollouts.episodes.observed_pictures import MAX_PICTURE_BYTES, as_picture_bytes, num_picture_bytes
 
 MAX_TEXT_BYTES = 1 << 20
 """Text of one observation, as UTF-8."""
@@ -29,7 +30,8 @@ def as_observation(value: Any, num_seats: int = 1, seat: int | None = None) -> O
 
     Accepts an `Observation`, an object with its attributes, and gymnasium's tuple of five; of a reset also messages
     alone (a text, one message, a list of them) and gymnasium's (messages, info). In the result `messages` is a text or
-    a list of messages, `reward` a dict {seat: finite float}, `info` a dict. Raises `ObservationError`.
+    a list of messages, pictures in them the bytes of files, `reward` a dict {seat: finite float}, `info` a dict. Raises
+    `ObservationError`.
     """
     messages, reward, terminated, truncated, info, next_seat = _fields(value, is_reset=seat is None)
     return Observation(
@@ -105,6 +107,11 @@ def _messages(value: Any) -> str | list[Message]:
         raise ObservationError(refused("messages", value, f"a text or a list of messages, not {type(value).__name__}"))
     checked = [_message(each, index) for index, each in enumerate(messages)]
     _check_bytes(sum(map(_num_bytes, checked)))
+    num_bytes = sum(num_picture_bytes(each.get("content")) for each in checked)
+    if num_bytes > MAX_PICTURE_BYTES:
+        raise ObservationError(
+            f"messages hold pictures of {num_bytes} bytes: {MAX_PICTURE_BYTES} are the most allowed."
+        )
     return checked
 
 
@@ -115,7 +122,12 @@ def _message(message: Any, index: int) -> Message:
     content = message.get("content", "")
     if content is not None and not isinstance(content, str | list | tuple):
         raise ObservationError(refused(f'{name}["content"]', content, f"a text, not {type(content).__name__}"))
-    return dict(message)
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    try:
+        return {**message, "content": as_picture_bytes(content, f'{name}["content"]')}
+    except RequestError as problem:
+        raise ObservationError(str(problem)) from problem
 
 
 def _num_bytes(value: Any, depth: int = 0) -> int:

@@ -39,6 +39,7 @@ class Player:
         longest = frontend.client.info.max_model_len
         self.max_tokens = min(plan.max_episode_tokens or longest, longest)
         self._codec: TextCodec = frontend.inputs.codec
+        self._pictures = frontend.inputs.pictures
         self._plan, self._session, self._lora = plan, session, lora
         self._turns: dict[str, Turns] = {}
         """Tools, as JSON -> the prompts of conversations with these tools."""
@@ -84,7 +85,7 @@ class Player:
             return
         asked, self._asked = self._asked, []
         request_ids = self.reader.add_all(
-            with_lora([{"prompt_token_ids": ask.token_ids} for _, ask in asked], self._lora),
+            with_lora([{"prompt_token_ids": ask.token_ids, "pictures": ask.pictures} for _, ask in asked], self._lora),
             [self._params_within(ask.room) for _, ask in asked],
             session_id=[f"{self._session}-{key}-{ask.seat}" for key, ask in asked],
             seeds=[ask.seed for _, ask in asked],
@@ -141,7 +142,7 @@ class Player:
     def _new_turns(self, tools: list[dict[str, Any]]) -> Turns:
         self._require_form(tools)
         if self._has_template:
-            return ChatTurns(self._codec, **self._plan.chat, **({"tools": tools} if tools else {}))
+            return ChatTurns(self._codec, self._pictures, **self._plan.chat, **({"tools": tools} if tools else {}))
         if tools:
             raise RequestError.for_field("tools", tools, "absent: this tokenizer has no chat template to show them")
         return TextTurns(self._codec)

@@ -19,7 +19,8 @@ response is all that follows the first prompt; B rows, T longest full, in the pa
     "finish_reason"         [B]                 of the row's last answer, "stop" or "length"; "error" if it failed
     "ended_by"              [B]                 the cause of its end: `rollout_engine.rollouts.episodes.episode.EndedBy`
     "error"                 [B]                 why it failed, else None
-    "messages"              [B]                 the seat's conversation
+    "messages"              [B]                 the seat's conversation, pictures in it as `Picture`
+    "pictures"              [B]                 of prompt and response, as of a prompt in `batches.rollout_batch`
     "info"                  [B]                 of the environment's last observation
 
 An episode that failed keeps the tokens and rewards that it had. One that failed before its first prompt has an empty
@@ -118,7 +119,9 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         quantization=samples[0][1].quantization if samples else None,
     )
     prompt = codec.decode(row.row.prompt) if row.row.prompt else ""
-    return RequestOutput(str(episode.key), prompt, row.row.prompt, None, [completion], True, 0)
+    found = RequestOutput(str(episode.key), prompt, row.row.prompt, None, [completion], True, 0)
+    found.pictures = row.row.pictures
+    return found
 
 
 def _text(token_ids: list[int], codec: TextCodec) -> str:

@@ -17,7 +17,7 @@ from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.episodes.conversation import Conversation
 from rollout_engine.rollouts.episodes.env_calls import Began, EnvCalls, EnvFailure
-from rollout_engine.rollouts.episodes.episode import Act, Ask, Consult, Episode, Next, Rules, UseTools
+from rollout_engine.rollouts.episodes.episode import Act, Ask, Consult, Episode, FirstPrompt, Next, Rules, UseTools
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
 from rollout_engine.rollouts.episodes.player import Player
@@ -85,7 +85,7 @@ class EpisodeRun:
         self._running: dict[int, Episode] = {}
         self._ended: dict[int, list[Episode]] = {}
         """Group -> its episodes that have ended, until all have."""
-        self._first_prompts: dict[int, list[int]] = {}
+        self._first_prompts: dict[int, FirstPrompt] = {}
         """Group -> the first prompt of its episodes."""
         self._deadlines: list[tuple[float, int]] = []
         self._causes: dict[int, BaseException | None] = {}

@@ -7,6 +7,7 @@ A directory with
                      `view` and `replay` take it. "evaluation" has the sample's checkpoint, task and setting,
                      whether it is "correct", the "answer" that it votes for, and its "num_tokens". "group_id" is the
                      prompt's number.
+    pictures/        of prompts and environments, if there are any (`rollout_engine.batches.picture_files`)
 
 Of an episode of several rows the line is that of the last one. A line that a killed process left half written is cut
 off, and its sample is made again; so is an episode that failed, whose new line then counts. Seeds depend on task,
@@ -23,6 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.batches.jsonl import line_of
+from rollout_engine.batches.picture_files import FOLDER, save_pictures
 from rollout_engine.batches.rollout_files import read_jsonl
 
 logger = logging.getLogger("rollout_engine")
@@ -112,7 +114,8 @@ class Ledger:
     def add(self, samples: Iterable[dict[str, Any]]) -> int:
         """Append the samples of one group that are not there yet, or failed. Returns how many were."""
         new = {key: sample for sample in samples if not self.has(*(key := key_of(sample)))}
-        if self._file is not None:
+        if self._file is not None and self._directory is not None:
+            save_pictures(self._directory / FOLDER, new.values())
             self._file.write("".join(line_of(sample) + "\n" for sample in new.values()).encode())
             self._file.flush()
         self._samples |= new

@@ -3,16 +3,18 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from PIL import Image
 
 from envs_adapters.base import EnvSpec, load
 from envs_adapters.families import make_env
 from envs_adapters.rows import RowTable, check_function, read_rows
 from rollout_engine.base.errors import RequestError, unknown_name
+from rollout_engine.base.pictures import Picture
 from rollout_engine.base.structs import UserStruct
 from rollout_engine.batches.reward_functions import is_listed
 from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS
@@ -201,10 +203,19 @@ def _with_schemas(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**options, "tools": tool_schemas(tools, tool_functions(tools))}
 
 
+def _picture_file(part: Mapping[Any, Any]) -> dict[str, str]:
+    """The digest of the file that a picture of a conversation names by its path; empty for anything else."""
+    path = part.get("image")
+    if part.get("type") != "image" or not isinstance(path, str | os.PathLike) or not os.path.isfile(path):
+        return {}
+    with open(path, "rb") as file:
+        return {"sha256": file_digest(file, "sha256").hexdigest()}
+
+
 def _plain(value: Any) -> Any:
     """`value` for a digest that is the same in every process: functions and objects by name or type, not by address."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(each) for key, each in value.items()} | _picture_file(value)
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, set | frozenset):
@@ -213,6 +224,10 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, bytes | os.PathLike):
         return repr(value)
+    if isinstance(value, Image.Image):
+        return [value.mode, list(value.size), sha256(value.tobytes()).hexdigest()]
+    if isinstance(value, Picture):
+        return value.digest.hex()
     return (
         _plain(value.tolist()) if hasattr(value, "tolist") else getattr(value, "__qualname__", type(value).__qualname__)
     )

@@ -1,0 +1,137 @@
+"""The loop of a trainer over prompts with pictures: rollouts, exact log-probs, updates, files, replays, evaluations."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from envs_adapters import Observation
+from rollout_engine import RequestError, RolloutPolicy, SamplingParams, advantages, concat, exact, read_jsonl
+from rollout_engine.batches.minibatches import minibatches
+from rollout_engine.rollouts.explain import explain
+from rollout_engine.rollouts.replay import replay
+from rollout_engine.testing.tiny_pictures import random_picture, tiny_vision_checkpoint
+
+PARAMS = SamplingParams(max_tokens=6)
+
+
+def asked(*seeds, text="Which?"):
+    parts = [{"type": "image", "image": random_picture(seed, 40, 24 + 8 * (seed % 2))} for seed in seeds]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+PROMPTS = [asked(1), asked(2, 1), [{"role": "user", "content": "No picture."}]]
+
+
+class Album:
+    """Shows a picture in each of three turns; what is said does not matter."""
+
+    def reset(self, seed):
+        self.seed, self.turn = seed % 97, 0
+        return asked(self.seed)
+
+    def step(self, action):
+        self.turn += 1
+        shown = np.asarray(random_picture(self.seed + self.turn))
+        message = {"role": "user", "content": [{"type": "image", "image": shown}]}
+        return Observation([message], float(len(action.token_ids)), terminated=self.turn == 3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_vision_checkpoint(tmp_path_factory.mktemp("model"), "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    return tmp_path_factory.mktemp("trace")
+
+
+@pytest.fixture
+def policy(checkpoint, trace):
+    with RolloutPolicy.from_pretrained(str(checkpoint), dtype="float32", step_trace=str(trace)) as policy:
+        yield policy
+
+
+@pytest.fixture
+def trainer(checkpoint):
+    return exact.enable(AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32))
+
+
+def differing(trainer, batch):
+    """Sampled tokens whose log-probs differ between engine and trainer."""
+    given = batch["tokens", "full"], batch["masks", "all_attention_mask"]
+    packed = {"cu_seqlens": batch["cu_seqlens"]} if "cu_seqlens" in batch.keys() else {}
+    ours = exact.token_logprobs(trainer, given[0], None if packed else given[1], **packed, **exact.inputs(batch))
+    sampled = batch["masks", "all_assistant_mask"][:, 1:]
+    return int((ours != batch["log_probs", "full"][:, 1:])[sampled].sum())
+
+
+def test_a_training_step_over_pictures_is_exact_before_and_after(policy, trainer, tmp_path):
+    def reward(completions, pictures):
+        return [float(len(shown)) + index for index, shown in enumerate(pictures)]
+
+    log, options = tmp_path / "rollouts.jsonl", {"num_samples": 3, "seed": 1, "use_tqdm": False}
+    batch = policy.rollout(PROMPTS, PARAMS, **options, reward_fn=reward, log_to=log)
+    assert [len(row) for row in batch["pictures"]] == [1, 1, 1, 2, 2, 2, 0, 0, 0]
+    assert batch["next", "reward"].flatten().tolist() == [1, 2, 3, 2, 3, 4, 0, 1, 2]
+    assert differing(trainer, batch) == 0
+    assert differing(trainer, policy.rollout(PROMPTS, PARAMS, **options, layout="packed")) == 0
+    parts = list(minibatches(concat([batch, batch]), 5))
+    assert sum(differing(trainer, part) for part in parts) == 0
+    assert all(report.is_equal for report in replay(policy, read_jsonl(log)))
+
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-2)
+    given = batch["tokens", "full"], batch["masks", "all_attention_mask"]
+    advantage = advantages.grpo(batch["next", "reward"], batch["group_id"])
+    sampled = batch["masks", "all_assistant_mask"][:, 1:]
+    (-(exact.token_logprobs(trainer, *given, **exact.inputs(batch)) * advantage)[sampled].mean()).backward()
+    of_tower = [each.grad for name, each in trainer.named_parameters() if "visual" in name]
+    assert of_tower and all(grad is not None and grad.abs().sum() > 0 for grad in of_tower)
+    optimizer.step()
+    policy.update_weights(trainer)
+    again = policy.rollout(PROMPTS, PARAMS, **options)
+    assert differing(trainer, again) == 0
+    assert not torch.equal(again["log_probs", "full"], batch["log_probs", "full"])
+    assert not any(report.is_equal for report in replay(policy, read_jsonl(log)))
+
+
+def test_episodes_whose_observations_are_pictures_are_exact_and_are_replayed(policy, trainer, trace, tmp_path):
+    log = tmp_path / "rollouts.jsonl"
+    batch = policy.rollout(None, PARAMS, env=Album, num_episodes=2, num_samples=2, seed=4, use_tqdm=False, log_to=log)
+    assert batch["error"] == [None] * 4 and [len(row) for row in batch["pictures"]] == [3] * 4
+    ids = batch["tokens", "full"]
+    placeholder = policy.frontend.client.info.pictures.image_token_id
+    for row, pictures in enumerate(batch["pictures"]):
+        assert all(set(ids[row, each.start : each.end].tolist()) == {placeholder} for each in pictures)
+        assert not batch["masks", "all_assistant_mask"][row, pictures[1].start : pictures[1].end].any()
+    assert differing(trainer, batch) == 0
+    samples = read_jsonl(log)
+    reports = replay(policy, samples)
+    assert all(report.is_equal for report in reports) and sum(report.num_tokens for report in reports) > 12
+    last = max(place for place, turn in enumerate(samples[0]["turns"]) if turn == 2)
+    assert explain(samples[0], last, trace)[1].count(" at ") == 3
+
+
+def test_a_replay_without_its_pictures_is_refused(policy, tmp_path):
+    log = tmp_path / "rollouts.jsonl"
+    policy.rollout(PROMPTS[:1], PARAMS, use_tqdm=False, log_to=log)
+    for file in (tmp_path / "pictures").glob("*.npz"):
+        file.unlink()
+    with pytest.raises(RequestError, match="picture=.*No such file"):
+        replay(policy, read_jsonl(log))
+
+
+def test_an_evaluation_keeps_pictures_and_tells_them_apart(policy, tmp_path):
+    def task(*seeds):
+        rows = [{"prompt": asked(seed), "gold": seed} for seed in seeds]
+        return {"name": "album", "rows": rows, "reward_fn": lambda completions, gold: [1.0] * len(completions)}
+
+    given = {"sweep": {"settings": {"short": PARAMS}}, "out": tmp_path / "out", "use_tqdm": False}
+    report = policy.evaluate(task(1, 2), **given)
+    assert len(list((tmp_path / "out" / "pictures").glob("*.npz"))) == 2
+    report.to_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text().count("data:image/png;base64,") == 2
+    assert len(policy.evaluate(task(1, 2), **given).samples) == 2
+    with pytest.raises(RequestError, match="differs in digest"):
+        policy.evaluate(task(1, 3), **given)
