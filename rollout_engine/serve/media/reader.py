@@ -27,6 +27,10 @@ _MOST_DOWNLOADS, _OF_REQUEST = 64, 8
 """Downloads at a time, of all requests and of one."""
 
 
+_MOST_DECODED = 8
+"""Pictures that are decoded and processed at a time: each may take ten bytes for each of its pixels meanwhile."""
+
+
 class MediaReader:
     """Puts pictures in place of the texts that name them in bodies.
 
@@ -148,4 +152,4 @@ class _Turns:
 
     def __init__(self) -> None:
         self.downloads = asyncio.Semaphore(_MOST_DOWNLOADS)
-        self.processing = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 2))
+        self.processing = asyncio.Semaphore(min(max(2, (os.cpu_count() or 1) // 2), _MOST_DECODED))
