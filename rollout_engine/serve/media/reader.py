@@ -25,10 +25,8 @@ _MOST_PICTURES = 1024
 """Pictures that one request may name."""
 _MOST_DOWNLOADS, _OF_REQUEST = 64, 8
 """Downloads at a time, of all requests and of one."""
-
-
 _MOST_DECODED = 8
-"""Pictures that are decoded and processed at a time: each may take ten bytes for each of its pixels meanwhile."""
+"""Pictures that are decoded and processed at a time: each takes up to 17 bytes for each of its pixels meanwhile."""
 
 
 class MediaReader:
