@@ -3,7 +3,7 @@
     python examples/read_digits.py             a tiny random model with a vision tower learns
     python examples/read_digits.py --blank     the control: the same run with blank pictures, which cannot be learned
 
-Each step: an environment of gymnasium draws 16 digits, each somewhere in a picture with noise; the engine samples 8
+Each step: an environment of gymnasium draws 16 digits, each in a picture with noise; the engine samples 8
 answers to each, one token that must be a digit; the trainer takes one policy gradient step through text model and
 vision tower, and the new weights go back into the engine. Engine and trainer agree on every log-prob bit for bit,
 the tower included, so `max_logprob_diff` is 0.
@@ -25,6 +25,7 @@ import gymnasium
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
@@ -37,6 +38,8 @@ SIDE = 16
 """Pixels of a picture's side."""
 DIGITS = "7 5 5 5 7|2 6 2 2 7|7 1 7 4 7|7 1 7 1 7|5 5 7 1 1|7 4 7 1 7|7 4 7 5 7|7 1 1 2 2|7 5 7 5 7|7 5 7 1 7"
 """Rows of the ten digits, of three pixels each, as bits."""
+NOISE = 60
+"""Colours of the noise, of 256."""
 SCALE = 2
 """Pixels of the picture for each of a digit."""
 
@@ -54,16 +57,17 @@ class DigitEnv(gymnasium.Env[int, int]):
         self.render_mode, self._blank = render_mode, blank
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        """Draw a digit, its place and its colours."""
+        """Draw a digit in white over dark noise."""
         super().reset(seed=seed)
         draws = self.np_random
         self._digit = int(draws.integers(10))
         rows = [[int(row) >> shift & 1 for shift in (2, 1, 0)] for row in DIGITS.split("|")[self._digit].split()]
         shape = np.kron(np.array(rows), np.ones((SCALE, SCALE), int))
-        down, right = draws.integers(SIDE - shape.shape[0] + 1), draws.integers(SIDE - shape.shape[1] + 1)
-        self._picture = draws.integers(0, 60, (SIDE, SIDE, 3), dtype=np.uint8)
+        height, width = shape.shape
+        down, right = (SIDE - height) // 2, (SIDE - width) // 2
+        self._picture = draws.integers(0, NOISE, (SIDE, SIDE, 3), dtype=np.uint8)
         if not self._blank:
-            self._picture[down : down + shape.shape[0], right : right + shape.shape[1]][shape == 1] = 255
+            self._picture[down : down + height, right : right + width][shape == 1] = 255
         return 0, {}
 
     def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
@@ -83,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     options.out.mkdir(parents=True, exist_ok=True)
     if "Digit-v0" not in gymnasium.registry:
         gymnasium.register("Digit-v0", DigitEnv)
-    env = make_env("gymnasium:Digit-v0", picture="render", instructions="?", blank=options.blank)
+    env = make_env("gymnasium:Digit-v0", picture="render", action_from_text=int, blank=options.blank)
     path = testing.tiny_vision_checkpoint(options.out / "policy", "qwen2_5_vl", seed=options.seed, std=0.1)
     with RolloutPolicy.from_pretrained(str(path), dtype="float32") as policy:
         trainer = exact.enable(AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32))
@@ -97,7 +101,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--blank", action="store_true", help="control: pictures without digits")
     parser.add_argument("--out", type=Path, default=Path("runs/read_digits"))
@@ -138,6 +142,7 @@ def update(trainer: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> 
     advantage = advantages.grpo(batch["next", "reward"], batch["group_id"])
     loss = -(new * advantage)[sampled].mean()
     loss.backward()
+    clip_grad_norm_(trainer.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     return (new - old)[sampled].abs().max().item()

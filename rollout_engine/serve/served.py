@@ -36,8 +36,9 @@ class Served:
         """Whether the server has received the signal to stop."""
         self.settings = SettingsReader(options.logprobs_mode)
         self.templates = RequestTemplates()
-        most = engine.frontend.client.info.config.max_prompt_pictures
-        self.media = MediaReader(options, engine.frontend.inputs.read_image, most)
+        inputs = engine.frontend.inputs
+        most = engine.frontend.client.info.config.max_prompt_pictures if inputs.pictures.are_served else 0
+        self.media = MediaReader(options, inputs.read_image, most)
         self.updates = PendingUpdate(engine)
         self.versions = VersionNames(lambda: self.weight_version)
         """Texts that clients have given versions."""

@@ -3,8 +3,9 @@
     PICTURE_FUZZ_TOKENS=5000 python -m pytest tests/parity/test_pictures.py -m slow -s
 
 Each round draws an engine (chunks that end inside pictures, blocks, pools so small that requests are preempted, prefix
-caching, a cache of features that holds one picture or all), prompts with 1 to 4 pictures of random sizes in random
-places, among them equal ids with other pictures, and updates of all weights while requests are in flight. No tolerance.
+caching, drafts, a cache of features that holds one picture or all), prompts with 1 to 4 pictures of random sizes in
+random places and 8 samples, among them equal ids with other pictures, and updates of all weights while requests are in
+flight. No tolerance.
 """
 
 import os
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_engine import LLM, SamplingParams, exact
+from rollout_engine import LLM, SamplingParams, SpeculationConfig, exact
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.testing import assert_clean
@@ -98,23 +99,32 @@ def draw_options(rng, family, dtype):
     options["max_num_seqs"] = min(options["max_num_seqs"], options["max_num_batched_tokens"])
     if family in HYBRIDS:
         options["state_cache_bytes"] = rng.choice([None, 0, 1 << 18]) if options["enable_prefix_caching"] else None
+    if rng.random() < 0.4 and options["max_num_batched_tokens"] > 1:
+        speculation = SpeculationConfig(max_draft_tokens=rng.choice([1, 3, 8]))
+        options |= dict(speculation=speculation, async_scheduling=False)
     return options
 
 
-def run_round(weights, family, rng, dtype, *, most=40, num_updates=None, **options):
+def run_round(weights, family, rng, dtype, *, most=40, num_samples=8, num_updates=None, **options):
     """Counts of what happened in one engine, and of log-probs compared and wrong."""
     options = draw_options(rng, family, dtype) | options
     temperature, counts = rng.choice([1.0, 0.7, 0.3]), Counter()
     prompts = draw_prompts(weights.source, rng)
     bias = rng.choice([None, {weights.source.token: 4.0}])  # placeholders are sampled, and are ordinary tokens
-    params = SamplingParams(temperature=temperature, logprobs=0, ignore_eos=True, n=4, logit_bias=bias)
+    params = SamplingParams(temperature=temperature, logprobs=0, ignore_eos=True, n=num_samples, logit_bias=bias)
     requests = [(each, params.clone(max_tokens=rng.choice([5, most]), seed=rng.randrange(1000))) for each in prompts]
     with LLM(str(weights.directory), deterministic=True, log_stats=False, **options) as llm:
-        outputs = []
+        core, outputs = llm.frontend.client.driver.core, []
+        if "speculation" in options:
+            core._scheduler.speculator._costs.of = lambda num_rows: 1.0  # every draft pays
         for part in range(2):  # the second finds prefixes of the first, if no update is between
             outputs += generate(llm.llm_engine, weights, rng, f"{part}", requests, counts, num_updates)
-        stats = llm.llm_engine.stats
-        counts.update(preempted=stats.num_preemptions, cached=stats.num_cached_tokens)
+        counts.update(
+            preempted=core.stats.num_preemptions,
+            cached=core.stats.num_cached_tokens,
+            drafted=sum(core.stats.drafts.num_drafted),
+            drafted_right=sum(core.stats.drafts.num_accepted),
+        )
         assert_clean(llm.llm_engine)
     sampled = [token for output in outputs for sample in output.outputs for token in sample.token_ids]
     counts["placeholders"] += sampled.count(weights.source.token)
@@ -144,7 +154,7 @@ def test_no_bit_differs_from_the_trainer(weights_of, family, dtype):
     small = dict(
         max_num_batched_tokens=33, max_num_seqs=20, block_size=4, num_kv_blocks=60, encoder_cache_bytes=1 << 14
     )
-    round_of = dict(most=26, num_updates=1, enable_prefix_caching=True, max_model_len=240, **small)
+    round_of = dict(most=26, num_samples=4, num_updates=1, enable_prefix_caching=True, max_model_len=240, **small)
     counts.update(run_round(weights_of(family, dtype), family, rng, dtype, **round_of))
     assert counts["compared"] > 200
     assert counts["updates"] and counts["preempted"] and counts["cached"], counts
@@ -236,3 +246,16 @@ def test_an_adapter_of_the_text_is_exact_beside_pictures(weights_of):
         outputs = llm.generate(prompts, params, use_tqdm=False, lora_request="x")
     compare(outputs, lambda version: trainer, 1.0, counts)
     assert (counts["compared"], counts["wrong"]) == (len(prompts) * 2 * 9, 0)
+
+
+def test_log_probs_of_prompts_with_pictures_are_the_trainer_s(weights_of):
+    weights, rng = weights_of("qwen3_vl", torch.float32), random.Random(8)
+    prompts = draw_prompts(weights.source, rng)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, ignore_eos=True)
+    with LLM(str(weights.directory), log_stats=False, max_num_batched_tokens=33) as llm:
+        outputs = llm.generate([as_prompt(each) for each in prompts], params, use_tqdm=False)
+    batch = batch_of(prompts)
+    with torch.no_grad():
+        values = exact.token_logprobs(weights.of(0), batch, temperature=1.0).numpy()
+    for row, (drawn, output) in enumerate(zip(prompts, outputs, strict=True)):
+        np.testing.assert_array_equal(output.prompt_logprobs[1:], values[row, : len(drawn.ids) - 1])

@@ -129,7 +129,7 @@ class _WatchedPositions(Tensor):
 
 
 def watched_positions() -> Tensor:
-    """Positions int64 [1, T] that allow no operation."""
+    """Positions int64 [1, T] that allow no operation but views of copies of them."""
     return torch.arange(NUM_TOKENS)[None].as_subclass(_WatchedPositions)
 
 

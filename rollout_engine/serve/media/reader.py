@@ -25,6 +25,8 @@ _MOST_PICTURES = 1024
 """Pictures that one request may name."""
 _MOST_DOWNLOADS, _OF_REQUEST = 64, 8
 """Downloads at a time, of all requests and of one."""
+_MOST_DECODED = 8
+"""Pictures that are decoded and processed at a time: each takes up to 17 bytes for each of its pixels meanwhile."""
 
 
 class MediaReader:
@@ -34,7 +36,7 @@ class MediaReader:
 
     Args:
         read_image: processes the file of a picture for the model (`InputProcessor.read_image`).
-        max_prompt_pictures: most pictures of one prompt.
+        max_prompt_pictures: most pictures of one prompt; 0: `read_image` refuses all.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class MediaReader:
         sources = await asked.read_fields(sources_of, asked.body)
         if not sources:
             return
+        if not self._max_prompt_pictures:
+            self._read_image(b"", sources[0].field)  # names the reason, before anything is downloaded
         is_batch = hasattr(asked.body, "image_data")
         most = _MOST_PICTURES if is_batch else self._max_prompt_pictures
         if len(sources) > most:
@@ -146,4 +150,4 @@ class _Turns:
 
     def __init__(self) -> None:
         self.downloads = asyncio.Semaphore(_MOST_DOWNLOADS)
-        self.processing = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 2))
+        self.processing = asyncio.Semaphore(min(max(2, (os.cpu_count() or 1) // 2), _MOST_DECODED))

@@ -92,7 +92,7 @@ def test_pictures_of_prompts_are_read_in_their_places():
         (chat({"type": "image", "image": "/etc/passwd"}), "messages[1]['content'][0]['image']"),
         (chat({"type": "image_url", "image_url": {"url": None}}), "messages[1]['content'][0]['image_url']"),
         (chat({"type": "image", "image": {"bytes": TEXT}}), "messages[1]['content'][0]['image']"),
-        (chat({"type": "input_image", "file_id": "a"}), "messages[1]['content'][0]['image_url']"),
+        (chat({"type": "input_image", "file_id": "a"}), "messages[1]['content'][0]['file_id']"),
         (chat({"type": "image", "image": URL, "min_pixels": 9}), "messages[1]['content'][0]['min_pixels']"),
         (
             chat({"type": "image_url", "image_url": {"url": URL, "detail": "low"}}),
@@ -164,3 +164,12 @@ def test_a_turn_to_process_lasts_as_long_as_its_thread(monkeypatch, caplog):
     asyncio.run(run())
     gc.collect()
     assert len(begun) == 3 and not caplog.records  # asyncio logs errors that no task has read
+
+
+def test_a_model_without_a_tower_refuses_pictures_before_they_are_downloaded(client, monkeypatch):
+    monkeypatch.setattr(reading, "download", None)
+    for url in (URL, "http://images.example.org/a.png"):
+        part = {"type": "image_url", "image_url": {"url": url}}
+        error = client.problem("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]})
+        assert error["param"] == "messages[0]['content'][0]['image_url']" and "takes no pictures" in error["message"]
+    assert "takes no pictures" in client.problem("/generate", {"text": "a", "image_data": TEXT})["message"]
