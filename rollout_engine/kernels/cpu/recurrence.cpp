@@ -118,7 +118,7 @@ void recurrence_in_team(const RecurrenceCall& c, Team& team) {
     for (int64_t first = 0; first < total; first += bundle) {
         const int64_t end = std::min(first + bundle, total);
         for (int64_t i = first; i < end; i++) {
-            const Place ahead = i + 1 < end ? item_at(i + 1).source() : Place{};
+            const Place ahead = blocks == 1 && i + 1 < end ? item_at(i + 1).source() : Place{};
             in.delta ? item_at(i).run<true>(scratch, ahead) : item_at(i).run<false>(scratch, ahead);
         }
     }

@@ -77,7 +77,7 @@ def test_factors_of_queries_are_found_and_are_those_of_every_position():
     for dtype in (torch.float32, torch.bfloat16):
         wanted = (1 + 0.5 * torch.log(1 + torch.floor(positions / 40))).to(dtype)
         assert torch.equal(pattern.query_factors.rows(positions, torch.empty(0, dtype=dtype)), wanted)
-    assert attention_pattern(build().model.layers[0].self_attn, probe_geometry(build())[0], FAR) == (None, None)
+    assert attention_pattern(build().model.layers[0].self_attn, probe_geometry(build())[0], FAR) == (None, None, False)
 
 
 class ScaledResults(LlamaAttention):
