@@ -8,8 +8,9 @@ Indexers are recognised by a trial of their forward: scores are sum(weights * re
 whose first channels are rotated, by halves or by pairs. As in transformers, nothing has a gradient through them.
 """
 
+import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,6 +25,8 @@ Rotation = Literal["halves", "pairs"]
 _TRIAL = dict(n_heads=24, head_dim=10, qk_rope_head_dim=6, index_topk=12, softmax_scale=0.37)
 """Sizes of a trial: so many heads that no two scores are zero."""
 _TRIAL_LENGTH = 12
+_ARGUMENTS = ["hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"]
+"""Of an indexer's forward."""
 
 
 class Index:
@@ -59,12 +62,7 @@ UNMASKED = _Unmasked()
 
 
 class IndexedAttention:
-    """Mixed into the class of a module of latent attention with an index: it needs no mask to choose positions."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("attention_mask") is None:
-            kwargs["attention_mask"] = UNMASKED
-        return super().forward(*args, **kwargs)  # type: ignore[misc]  # of the module's own class
+    """Mixed into the class of a module of latent attention with an index."""
 
 
 class Indexer:
@@ -115,15 +113,14 @@ def has_indexers(module: nn.Module) -> bool:
 
 
 def unserved_indexers(module: nn.Module) -> list[str]:
-    """Why indexers below `module` are not served, one reason for each class."""
-    found: dict[type, str] = {}
+    """Why indexers below `module` are not served, each reason once."""
+    found: dict[str, None] = {}
     for child in module.modules():
-        kind: Any = type(child)
-        if "indexer" in child._modules and not isinstance(child, IndexedAttention) and kind not in found:
+        if "indexer" in child._modules and not isinstance(child, IndexedAttention):
             indexer: Any = child._modules["indexer"]
             reason = None if indexer is None else indexer_reason(indexer)
-            found[kind] = reason or f"{kind.__name__} has an indexer, and its keys and values are not latents"
-    return list(found.values())
+            found[reason or f"{type(child).__name__} has an indexer, and its keys and values are not latents"] = None
+    return list(found)
 
 
 def find_rotation(indexer: nn.Module) -> Rotation | None:
@@ -186,8 +183,20 @@ class _Product:
         return self._result.clone()
 
 
+class _Norm:
+    """Replaces the norm of keys in a trial."""
+
+    weight = torch.empty(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * 1.5 + 0.1
+
+
 def _trial_reason(indexer: nn.Module, rotation: Rotation) -> str | None:
     """Why the forward of `indexer` does not order positions as ours does, which rotates so."""
+    taken = [*inspect.signature(type(indexer).forward).parameters][1:]
+    if taken != _ARGUMENTS:
+        return f"{type(indexer).__name__} takes {', '.join(taken)}, and DeepSeek-V3.2's {', '.join(_ARGUMENTS)}"
     heads, dim, rope = (int(_TRIAL[name]) for name in ("n_heads", "head_dim", "qk_rope_head_dim"))
     hidden, resid = (waves(1, _TRIAL_LENGTH, 5, phase=phase) for phase in (0.1, 0.4))
 
@@ -197,7 +206,7 @@ def _trial_reason(indexer: nn.Module, rotation: Rotation) -> str | None:
         parts: Any = _TRIAL | dict(
             wq_b=_Product("wq_b", heads * dim, resid, 0.3),
             wk=_Product("wk", dim, hidden, 0.8),
-            k_norm=lambda x: x * 1.5 + 0.1,
+            k_norm=_Norm(),
             weights_proj=_Product("weights_proj", heads, hidden, 0.6),
         )
         embeddings = angles.cos(), angles.sin()
@@ -227,4 +236,12 @@ def _indexer_class(kind: type[nn.Module], rotation: Rotation) -> type[nn.Module]
 
 @cache
 def _attention_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Indexed{kind.__name__}", (IndexedAttention, kind), {})
+    """A class like `kind` that needs no mask to choose positions."""
+
+    @wraps(kind.forward)  # by which parts of it are recognised
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("attention_mask") is None:
+            kwargs["attention_mask"] = UNMASKED
+        return kind.forward(self, *args, **kwargs)
+
+    return type(f"Indexed{kind.__name__}", (IndexedAttention, kind), {"forward": forward})
