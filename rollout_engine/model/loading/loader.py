@@ -135,9 +135,7 @@ def _admit(
 def _check_indexed(device: torch.device, *, has_ranks: bool) -> None:
     """Raise `ConfigError` if a model with indexers is to run elsewhere than on the CPU in one process."""
     if device != _CPU:
-        raise ConfigError(
-            "A model that attends to positions chosen by an indexer runs on a CPU only. Use device='cpu'."
-        )
+        raise ConfigError("A model that attends to positions chosen by an indexer runs on CPUs only. Use device='cpu'.")
     if has_ranks:
         raise ConfigError(
             "tensor_parallel_size: a model that attends to positions chosen by an indexer is served by one process. "

@@ -96,15 +96,16 @@ def index_attention(module: nn.Module) -> None:
 
     Call `cache_latents` before. Parameters and their names stay as they are.
     """
+    child: Any
     for child in list(module.modules()):
         if not isinstance(child, LatentAttention) or isinstance(child, IndexedAttention) or not _has_index(child):
             continue
-        indexer: Any = child._modules.get("indexer")
+        indexer = child._modules.get("indexer")
         rotation = None if indexer is None else find_rotation(indexer)
         if indexer is not None and rotation is not None:
             indexer.__class__ = _indexer_class(type(indexer), rotation)
         if indexer is None or rotation is not None:
-            child.__class__ = _attention_class(type(child))  # type: ignore[arg-type]  # mypy doubts that it has a hash
+            child.__class__ = _attention_class(type(child))
 
 
 def has_indexers(module: nn.Module) -> bool:
