@@ -23,14 +23,14 @@ from rollout_engine.model.modules.latent_attention import LatentAttention
 
 Rotation = Literal["halves", "pairs"]
 _TRIAL = dict(n_heads=24, head_dim=10, qk_rope_head_dim=6, index_topk=12, softmax_scale=0.37)
-"""Sizes of a trial: so many heads that no two scores are zero."""
+"""Sizes of a trial, with enough heads that no score is zero."""
 _TRIAL_LENGTH = 12
 _ARGUMENTS = ["hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"]
 """Of an indexer's forward."""
 
 
 class Index:
-    """What an indexer made of a batch: attention chooses positions from it, once for all layers that read it."""
+    """The results of an indexer for a batch: attention chooses positions by them, once for all layers that read them."""
 
     def __init__(
         self, layer: int, q: Tensor, keys: Tensor, weights: Tensor, *, topk: int, scale: float, positions: Tensor | None
@@ -96,16 +96,16 @@ def index_attention(module: nn.Module) -> None:
 
     Call `cache_latents` before. Parameters and their names stay as they are.
     """
-    child: Any
-    for child in list(module.modules()):
-        if not isinstance(child, LatentAttention) or isinstance(child, IndexedAttention) or not _has_index(child):
+    attentions: list[Any] = [child for child in module.modules() if isinstance(child, LatentAttention)]
+    for child in attentions:
+        if isinstance(child, IndexedAttention) or not _has_index(child):
             continue
-        indexer = child._modules.get("indexer")
+        indexer, kind = child._modules.get("indexer"), child.__class__
         rotation = None if indexer is None else find_rotation(indexer)
         if indexer is not None and rotation is not None:
-            indexer.__class__ = _indexer_class(type(indexer), rotation)
+            indexer.__class__ = _indexer_class(indexer.__class__, rotation)
         if indexer is None or rotation is not None:
-            child.__class__ = _attention_class(type(child))
+            child.__class__ = _attention_class(kind)
 
 
 def has_indexers(module: nn.Module) -> bool:
