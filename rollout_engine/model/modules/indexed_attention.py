@@ -30,7 +30,7 @@ _ARGUMENTS = ["hidden_states", "q_resid", "position_embeddings", "attention_mask
 
 
 class Index:
-    """The results of an indexer for a batch, by which attention chooses positions once for all layers that read them."""
+    """The results of an indexer for a batch, by which attention chooses positions once for all layers that read it."""
 
     def __init__(
         self, layer: int, q: Tensor, keys: Tensor, weights: Tensor, *, topk: int, scale: float, positions: Tensor | None
