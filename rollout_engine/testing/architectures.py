@@ -210,6 +210,7 @@ HYBRID_SIZES: dict[str, dict[str, Any]] = {
 _INDEXED = SIZES["deepseek_v3"] | dict(index_topk=24, index_head_dim=16, index_n_heads=12)
 INDEXED_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v32": _INDEXED,
+    "axk2": _INDEXED,
     "glm_moe_dsa": _INDEXED | dict(num_hidden_layers=3, indexer_types=["full", "shared", "full"]),
 }
 """The same for architectures whose queries attend to positions that an indexer chooses."""

@@ -233,7 +233,7 @@ def test_adapters_are_exact_too(checkpoint):
 
 def test_ranks_and_devices_are_refused(checkpoint):
     config, seat = EngineConfig(model=str(directory_of(checkpoint, QUICK))), SimpleNamespace(rank=0, num_ranks=2)
-    with pytest.raises(ConfigError, match="positions that an indexer chooses, and is served by one process"):
+    with pytest.raises(ConfigError, match="positions chosen by an indexer is served by one process"):
         load_model(config, seat=seat)
-    with pytest.raises(ConfigError, match="positions that an indexer chooses, on a CPU alone. Use device='cpu'"):
+    with pytest.raises(ConfigError, match="positions chosen by an indexer runs on CPUs only. Use device='cpu'"):
         load_model(config, torch.device("cuda"))

@@ -3,12 +3,14 @@
 //     score[t, s] = sum over h of weight[t, h] * relu(scale * (q[t, h] . k[s]))       s <= position of t
 //
 // and the `topk` highest are chosen, of equal ones the lowest positions; NaN is above all numbers. Every lane is a position:
-// a score is summed over the channels, then over the heads, one after the other in float32, whatever its tile, the block
-// size, the other rows and the threads are, so its bits follow from the query and the key alone.
+// a score is summed over the channels (bfloat16 in pairs, as in attention), then over the heads, one after the other in
+// float32, whatever its tile, the block size, the other rows and the threads are, so its bits follow from the query and
+// the key alone.
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
+#include "attention_turn.h"
 #include "team.h"
 #include "vec.h"
 
@@ -32,6 +34,7 @@ struct IndexerCall {
 namespace {
 
 using vec::F;
+using vec::I;
 using vec::LANES;
 
 constexpr int TILE = 64;  // positions, counted from 0
@@ -42,12 +45,20 @@ struct Item {
     int32_t seq, first, count;  // tokens [first, first + count) of the sequence's chunk
 };
 
-float number(float x) { return x; }
-float number(bf16 x) {
-    const uint32_t bits = (uint32_t)x.bits << 16;
-    float result;
-    memcpy(&result, &bits, sizeof result);
-    return result;
+// Channels in a unit of four bytes.
+template <typename T>
+constexpr int per_unit = 4 / sizeof(T);
+
+VEC_INLINE F step(F acc, I a, I b, float) { return vec::fma((F)a, (F)b, acc); }
+VEC_INLINE F step(F acc, I a, I b, bf16) { return vec::dot_pairs(acc, a, b); }
+
+// Unit number `d` of a row of `dim` channels, with zeros past them.
+template <typename T>
+int32_t unit_at(const T* row, int d, int dim) {
+    int32_t unit = 0;
+    const int first = d * per_unit<T>;
+    memcpy(&unit, row + first, std::min(per_unit<T>, dim - first) * sizeof(T));
+    return unit;
 }
 
 // A number whose order is that of scores.
@@ -62,34 +73,47 @@ uint32_t rank_of(float score) {
 template <typename T>
 struct Work {
     const IndexerCall& c;
-    std::vector<float> turned, q, scores;  // [D, TILE], [tokens, H, D], [tokens, positions]
+    const int steps;                 // units of a row
+    std::vector<int32_t> turned, q;  // units [steps, TILE] and [tokens, H, steps]
+    std::vector<float> scores;       // [tokens, positions]
     std::vector<uint32_t> ranks;
     int64_t stride = 0;  // of `scores`
 
-    explicit Work(const IndexerCall& call) : c(call), turned((size_t)call.dim * TILE) {}
+    explicit Work(const IndexerCall& call)
+        : c(call), steps((call.dim + per_unit<T> - 1) / per_unit<T>), turned((size_t)steps * TILE) {}
 
     int64_t slot(int seq, int64_t position) const {
         return (int64_t)c.blocks[c.block_starts[seq] + position / c.block_size] * c.block_size + position % c.block_size;
     }
 
-    // The keys of a tile, one channel of all positions after the other; those past the last position repeat it.
+    // The keys of a tile, one unit of all positions after the other; those past the last position repeat it.
     void turn(int seq, int64_t tile, int64_t num_positions) {
-        for (int i = 0; i < TILE; i++) {
-            const T* key = (const T*)c.keys + slot(seq, std::min(tile * TILE + i, num_positions - 1)) * c.dim;
-            for (int d = 0; d < c.dim; d++) turned[(size_t)d * TILE + i] = number(key[d]);
+        const T* keys[TILE];
+        for (int i = 0; i < TILE; i++)
+            keys[i] = (const T*)c.keys + slot(seq, std::min(tile * TILE + i, num_positions - 1)) * c.dim;
+        for (int first = 0; first < TILE; first += LANES) {
+            uint32_t* to = (uint32_t*)turned.data() + first;
+            int d = 0;
+            for (const int whole = c.dim / per_unit<T> / LANES * LANES; d < whole; d += LANES) {
+                const uint32_t* from[LANES];
+                for (int i = 0; i < LANES; i++) from[i] = (const uint32_t*)(keys[first + i] + d * per_unit<T>);
+                tiles::turn_square(from, to + (size_t)d * TILE, TILE);
+            }
+            for (; d < steps; d++)
+                for (int i = 0; i < LANES; i++) to[(size_t)d * TILE + i] = unit_at(keys[first + i], d, c.dim);
         }
     }
 
     // Adds the scores of N heads over the tile to `total`.
     template <int N>
-    void add_heads(const float* query, const float* weights, F* total) const {
+    void add_heads(const int32_t* query, const float* weights, F* total) const {
         F acc[N][VECTORS] = {};
-        for (int d = 0; d < c.dim; d++) {
-            F keys[VECTORS];
-            for (int i = 0; i < VECTORS; i++) keys[i] = vec::load(turned.data() + (size_t)d * TILE + i * LANES);
+        for (int d = 0; d < steps; d++) {
+            I keys[VECTORS];
+            for (int i = 0; i < VECTORS; i++) vec::read(turned.data() + (size_t)d * TILE + i * LANES, keys[i]);
             for (int h = 0; h < N; h++) {
-                const F x = vec::set1(query[h * c.dim + d]);
-                for (int i = 0; i < VECTORS; i++) acc[h][i] = vec::fma(x, keys[i], acc[h][i]);
+                const I x = I{} + query[h * steps + d];
+                for (int i = 0; i < VECTORS; i++) acc[h][i] = step(acc[h][i], keys[i], x, T{});
             }
         }
         for (int h = 0; h < N; h++)
@@ -100,11 +124,12 @@ struct Work {
     }
 
     void score_tile(int row, int64_t token, int64_t tile) {
-        const float *query = q.data() + (size_t)row * c.num_heads * c.dim, *weights = c.weights + token * c.num_heads;
+        const int32_t* query = q.data() + (size_t)row * c.num_heads * steps;
+        const float* weights = c.weights + token * c.num_heads;
         F total[VECTORS] = {};
         int h = 0;
-        for (; h + 4 <= c.num_heads; h += 4) add_heads<4>(query + (size_t)h * c.dim, weights + h, total);
-        for (; h < c.num_heads; h++) add_heads<1>(query + (size_t)h * c.dim, weights + h, total);
+        for (; h + 4 <= c.num_heads; h += 4) add_heads<4>(query + (size_t)h * steps, weights + h, total);
+        for (; h < c.num_heads; h++) add_heads<1>(query + (size_t)h * steps, weights + h, total);
         for (int i = 0; i < VECTORS; i++) vec::store(scores.data() + row * stride + tile * TILE + i * LANES, total[i]);
     }
 
@@ -132,12 +157,12 @@ struct Work {
     void run(const Item& item) {
         const int64_t begin = c.token_starts[item.seq] + item.first, first = c.first_position[item.seq] + item.first;
         const int64_t num_positions = first + item.count, num_tiles = (num_positions + TILE - 1) / TILE;
-        const size_t size = (size_t)c.num_heads * c.dim;
         if (num_positions > c.topk) {
             stride = num_tiles * TILE;
             scores.resize((size_t)item.count * stride);
-            q.resize(item.count * size);
-            for (size_t i = 0; i < item.count * size; i++) q[i] = number(((const T*)c.q)[begin * size + i]);
+            q.resize((size_t)item.count * c.num_heads * steps);
+            for (size_t i = 0; i < q.size(); i++)
+                q[i] = unit_at((const T*)c.q + (begin * c.num_heads + i / steps) * c.dim, i % steps, c.dim);
             for (int64_t tile = 0; tile < num_tiles; tile++) {
                 turn(item.seq, tile, num_positions);
                 for (int row = 0; row < item.count; row++)

@@ -79,5 +79,5 @@ class CpuIndexedStep:
         keys.flatten(0, 1)[self._slots] = index.keys[0]
         if self._last_position < index.topk:
             return None
-        options = dict(topk=index.topk, scale=index.scale)
-        return choose_slots(index.q[0], index.weights[0], keys, self._columns, **options)
+        q, weights = index.q[0], index.weights[0]
+        return choose_slots(q, weights, keys, self._columns, topk=index.topk, scale=index.scale)

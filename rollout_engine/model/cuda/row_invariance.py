@@ -56,7 +56,7 @@ def make_row_invariant(module: nn.Module) -> None:
     cache_latents(module)
     if has_indexers(module):
         raise ConfigError(
-            f"{type(module).__name__} attends to positions that an indexer chooses, which is exact on a CPU alone."
+            f"{type(module).__name__} attends to positions chosen by an indexer, and is exact on a CPU only."
         )
     use_latent_kernels(module, LATENT_KERNELS)
     for child in children_of_one_dtype(module):

@@ -128,21 +128,20 @@ def _admit(
             f"{type(module).__name__} has layers that keep a state, and these run on a CPU alone. Use device='cpu'."
         )
     if has_indexers(module):
-        _check_indexed(module, device, has_ranks=has_ranks)
+        _check_indexed(device, has_ranks=has_ranks)
     if device == _CPU or not has_ranks:
         cache_latents(module)
         index_attention(module)
     return admit(module, hf_config)
 
 
-def _check_indexed(module: PreTrainedModel, device: torch.device, *, has_ranks: bool) -> None:
-    """Raise `ConfigError` if a module with indexers is to run elsewhere than on the CPU in one process."""
-    name = type(module).__name__
+def _check_indexed(device: torch.device, *, has_ranks: bool) -> None:
+    """Raise `ConfigError` if a model with indexers is to run elsewhere than on the CPU in one process."""
     if device != _CPU:
-        raise ConfigError(f"{name} attends to positions that an indexer chooses, on a CPU alone. Use device='cpu'.")
+        raise ConfigError("A model that attends to positions chosen by an indexer runs on CPUs only. Use device='cpu'.")
     if has_ranks:
         raise ConfigError(
-            f"tensor_parallel_size: {name} attends to positions that an indexer chooses, and is served by one process. "
+            "tensor_parallel_size: a model that attends to positions chosen by an indexer is served by one process. "
             "Leave tensor_parallel_size out."
         )
 

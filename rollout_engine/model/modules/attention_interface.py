@@ -72,7 +72,7 @@ def rollout_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: object,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -158,8 +158,8 @@ def _attend_rows(
     chosen = None if index is None else index.chosen(partial(_choose_in_rows, packed=packed))
     if chosen is not None:
         q, keys, values = query.transpose(1, 2).flatten(0, 1), key[:, 0].flatten(0, 1), value[:, 0].flatten(0, 1)
-        found: Tensor = ChosenAttention.apply(q, keys, values, chosen, params)
-        return found.unflatten(0, (len(query), -1))
+        found: Tensor = ChosenAttention.apply(q, keys, values, chosen, params).unflatten(0, (len(query), -1))
+        return found
     if packed is None or packed.tokens is None or packed.places is None:
         lengths = None if packed is None else packed.lengths
         return DenseAttention.apply(query, key, value, params, sinks, dense, lengths)  # type: ignore[no-any-return]
@@ -177,8 +177,8 @@ def _choose_in_rows(index: Index, packed: PackedSequences | None) -> ChosenSlots
     if max(lengths) <= index.topk:
         return None
     keys, columns = index.keys.reshape(batch * length, 1, -1), _columns_of_rows(lengths, packed, batch * length)
-    options = dict(topk=index.topk, scale=index.scale)
-    return choose_slots(index.q.flatten(0, 1), index.weights.flatten(0, 1), keys, columns, **options)
+    q, weights = index.q.flatten(0, 1), index.weights.flatten(0, 1)
+    return choose_slots(q, weights, keys, columns, topk=index.topk, scale=index.scale)
 
 
 def _columns_of_rows(lengths: Sequence[int], packed: PackedSequences | None, num_tokens: int) -> ChunkColumns:

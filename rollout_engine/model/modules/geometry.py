@@ -226,7 +226,7 @@ def _checked_index(indices: object, *, plain: bool) -> Index | None:
     if indices is None:
         return None
     if not isinstance(indices, Index):
-        raise Refusal("it gives attention indices that this engine does not know")
+        raise Refusal("it gives attention indices of a kind that is not served")
     if not plain:
         raise Refusal("an indexer chooses positions for attention with a window, a soft cap, sinks or expanded keys")
     return indices

@@ -8,8 +8,9 @@ Indexers are recognised by a trial of their forward: scores are sum(weights * re
 whose first channels are rotated, by halves or by pairs. As in transformers, nothing has a gradient through them.
 """
 
+import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,12 +23,14 @@ from rollout_engine.model.modules.latent_attention import LatentAttention
 
 Rotation = Literal["halves", "pairs"]
 _TRIAL = dict(n_heads=24, head_dim=10, qk_rope_head_dim=6, index_topk=12, softmax_scale=0.37)
-"""Sizes of a trial: so many heads that no two scores are zero."""
+"""Sizes of a trial, with enough heads that no score is zero."""
 _TRIAL_LENGTH = 12
+_ARGUMENTS = ["hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"]
+"""Of an indexer's forward."""
 
 
 class Index:
-    """What an indexer made of a batch: attention chooses positions from it, once for all layers that read it."""
+    """The results of an indexer for a batch, by which attention chooses positions once for all layers that read it."""
 
     def __init__(
         self, layer: int, q: Tensor, keys: Tensor, weights: Tensor, *, topk: int, scale: float, positions: Tensor | None
@@ -59,12 +62,7 @@ UNMASKED = _Unmasked()
 
 
 class IndexedAttention:
-    """Mixed into the class of a module of latent attention with an index: it needs no mask to choose positions."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("attention_mask") is None:
-            kwargs["attention_mask"] = UNMASKED
-        return super().forward(*args, **kwargs)  # type: ignore[misc]  # of the module's own class
+    """Mixed into the class of a module of latent attention with an index."""
 
 
 class Indexer:
@@ -98,15 +96,16 @@ def index_attention(module: nn.Module) -> None:
 
     Call `cache_latents` before. Parameters and their names stay as they are.
     """
-    for child in list(module.modules()):
-        if not isinstance(child, LatentAttention) or isinstance(child, IndexedAttention) or not _has_index(child):
+    attentions: list[Any] = [child for child in module.modules() if isinstance(child, LatentAttention)]
+    for child in attentions:
+        if isinstance(child, IndexedAttention) or not _has_index(child):
             continue
-        indexer: Any = child._modules.get("indexer")
+        indexer, kind = child._modules.get("indexer"), child.__class__
         rotation = None if indexer is None else find_rotation(indexer)
         if indexer is not None and rotation is not None:
-            indexer.__class__ = _indexer_class(type(indexer), rotation)
+            indexer.__class__ = _indexer_class(indexer.__class__, rotation)
         if indexer is None or rotation is not None:
-            child.__class__ = _attention_class(type(child))  # type: ignore[arg-type]  # mypy doubts that it has a hash
+            child.__class__ = _attention_class(kind)
 
 
 def has_indexers(module: nn.Module) -> bool:
@@ -115,15 +114,14 @@ def has_indexers(module: nn.Module) -> bool:
 
 
 def unserved_indexers(module: nn.Module) -> list[str]:
-    """Why indexers below `module` are not served, one reason for each class."""
-    found: dict[type, str] = {}
+    """Why indexers below `module` are not served, each reason once."""
+    found: dict[str, None] = {}
     for child in module.modules():
-        kind: Any = type(child)
-        if "indexer" in child._modules and not isinstance(child, IndexedAttention) and kind not in found:
+        if "indexer" in child._modules and not isinstance(child, IndexedAttention):
             indexer: Any = child._modules["indexer"]
             reason = None if indexer is None else indexer_reason(indexer)
-            found[kind] = reason or f"{kind.__name__} has an indexer, and its keys and values are not latents"
-    return list(found.values())
+            found[reason or f"{type(child).__name__} has an indexer, and its keys and values are not latents"] = None
+    return list(found)
 
 
 def find_rotation(indexer: nn.Module) -> Rotation | None:
@@ -186,8 +184,20 @@ class _Product:
         return self._result.clone()
 
 
+class _Norm:
+    """Replaces the norm of keys in a trial."""
+
+    weight = torch.empty(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * 1.5 + 0.1
+
+
 def _trial_reason(indexer: nn.Module, rotation: Rotation) -> str | None:
     """Why the forward of `indexer` does not order positions as ours does, which rotates so."""
+    taken = [*inspect.signature(type(indexer).forward).parameters][1:]
+    if taken != _ARGUMENTS:
+        return f"{type(indexer).__name__} takes {', '.join(taken)}, and DeepSeek-V3.2's {', '.join(_ARGUMENTS)}"
     heads, dim, rope = (int(_TRIAL[name]) for name in ("n_heads", "head_dim", "qk_rope_head_dim"))
     hidden, resid = (waves(1, _TRIAL_LENGTH, 5, phase=phase) for phase in (0.1, 0.4))
 
@@ -197,7 +207,7 @@ def _trial_reason(indexer: nn.Module, rotation: Rotation) -> str | None:
         parts: Any = _TRIAL | dict(
             wq_b=_Product("wq_b", heads * dim, resid, 0.3),
             wk=_Product("wk", dim, hidden, 0.8),
-            k_norm=lambda x: x * 1.5 + 0.1,
+            k_norm=_Norm(),
             weights_proj=_Product("weights_proj", heads, hidden, 0.6),
         )
         embeddings = angles.cos(), angles.sin()
@@ -227,4 +237,12 @@ def _indexer_class(kind: type[nn.Module], rotation: Rotation) -> type[nn.Module]
 
 @cache
 def _attention_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Indexed{kind.__name__}", (IndexedAttention, kind), {})
+    """A class like `kind` that needs no mask to choose positions."""
+
+    @wraps(kind.forward)  # by which parts of it are recognised
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("attention_mask") is None:
+            kwargs["attention_mask"] = UNMASKED
+        return kind.forward(self, *args, **kwargs)
+
+    return type(f"Indexed{kind.__name__}", (IndexedAttention, kind), {"forward": forward})

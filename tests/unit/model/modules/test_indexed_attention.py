@@ -13,9 +13,7 @@ from rollout_engine.model.modules.latent_attention import cache_latents
 from rollout_engine.testing import tiny_config
 from rollout_engine.testing.architectures import INDEXED_SIZES
 
-pytestmark = pytest.mark.skipif(
-    not INDEXED_SIZES.keys() <= set(CONFIG_MAPPING), reason="a release without these types"
-)
+pytestmark = pytest.mark.skipif(not INDEXED_SIZES.keys() <= set(CONFIG_MAPPING), reason="a release without these types")
 
 
 def build(architecture):
@@ -47,8 +45,11 @@ def test_an_indexer_that_computes_something_else_is_refused_by_name():
     module = build_module(tiny_config("deepseek_v32", **INDEXED_SIZES["deepseek_v32"]), torch.float32, ATTENTION_NAME)
 
     class Squared(type(module.model.layers[0].self_attn.indexer)):
-        def forward(self, hidden_states, *args, **kwargs):
-            return super().forward(hidden_states * hidden_states, *args, **kwargs)
+        def forward(
+            self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, past_key_values=None
+        ):
+            rest = position_embeddings, attention_mask, position_ids, past_key_values
+            return super().forward(hidden_states * hidden_states, q_resid, *rest)
 
     for layer in module.model.layers:
         layer.self_attn.indexer.__class__ = Squared
@@ -56,3 +57,11 @@ def test_an_indexer_that_computes_something_else_is_refused_by_name():
     index_attention(module)
     with pytest.raises(ConfigError, match="chooses positions in a way that is not served here: Squared multiplies"):
         admit(module)
+
+
+def test_an_indexer_over_pools_of_keys_is_refused_by_what_it_takes():
+    class Pooled(torch.nn.Module):
+        def forward(self, hidden_states, q_resid, attention_mask, past_key_values):
+            return hidden_states
+
+    assert "Pooled takes hidden_states, q_resid, attention_mask, past_key_values, and" in indexer_reason(Pooled())
