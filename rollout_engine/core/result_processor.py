@@ -79,6 +79,7 @@ class ResultProcessor:
         for index, routed in result.prompt_routed_experts.items():
             outputs.prompt_routed_experts[step.rows[index].request.source.first_sequence_id] = routed
         self._pool(step, result, outputs)
+        self._scheduler.stats.pictures.num_encoded += result.num_encoded_pictures
         self._scheduler.stats.num_tokens_sampled += sum(len(each.sequence_ids) for each in queued)
         for sequence, message in drawn.failed:
             self.end(sequence, "error", message)

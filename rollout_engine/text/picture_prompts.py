@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
+import numpy as np
+
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.locations import find_directory
@@ -185,8 +187,7 @@ class PicturePrompts:
         end = 0
         for index, each in enumerate(pictures):
             field = f"pictures[{index}]"
-            if not isinstance(each, PlacedPicture) or not isinstance(each.picture, Picture):
-                raise RequestError.for_field(field, describe_image(each), "a PlacedPicture")
+            _check_picture(each, field)
             if not end <= each.start < each.end <= len(token_ids):
                 bound = f"behind the picture before it, which ends at {end}, and within {len(token_ids)} tokens"
                 raise RequestError.for_field(field, f"[{each.start}, {each.end})", bound)
@@ -259,6 +260,22 @@ class PicturePrompts:
                         bound = f"a text without {mark!r}, which stands for a picture"
                         hint = "Give its image in multi_modal_data." if name == "prompt" else ""
                         raise RequestError.for_field(field, text, bound, hint)
+
+
+def _check_picture(placed: Any, field: str) -> None:
+    """Raise `RequestError` unless this is a placed picture whose arrays a processor may have made."""
+    if not isinstance(placed, PlacedPicture) or not isinstance(placed.picture, Picture):
+        raise RequestError.for_field(field, describe_image(placed), "a PlacedPicture")
+    if type(placed.start) is not int or type(placed.end) is not int:
+        raise RequestError.for_field(field, f"[{placed.start!r}, {placed.end!r})", "a span of two ints")
+    digest, arrays = placed.picture.digest, placed.picture.arrays
+    if not isinstance(digest, bytes) or len(digest) != 16 or not isinstance(arrays, dict) or not arrays:
+        raise RequestError.for_field(field, "a Picture", "a picture of Picture.of(arrays)")
+    for name, array in arrays.items():
+        kinds = "f" if name == "pixel_values" else "biuf"
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or array.dtype == np.float16:
+            bound = "an array of float32 or float64" + ("" if kinds == "f" else ", ints or bools")
+            raise RequestError.for_field(f"{field}.arrays[{name!r}]", describe_image(array), bound)
 
 
 def images_in(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory):
 def prompts_of(count, *pictures):
     """Prompts with the same pictures between different texts."""
     shown = " and ".join([SHOWN] * len(pictures))
-    texts = [f"{i} {shown} is all that is to be seen here" for i in range(count)]
+    texts = [f"{shown} is all that is to be seen here: {i}" for i in range(count)]
     return [{"prompt": text, "multi_modal_data": {"image": list(pictures)}} for text in texts]
 
 
@@ -42,22 +42,21 @@ def test_a_picture_that_64_requests_share_crosses_once_and_changes_no_bit(checkp
         engine = llm.llm_engine
         expected = found_by(engine, prompts)
         assert engine.stats.pictures.num_received == 0
-        encoder = engine.frontend.client.driver.executor.worker.runner.pictures.encoder
-        assert encoder.num_encoded == 2
+        assert engine.stats.pictures.num_encoded == 2
         engine.reset_encoder_cache()
-        assert found_by(engine, prompts[:2]) == expected[:2] and encoder.num_encoded == 2, "their KV is known"
+        assert found_by(engine, prompts[:2]) == expected[:2] and engine.stats.pictures.num_encoded == 2, "KV is known"
         engine.reset_prefix_cache()
-        assert found_by(engine, prompts[:2]) == expected[:2] and encoder.num_encoded == 3
+        assert found_by(engine, prompts[:2]) == expected[:2] and engine.stats.pictures.num_encoded == 3
         config = engine.frontend.client.info.config
     with LLMEngine.from_client(ProcessClient.start(config)) as engine:
         assert found_by(engine, prompts) == expected
         stats = engine.stats.pictures
-        assert (stats.num_received, stats.num_hits) == (2, 63 + 3)
+        assert (stats.num_received, stats.num_hits, stats.num_encoded) == (2, 63 + 3, 2)
         engine.reset_mm_cache()
         engine.reset_prefix_cache()
         assert found_by(engine, prompts_of(2, two, one)) == expected[64:]
         stats = engine.stats.pictures
-        assert (stats.num_received, stats.num_hits) == (4, 66 + 2)
+        assert (stats.num_received, stats.num_hits, stats.num_encoded) == (4, 66 + 2, 2)
 
 
 def test_pictures_that_do_not_fit_their_prompt_end_its_request_alone(checkpoint):

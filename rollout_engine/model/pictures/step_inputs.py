@@ -26,6 +26,8 @@ class PictureInputs(NamedTuple):
     """[n, H] each: added to the hidden states of these tokens behind the first layers."""
     positions: Tensor | None
     """int64 [3, T], if a sequence of the batch has positions on three axes."""
+    num_encoded: int = 0
+    """Pictures that were encoded for it."""
 
 
 def module_inputs(
@@ -88,7 +90,7 @@ class SequencesWithPictures:
                 given = new.token_ids, new.pictures, self.image_token_id
                 try:
                     self._of[new.sequence_id] = SequencePictures.of(self.encoder, *given)
-                except Exception as problem:  # raised when it is computed: steps that only note it go on
+                except Exception as problem:  # raised in the step that computes it
                     self._of[new.sequence_id] = problem
 
     def inputs(self, scheduled: Sequence[ScheduledSequence], starts: np.ndarray) -> PictureInputs | None:
@@ -129,14 +131,15 @@ class ChunkPictures(NamedTuple):
 
 def inputs_of(chunks: Sequence[ChunkPictures], encoder: PictureEncoder) -> PictureInputs | None:
     """The inputs that pictures add to the chunks of a flat batch, end to end; None if they add nothing."""
+    num_before = encoder.num_encoded
     found = list(_features_of(chunks, encoder))
-    positions = _positions_of(chunks)
+    positions, num_encoded = _positions_of(chunks), encoder.num_encoded - num_before
     if not found:
         nothing = torch.empty(0)
         return None if positions is None else PictureInputs(torch.empty(0, dtype=torch.int64), nothing, [], positions)
     rows, features, deepstack = zip(*found, strict=True)
     layers = [torch.cat(parts) for parts in zip(*deepstack, strict=True)]
-    return PictureInputs(torch.from_numpy(np.concatenate(rows)), torch.cat(features), layers, positions)
+    return PictureInputs(torch.from_numpy(np.concatenate(rows)), torch.cat(features), layers, positions, num_encoded)
 
 
 def _features_of(
