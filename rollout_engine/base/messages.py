@@ -298,6 +298,8 @@ class ModelRunnerOutput(msgspec.Struct):
     """uint8 or int16 [N, L, k]: experts of the token behind which each was drawn; None if no request asked."""
     prompt_routed_experts: dict[int, np.ndarray] = {}
     """Index into `SchedulerOutput.scheduled` -> those of the tokens before, in the step that completes a prompt."""
+    num_encoded_pictures: int = 0
+    """Pictures that the step encoded."""
 
 
 UpdateMode = Literal["keep", "wait", "abort"]

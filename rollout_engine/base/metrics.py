@@ -108,17 +108,16 @@ class DraftStats(msgspec.Struct):
 
 
 class PictureStats(msgspec.Struct):
-    """Pictures that crossed to an engine's process since start; all 0 for an engine in this process.
-
-    The same picture in two requests, or twice in one, counts twice.
-    """
+    """Pictures since start. The same one in two requests, or twice in one, counts twice."""
 
     num_received: int = 0
-    """Pictures whose arrays were sent."""
+    """Pictures whose arrays were sent to the engine's process; 0 for an engine in this one."""
     num_received_bytes: int = 0
     """Bytes of these arrays."""
     num_hits: int = 0
-    """Pictures of requests that the engine's process had already, so that a digest was sent."""
+    """Pictures of requests that the engine's process had already, so that a digest was sent; 0 for one in this."""
+    num_encoded: int = 0
+    """Pictures that went through the vision tower."""
 
 
 class CoreStats(msgspec.Struct):

@@ -49,7 +49,7 @@ ENGINE_PEERS: Peers = {
         "logprobs_mode": "it belongs to one request: SamplingParams(logprobs_mode=...)",
         "max_logprobs": "SamplingParams(logprobs=...) is bounded by itself; leave it out",
         "max_seq_len_to_capture": "leave it out",
-        "mm_processor_kwargs": "pictures are processed as the checkpoint's files say; leave it out",
+        "mm_processor_kwargs": "the checkpoint's files set how pictures are processed; leave it out",
         "model_impl": "models are transformers' own modules; leave it out",
         "num_gpu_blocks_override": "give num_kv_blocks",
         "num_scheduler_steps": "leave it out; async_scheduling prepares the next step while one runs",
@@ -224,7 +224,7 @@ CALL_PEERS: Peers = {
     "vLLM's": {
         "chat_template_content_format": "parts reach templates that read them, others get one str; leave it out",
         "guided_options_request": _GRAMMAR,
-        "mm_processor_kwargs": "pictures are processed as the checkpoint's files say; leave it out",
+        "mm_processor_kwargs": "the checkpoint's files set how pictures are processed; leave it out",
         "prompt_token_ids": "give the lists of ids as prompts",
         "tokenization_kwargs": 'give {"prompt": text, "add_special_tokens": False} as prompt or truncate_prompt_tokens',
     },

@@ -20,6 +20,7 @@ class Executor(Protocol):
         from a token that could not be sampled are dropped.
 
         An exception in place of the result fails the sequences scheduled in this step; nothing runs when it is raised.
+        A `SequenceError` fails the request of its sequence alone: the others are computed again in later steps.
         The results of later steps are not asked for: they may have run or not. The next `work.finished_sequence_ids`
         names all sequences that any of these steps named or introduced: releasing an unknown id is a no-op.
         """

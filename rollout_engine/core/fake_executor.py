@@ -19,6 +19,7 @@ from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.base.pooling_params import PoolingParams
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import mix
+from rollout_engine.base.sequence_error import SequenceError
 from rollout_engine.core.fake_states import FakeKVError, FakeState, FakeStates
 
 
@@ -37,6 +38,7 @@ class FakeExecutor:
         fail_at_steps: Collection[int] = (),
         scripts: Mapping[int, list[int]] = MappingProxyType({}),
         errors: Mapping[int, str] = MappingProxyType({}),
+        uncomputable: Collection[int] = (),
         draft_model: "FakeExecutor | None" = None,
         num_state_slots: int = 0,
         image_token_id: int = -1,
@@ -53,6 +55,8 @@ class FakeExecutor:
         """Sequence id -> its first tokens, for example a stop id."""
         self.errors = errors
         """Sequence id -> message reported in place of its next token."""
+        self.uncomputable = uncomputable
+        """Sequence ids for which a step raises a `SequenceError`, before anything is computed."""
         self.sequences: dict[int, FakeSequence] = {}
         self.num_steps = 0
         self.num_tokens_computed = 0
@@ -87,6 +91,9 @@ class FakeExecutor:
             self.sequences[new.sequence_id] = FakeSequence(new, self.image_token_id)
         for row in work.scheduled:
             self.sequences[row.sequence_id].block_ids[row.first_block :] = row.block_ids
+        for row in work.scheduled:
+            if row.sequence_id in self.uncomputable:
+                raise SequenceError(row.sequence_id, "it cannot be computed")
         self._copy_blocks(work.block_copies)
         self._check_slots(work.scheduled)
         moves = self._states.resolve(work.scheduled, self._state_slots)

@@ -8,8 +8,15 @@ from typing import cast
 
 import numpy as np
 
-from rollout_engine.base.messages import EngineCoreOutputs, IdLogprobs, ModelRunnerOutput, Pooled, SequenceEnd
+from rollout_engine.base.messages import (
+    EngineCoreOutputs,
+    IdLogprobs,
+    ModelRunnerOutput,
+    Pooled,
+    SequenceEnd,
+)
 from rollout_engine.base.outputs import FinishReason
+from rollout_engine.base.sequence_error import SequenceError
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.request_table import RequestTable
 from rollout_engine.core.scheduler import Scheduler
@@ -72,6 +79,7 @@ class ResultProcessor:
         for index, routed in result.prompt_routed_experts.items():
             outputs.prompt_routed_experts[step.rows[index].request.source.first_sequence_id] = routed
         self._pool(step, result, outputs)
+        self._scheduler.stats.pictures.num_encoded += result.num_encoded_pictures
         self._scheduler.stats.num_tokens_sampled += sum(len(each.sequence_ids) for each in queued)
         for sequence, message in drawn.failed:
             self.end(sequence, "error", message)
@@ -97,12 +105,17 @@ class ResultProcessor:
             self._retire(sequence)
 
     def fail(self, step: Step, error: BaseException, later: deque[Step]) -> None:
-        """End the sequences of a step in which the executor raised, and roll back the steps in flight behind it."""
+        """End the sequences of a step in which the executor raised, and roll back the steps in flight behind it.
+
+        For a `SequenceError` its request alone ends; the others of the step are computed again.
+        """
         stats = self._scheduler.stats
         stats.num_steps += 1
         stats.num_failed_steps += 1
         message = f"step {step.work.step} failed: {type(error).__name__}: {error}"
         logger.warning("%s\n%s", message, step.dump(), exc_info=error)
+        if isinstance(error, SequenceError) and (found := step.find_sequences(error.sequence_id)):
+            return self._fail_request(step, found[0], str(error), later)
         forked_since = {request for other in later for request in other.forked}
         for sequence in step.sequences:
             request = sequence.request
@@ -114,6 +127,15 @@ class ResultProcessor:
             self._scheduler.rollback(later.pop())
         self._scheduler.requeue_finished(step.work)
         self._scheduler.tables.clear_cache()  # blocks may be known into which this step was to copy
+
+    def _fail_request(self, step: Step, sequence: Sequence, message: str, later: deque[Step]) -> None:
+        """End the request of one sequence of a step that computed nothing, and roll back that and later steps."""
+        if not sequence.ended:
+            self.end_request(sequence.request, "error", message)
+        while later:
+            self._scheduler.rollback(later.pop())
+        self._scheduler.rollback(step)
+        self._scheduler.tables.clear_cache()
 
     def end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End all sequences of a request, the leader last, so that no sibling has to take over."""

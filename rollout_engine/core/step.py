@@ -53,6 +53,10 @@ class Step:
         """Every sequence that is computed or sampled, once."""
         return list({id(sequence): sequence for sequence in [*self.rows, *self.sampled]}.values())
 
+    def find_sequences(self, sequence_id: int) -> list[Sequence]:
+        """The computed sequences of this id: one or none."""
+        return [sequence for sequence in self.rows if sequence.sequence_id == sequence_id]
+
     @property
     def forked(self) -> list[Request]:
         """Requests of which several sequences are sampled from one row: their prompts end in this step."""

@@ -258,7 +258,7 @@ def _room(request: EngineCoreRequest) -> int:
 
 
 def _request(source: EngineCoreRequest, max_tokens: int, config: CoreConfig) -> Request:
-    token_ids = _keyed(source, config) + source.output_token_ids
+    token_ids = _prompt_keys(source, config) + source.output_token_ids
     return Request(
         id=source.first_sequence_id,
         n=source.params.n,
@@ -272,7 +272,7 @@ def _request(source: EngineCoreRequest, max_tokens: int, config: CoreConfig) -> 
     )
 
 
-def _keyed(source: EngineCoreRequest, config: CoreConfig) -> list[int]:
+def _prompt_keys(source: EngineCoreRequest, config: CoreConfig) -> list[int]:
     """A number for each token of the prompt, made of a picture's digest if it stands for the picture."""
     if not source.pictures or config.pictures is None:
         return source.prompt_token_ids

@@ -183,6 +183,7 @@ def _core_counters(metrics: CoreMetrics) -> Values:
         ("pictures_received", "Pictures whose arrays crossed to the engine.", core.pictures.num_received),
         ("picture_bytes_received", "Bytes of these arrays.", core.pictures.num_received_bytes),
         ("picture_cache_hits", "Pictures that the engine's process had already.", core.pictures.num_hits),
+        ("pictures_encoded", "Pictures that went through the vision tower.", core.pictures.num_encoded),
     ]
 
 

@@ -14,6 +14,8 @@ from rollout_engine.text.pictures import describe_image
 _KEYS = {"image": "image", "image_url": "image_url", "input_image": "image_url"}
 """Type of a part -> the key of its image. The last is that of OpenAI's responses."""
 _INSTEAD = "url", "path", "base64"
+_NOT_READ = {"type", "detail", "uuid"}
+"""Further keys of a part, of OpenAI and vLLM; none changes a prompt."""
 _OTHER_MEDIA = {
     "video": "Videos are not served: give frames as images.",
     "video_url": "Videos are not served: give frames as images.",
@@ -45,19 +47,25 @@ def as_picture_part(part: Mapping[str, Any], field: str) -> dict[str, Any]:
     """Return a part whose image may be read. Raises `RequestError` for a wrong form; the image itself is not opened."""
     kind = part["type"]
     key = _KEYS[kind]
+    given = [name for name, value in part.items() if value is not None]  # columns of datasets have all keys
+    other = next((name for name in given if name != key and name not in _NOT_READ), None)
+    if other is not None:
+        is_image = key == "image" and other in _INSTEAD
+        decides = "The checkpoint's files alone set how a picture is processed."
+        hint = "Give the image, its path, its bytes or a data URL as 'image'." if is_image else decides
+        raise RequestError.for_field(f"{field}[{other!r}]", describe_image(part[other]), "absent", hint)
     if key == "image":
-        other = next((name for name in _INSTEAD if name in part), None)
-        if other is not None:
-            hint = "Give the image, its path, its bytes or a data URL as 'image'."
-            raise RequestError.for_field(f"{field}[{other!r}]", describe_image(part[other]), "absent", hint)
         return {"type": kind} if part.get("image") is None else {"type": kind, "image": part["image"]}
-    given = part.get(key)
-    url = given.get("url") if isinstance(given, Mapping) else given
+    held = part.get(key)
+    url = held.get("url") if isinstance(held, Mapping) else held
+    detail = held.get("detail") if isinstance(held, Mapping) else None
+    if detail not in (None, "auto", "high"):
+        raise RequestError.for_field(f"{field}[{key!r}]['detail']", detail, "'auto', 'high' or left out")
     if isinstance(url, str) and not url.startswith("data:"):
         hint = "No URL is fetched: give {'type': 'image', 'image': ...} with a path or bytes."
         raise RequestError.for_field(f"{field}[{key!r}]", describe_image(url), "a data URL (data:image/...)", hint)
     if url is None:
-        raise RequestError.for_field(f"{field}[{key!r}]", describe_image(given), "a data URL, {'url': 'data:...'}")
+        raise RequestError.for_field(f"{field}[{key!r}]", describe_image(held), "a data URL, {'url': 'data:...'}")
     return {"type": kind, key: url}
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
+import numpy as np
+
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.locations import find_directory
@@ -138,7 +140,7 @@ class PicturePrompts:
             kind = "messages" if "messages" in fields else "prompt"
             whose = "the chat template writes" if "messages" in fields else "the text has"
             bound = f"one placeholder {placeholder!r} for each picture: {whose} {len(parts)}"
-            raise RequestError.for_field(kind, f"{len(read)} pictures", bound)
+            raise RequestError.for_field(kind, f"pictures: {len(read)}", bound)
         return before + "".join(each.text + part for each, part in zip(read, parts, strict=True))
 
     def place(self, token_ids: Sequence[int], read: Sequence[ReadPicture], field: str) -> list[PlacedPicture]:
@@ -146,8 +148,8 @@ class PicturePrompts:
         positions = [i for i, each in enumerate(token_ids) if each == self._image_token_id]
         counts = [each.text.count(self._image_token) for each in read]
         if sum(counts) != len(positions):
-            bound = f"the {sum(counts)} placeholders (id {self._image_token_id}) of {len(read)} pictures"
-            raise RequestError.for_field(field, f"{len(positions)} placeholders", bound)
+            bound = f"as many as the pictures have (id {self._image_token_id}): {sum(counts)}"
+            raise RequestError.for_field(field, f"placeholders: {len(positions)}", bound)
         placed, first = [], 0
         for count, each in zip(counts, read, strict=True):
             placed.append(PlacedPicture(positions[first], positions[first + count - 1] + 1, each.picture))
@@ -169,8 +171,8 @@ class PicturePrompts:
         num_placeholders = sum(each in (single, self._image_token_id) for each in token_ids)
         if num_placeholders != len(read) or token_ids.count(single) != len(read):
             num_features = sum(each.count(self._image_token_id) for each in texts)
-            bound = f"one for each of {len(read)} pictures (id {single}), or all {num_features} of them expanded"
-            raise RequestError.for_field(field, f"{num_placeholders} placeholders", bound)
+            bound = f"as many as pictures (id {single}): {len(read)}, or expanded: {num_features}"
+            raise RequestError.for_field(field, f"placeholders: {num_placeholders}", bound)
         rest = iter(texts)
         expanded = [one for each in token_ids for one in (next(rest) if each == single else (each,))]
         return expanded, self.place(expanded, read, field)
@@ -185,8 +187,7 @@ class PicturePrompts:
         end = 0
         for index, each in enumerate(pictures):
             field = f"pictures[{index}]"
-            if not isinstance(each, PlacedPicture) or not isinstance(each.picture, Picture):
-                raise RequestError.for_field(field, describe_image(each), "a PlacedPicture")
+            _check_picture(each, field)
             if not end <= each.start < each.end <= len(token_ids):
                 bound = f"behind the picture before it, which ends at {end}, and within {len(token_ids)} tokens"
                 raise RequestError.for_field(field, f"[{each.start}, {each.end})", bound)
@@ -257,7 +258,24 @@ class PicturePrompts:
                 for mark in marks:
                     if mark in text:
                         bound = f"a text without {mark!r}, which stands for a picture"
-                        raise RequestError.for_field(field, text, bound)
+                        hint = "Give its image in multi_modal_data." if name == "prompt" else ""
+                        raise RequestError.for_field(field, text, bound, hint)
+
+
+def _check_picture(placed: Any, field: str) -> None:
+    """Raise `RequestError` unless this is a placed picture whose arrays a processor may have made."""
+    if not isinstance(placed, PlacedPicture) or not isinstance(placed.picture, Picture):
+        raise RequestError.for_field(field, describe_image(placed), "a PlacedPicture")
+    if type(placed.start) is not int or type(placed.end) is not int:
+        raise RequestError.for_field(field, f"[{placed.start!r}, {placed.end!r})", "a span of two ints")
+    digest, arrays = placed.picture.digest, placed.picture.arrays
+    if not isinstance(digest, bytes) or len(digest) != 16 or not isinstance(arrays, dict) or not arrays:
+        raise RequestError.for_field(field, "a Picture", "a picture of Picture.of(arrays)")
+    for name, array in arrays.items():
+        kinds = "f" if name == "pixel_values" else "biuf"
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or array.dtype == np.float16:
+            bound = "an array of float32 or float64" + ("" if kinds == "f" else ", ints or bools")
+            raise RequestError.for_field(f"{field}.arrays[{name!r}]", describe_image(array), bound)
 
 
 def images_in(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -15,9 +15,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from rollout_engine.base.errors import RequestError
 from rollout_engine.text.data_urls import decode_data_url
 
-FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
-"""Formats of files that are read, by Pillow's names. Of the others EPS runs a program, and PPM may be decoded by
-Python's loops."""
+FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP")
+"""Formats of files that are read, by Pillow's names. Of the others EPS runs a program, PPM may be decoded by Python's
+loops, and a damaged TIFF is taken as whole, with a line on stderr for each bad row."""
 MAX_PIXELS = 64 << 20
 MAX_BYTES = 64 << 20
 """Bytes of a file."""

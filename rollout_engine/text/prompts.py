@@ -44,7 +44,7 @@ _POOLING_VERBS = ("encode", "reward")
 _PEERS = {
     "vLLM's": {
         "multi_modal_uuids": "pictures are known by their pixels; leave it out",
-        "mm_processor_kwargs": "pictures are processed as the checkpoint's files say; leave it out",
+        "mm_processor_kwargs": "the checkpoint's files set how pictures are processed; leave it out",
     }
     | dict.fromkeys(("prompt_embeds", "encoder_prompt"), "a prompt is text or token ids"),
     "Hugging Face's": {

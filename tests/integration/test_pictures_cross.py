@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from rollout_engine import LLM, AsyncLLM, LLMEngine, SamplingParams
+from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.process.process_client import ProcessClient
 from rollout_engine.testing.tiny_pictures import FAMILIES, random_picture, tiny_vision_checkpoint
 from tests.faults.replica_deaths import all_serve, said
@@ -29,7 +30,7 @@ def prompts_of(count, *pictures):
 
 
 def found_by(engine, prompts, **params):
-    params = SamplingParams(**(dict(max_tokens=3, seed=3, logprobs=0, ignore_eos=True) | params))
+    params = SamplingParams(**(dict(max_tokens=2, seed=3, logprobs=0, ignore_eos=True) | params))
     outputs = LLM.from_engine(engine).generate(prompts, params, use_tqdm=False)
     return [said(output.outputs) for output in outputs]
 
@@ -41,22 +42,41 @@ def test_a_picture_that_64_requests_share_crosses_once_and_changes_no_bit(checkp
         engine = llm.llm_engine
         expected = found_by(engine, prompts)
         assert engine.stats.pictures.num_received == 0
-        encoder = engine.frontend.client.driver.executor.worker.runner.pictures.encoder
-        assert encoder.num_encoded == 2
+        assert engine.stats.pictures.num_encoded == 2
         engine.reset_encoder_cache()
-        assert found_by(engine, prompts[:2]) == expected[:2] and encoder.num_encoded == 2, "their KV is known"
+        assert found_by(engine, prompts[:2]) == expected[:2] and engine.stats.pictures.num_encoded == 2, "KV is known"
         engine.reset_prefix_cache()
-        assert found_by(engine, prompts[:2]) == expected[:2] and encoder.num_encoded == 3
+        assert found_by(engine, prompts[:2]) == expected[:2] and engine.stats.pictures.num_encoded == 3
         config = engine.frontend.client.info.config
     with LLMEngine.from_client(ProcessClient.start(config)) as engine:
         assert found_by(engine, prompts) == expected
         stats = engine.stats.pictures
-        assert (stats.num_received, stats.num_hits) == (2, 63 + 3)
+        assert (stats.num_received, stats.num_hits, stats.num_encoded) == (2, 63 + 3, 2)
         engine.reset_mm_cache()
         engine.reset_prefix_cache()
         assert found_by(engine, prompts_of(2, two, one)) == expected[64:]
         stats = engine.stats.pictures
-        assert (stats.num_received, stats.num_hits) == (4, 66 + 2)
+        assert (stats.num_received, stats.num_hits, stats.num_encoded) == (4, 66 + 2, 2)
+
+
+def test_pictures_that_do_not_fit_their_prompt_end_its_request_alone(checkpoint):
+    params = SamplingParams(max_tokens=3, seed=3, logprobs=0, ignore_eos=True)
+    with LLM(checkpoint, **OPTIONS) as llm:
+        [good] = prompts_of(1, random_picture(1, 40, 32))
+        (alone,) = llm.generate([good], params, use_tqdm=False)
+        llm.reset_prefix_cache()
+        ids, [placed] = alone.prompt_token_ids, alone.pictures
+        longer = PlacedPicture(placed.start, placed.end + 1, placed.picture)
+        without_grid = Picture.of({"pixel_values": placed.picture.arrays["pixel_values"]})
+        bad = [
+            {"prompt_token_ids": [*ids[: placed.end], ids[placed.start], *ids[placed.end :]], "pictures": [longer]},
+            {"prompt_token_ids": ids, "pictures": [PlacedPicture(placed.start, placed.end, without_grid)]},
+        ]
+        found = llm.generate([good, bad[0], good, bad[1]], params, use_tqdm=False)
+        assert said(found[0].outputs) == said(found[2].outputs) == said(alone.outputs)
+        for each in (found[1].outputs[0], found[3].outputs[0]):
+            assert each.finish_reason == "error" and "its pictures cannot be computed" in each.error
+        llm.check_integrity()
 
 
 @pytest.mark.slow

@@ -299,6 +299,7 @@ def paged_model(engine: PreTrainedModel, geometry: list[LayerGeometry], tables: 
 
 
 def shuffled_tables(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Block tables of sequences of these lengths, over shuffled blocks."""
     counts = [-(-n // _BLOCK_SIZE) for n in lengths]
     free = random.Random(0).sample(range(sum(counts)), sum(counts))
     return [[free.pop() for _ in range(count)] for count in counts]

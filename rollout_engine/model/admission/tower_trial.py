@@ -1,4 +1,4 @@
-"""The trial of a composite's pictures, for engines and trainers alike: they must be what transformers computes.
+"""The trial of a composite's pictures, for engines and trainers alike: they must equal those of transformers.
 
 A small copy (few layers of text and tower, widths as they are, float32) encodes random pictures, and computes prompts
 with them in chunks over paged KV. Features and logits are compared with those of transformers' own forward of the
@@ -186,7 +186,7 @@ def _sample_picture(whole: Any, seed: int) -> dict[str, Tensor]:
     vision, names = whole.config.vision_config, inspect.signature(whole.get_image_features).parameters
     generator = torch.Generator().manual_seed(seed)
     patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    channels: int = vision.in_channels if hasattr(vision, "in_channels") else vision.num_channels
     if "image_grid_thw" in names:
         merge = vision.spatial_merge_size
         height, width = (2 + seed) * merge, 3 * merge
@@ -195,16 +195,12 @@ def _sample_picture(whole: Any, seed: int) -> dict[str, Tensor]:
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
     if "image_sizes" in names or vision.model_type == "pixtral":
         side = patch * getattr(whole.config, "spatial_merge_size", 1)
-        shape = (1, channels, 2 * side, 3 * side)
-        return {
-            "pixel_values": torch.randn(shape, generator=generator),
-            "image_sizes": torch.tensor([shape[2:]]),
-        }
+        pixels = torch.randn(1, channels, 2 * side, 3 * side, generator=generator)
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([pixels.shape[2:]])}
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     if "pixel_attention_mask" in names:
-        shape = (1, 2, channels, size, size)
-        mask = torch.ones(1, 2, size, size, dtype=torch.int64)
-        return {"pixel_values": torch.randn(shape, generator=generator), "pixel_attention_mask": mask}
+        pixels = torch.randn(1, 2, channels, size, size, generator=generator)
+        return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, 2, size, size, dtype=torch.int64)}
     return {"pixel_values": torch.randn(1, channels, size, size, generator=generator)}
 
 

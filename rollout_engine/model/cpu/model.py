@@ -101,7 +101,7 @@ class CpuModel:
             given = token_ids, positions, self.kv.plan(batch), rows, of_states
             axes = None if pictures is None else pictures.positions
             return self.decoder.forward(*given, adapter_rows, routed, axes)
-        inputs = {"input_ids": token_ids[None], "position_ids": positions[None]}
+        inputs: dict[str, Any] = {"input_ids": token_ids[None], "position_ids": positions[None]}
         if pictures is not None:
             inputs = module_inputs(self.module, token_ids, positions, pictures)
         if trunk_of(self.module) is not self.module:

@@ -86,15 +86,16 @@ class CpuRunner:
             prompt_logprobs = self._prompts.score(logits.take(slice(asked.num_drawn, None)))()
         else:
             prompt_logprobs = {}
+        num_encoded = 0 if pictures is None else pictures.num_encoded
         if not work.samples:
-            return ModelRunnerOutput(token_ids=[], logprobs=None, pooled=pooled)
+            return ModelRunnerOutput(token_ids=[], logprobs=None, pooled=pooled, num_encoded_pictures=num_encoded)
         if _has_drafts(work, batch):
             out = self._sample_drafts(logits, work, asked.drawn_rows.tolist())
         else:
             if asked.num_drawn < len(work.samples):
                 logits = logits.at(torch.from_numpy(asked.drawn_rows))
             out = self._sample(logits, [task.sequence_id for task in work.samples])
-        out.prompt_logprobs, out.pooled = prompt_logprobs, pooled
+        out.prompt_logprobs, out.pooled, out.num_encoded_pictures = prompt_logprobs, pooled, num_encoded
         self.routing.add_to(out, work, batch)
         return out
 

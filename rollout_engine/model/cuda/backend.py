@@ -136,6 +136,9 @@ class CudaBackend(Backend):
         *arguments, _ = given
         return sequence_logprobs(self.runner.model, *arguments)
 
+    def reset_encoder_cache(self) -> None:
+        """Do nothing: pictures are not encoded on a device."""
+
     def memory_of(self, weights: Sequence[Tensor]) -> CudaWeightMemory:
         return CudaWeightMemory(weights, self.runner)
 

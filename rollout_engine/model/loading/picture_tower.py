@@ -20,7 +20,7 @@ logger = logging.getLogger("rollout_engine")
 
 
 class LoadedTower(NamedTuple):
-    """What a model has for pictures."""
+    """The parts of a model for pictures."""
 
     tower: PreTrainedModel | None
     """A composite's parts other than its text model; None: pictures are not served."""
@@ -43,12 +43,12 @@ def load_tower(
     if hf_config.get_text_config() is hf_config or image_token_id is None:
         return LoadedTower(None, None)
     if config.max_prompt_pictures == 0:
-        return _refused(image_token_id, "The engine was started with max_prompt_pictures=0.")
+        return _without_pictures(image_token_id, "The engine was started with max_prompt_pictures=0.")
     if device.type != "cpu":
-        return _refused(image_token_id, "Pictures are encoded on a CPU alone: use device='cpu'.")
+        return _without_pictures(image_token_id, "Pictures are encoded on a CPU alone: use device='cpu'.")
     if reason := tower_refusal(hf_config):
         logger.info("Text alone is served. %s", reason)
-        return _refused(image_token_id, reason)
+        return _without_pictures(image_token_id, reason)
     tower = build_tower(hf_config, dtype, check)
     if config.load_format == "dummy":
         initialize(tower)
@@ -77,5 +77,5 @@ def join_parts(config: PretrainedConfig, text: PreTrainedModel, tower: PreTraine
     return whole
 
 
-def _refused(image_token_id: int, reason: str) -> LoadedTower:
+def _without_pictures(image_token_id: int, reason: str) -> LoadedTower:
     return LoadedTower(None, PictureInfo(image_token_id, reason))

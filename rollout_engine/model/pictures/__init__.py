@@ -1,1 +1,1 @@
-"""Pictures of prompts: a composite's vision tower and projector, computed exactly, and where its features stand."""
+"""Pictures of prompts: a composite's vision tower and projector, computed exactly, and the places of its features."""

@@ -1,4 +1,4 @@
-"""What pictures add to a step: features in the place of embeddings, and positions on three axes."""
+"""Inputs of a step that pictures add: features in the place of embeddings, and positions on three axes."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.errors import ConfigError, error_text
 from rollout_engine.base.messages import ScheduledSequence, SchedulerOutput
 from rollout_engine.base.pictures import PlacedPicture
+from rollout_engine.base.sequence_error import SequenceError
 from rollout_engine.model.pictures.encoder import PictureEncoder
 from rollout_engine.model.pictures.positions import AxisPositions, picture_positions
 
@@ -25,6 +26,8 @@ class PictureInputs(NamedTuple):
     """[n, H] each: added to the hidden states of these tokens behind the first layers."""
     positions: Tensor | None
     """int64 [3, T], if a sequence of the batch has positions on three axes."""
+    num_encoded: int = 0
+    """Pictures that were encoded for it."""
 
 
 def module_inputs(
@@ -75,7 +78,8 @@ class SequencesWithPictures:
 
     def __init__(self, encoder: PictureEncoder, image_token_id: int) -> None:
         self.encoder, self.image_token_id = encoder, image_token_id
-        self._of: dict[int, SequencePictures] = {}
+        self._of: dict[int, SequencePictures | Exception] = {}
+        """An exception: the sequence cannot be computed."""
 
     def update(self, work: SchedulerOutput) -> None:
         """Forget finished sequences, and note new ones with pictures."""
@@ -84,17 +88,22 @@ class SequencesWithPictures:
         for new in work.new:
             if new.pictures:
                 given = new.token_ids, new.pictures, self.image_token_id
-                self._of[new.sequence_id] = SequencePictures.of(self.encoder, *given)
+                try:
+                    self._of[new.sequence_id] = SequencePictures.of(self.encoder, *given)
+                except Exception as problem:  # raised when it is computed: steps that only note it go on
+                    self._of[new.sequence_id] = problem
 
     def inputs(self, scheduled: Sequence[ScheduledSequence], starts: np.ndarray) -> PictureInputs | None:
-        """What pictures add to a step; `starts`: int64 [N + 1], the first token of each chunk in the flat batch.
+        """The inputs that pictures add to a step; `starts`: int64 [N + 1], the first token of each chunk in the batch.
 
-        None if they add nothing.
+        None if they add nothing. Raises `SequenceError` for a sequence whose pictures cannot be computed.
         """
         if not self._of or not any(chunk.sequence_id in self._of for chunk in scheduled):
             return None
         chunks = [
-            ChunkPictures(self._of.get(chunk.sequence_id), chunk.num_computed_tokens, int(end - start))
+            ChunkPictures(
+                self._require(chunk.sequence_id), chunk.num_computed_tokens, int(end - start), chunk.sequence_id
+            )
             for chunk, start, end in zip(scheduled, starts[:-1], starts[1:], strict=True)
         ]
         return inputs_of(chunks, self.encoder)
@@ -103,6 +112,12 @@ class SequencesWithPictures:
         """Forget the features of all pictures."""
         self.encoder.reset()
 
+    def _require(self, sequence_id: int) -> SequencePictures | None:
+        found = self._of.get(sequence_id)
+        if isinstance(found, Exception):
+            raise _sequence_error(sequence_id, found) from found
+        return found
+
 
 class ChunkPictures(NamedTuple):
     """Tokens [first, first + size) of a sequence, and its pictures, if it has some."""
@@ -110,18 +125,21 @@ class ChunkPictures(NamedTuple):
     pictures: SequencePictures | None
     first: int
     size: int
+    sequence_id: int = -1
+    """-1: no sequence of an engine's step."""
 
 
 def inputs_of(chunks: Sequence[ChunkPictures], encoder: PictureEncoder) -> PictureInputs | None:
-    """What pictures add to the chunks of a flat batch, end to end; None if they add nothing."""
+    """The inputs that pictures add to the chunks of a flat batch, end to end; None if they add nothing."""
+    num_before = encoder.num_encoded
     found = list(_features_of(chunks, encoder))
-    positions = _positions_of(chunks)
+    positions, num_encoded = _positions_of(chunks), encoder.num_encoded - num_before
     if not found:
         nothing = torch.empty(0)
         return None if positions is None else PictureInputs(torch.empty(0, dtype=torch.int64), nothing, [], positions)
     rows, features, deepstack = zip(*found, strict=True)
     layers = [torch.cat(parts) for parts in zip(*deepstack, strict=True)]
-    return PictureInputs(torch.from_numpy(np.concatenate(rows)), torch.cat(features), layers, positions)
+    return PictureInputs(torch.from_numpy(np.concatenate(rows)), torch.cat(features), layers, positions, num_encoded)
 
 
 def _features_of(
@@ -129,19 +147,36 @@ def _features_of(
 ) -> Iterable[tuple[np.ndarray, Tensor, list[Tensor]]]:
     """(rows of the flat batch, their features, those of deeper layers) of each picture that a chunk overlaps."""
     start = 0
-    for pictures, first, size in chunks:
-        for each, places in zip(pictures.placed, pictures.places, strict=True) if pictures is not None else ():
-            low, high = np.searchsorted(places, [first, first + size]).tolist()
-            if low < high:
-                features = encoder.features(each.picture)
-                if len(features.rows) != len(places):
-                    raise ConfigError(
-                        f"A picture has {len(features.rows)} features, and its prompt {len(places)} placeholders for "
-                        "them: expand prompts with the checkpoint's own processor."
-                    )
-                deepstack = [layer[low:high] for layer in features.deepstack]
-                yield start + places[low:high] - first, features.rows[low:high], deepstack
-        start += size
+    for chunk in chunks:
+        try:
+            yield from list(_features_of_chunk(chunk, start, encoder))
+        except Exception as problem:
+            if chunk.sequence_id < 0:
+                raise
+            raise _sequence_error(chunk.sequence_id, problem) from problem
+        start += chunk.size
+
+
+def _features_of_chunk(
+    chunk: ChunkPictures, start: int, encoder: PictureEncoder
+) -> Iterable[tuple[np.ndarray, Tensor, list[Tensor]]]:
+    pictures, first, size, _ = chunk
+    for each, places in zip(pictures.placed, pictures.places, strict=True) if pictures is not None else ():
+        low, high = np.searchsorted(places, [first, first + size]).tolist()
+        if low < high:
+            features = encoder.features(each.picture)
+            if len(features.rows) != len(places):
+                raise ConfigError(
+                    f"A picture has {len(features.rows)} features, and its prompt {len(places)} placeholders for "
+                    "them: expand prompts with the checkpoint's own processor."
+                )
+            deepstack = [layer[low:high] for layer in features.deepstack]
+            yield start + places[low:high] - first, features.rows[low:high], deepstack
+
+
+def _sequence_error(sequence_id: int, problem: Exception) -> SequenceError:
+    what = f"its pictures cannot be computed ({error_text(problem).rstrip('.')})"
+    return SequenceError(sequence_id, f"{what}; arrays and placeholders must be those of the checkpoint's processor")
 
 
 def _positions_of(chunks: Sequence[ChunkPictures]) -> Tensor | None:
@@ -154,7 +189,7 @@ def _positions_of(chunks: Sequence[ChunkPictures]) -> Tensor | None:
     behind = [chunk.first + (0 if each is None else each.delta) for chunk, each in zip(chunks, axes, strict=True)]
     counted = np.arange(starts[-1]) + np.repeat(np.array(behind) - starts[:-1], sizes)
     positions = torch.from_numpy(counted).repeat(3, 1)
-    for (_, first, size), each, start in zip(chunks, axes, starts.tolist(), strict=False):
+    for (_, first, size, _), each, start in zip(chunks, axes, starts.tolist(), strict=False):
         if each is not None and first < each.first.shape[1]:
             positions[:, start : start + size] = each.between(first, first + size)
     return positions

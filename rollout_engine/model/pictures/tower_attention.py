@@ -34,7 +34,7 @@ def tower_attention(
     """Hugging Face's attention interface: q [B, H, T, D], k and v [B, Hk, S, D] -> ([B, T, H, Dv], None).
 
     `attention_mask`: added to the scores, or booleans of the keys to be read, [B, 1 or H, T, S]. Raises `ConfigError`
-    for what is not computed here.
+    for dropout, causal attention, windows and caps.
     """
     name = type(module).__name__
     if dropout:
@@ -49,11 +49,11 @@ def tower_attention(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch._C.DisableTorchFunction():  # each call would pass through Python otherwise
-        out: Tensor = _Attention.apply(query, key, value, _added(attention_mask, query), scale)
+        out: Tensor = _Attention.apply(query, key, value, _additive_mask(attention_mask, query), scale)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
+def _additive_mask(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """A mask as float32 to add to scores, [B, H, T, S]."""
     if mask is None:
         return None

@@ -71,11 +71,13 @@ class Rig:
         self.config = CoreConfig(**(sizes | config))
         self.fail_at_steps: set[int] = set()
         self.errors: dict[int, str] = {}
+        self.uncomputable: set[int] = set()
         self.executor = FakeExecutor(
             block_size=self.config.block_size,
             vocab_size=self.config.vocab_size,
             fail_at_steps=self.fail_at_steps,
             errors=self.errors,
+            uncomputable=self.uncomputable,
             num_state_slots=self.config.num_state_slots,
             image_token_id=IMAGE,
         )

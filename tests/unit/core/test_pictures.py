@@ -8,6 +8,7 @@ from rollout_engine.base.errors import LifecycleError, RequestError
 from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.base.pictures import Picture, PictureInfo, PlacedPicture
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.sequence_error import SequenceError
 from rollout_engine.core import config, picture_keys
 from rollout_engine.core.draft_index import prompt_key
 from rollout_engine.core.picture_keys import PictureKeys
@@ -168,8 +169,36 @@ def test_requests_without_pictures_make_no_call_more(make_rig, monkeypatch):
     rig.assert_clean()
 
 
+def test_a_sequence_that_cannot_be_computed_ends_its_own_request_alone(make_rig):
+    rig = make_rig(block_size=4)
+    token_ids, placed = around(A)
+    for name, n in (("before", 2), ("bad", 3), ("after", 1)):
+        rig.add(name, token_ids if name == "bad" else [*range(9), 3], pictures=placed if name == "bad" else (), n=n)
+        if name == "bad":
+            rig.uncomputable |= set(rig.ids("bad"))
+        rig.step()
+    rig.run()
+    assert {rig.ends["bad", index].error for index in range(3)} == {"it cannot be computed"}
+    others = {end.finish_reason for (name, _), end in rig.ends.items() if name != "bad"}
+    assert others == {"length"} and rig.core.stats.num_failed_steps == 1
+    rig.assert_clean()
+
+
+def test_an_error_of_a_sequence_that_is_in_no_step_ends_the_step(make_rig):
+    rig = make_rig(block_size=4)
+    rig.executor.execute = lambda work: (_ for _ in ()).throw(SequenceError(99, "of another step"))
+    rig.add("a", range(9))
+    rig.run()
+    assert "SequenceError: of another step" in rig.ends["a", 0].error
+
+
 class PictureMonkey(Monkey):
-    """Its prompts share prefixes whose ids are equal and whose pictures differ."""
+    """Its prompts share prefixes whose ids are equal and whose pictures differ; some requests cannot be computed."""
+
+    def act(self):
+        if self.random.random() < 0.03 and (live := [key for key in self.rig.tokens if key not in self.rig.ends]):
+            self.rig.uncomputable.update(self.rig.ids(self.random.choice(live)[0]))
+        super().act()
 
     def add(self):
         added, self.rig.add = self.rig.add, self._add_with_pictures
@@ -196,9 +225,10 @@ def run(rig, seed, num_operations):
     rig.run(max_steps=20_000)
     rig.assert_clean()
     assert sum(len(request.pictures) for request in rig.requests.values()) > 10
+    assert any(end.error == "it cannot be computed" for end in rig.ends.values())
     for end in rig.ends.values():
         if end.finish_reason == "error":
-            assert end.error == "spoilt" or "told to fail" in end.error
+            assert end.error in ("spoilt", "it cannot be computed") or "told to fail" in end.error
 
 
 @pytest.mark.parametrize("states", [False, True], ids=["kv", "states"])

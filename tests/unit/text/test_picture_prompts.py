@@ -136,9 +136,8 @@ def test_texts_and_ids_take_images_beside_them_expanded_or_not(checkpoint, famil
 def test_one_picture_given_as_a_message_or_beside_it_is_the_same(qwen):
     image = random_picture(5)
     inline = qwen.check([{"role": "user", "content": [{"type": "image", "image": image}]}], None)
-    beside = qwen.check(
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}], "multi_modal_data": {"image": image}}, None
-    )
+    part = {"type": "image", "image": None, "text": None}  # as a dataset has it
+    beside = qwen.check({"messages": [{"role": "user", "content": [part]}], "multi_modal_data": {"image": image}}, None)
     read = qwen.read_images({"messages": [{"role": "user", "content": [{"type": "image", "image": image}]}]})
     assert inline.token_ids == beside.token_ids == qwen.check(read, None).token_ids
     pictures = [each.pictures[0].picture for each in (inline, beside, qwen.check(read, None))]
@@ -185,9 +184,13 @@ BAD = {
     "fewer for ids": (
         {"prompt_token_ids": [5, 261, 261], "multi_modal_data": {"image": [ONE]}},
         "prompt_token_ids",
-        "one for each of 1 pictures (id 261)",
+        "as many as pictures (id 261): 1, or expanded: 20",
     ),
-    "none for ids": ({"prompt_token_ids": [5], "multi_modal_data": {"image": [ONE]}}, "prompt_token_ids", "0 placeh"),
+    "none for ids": (
+        {"prompt_token_ids": [5], "multi_modal_data": {"image": [ONE]}},
+        "prompt_token_ids",
+        "placeholders: 0",
+    ),
     "no image": (user({"type": "image"}), "messages[0]['content'][0]['image']", "an image, or one more"),
     "one too many": (
         user(PICTURE, multi_modal_data={"image": [ONE]}),
@@ -205,7 +208,17 @@ BAD = {
         "messages[0]['content'][0]['image_url']",
         "a data URL",
     ),
+    "less detail": (
+        user({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}),
+        "messages[0]['content'][0]['image_url']['detail']",
+        "'auto', 'high' or left out",
+    ),
     "another key": (user({"type": "image", "url": "a"}), "messages[0]['content'][0]['url']", "as 'image'"),
+    "a processor's option": (
+        user(PICTURE | {"min_pixels": 3}),
+        "messages[0]['content'][0]['min_pixels']",
+        "files alone set how",
+    ),
     "too many": ({"prompt": PAD * 9, "multi_modal_data": {"image": [ONE] * 9}}, "multi_modal_data['image'][0]", "=8"),
     "a video": ({"prompt": "a", "multi_modal_data": {"video": [ONE]}}, "multi_modal_data", "as images"),
     "audio": (user({"type": "input_audio", "input_audio": {}}), "messages[0]['content'][0]['type']", "Audio is not"),
@@ -231,6 +244,31 @@ def test_an_observation_with_a_placeholder_is_refused(qwen):
     qwen.pictures.check_messages([{"role": "user", "content": [PICTURE, text("a")]}])
     with pytest.raises(RequestError, match=r"messages\[0\]\['content'\]='<|image_pad|>' is not allowed"):
         qwen.pictures.check_messages([{"role": "tool", "content": PAD}])
+
+
+PIXELS = np.zeros((4, 96), np.float32)
+
+
+@pytest.mark.parametrize(
+    "made, words",
+    [
+        (lambda good: good, "a PlacedPicture"),
+        (lambda good: PlacedPicture(1.0, 3, good), "a span of two ints"),
+        (lambda good: PlacedPicture(None, 3, good), "a span of two ints"),
+        (lambda good: PlacedPicture(1, 3, None), "a PlacedPicture"),
+        (lambda good: PlacedPicture(1, 3, Picture(None, good.arrays)), "Picture.of"),
+        (lambda good: PlacedPicture(1, 3, Picture(good.digest, None)), "Picture.of"),
+        (lambda good: PlacedPicture(1, 3, Picture(good.digest, {"pixel_values": [1.0]})), "an array of float32"),
+        (lambda good: PlacedPicture(1, 3, Picture.of({"pixel_values": PIXELS.astype(np.int64)})), "float32"),
+        (lambda good: PlacedPicture(1, 3, Picture.of({"pixel_values": PIXELS.astype(np.float16)})), "float32"),
+        (lambda good: PlacedPicture(1, 3, Picture.of({"grid": PIXELS.astype(np.complex64)})), "ints or bools"),
+    ],
+)
+def test_what_is_no_placed_picture_is_refused(qwen, made, words):
+    prompt = {"prompt_token_ids": [5, 261, 261, 6], "pictures": [made(qwen.read_image(ONE).picture)]}
+    with pytest.raises(RequestError, match=words) as caught:
+        qwen.check(prompt, None)
+    assert caught.value.field.startswith("pictures[0]")
 
 
 @pytest.mark.parametrize("span", [(1, 1), (0, 2), (1, 5), (2, 1), (1, 9)])
