@@ -12,7 +12,7 @@ from rollout_engine.model.training.rollout_inputs import PICTURES, pictures_of
 
 
 def inputs(batch: Any) -> dict[str, Tensor]:
-    """What a forward needs in addition to token ids: tensors by the names of transformers' arguments; {} if nothing.
+    """The pictures of a rollout as tensors, by names of arguments of transformers' forward; {} if there are none.
 
     `exact.token_logprobs(model, ids, mask, **exact.inputs(batch))` takes them, and so do `model(input_ids=..., ...)`
     and transformers' own models: `pixel_values`, and by the kind of model `image_grid_thw`, `image_sizes` or others,
@@ -36,7 +36,7 @@ def inputs(batch: Any) -> dict[str, Tensor]:
             found.append(each.picture.arrays)
     if not found:
         return {}
-    joined = {name: _joined([each[name] for each in found]) for name in found[0]}
+    joined = {name: _join([each[name] for each in found]) for name in found[0]}
     return joined | {"mm_token_type_ids": types}
 
 
@@ -45,7 +45,7 @@ def _mark(types: Tensor, tokens: Tensor, row: int, columns: Tensor, placed: Plac
     types[row, columns[span][tokens[span] == tokens[placed.start]]] = 1
 
 
-def _joined(arrays: list[np.ndarray]) -> Tensor:
+def _join(arrays: list[np.ndarray]) -> Tensor:
     """Arrays [n, ...] end to end, padded with zeros to the largest in every other dimension."""
     shape = np.max([each.shape[1:] for each in arrays], axis=0, initial=0).tolist()
     result = np.zeros((sum(map(len, arrays)), *shape), dtype=arrays[0].dtype)

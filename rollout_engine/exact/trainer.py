@@ -133,8 +133,8 @@ def token_logprobs(
 
     Raises `ValueError` for ids beyond the model's vocabulary, for shapes, masks and positions that do not fit together,
     for pictures that do not fit the ids or the model, and for a batch without a temperature (a plain TensorDict), or of
-    another adapter. Warns, once per model, if the model is not exact, and if the rollout that `input_ids` come from had
-    another dtype or temperature.
+    another adapter. Warns, once per model, if the model is not exact, and if the rollout of `input_ids` had another
+    dtype or temperature.
     """
     placed: list[Any] = []
     if isinstance(input_ids, TensorDictBase):

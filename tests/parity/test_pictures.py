@@ -3,8 +3,9 @@
     PICTURE_FUZZ_TOKENS=5000 python -m pytest tests/parity/test_pictures.py -m slow -s
 
 Each round draws an engine (chunks that end inside pictures, blocks, pools so small that requests are preempted, prefix
-caching, a cache of features that holds one picture or all), prompts with 1 to 4 pictures of random sizes in random
-places, among them equal ids with other pictures, and updates of all weights while requests are in flight. No tolerance.
+caching, drafts, a cache of features that holds one picture or all), prompts with 1 to 4 pictures of random sizes in
+random places and 8 samples, among them equal ids with other pictures, and updates of all weights while requests are in
+flight. No tolerance.
 """
 
 import os
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_engine import LLM, SamplingParams, exact
+from rollout_engine import LLM, SamplingParams, SpeculationConfig, exact
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.testing import assert_clean
@@ -30,7 +31,7 @@ NUM_TOKENS = int(os.environ.get("PICTURE_FUZZ_TOKENS", "1000"))
 NUM_VERSIONS = 3
 """Different weights that updates bring, in turn; the last differs from the first in its tower alone."""
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llava", "idefics3", "smolvlm", "internvl"]
-QUICK = [("qwen3_vl", torch.float32), ("qwen2_5_vl", torch.bfloat16), ("mistral3", torch.float32)]
+QUICK = [("qwen3_vl", torch.float32), ("mistral3", torch.bfloat16)]
 HYBRIDS = {"qwen3_5"}
 TIE = 1e-4
 """Logits of float32 that are closer than this may be ordered either way."""
@@ -87,8 +88,10 @@ def as_prompt(drawn):
 
 
 def draw_options(rng, family, dtype):
-    options = draw_engine(rng) | dict(dtype=str(dtype)[6:], max_num_batched_tokens=rng.choice([1, 7, 33, 64, 512]))
-    options |= dict(encoder_cache_bytes=rng.choice([0, 1 << 13, 1 << 20]), max_model_len=512)
+    options = draw_engine(rng) | dict(
+        dtype=str(dtype)[6:], max_num_batched_tokens=rng.choice([1, 7, 7, 33, 33, 64, 512])
+    )
+    options |= dict(encoder_cache_bytes=rng.choice([0, 1 << 13, 1 << 20]), max_model_len=380)
     if rng.random() < 0.5:  # requests are preempted
         options |= dict(num_kv_blocks=-(-400 // options["block_size"]), max_num_seqs=20)
     else:
@@ -96,22 +99,32 @@ def draw_options(rng, family, dtype):
     options["max_num_seqs"] = min(options["max_num_seqs"], options["max_num_batched_tokens"])
     if family in HYBRIDS:
         options["state_cache_bytes"] = rng.choice([None, 0, 1 << 18]) if options["enable_prefix_caching"] else None
+    if rng.random() < 0.4 and options["max_num_batched_tokens"] > 1:
+        speculation = SpeculationConfig(max_draft_tokens=rng.choice([1, 3, 8]))
+        options |= dict(speculation=speculation, async_scheduling=False)
     return options
 
 
-def run_round(weights, family, rng, dtype, *, most=40, num_updates=None):
+def run_round(weights, family, rng, dtype, *, most=40, num_samples=8, num_updates=None, **options):
     """Counts of what happened in one engine, and of log-probs compared and wrong."""
+    options = draw_options(rng, family, dtype) | options
     temperature, counts = rng.choice([1.0, 0.7, 0.3]), Counter()
     prompts = draw_prompts(weights.source, rng)
     bias = rng.choice([None, {weights.source.token: 4.0}])  # placeholders are sampled, and are ordinary tokens
-    params = SamplingParams(temperature=temperature, logprobs=0, ignore_eos=True, n=4, logit_bias=bias)
+    params = SamplingParams(temperature=temperature, logprobs=0, ignore_eos=True, n=num_samples, logit_bias=bias)
     requests = [(each, params.clone(max_tokens=rng.choice([5, most]), seed=rng.randrange(1000))) for each in prompts]
-    with LLM(str(weights.directory), deterministic=True, log_stats=False, **draw_options(rng, family, dtype)) as llm:
-        outputs = []
+    with LLM(str(weights.directory), deterministic=True, log_stats=False, **options) as llm:
+        core, outputs = llm.frontend.client.driver.core, []
+        if "speculation" in options:
+            core._scheduler.speculator._costs.of = lambda num_rows: 1.0  # every draft pays
         for part in range(2):  # the second finds prefixes of the first, if no update is between
             outputs += generate(llm.llm_engine, weights, rng, f"{part}", requests, counts, num_updates)
-        stats = llm.llm_engine.stats
-        counts.update(preempted=stats.num_preemptions, cached=stats.num_cached_tokens)
+        counts.update(
+            preempted=core.stats.num_preemptions,
+            cached=core.stats.num_cached_tokens,
+            drafted=sum(core.stats.drafts.num_drafted),
+            drafted_right=sum(core.stats.drafts.num_accepted),
+        )
         assert_clean(llm.llm_engine)
     sampled = [token for output in outputs for sample in output.outputs for token in sample.token_ids]
     counts["placeholders"] += sampled.count(weights.source.token)
@@ -125,7 +138,7 @@ def generate(engine, weights, rng, prefix, requests, counts, num_updates):
     for index, (prompt, params) in enumerate(requests):
         engine.add_request(f"{prefix}-{index}", as_prompt(prompt), params)
     num_updates = rng.choice([0, 1, 2]) if num_updates is None else num_updates
-    updates, outputs, step = {rng.randrange(2, 40) for _ in range(num_updates)}, [], 0
+    updates, outputs, step = {rng.randrange(2, 30) for _ in range(num_updates)}, [], 0
     while engine.has_unfinished_requests():
         if step in updates:
             engine.update_weights(weights.of(engine.policy_version + 1), kv="recompute")
@@ -138,8 +151,15 @@ def generate(engine, weights, rng, prefix, requests, counts, num_updates):
 @pytest.mark.parametrize(("family", "dtype"), QUICK, ids=str)
 def test_no_bit_differs_from_the_trainer(weights_of, family, dtype):
     counts, rng = Counter(), random.Random(f"{family} {dtype}")
-    counts.update(run_round(weights_of(family, dtype), family, rng, dtype, most=12, num_updates=1))
-    assert counts["compared"] > 200 and counts["updates"] == 2
+    small = dict(
+        max_num_batched_tokens=33, max_num_seqs=20, block_size=4, num_kv_blocks=60, encoder_cache_bytes=1 << 14
+    )
+    round_of = dict(
+        most=26, num_samples=4, num_updates=1, enable_prefix_caching=True, max_model_len=240, num_threads=1, **small
+    )
+    counts.update(run_round(weights_of(family, dtype), family, rng, dtype, **round_of))
+    assert counts["compared"] > 200
+    assert counts["updates"] and counts["preempted"] and counts["cached"], counts
     assert counts["wrong"] == 0, f"{counts['wrong']} of {counts['compared']} log-probs differ"
 
 
@@ -162,7 +182,7 @@ def test_greedy_tokens_and_log_probs_are_those_of_transformers(weights_of, famil
     weights, rng = weights_of(family, torch.float32), random.Random(family)
     prompts = draw_prompts(weights.source, rng)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, allowed_token_ids=TEXT_IDS)
-    small = dict(max_num_batched_tokens=33, block_size=16, num_kv_blocks=64, max_model_len=512)
+    small = dict(max_num_batched_tokens=33, block_size=16, num_kv_blocks=64, max_model_len=380)
     with LLM(str(weights.directory), log_stats=False, **small) as llm:
         outputs = llm.generate([as_prompt(each) for each in prompts], params, use_tqdm=False)
     plain = tiny_vision_model(family)
@@ -228,3 +248,16 @@ def test_an_adapter_of_the_text_is_exact_beside_pictures(weights_of):
         outputs = llm.generate(prompts, params, use_tqdm=False, lora_request="x")
     compare(outputs, lambda version: trainer, 1.0, counts)
     assert (counts["compared"], counts["wrong"]) == (len(prompts) * 2 * 9, 0)
+
+
+def test_log_probs_of_prompts_with_pictures_are_the_trainer_s(weights_of):
+    weights, rng = weights_of("qwen3_vl", torch.float32), random.Random(8)
+    prompts = draw_prompts(weights.source, rng)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, ignore_eos=True)
+    with LLM(str(weights.directory), log_stats=False, max_num_batched_tokens=33) as llm:
+        outputs = llm.generate([as_prompt(each) for each in prompts], params, use_tqdm=False)
+    batch = batch_of(prompts)
+    with torch.no_grad():
+        values = exact.token_logprobs(weights.of(0), batch, temperature=1.0).numpy()
+    for row, (drawn, output) in enumerate(zip(prompts, outputs, strict=True)):
+        np.testing.assert_array_equal(output.prompt_logprobs[1:], values[row, : len(drawn.ids) - 1])

@@ -91,8 +91,14 @@ def _check_pictures(config: PretrainedConfig) -> None:
             problem = failure
     else:
         raise Refusal(f"no small copy of it encodes a picture ({type(problem).__name__}: {problem})")
-    products = _compare_features(twins.tower, pictures, expected)
-    _compare_logits(twins, pictures, [len(rows) for rows, *_ in expected])
+    try:
+        products = _compare_features(twins.tower, pictures, expected)
+        _compare_logits(twins, pictures, [len(rows) for rows, *_ in expected])
+    except Refusal:
+        raise
+    except Exception as failure:  # ours or the model's
+        text = str(failure).strip().partition("\n")[0]
+        raise Refusal(f"its forward fails with pictures ({type(failure).__name__}: {text})") from None
     if products:
         raise Refusal(f"its tower has products of its own ({', '.join(sorted(products))})")
 
@@ -117,19 +123,19 @@ def _make_twins(config: PretrainedConfig, *, is_small: bool) -> _Twins:
     _rename_tokens(small, text_config.vocab_size)
     if is_small:
         _shorten_tower(small)
-    whole = build_whole(small, copy.deepcopy(text_config), torch.float32)
-    allocate(whole, torch.float32)
-    whole.float().tie_weights()
-    initialize(whole)
-    part, head = TextPart.of(whole), text.get_output_embeddings()
-    part.decoder.load_state_dict(text.base_model.state_dict())
-    part.head.load_state_dict(head.state_dict())
-    generator = torch.Generator().manual_seed(2)
-    for each in picture_parts(whole):
-        _spread(each, generator)
-    tower = copy.deepcopy(whole)
-    make_tower_exact(tower, make_row_invariant)
+    whole, tower = (build_whole(small, copy.deepcopy(text_config), torch.float32) for _ in range(2))
     remove_text(tower)
+    allocate(tower.float(), torch.float32)
+    initialize(tower)
+    generator = torch.Generator().manual_seed(2)
+    for each in picture_parts(tower):
+        _spread(each, generator)
+    allocate(whole.float(), torch.float32)
+    part, head = TextPart.of(whole), text.get_output_embeddings()
+    part.decoder.load_state_dict(text.base_model.state_dict(), assign=True)
+    part.head.load_state_dict(head.state_dict(), assign=True)
+    whole.load_state_dict(tower.state_dict(), strict=False, assign=True)
+    make_tower_exact(tower, make_row_invariant)
     small_geometry = probe_geometry(text)
     fuse_projections(text)
     return _Twins(whole, text, tower, small_geometry)
@@ -186,7 +192,7 @@ def _sample_picture(whole: Any, seed: int) -> dict[str, Tensor]:
     vision, names = whole.config.vision_config, inspect.signature(whole.get_image_features).parameters
     generator = torch.Generator().manual_seed(seed)
     patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
-    channels: int = vision.in_channels if hasattr(vision, "in_channels") else vision.num_channels
+    channels = int(getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3))
     if "image_grid_thw" in names:
         merge = vision.spatial_merge_size
         height, width = (2 + seed) * merge, 3 * merge

@@ -149,8 +149,8 @@ class CpuBackend(Backend):
                     given = [routed_experts[index] for index in members]
                     contexts.enter_context(self.runner.routing.replaying(given, num_columns))
                 if placed is not None:
-                    rows = [sequences[index] for index in members], [placed[index] for index in members]
-                    contexts.enter_context(self._placing(*rows, num_columns))
+                    ids, own = [sequences[index] for index in members], [placed[index] for index in members]
+                    contexts.enter_context(self._placing(ids, own, num_columns))
                 yield
 
         return sequence_logprobs(

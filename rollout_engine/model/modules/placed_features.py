@@ -26,7 +26,7 @@ class PlacedFeatures(NamedTuple):
     """[M, H], of all different pictures, end to end."""
     deepstack: tuple[Tensor, ...]
     """[M, H] for each of the first layers, to be added behind it; empty in most models."""
-    index: Tensor
+    row_of: Tensor
     """int64 [B, T]: which row stands at a position in place of the token's embedding; -1: none."""
     positions: Tensor | None
     """int64 [3, B, T]: rotary positions in time, height and width; None: those of the tokens."""
@@ -36,28 +36,28 @@ class PlacedFeatures(NamedTuple):
         positions = self.positions
         if positions is not None:
             positions = positions.gather(2, order.expand(3, *order.shape))
-        return self._replace(index=self.index.gather(1, order), positions=positions)
+        return self._replace(row_of=self.row_of.gather(1, order), positions=positions)
 
     def take(self, tokens: Tensor) -> "PlacedFeatures":
         """Those of a single row of `tokens` int64 [N], numbers of tokens in the flattened batch."""
         positions = self.positions
         if positions is not None:
             positions = positions.flatten(1).index_select(1, tokens)[:, None]
-        return self._replace(index=self.index.flatten().index_select(0, tokens)[None], positions=positions)
+        return self._replace(row_of=self.row_of.flatten().index_select(0, tokens)[None], positions=positions)
 
     def first(self, length: int) -> "PlacedFeatures":
         """Those of the first `length` columns."""
         positions = None if self.positions is None else self.positions[..., :length]
-        return self._replace(index=self.index[:, :length], positions=positions)
+        return self._replace(row_of=self.row_of[:, :length], positions=positions)
 
     def keys(self, input_ids: Tensor) -> Tensor:
         """int64 [B, T]: numbers that are equal if the embeddings are: ids of tokens, and others for features."""
-        return torch.where(self.index < 0, input_ids, self.index + _FIRST_KEY)
+        return torch.where(self.row_of < 0, input_ids, self.row_of + _FIRST_KEY)
 
     def embed(self, embeddings: Tensor) -> Tensor:
         """Embeddings [B, T, H] of the tokens -> those with the features in their places."""
-        at = self.index >= 0
-        rows = self.rows.index_select(0, self.index[at]).to(embeddings.dtype)
+        at = self.row_of >= 0
+        rows = self.rows.index_select(0, self.row_of[at]).to(embeddings.dtype)
         return embeddings.index_put(at.nonzero(as_tuple=True), rows)
 
 
@@ -103,9 +103,9 @@ def _put_features(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         own = kwargs.get("position_ids")
         if own is None:
             own = torch.arange(embeddings.shape[1], device=embeddings.device)[None]
-        kwargs["position_ids"] = torch.cat([own.expand(features.index.shape)[None], features.positions])
+        kwargs["position_ids"] = torch.cat([own.expand(features.row_of.shape)[None], features.positions])
     if features.deepstack:
-        at = features.index >= 0
-        rows = [each.index_select(0, features.index[at]) for each in features.deepstack]
+        at = features.row_of >= 0
+        rows = [each.index_select(0, features.row_of[at]) for each in features.deepstack]
         kwargs |= dict(visual_pos_masks=at, deepstack_visual_embeds=rows)
     return args[1:] and (None, *args[1:]), kwargs

@@ -90,11 +90,11 @@ class SequencesWithPictures:
                 given = new.token_ids, new.pictures, self.image_token_id
                 try:
                     self._of[new.sequence_id] = SequencePictures.of(self.encoder, *given)
-                except Exception as problem:  # raised when it is computed: steps that only note it go on
+                except Exception as problem:  # raised in the step that computes it
                     self._of[new.sequence_id] = problem
 
     def inputs(self, scheduled: Sequence[ScheduledSequence], starts: np.ndarray) -> PictureInputs | None:
-        """The inputs that pictures add to a step; `starts`: int64 [N + 1], the first token of each chunk in the batch.
+        """The inputs that pictures add to a step; `starts`: int64 [N + 1], the first tokens of its chunks.
 
         None if they add nothing. Raises `SequenceError` for a sequence whose pictures cannot be computed.
         """

@@ -51,9 +51,7 @@ def split_pictures(inputs: Mapping[str, Tensor]) -> list[Picture]:
     """
     arrays = {name: _array(name, value) for name, value in inputs.items()}
     if "pixel_values" not in arrays:
-        raise ValueError(
-            f"{', '.join(sorted(arrays))} came without pixel_values: give all that the processor returned."
-        )
+        raise ValueError(f"{', '.join(sorted(arrays))} without pixel_values: give all that the processor returned.")
     grids = arrays.get("image_grid_thw")
     if grids is not None:
         return _split_by_grids(arrays, grids)
@@ -68,8 +66,8 @@ def split_pictures(inputs: Mapping[str, Tensor]) -> list[Picture]:
 class PictureBatch:
     """Places pictures in a batch of token ids, and encodes each different one once."""
 
-    def __init__(self, composite: nn.Module, input_ids: Tensor) -> None:
-        self._composite: Any = composite
+    def __init__(self, composite: Any, input_ids: Tensor) -> None:
+        self._composite = composite
         self._ids = input_ids
         self._token = int(self._composite.config.image_token_id)
         self._features: list[PictureFeatures] = []
@@ -99,7 +97,7 @@ class PictureBatch:
         """Put pictures, or tiles, one after the other at the placeholders of sequences.
 
         `types` [B, T]: 1 at tokens that stand for a picture (`mm_token_type_ids`); None: at all placeholder ids.
-        Raises `ValueError` if they do not end where a sequence's placeholders end.
+        Raises `ValueError` if their features do not end with those of a sequence.
         """
         left = list(pictures)
         for sequence in sequences:
@@ -130,7 +128,7 @@ class PictureBatch:
         return PlacedFeatures(
             rows=torch.cat([each.rows for each in self._features]),
             deepstack=tuple(torch.cat(layer) for layer in deepstack),
-            index=self._index,
+            row_of=self._index,
             positions=self._positions(),
         )
 
@@ -217,7 +215,7 @@ def _without_padding(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         height, width = arrays["image_sizes"][0].tolist()
         return arrays | {"pixel_values": pixels[:, :, :height, :width]}
     if pixels.ndim == 5:  # [1, tiles, C, H, W]: tiles of zeros alone are padding
-        is_tile = pixels.any(axis=(2, 3, 4))[0]
+        is_tile = pixels[0].reshape(pixels.shape[1], -1).any(1)
         return {
             name: array[:, is_tile] if array.shape[:2] == pixels.shape[:2] else array for name, array in arrays.items()
         }

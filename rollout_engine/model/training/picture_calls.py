@@ -135,7 +135,7 @@ def _before(
     if positions is not None and positions.dim() != 2:
         raise ValueError(
             "position_ids of three axes are computed here: leave them out, or give those of the tokens alone [B, T], "
-            "which restart at 0 where a packed sequence begins."
+            "which restart at 0 with each packed sequence."
         )
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"attention_mask must be {tuple(ids.shape)} like input_ids, got {tuple(mask.shape)}")

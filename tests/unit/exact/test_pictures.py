@@ -14,7 +14,7 @@ from tests.unit.peft_layers import PeftModel
 FAMILY = "qwen3_vl"
 """With positions on three axes, and features for several layers."""
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llava", "idefics3", "smolvlm", "internvl"]
-QUICK = {"qwen2_5_vl", "qwen3_vl", "mistral3", "idefics3"}
+QUICK = {"qwen3_vl", "idefics3"}
 
 
 def named(families):
@@ -172,7 +172,7 @@ def test_recomputed_layers_have_the_same_gradients(use_reentrant, source_of):
     for checkpoints in (False, True):
         model = exact.enable(tiny_vision_model(FAMILY)).train()
         if checkpoints:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
             model.enable_input_require_grads()
         values = exact.token_logprobs(model, batch, temperature=1.0)
         values.sum().backward()
@@ -216,7 +216,7 @@ def test_pictures_that_do_not_fit_are_refused_with_numbers_and_rows(source_of):
     refused(r"placeholder tokens \(id 261\) of all rows end behind 5 of them",
             pixel_values=torch.cat([fewer, fewer[-size:]]), image_grid_thw=torch.cat([grids, grids[-1:]]))  # fmt: skip
     refused("describes pictures of .* patches, and pixel_values has", pixel_values=fewer[:-1])
-    refused("came without pixel_values", pixel_values=None)
+    refused("without pixel_values", pixel_values=None)
     refused(r"mm_token_type_ids must be integers \(4, \d+\)", mm_token_type_ids=given["mm_token_type_ids"][:, 1:])
     refused("videos and audio are not served", mm_token_type_ids=given["mm_token_type_ids"] * 2)
     refused("pixel_values_videos", pixel_values_videos=fewer)

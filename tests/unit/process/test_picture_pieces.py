@@ -19,12 +19,15 @@ from rollout_engine.process.client_outbox import ClientOutbox
 from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_clock import SharedClock
 from rollout_engine.process.core_socket import CoreSocket
+from rollout_engine.process.keys import Keys
 from rollout_engine.process.parts import Assembler
 from rollout_engine.process.picture_pieces import PictureIntake
 from rollout_engine.process.process_client import ProcessClient
 from rollout_engine.process.request_columns import with_columns
 from rollout_engine.process.wire import AddRequest, ArrayForm, Decoder, ForgetPictures, Limits, PicturePiece, Refused
 from tests.faults.peers import READY, RawClient
+
+KEYS = Keys.make()
 
 
 def picture(number, num_rows=3):
@@ -217,16 +220,18 @@ def test_a_client_cannot_give_a_picture_the_digest_of_another():
 def core(tmp_path):
     parent, child = socket.socketpair()
     with parent, child:
-        io = CoreSocket(str(tmp_path), child, heartbeat_seconds=60.0, max_backlog_bytes=1 << 20)
+        options = dict(heartbeat_seconds=60.0, max_backlog_bytes=1 << 20, listen="tcp://127.0.0.1:0", keys=KEYS)
+        io = CoreSocket(str(tmp_path), child, **options)
         io.directory = str(tmp_path)
         io.start(lambda: READY, on_orphaned=lambda: None)
         yield io
         io.close("the test is over")
 
 
-@pytest.fixture
-def client(core):
-    client = ProcessClient(ClientSocket.connect(core.directory, hang_seconds=60))
+@pytest.fixture(params=["directory", "tcp"])
+def client(request, core):
+    place = (core.directory, None) if request.param == "directory" else (core.address, KEYS)
+    client = ProcessClient(ClientSocket.connect(place[0], keys=place[1], hang_seconds=60))
     client.listen(SimpleNamespace(fail_all=lambda _: None))
     yield client
     client.shutdown()
