@@ -42,7 +42,7 @@ class TowerArithmetic(torch.overrides.TorchFunctionMode):
         result = NotImplemented if replace is None else replace(*args, **kwargs)
         if result is not NotImplemented:
             return result
-        if getattr(func, "__name__", "") in _THREADED:
+        if getattr(func, "__name__", "") in _THREADED and "alpha" not in kwargs:  # else some sums are fused products
             return func(*args, **kwargs)
         with one_thread():
             return func(*args, **kwargs)
