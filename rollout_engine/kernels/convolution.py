@@ -92,6 +92,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
-        found = compiled.find_gradients(*inputs, grad, silu=ctx.silu, chunks=ctx.chunks)
+        x, weight, bias = inputs
+        found = compiled.find_gradients(x, weight, bias, grad, silu=ctx.silu, chunks=ctx.chunks)
         wanted = zip(found, inputs, ctx.needs_input_grad, strict=False)
         return *(each.to(of.dtype) if needed else None for each, of, needed in wanted), None, None

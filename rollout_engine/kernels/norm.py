@@ -174,10 +174,9 @@ class _GatedRMSNorm(torch.autograd.Function):
         x, gate, weight = saved = ctx.saved_tensors  # once: checkpointing of gradients counts
         rule: _GateRule = ctx.rule
         if rows.supports(x) and rows.supports(gate) and rows.supports(weight):
-            how = dict(group_size=rule.group_size, gate_first=rule.gate_first)
-            found = rows.gated_norm_gradients(
-                x, gate, weight, grad, ctx.epsilon, **how, is_sigmoid=rule.activation == "sigmoid"
-            )
+            options: dict[str, Any] = {"group_size": rule.group_size, "gate_first": rule.gate_first}
+            options["is_sigmoid"] = rule.activation == "sigmoid"
+            found = rows.gated_norm_gradients(x, gate, weight, grad, ctx.epsilon, **options)
             kept = zip(found, saved, ctx.needs_input_grad, strict=False)
             return *(each.to(of.dtype) if needs else None for each, of, needs in kept), None, None
         x32, gate32, grad32 = x.float(), gate.float(), grad.float()

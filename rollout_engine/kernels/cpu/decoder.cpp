@@ -79,7 +79,7 @@ struct DecoderLayer {
     Product out, gate_up, down;  // the last two are of no layer with a mixture
     const Mixture* mixture;      // or null
     const DeltaNet* delta;       // or null: it has attention
-    int32_t is_gated;            // behind each head of q is one of a gate, whose sigmoid multiplies what the head attends
+    int32_t is_gated;            // behind each head of q is one of a gate, whose sigmoid multiplies its output
 
     int64_t num_projected() const {
         int64_t sum = 0;
@@ -294,7 +294,7 @@ struct Worker {
         const AdapterRows* rows;
     };
 
-    // A layer up to its attention, or to what it has in place of it, of all rows of the batch.
+    // A layer up to its attention, or its gated delta rule, of all rows of the batch.
     Rows attend(int i) const {
         const Rows all = {c.ends ? b.hidden : (T*)c.hidden, e.attended, c.num_tokens, &c.adapter_rows};
         add_and_norm(all, i ? e.delta : nullptr, &c.layers[i].attention_norm);

@@ -115,7 +115,7 @@ class LayerWeights(NamedTuple):
     num_heads: int
     attention_params: AttentionParams
     is_gated: bool = False
-    """Whether a gate as large as the head follows each head of q, whose sigmoid multiplies what the head attends."""
+    """Whether a gate as large as the head follows each head of q, whose sigmoid multiplies the output of the head."""
     delta: DeltaNet | None = None
     """The gated delta rule in place of attention; None: the layer attends."""
 

@@ -21,7 +21,7 @@ class GatedNorm(NamedTuple):
 
 
 class DeltaColumns(NamedTuple):
-    """Where the inputs of the gated delta rule are, among the outputs of all products of a layer's input."""
+    """Places of the inputs of the gated delta rule among the outputs of all products of a layer's input."""
 
     runs: Sequence[tuple[int, int, int]]
     """Of q, k and v, neighbouring channels that are neighbouring columns too: (first channel, first column, number)."""

@@ -78,8 +78,8 @@ def _compiled_model(module: PreTrainedModel, geometry: Sequence[LayerGeometry], 
 
 
 def _model(module: PreTrainedModel, geometry: Sequence[LayerGeometry], **options: Any) -> CpuModel:
-    sizes = dict(num_blocks=_NUM_BLOCKS + _NUM_PAIRS, block_size=_BLOCK_SIZE)
-    return CpuModel(module, geometry, **sizes, num_state_slots=_NUM_SLOTS if keeps_states(geometry) else 0, **options)
+    options |= dict(num_blocks=_NUM_BLOCKS + _NUM_PAIRS, block_size=_BLOCK_SIZE)
+    return CpuModel(module, geometry, **options, num_state_slots=_NUM_SLOTS if keeps_states(geometry) else 0)
 
 
 def _compare(module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> None:

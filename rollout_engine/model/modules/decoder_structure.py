@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from rollout_engine.model.modules import layer_patterns
 from rollout_engine.model.modules.geometry import LayerGeometry
-from rollout_engine.model.modules.layer_patterns import MIXER, MixtureParts, QueryFactors
+from rollout_engine.model.modules.layer_patterns import MIXER, QueryFactors
 from rollout_engine.model.modules.mixer_patterns import DeltaPattern, delta_pattern
+from rollout_engine.model.modules.mixture_patterns import MixtureParts, mixture_pattern
 from rollout_engine.model.modules.positions import far_starts
 from rollout_engine.model.packing.module_types import tensor_of
 
@@ -166,7 +167,7 @@ def _require_pattern(reason: str | None) -> None:
 
 
 class _AttentionForm(NamedTuple):
-    """What a decoder allows layers to have."""
+    """The extent to which layers may differ from Llama's."""
 
     positions: Tensor
     """int64 [T]: those at which factors of queries are tried."""
@@ -255,7 +256,7 @@ def _mlp(mlp: nn.Module) -> MLP | Mixture:
 
 def _mixture(mixture: nn.Module, children: dict[str, nn.Module]) -> Mixture:
     names = _names_of(mixture, children)
-    pattern = layer_patterns.mixture_pattern(mixture, names)
+    pattern = mixture_pattern(mixture, names)
     _require_pattern(pattern.reason)
     for parameter in mixture.parameters():
         if parameter.dim() > 1:

@@ -90,7 +90,7 @@ def _with_own_globals(mixer: nn.Module, trial: "_Trial") -> nn.Module:
 
 
 class _Trial:
-    """The parts of a mixer in its trial; what they have seen."""
+    """The parts of a mixer in its trial, which record their inputs."""
 
     def __init__(self, inputs: Sequence[str], mixer: Any, sizes: tuple[int, int, int]) -> None:
         self._mixer, self._inputs = mixer, inputs
@@ -126,7 +126,7 @@ class _Trial:
         gates = self._seen["gate"][0].round().int().tolist()
         self.gates = gates[:: self._value_size]
         require(gates == self._gate_columns(), "reads gates that are no neighbours")
-        small = numbers / count * 4 - 2  # where sigmoids and softpluses can be inverted
+        small = numbers / count * 4 - 2  # numbers whose sigmoids and softpluses can be inverted
         self._compute(forward, small, zeros, zeros)
         beta, decay = self._seen["beta"][0].double(), self._seen["decay"][0].double()
         for name, found in (("betas", torch.logit(beta)), ("decays", torch.log(torch.expm1(-decay)))):

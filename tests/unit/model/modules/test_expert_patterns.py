@@ -30,7 +30,7 @@ from rollout_engine.model.modules.expert_patterns import (
     router_pattern,
 )
 from rollout_engine.model.modules.experts import Routing
-from rollout_engine.model.modules.layer_patterns import MixtureParts, mixture_pattern
+from rollout_engine.model.modules.mixture_patterns import MixtureParts, mixture_pattern
 from rollout_engine.testing import tiny_config
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -63,7 +63,9 @@ def test_another_formula_is_not_recognised(before, after, reason):
 
 
 def test_another_activation_is_not_recognised():
-    module = construct(tiny_config("qwen3_5_text", **HYBRID_SIZES["qwen3_5_text"]), dtype=torch.float32, attention="eager")
+    module = construct(
+        tiny_config("qwen3_5_text", **HYBRID_SIZES["qwen3_5_text"]), dtype=torch.float32, attention="eager"
+    )
     swap_mixers(module)
     mixer, state = module.model.layers[0].linear_attn, probe_geometry(module)[0].state
     mixer.activation = "gelu"
