@@ -14,7 +14,7 @@ def episodes(batch: TensorDictBase) -> list[list[int]]:
     if "episode_id" not in batch.keys():
         return [[row] for row in range(num_sequences(batch))]
     found: dict[tuple[int, int], list[int]] = {}
-    for row, key in enumerate(zip(batch["group_id"].tolist(), batch["episode_id"].tolist(), strict=True)):
+    for row, key in enumerate(zip(batch.get("group_id").tolist(), batch.get("episode_id").tolist(), strict=True)):
         found.setdefault(key, []).append(row)
     return list(found.values())
 

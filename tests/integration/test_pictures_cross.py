@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory):
 def prompts_of(count, *pictures):
     """Prompts with the same pictures between different texts."""
     shown = " and ".join([SHOWN] * len(pictures))
-    texts = [f"{i} {shown} is all that is to be seen here" for i in range(count)]
+    texts = [f"{shown} is all that is to be seen here: {i}" for i in range(count)]
     return [{"prompt": text, "multi_modal_data": {"image": list(pictures)}} for text in texts]
 
 

@@ -154,7 +154,9 @@ def test_no_bit_differs_from_the_trainer(weights_of, family, dtype):
     small = dict(
         max_num_batched_tokens=33, max_num_seqs=20, block_size=4, num_kv_blocks=60, encoder_cache_bytes=1 << 14
     )
-    round_of = dict(most=26, num_samples=4, num_updates=1, enable_prefix_caching=True, max_model_len=240, **small)
+    round_of = dict(
+        most=26, num_samples=4, num_updates=1, enable_prefix_caching=True, max_model_len=240, num_threads=1, **small
+    )
     counts.update(run_round(weights_of(family, dtype), family, rng, dtype, **round_of))
     assert counts["compared"] > 200
     assert counts["updates"] and counts["preempted"] and counts["cached"], counts

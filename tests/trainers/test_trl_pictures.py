@@ -44,7 +44,7 @@ def trainer_of(checkpoint, out, **options):
     """A trainer of the composite, tower included."""
     hf = TextCodec.from_pretrained(str(checkpoint)).hf
     processor = _make_processor(checkpoint, hf)  # transformers' own, which asks for torchvision if it reads videos too
-    processor.chat_template = hf.chat_template
+    processor.chat_template, processor.tokenizer.padding_side = hf.chat_template, "left"
     model = exact.enable(AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32))
     given = {"kind": ExactGRPOTrainer, "reward": message_length_reward, "rows": ROWS, "processing_class": processor}
     return grpo_trainer(checkpoint, out, model=model, **given, **options)
