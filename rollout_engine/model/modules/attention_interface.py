@@ -22,7 +22,12 @@ from rollout_engine.kernels.indexed_attention import ChosenAttention, ChosenSlot
 from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
 from rollout_engine.model.modules.indexed_attention import UNMASKED, Index, check_scores
 from rollout_engine.model.modules.latent_attention import products_of
-from rollout_engine.model.modules.packed_rows import PackedSequences, packed_rows_expected, packed_sequences
+from rollout_engine.model.modules.packed_rows import (
+    TOKEN_POSITIONS,
+    PackedSequences,
+    packed_rows_expected,
+    packed_sequences,
+)
 
 ATTENTION_NAME = "rollout_engine"
 _active = threading.local()
@@ -98,6 +103,7 @@ def rollout_attention(
             f"{type(module).__name__} drops attention weights at random (p={dropout}), which no engine does. Load the "
             "model with attention_dropout=0.0, or call model.eval()."
         )
+    positions = kwargs.pop(TOKEN_POSITIONS, kwargs.get("position_ids"))
     _check_strangers(module, kwargs | ({} if isinstance(indices, Index) else dict(indices=indices)))
     index = indices if isinstance(indices, Index) else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -109,7 +115,7 @@ def rollout_attention(
     if latents is not None:
         query = latents.absorb(query)
     if step is None:
-        positions = kwargs.get("position_ids") if index is None else index.positions
+        positions = positions if index is None else index.positions
         out = _attend_rows(module, query, key, value, params, s_aux, dense, positions, index)
     else:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -211,7 +217,12 @@ def _packed(module: nn.Module, query: Tensor, key: Tensor, position_ids: Tensor 
             f"{type(module).__name__} does not hand position_ids to attention, so packed rows would see one another. "
             "Give this model one sequence a row."
         )
-    if position_ids is not None and position_ids.dim() == 3:  # of three axes of images, equal for text
+    if position_ids is not None and position_ids.dim() == 3:  # of three axes, which are equal for text
+        if bool((position_ids != position_ids[:1]).any()):
+            raise PositionsMissingError(
+                f"{type(module).__name__} hands attention positions on three axes alone, so tokens of a picture would "
+                f"be taken for sequences: its layers do not pass on {TOKEN_POSITIONS}. Train on text alone."
+            )
         position_ids = position_ids[0]
     return packed_sequences(position_ids, batch, length)
 
