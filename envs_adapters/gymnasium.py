@@ -50,8 +50,8 @@ def make(
         action_from_text: makes an action of the policy's answer; a function, or "module:function". None or a
             ValueError: the answer is no action. Without it actions must be discrete and end the answer, or are text.
         observation_to_text: writes an observation; a function, or "module:function".
-        picture: show a picture in place of text: "render", what `render()` draws (`render_mode="rgb_array"` unless
-            another is given), or "observation", for observations that are images (uint8 [H, W], [H, W, 3] or
+        picture: show a picture in place of text: "render" for the result of `render()` (`render_mode="rgb_array"`
+            unless another is given), "observation" for observations that are images (uint8 [H, W], [H, W, 3] or
             [H, W, 4]). With `observation_to_text` the text follows the picture. An engine takes as many pictures in
             a prompt as `EngineConfig(max_prompt_pictures=...)`: one for each step, and one more.
         reset_options: `options` of the environment's `reset`.

@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--blank", action="store_true", help="control: pictures without digits")

@@ -6,8 +6,9 @@
     finish_reason, truncated                      how it ended; whether it was cut off
     prompt, response                              text; null if the prompt was token ids without a text
     prompt_token_ids, response_token_ids          response: end token included
-    pictures                                      spans in prompt and response, and digests of their files beside this
-                                                  one (`rollout_engine.batches.picture_files`); only if there are any
+    pictures                                      spans in prompt and response, and digests, which name files in the
+                                                  folder `pictures` (`rollout_engine.batches.picture_files`); only if
+                                                  there are any
     log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 if it was not sampled
     kept_logprob_mass                             the same, with top-k, top-p or min-p
     reward, done                                  with a reward function; of episodes also `terminated`: the
@@ -66,14 +67,14 @@ def to_jsonl(batch: TensorDictBase, path: str | os.PathLike[str] | TextIO, *, ap
 
     `path` is a file name, or a file open for text; `append=True` appends to an existing file of that name, which is
     else replaced, at once and whole. Nothing is written if a number of the rollout's own, such as a log-prob, is not
-    finite: that raises `RequestError` with its name. Pictures are written beside a file that is given by its name.
+    finite: that raises `RequestError` with its name. Pictures are written to a folder next to a file of that name.
     """
     converted, made = Converted("to_jsonl"), list(samples(batch))
     text = "".join(line_of(sample, converted) + "\n" for sample in made)
     target: Any = path  # to type checkers TextIO and TextIOBase are unrelated
     if isinstance(path, TextIOBase):
         if has_pictures(made):
-            hint = "Pictures are written beside the file; without them it is batch.exclude('pictures')."
+            hint = "Pictures are written to a folder next to it; without them it is batch.exclude('pictures')."
             raise RequestError.for_field("path", path, "the name of a file", hint)
         target.write(text)
         return

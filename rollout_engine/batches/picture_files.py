@@ -1,4 +1,4 @@
-"""Pictures of rollouts as files: the folder `pictures` beside a file of rollouts, with two files for each picture.
+"""Pictures of rollouts as files: the folder `pictures` next to a file of rollouts, with two files for each picture.
 
     file             content
     <digest>.npz     the arrays that the model got, as numpy writes them, without pickle
@@ -26,7 +26,7 @@ from rollout_engine.base.whole_files import whole_file
 from rollout_engine.batches.picture_images import png_of
 
 FOLDER = "pictures"
-"""Name of the folder beside a file of rollouts."""
+"""Name of the folder, which is in that of the file of rollouts."""
 IN_FOLDER = "picture_folder"
 """Key of a sample that was read from a file: the folder of its pictures."""
 IS_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
@@ -54,7 +54,7 @@ def folder_beside(path: str | os.PathLike[str]) -> Path:
 
 def save_pictures(folder: Path, samples: Iterable[Mapping[str, Any]]) -> None:
     """Write the pictures of samples that are in memory and not in the folder, which is made. Raises `OSError`."""
-    for picture, num_features in _held(samples):
+    for picture, num_features in _pictures_in_memory(samples):
         path = folder / f"{picture.digest.hex()}.npz"
         if path.exists():
             continue
@@ -69,7 +69,7 @@ def save_pictures(folder: Path, samples: Iterable[Mapping[str, Any]]) -> None:
 
 def has_pictures(samples: Iterable[Mapping[str, Any]]) -> bool:
     """Whether any of the samples has pictures in memory."""
-    return next(_held(samples), None) is not None
+    return next(_pictures_in_memory(samples), None) is not None
 
 
 def placed_pictures(sample: Mapping[str, Any], known: dict[str, Picture]) -> list[PlacedPicture]:
@@ -114,16 +114,18 @@ def png_files(samples: Iterable[Mapping[str, Any]], *, most_bytes: int) -> dict[
     Left out are those without one, and those that would make more than `most_bytes` together with earlier ones.
     """
     listed = list(samples)
-    places = {picture.digest: num_features for picture, num_features in _held(listed)}
+    places = {picture.digest: num_features for picture, num_features in _pictures_in_memory(listed)}
     found, looked_for = dict[str, bytes](), set[str]()
     for sample in listed:
         for picture in _pictures_of(sample):
-            name = named(picture)
+            name = hex_digest(picture)
             if name in looked_for:
                 continue
             looked_for.add(name)
-            held = isinstance(picture, Picture)
-            image = png_of(picture, places[picture.digest]) if held else _read_png(_folder_of(sample), name)
+            if isinstance(picture, Picture):
+                image = png_of(picture, places[picture.digest])
+            else:
+                image = _read_png(_folder_of(sample), name)
             if image is not None and len(image) <= most_bytes:
                 found[name] = image
                 most_bytes -= len(image)
@@ -132,15 +134,15 @@ def png_files(samples: Iterable[Mapping[str, Any]], *, most_bytes: int) -> dict[
 
 def named_pictures(sample: Mapping[str, Any]) -> list[str]:
     """Digests of the pictures of a sample and of its messages, in order, each once."""
-    return list(dict.fromkeys(map(named, _pictures_of(sample))))
+    return list(dict.fromkeys(map(hex_digest, _pictures_of(sample))))
 
 
-def named(picture: Picture | str) -> str:
+def hex_digest(picture: Picture | str) -> str:
     """The digest of a picture in memory or in a file, as a text."""
     return picture.digest.hex() if isinstance(picture, Picture) else picture
 
 
-def _held(samples: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Picture, int | None]]:
+def _pictures_in_memory(samples: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Picture, int | None]]:
     """Each picture that is in memory once, and how many tokens it takes; None: it is in messages alone."""
     seen: set[bytes] = set()
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Images of pictures as a model sees them, for people to look at: what an image processor did to them is undone.
+"""Images of pictures as a model sees them, for people to look at: the inverse of an image processor.
 
 Processors make a picture smaller, divide its colours by 255, subtract a mean, divide by a deviation, and may cut it
 into patches or tiles. Of the usual means and deviations those are taken that give whole colours again; if none does,
@@ -48,7 +48,8 @@ def _pixels(picture: Picture, num_features: int | None) -> np.ndarray | None:
     if values is None or not values.size:
         return None
     if values.ndim == 2 and grid is not None and grid.shape == (1, 3):
-        return _join_patches(values, *map(int, grid[0]), num_features)
+        frames, rows, columns = map(int, grid[0])
+        return _join_patches(values, frames, rows, columns, num_features)
     values = values.reshape(-1, *values.shape[-3:])[-1] if values.ndim > 3 else values
     if values.ndim != 3 or values.shape[0] != _COLOURS:
         return None
@@ -81,7 +82,7 @@ def _colours(pixels: np.ndarray) -> np.ndarray:
     for mean, deviation in _SCALES:
         colours = (values * deviation + mean) * 255
         if np.abs(colours - colours.round()).max() < _TOLERANCE and colours.min() > -1 and colours.max() < 256:
-            return colours.round().astype(np.uint8)
+            return np.asarray(colours.round(), np.uint8)
     low, high = values.min(), values.max()
     spread = (values - low) / (high - low or 1.0)
-    return (spread * 255).round().astype(np.uint8)
+    return np.asarray((spread * 255).round(), np.uint8)

@@ -100,9 +100,7 @@ def rollout_batch(
     batch["finish_reason"] = NonTensorStack(*(sample.finish_reason for sample in samples))
     batch["text", "prompt"] = NonTensorStack(*(outputs[row].prompt for row in rows))
     batch["text", "response"] = NonTensorStack(*(sample.text for sample in samples))
-    if any(output.pictures for output in outputs):
-        batch["pictures"] = NonTensorStack(*(tuple(outputs[row].pictures) for row in rows))
-    for name, values in (columns or {}).items():
+    for name, values in [*(columns or {}).items(), *_picture_column(outputs)]:
         batch[name] = NonTensorStack(*(values[row] for row in rows))
     if rewards is not None:
         batch["next", "reward"] = torch.tensor([*itertools.chain(*rewards)], dtype=torch.float32).unsqueeze(-1)
@@ -112,6 +110,12 @@ def rollout_batch(
     if layout == "packed":
         batch["cu_seqlens"] = _tensor(np.cumsum([0, *(num_prompt + num_response)], dtype=np.int32))
     return batch
+
+
+def _picture_column(outputs: Sequence[RequestOutput]) -> Iterable[tuple[str, list[Any]]]:
+    """The column of pictures with its name, if any prompt has some."""
+    if any(output.pictures for output in outputs):
+        yield "pictures", [tuple(output.pictures) for output in outputs]
 
 
 def check_layout(layout: str) -> None:

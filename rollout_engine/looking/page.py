@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_engine.batches.json_values import json_value
-from rollout_engine.batches.picture_files import named, png_files
+from rollout_engine.batches.picture_files import hex_digest, png_files
 from rollout_engine.looking.samples import TokenText, Viewed, advantages, viewed
 
 MOST_PICTURE_BYTES = 1 << 26
@@ -78,5 +78,5 @@ def _sample(each: Viewed, prompt: int, advantage: float | None) -> dict[str, Any
     if sample.get("messages"):
         made["messages"] = json_value(sample["messages"])
     if sample.get("pictures"):
-        made["pictures"] = [named(each["picture"]) for each in sample["pictures"]]
+        made["pictures"] = [hex_digest(each["picture"]) for each in sample["pictures"]]
     return made

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.batches.picture_files import named
+from rollout_engine.batches.picture_files import hex_digest
 from rollout_engine.batches.rollout_files import sample_problem
 from rollout_engine.engine.step_trace import Row, Trace, TracedSequence, TracedStep, prompt_checksum, read_traces
 from rollout_engine.rollouts.episodes.episode import seed_of_turn
@@ -184,7 +184,7 @@ def _text(sample: Sample, place: int, origin: Origin, names: Mapping[int, str]) 
         f"{sequence.num_prompt_tokens} tokens",
     ]
     if shown := [each for each in sample.get("pictures") or () if each["end"] <= sequence.num_prompt_tokens]:
-        spans = ", ".join(f"{named(each['picture'])} at {each['start']} to {each['end'] - 1}" for each in shown)
+        spans = ", ".join(f"{hex_digest(each['picture'])} at {each['start']} to {each['end'] - 1}" for each in shown)
         lines.append(f"  pictures of the prompt: {spans}")
     if origin.draft_place:
         lines.append(f"  it was drafted, and the draw confirmed it: place {origin.draft_place} of the draft")

@@ -94,7 +94,7 @@ class LoggedSamples:
 
 
 class RolloutLog:
-    """Appends rollouts to a file, one line per sample, and their pictures to a folder beside. Any thread may write.
+    """Appends rollouts to a file, one line per sample, and pictures to a folder next to it. Any thread may write.
 
     A group that cannot be written is missing from the file, and the first such group is logged: the samples themselves
     are worth more than their log.

@@ -103,7 +103,7 @@ def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[A
     that.
 
     Raises `RequestError` for a sample without its sampling settings, which `rollout(log_to=...)` writes, for one
-    of an adapter that the policy does not have, and for one whose pictures are not in the folder beside its file.
+    of an adapter that the policy does not have, and for one whose pictures are not in the folder next to its file.
     """
     if isinstance(samples, str | os.PathLike):
         bound = "samples: read_jsonl(path) reads those of a file"

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from tensordict import NonTensorStack
 from transformers import AutoModelForImageTextToText
 
 from envs_adapters import Observation
 from rollout_engine import RequestError, RolloutPolicy, SamplingParams, advantages, concat, exact, read_jsonl
+from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.batches.minibatches import minibatches
 from rollout_engine.rollouts.explain import explain
 from rollout_engine.rollouts.replay import replay
@@ -58,6 +60,13 @@ def trainer(checkpoint):
     return exact.enable(AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32))
 
 
+def _swap(placed):
+    """The same place with the picture upside down."""
+    arrays = dict(placed.picture.arrays)
+    arrays["pixel_values"] = arrays["pixel_values"][::-1]
+    return PlacedPicture(placed.start, placed.end, Picture.of(arrays))
+
+
 def differing(trainer, batch):
     """Sampled tokens whose log-probs differ between engine and trainer."""
     given = batch["tokens", "full"], batch["masks", "all_attention_mask"]
@@ -80,6 +89,9 @@ def test_a_training_step_over_pictures_is_exact_before_and_after(policy, trainer
     parts = list(minibatches(concat([batch, batch]), 5))
     assert sum(differing(trainer, part) for part in parts) == 0
     assert all(report.is_equal for report in replay(policy, read_jsonl(log)))
+    others = batch.exclude("pictures")
+    others["pictures"] = NonTensorStack(*(tuple(_swap(each) for each in row) for row in batch["pictures"]))
+    assert differing(trainer, others) > 0, "pictures decide log-probs"
 
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-2)
     given = batch["tokens", "full"], batch["masks", "all_attention_mask"]

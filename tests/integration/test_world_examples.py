@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from envs_adapters import Action
+from rollout_engine import read_jsonl
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))  # as for the command `python examples/NAME.py`
 
@@ -120,6 +121,28 @@ def test_a_player_without_mistakes_wins_every_game():
 
 def test_the_perfect_opponent_punishes_one_mistake():
     assert not any(wins(load("two_player").perfect, first_moves=[3, 6, 7, 10, 13]))
+
+
+def test_reading_digits_is_exact_and_keeps_its_pictures(tmp_path):
+    rows = load("read_digits").main(["--steps", "1", "--out", str(tmp_path)])
+    assert [row["max_logprob_diff"] for row in rows] == [0.0, 0.0]
+    samples = read_jsonl(tmp_path / "rollouts.jsonl")
+    assert len(samples) == 128 and all(len(sample["pictures"]) == 1 for sample in samples)
+    shown = {sample["pictures"][0]["picture"] for sample in samples}
+    assert {file.stem for file in (tmp_path / "pictures").glob("*.png")} == shown and len(shown) == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_digits_are_read_from_pixels(seed, tmp_path):
+    rows = load("read_digits").main(["--seed", str(seed), "--out", str(tmp_path)])
+    assert rows[0]["greedy"] < 0.3 and rows[-1]["greedy"] > 0.7
+
+
+@pytest.mark.slow
+def test_digits_are_not_read_from_blank_pictures(tmp_path):
+    rows = load("read_digits").main(["--blank", "--out", str(tmp_path)])
+    assert max(row["greedy"] for row in rows if "greedy" in row) < 0.3
 
 
 GUESS = ["--conversations", "500", "--answers", "1", "2", "3", "4", "5", "6", "7"]

@@ -80,6 +80,8 @@ def _check_pictures(config: PretrainedConfig) -> None:
     """Raise `Refusal` unless a small copy computes pictures as the composite of `config` does."""
     if image_token_id_of(config) is None:
         raise Refusal("its configuration names no placeholder token of pictures (image_token_id)")
+    if getattr(config, "vision_config", None) is None:
+        raise Refusal("it has no vision tower")
     problem: Exception | None = None
     for is_small in (True, False):
         try:
@@ -192,7 +194,7 @@ def _sample_picture(whole: Any, seed: int) -> dict[str, Tensor]:
     vision, names = whole.config.vision_config, inspect.signature(whole.get_image_features).parameters
     generator = torch.Generator().manual_seed(seed)
     patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
-    channels = int(getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3))
+    channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
     if "image_grid_thw" in names:
         merge = vision.spatial_merge_size
         height, width = (2 + seed) * merge, 3 * merge

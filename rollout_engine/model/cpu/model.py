@@ -62,7 +62,7 @@ class CpuModel:
     ) -> Tensor:
         """Compute `chunks`, writing their KV; return logits [len(logit_rows), V] of these rows of the flat batch.
 
-        `pictures`: what the pictures of the sequences add.
+        `pictures`: the inputs that the pictures of its sequences add.
         """
         return self.forward_states(chunks, logit_rows, (), pictures=pictures)[0].take(slice(None))
 

@@ -113,9 +113,27 @@ class _WatchedPositions(Tensor):
         raise Mismatch(f"{READS_POSITIONS} ({getattr(func, '__name__', func)})")
 
 
-def watched_positions() -> Tensor:
-    """Positions int64 [1, T] that allow no operation."""
-    return torch.arange(NUM_TOKENS)[None].as_subclass(_WatchedPositions)
+class _WatchedAxes(_WatchedPositions):
+    """Positions that may be repeated for several axes."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__getitem__, Tensor.expand):
+            return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def watched_positions(*, on_axes: bool = False) -> Tensor:
+    """Positions int64 [1, T] that allow no operation; `on_axes`: but to index and to expand them."""
+    return torch.arange(NUM_TOKENS)[None].as_subclass(_WatchedAxes if on_axes else _WatchedPositions)
+
+
+def are_positions(found: Tensor, positions: Tensor) -> bool:
+    """Whether `found` are `positions`, the results of `watched_positions`, or several axes [N, 1, T] of them."""
+    if found is positions:
+        return True
+    plain, wanted = found.as_subclass(Tensor), positions.as_subclass(Tensor)
+    return plain.dim() == 3 and plain.shape[1:] == wanted.shape and torch.equal(plain, wanted.expand(plain.shape))
 
 
 def waves(*shape: int, phase: float) -> Tensor:

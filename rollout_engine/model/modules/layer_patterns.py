@@ -22,6 +22,7 @@ from rollout_engine.model.modules.forward_trial import (
     NUM_TOKENS,
     READS_POSITIONS,
     Forward,
+    are_positions,
     require,
     require_same,
     unmatched_reason,
@@ -343,7 +344,7 @@ def _run_layer(forward: Forward) -> None:
 
 def _run_base(forward: Forward) -> None:
     rotations, count = (torch.zeros(1), torch.zeros(1)), len(list(forward.children["layers"].children()))
-    ids, positions = torch.arange(NUM_TOKENS)[None], watched_positions()
+    ids, positions = torch.arange(NUM_TOKENS)[None], watched_positions(on_axes=True)
     for scale in _SCALES:
         embedded = waves(1, NUM_TOKENS, 8, phase=0.3) * scale
         seen: list[Any] = []
@@ -352,7 +353,7 @@ def _run_base(forward: Forward) -> None:
             return embedded
 
         def rotate(x: Tensor, position_ids: Tensor) -> object:
-            require(position_ids is positions, "rotates by other positions")
+            require(are_positions(position_ids, positions), "rotates by other positions")
             return rotations
 
         def layer(x: Tensor, position_embeddings: object = None, seen: list[object] = seen, **kwargs: Any) -> Tensor:

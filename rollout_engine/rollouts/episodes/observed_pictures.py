@@ -1,8 +1,8 @@
 """Pictures in the messages of an environment: each becomes the bytes of an image file, which any process can be sent.
 
 A part of a message's content is a picture in the forms of a prompt: {"type": "image", "image": ...} or OpenAI's
-{"type": "image_url", "image_url": {"url": "data:..."}}. Paths are refused, and so are other URLs: whatever an
-environment says, no file and no host is read for it.
+{"type": "image_url", "image_url": {"url": "data:..."}}. Paths are refused, and so are other URLs: no file and no host
+is read for an environment.
 """
 
 import os

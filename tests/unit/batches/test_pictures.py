@@ -204,6 +204,10 @@ def test_pages_hold_the_pictures_of_prompts_and_messages(tmp_path):
     assert "pictures" not in page_data(read_jsonl(tmp_path / "a.jsonl"), "title", lambda token_id: None)
 
 
+def test_a_notebook_shows_pictures():
+    assert batch_of(counts=(1, 0))._repr_html_().count("<img src='data:image/png;base64,iVBOR") == 2
+
+
 def test_a_picture_of_a_message_is_written_as_its_digest():
     held = picture(1)
     messages = [{"role": "user", "content": [{"type": "image", "image": held}]}]

@@ -7,6 +7,8 @@ import torch
 from tensordict import TensorDict
 from torch.utils import _pytree as pytree
 
+from rollout_engine.batches import summary
+from rollout_engine.batches.episodes import episodes
 from rollout_engine.batches.summary import RolloutBatch
 
 
@@ -99,3 +101,10 @@ def test_a_function_may_be_mapped_over_its_rows(make_batch):
     tokens = make_batch().select("tokens")
     sums = torch.vmap(lambda row: row["tokens", "full"].sum())(tokens)
     assert torch.equal(sums, tokens["tokens", "full"].sum(1))
+
+
+def test_group_ids_of_episodes_are_read_without_a_recursion(make_batch, monkeypatch):
+    batch, calls = make_batch(0, num_groups=2, num_samples=2), []
+    batch["episode_id"] = torch.tensor([0, 0, 1, 1])
+    monkeypatch.setattr(summary, "episodes", lambda given: calls.append(1) or episodes(given))
+    assert batch["group_id"].tolist() == [0, 0, 1, 1] and len(calls) == 1

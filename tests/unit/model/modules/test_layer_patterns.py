@@ -9,6 +9,7 @@ from rollout_engine.model.modules.geometry import probe_geometry
 from rollout_engine.model.modules.layer_patterns import attention_pattern, base_reason, head_reason, layer_reason
 from rollout_engine.testing import tiny_config
 from rollout_engine.testing.architectures import SIZES
+from rollout_engine.testing.tiny_pictures import tiny_vision_config
 
 FUSED = "cwm granite internlm3 iquestcoder llama mistral mixtral qwen2 qwen3 qwen3_moe seed_oss smollm3".split()
 
@@ -138,6 +139,11 @@ class FarModel(LlamaModel):
         return super().forward(input_ids, position_ids=position_ids.clamp(max=100_000), **kwargs)
 
 
+class MovedModel(LlamaModel):
+    def forward(self, input_ids, position_ids, **kwargs):
+        return super().forward(input_ids, position_ids=position_ids[:, [1, 0, 2]], **kwargs)
+
+
 class CappedLogits(LlamaForCausalLM):
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
@@ -153,6 +159,7 @@ class CappedLogits(LlamaForCausalLM):
         ("model.layers.0.self_attn", FarAttention, 0, "computes with positions"),
         ("model.layers.0", CappedLayer, 1, "adds its parts otherwise"),
         ("model", FarModel, 2, "computes with positions"),
+        ("model", MovedModel, 2, "rotates by other positions"),
         ("", CappedLogits, 3, "changes its logits"),
     ],
 )
@@ -165,6 +172,12 @@ def test_what_shows_at_lengths_positions_and_values_beyond_any_trial_is_seen(pat
     child.__class__ = kind
     check = [lambda c: attention_reason(c, geometry), layer_reason, base_reason, head_reason][part]
     assert reason in check(child)
+
+
+def test_a_base_may_repeat_positions_for_the_axes_of_pictures():
+    config = tiny_vision_config("qwen3_vl").get_text_config()
+    module = construct(config, dtype=torch.float32, attention="eager")
+    assert base_reason(module.model) is None
 
 
 def test_a_forward_that_was_replaced_is_not_recognised():
