@@ -125,6 +125,26 @@ def test_episodes_whose_observations_are_pictures_are_exact_and_are_replayed(pol
     assert explain(samples[0], last, trace)[1].count(" at ") == 3
 
 
+class Torn(Album):
+    """An album whose second picture is damaged in every second start."""
+
+    def step(self, action):
+        observation = super().step(action)
+        if self.seed % 2 and self.turn == 1:
+            observation.messages[0]["content"][0]["image"] = b"\x89PNG\r\n\x1a\nno picture"
+        return observation
+
+
+def test_a_damaged_picture_fails_its_episode_alone(policy, trainer):
+    batch = policy.rollout(None, PARAMS, env=Torn, num_episodes=6, seed=5, use_tqdm=False)
+    failed = [error is not None for error in batch["error"]]
+    assert any(failed) and not all(failed)
+    reasons = {error for error in batch["error"] if error}
+    assert all("messages[0]['content'][0]['image']" in reason and "bytes" in reason for reason in reasons)
+    assert [len(row) for row in batch["pictures"]] == [1 if each else 3 for each in failed]
+    assert differing(trainer, batch) == 0
+
+
 def test_a_replay_without_its_pictures_is_refused(policy, tmp_path):
     log = tmp_path / "rollouts.jsonl"
     policy.rollout(PROMPTS[:1], PARAMS, use_tqdm=False, log_to=log)
