@@ -20,10 +20,13 @@ class Drawn(NamedTuple):
 
 
 class PictureSource:
-    """Draws pictures as a checkpoint's image processor makes them, and prompts with their placeholders."""
+    """Draws pictures as a checkpoint's image processor makes them, and prompts with their placeholders.
+
+    `directory`: of the checkpoint; None: it draws no pictures.
+    """
 
     def __init__(self, directory, composite):
-        self._processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+        self._processor = directory and AutoImageProcessor.from_pretrained(directory, backend="pil")
         self.composite = composite
         self._names = inspect.signature(composite.get_image_features).parameters
         self.token = composite.config.image_token_id

@@ -3,6 +3,7 @@
     rollout-engine serve Qwen/Qwen3-0.6B
     rollout-engine serve path/of/checkpoint --port 8000 --replicas 2 dtype=bfloat16 max_model_len=4096
     rollout-engine serve path/of/checkpoint --chat-template template.jinja
+    rollout-engine serve path/of/checkpoint --allow-media images.example.org --allow-media-dir /data/images
     rollout-engine serve path/of/checkpoint --host 0.0.0.0 --api-key KEY --admin-key OTHER_KEY
 
 It listens on this machine alone unless --host says otherwise, which needs both keys. SIGTERM and Ctrl-C let open
@@ -25,6 +26,9 @@ _LIMITS: dict[str, type[int] | type[float]] = {
     "max_body_bytes": int,
     "max_weight_bytes": int,
     "max_open_body_bytes": int,
+    "max_picture_bytes": int,
+    "max_open_picture_bytes": int,
+    "picture_seconds": float,
     "body_seconds": float,
     "max_connections": int,
     "drain_seconds": float,
@@ -48,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trust-request-chat-template", action="store_true", help="requests may bring a chat_template, a program"
     )
     parser.add_argument("--allowed-origins", nargs="*", default=[], help="web pages whose scripts may call")
+    for name, value in {"allow_media": "HOST", "allow_media_dir": "DIR"}.items():
+        described = f"as ServeOptions.{name}; may be given many times (none)"
+        parser.add_argument(_option(name), action="append", default=[], metavar=value, help=described)
     for name, kind in _LIMITS.items():
         default = getattr(ServeOptions(), name)
         parser.add_argument(_option(name), type=kind, default=default, help=f"as ServeOptions.{name} ({default})")
@@ -74,6 +81,8 @@ def run(arguments: argparse.Namespace) -> None:
         served_model_name=arguments.served_model_name,
         trust_request_chat_template=arguments.trust_request_chat_template,
         allowed_origins=arguments.allowed_origins,
+        allow_media=arguments.allow_media,
+        allow_media_dir=arguments.allow_media_dir,
         logprobs_mode=arguments.logprobs_mode,
         return_tokens_as_token_ids=arguments.return_tokens_as_token_ids,
         **{name: getattr(arguments, name) for name in _LIMITS},

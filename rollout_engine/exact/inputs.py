@@ -11,7 +11,7 @@ from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.model.training.rollout_inputs import PICTURES, pictures_of
 
 
-def inputs(batch: Any) -> dict[str, Tensor]:
+def inputs(batch: Any) -> dict[str, Any]:
     """The pictures of a rollout as tensors, by names of arguments of transformers' forward; {} if there are none.
 
     `exact.token_logprobs(model, ids, mask, **exact.inputs(batch))` takes them, and so do `model(input_ids=..., ...)`

@@ -148,6 +148,7 @@ class _Answer:
         del data  # a stream may be open for long
         stop_watching = self._watch_client()
         try:
+            await self._served.media.read(asked)
             reply = await route.answer(self._served, asked)
             self._served.versions.confirm(named)
             if isinstance(reply, Events):
@@ -155,6 +156,7 @@ class _Answer:
                 return None
         finally:
             stop_watching()
+            self._served.media.release(asked)
         return reply
 
     def _watch_client(self) -> Callable[[], object]:

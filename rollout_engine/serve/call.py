@@ -46,6 +46,11 @@ def salt_of(body: Any) -> dict[str, Any]:
     return {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
 
 
+def media_of(body: Any) -> dict[str, Any]:
+    """The field of a prompt that brings pictures."""
+    return {} if body.multi_modal_data is None else {"multi_modal_data": body.multi_modal_data}
+
+
 def text_prompt(text: str, body: Any) -> dict[str, Any]:
     """The prompt of a text, with the options of a body."""
     adds = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}

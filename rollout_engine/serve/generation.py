@@ -103,15 +103,27 @@ class Generation:
         for each in params:
             if inputs.has_new_grammar(each):
                 await run_in_thread(inputs.try_grammar, each)
-        if self._asked.num_bytes > MANY_BYTES or _are_long(prompts, self._asked):
-            streams = await run_in_thread(self._add, prompts, params, seeds, options, check)
-        else:
-            streams = self._add(prompts, params, seeds, options, check)
+        is_slow = self._asked.has_pictures or self._asked.num_bytes > MANY_BYTES or _are_long(prompts, self._asked)
+        add = partial(self._add, prompts, params, seeds, options, check)
+        streams = await self._add_on_thread(add) if is_slow else add()
         for index, stream in enumerate(streams):
             name = self._name if isinstance(self._name, str) else self._name[index]
             self._open[stream] = index
             self._called.append((name, stream.request_id))
             self._served.begin(name, stream.request_id)
+
+    async def _add_on_thread(self, add: Callable[[], list[Stream]]) -> list[Stream]:
+        """Queue requests on a thread. Those that are queued after the client has left are aborted."""
+        work = asyncio.ensure_future(run_in_thread(add))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(self._close_late)
+            raise
+
+    def _close_late(self, work: "asyncio.Future[list[Stream]]") -> None:
+        for stream in () if work.cancelled() or work.exception() is not None else work.result():
+            self._served.engine.frontend.close(stream)
 
     def _add(
         self,

@@ -8,6 +8,8 @@ import msgspec
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.sampling_params import LogprobsMode
 from rollout_engine.base.structs import UserStruct
+from rollout_engine.serve.media.files import AllowedDirectories
+from rollout_engine.serve.media.hosts import AllowedHosts
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -46,6 +48,18 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest body of a request that brings weights."""
     max_open_body_bytes: Positive = 1 << 30
     """Bytes of all bodies that are being received, weights excepted. A body that needs more is answered 503."""
+    allow_media: list[str] = []
+    """Hosts from which requests may have pictures downloaded: "images.example.org", "images.example.org:8443",
+    "10.0.0.7". A name must lead to public addresses, or to addresses that are listed too, alone or as a network
+    ("10.0.0.0/8"). Redirects are followed to listed hosts alone."""
+    allow_media_dir: list[str] = []
+    """Directories of whose files requests may name pictures ("file:///data/images/a.png"). Links are not followed."""
+    max_picture_bytes: Positive = 20 << 20
+    """Longest file of one picture, whether it is in the body, downloaded or read. A longer one is answered 413."""
+    max_open_picture_bytes: Positive = 4 << 30
+    """Bytes that pictures of open requests take together, as files and as arrays. Beyond, 503; 413 for one request."""
+    picture_seconds: Seconds = 10.0
+    """Within which a host must have sent a picture, redirects included; 504 otherwise."""
     body_seconds: Seconds = 60.0
     """Within which a client must have sent its request, a body with weights excepted."""
     max_connections: Positive = 65_536
@@ -69,6 +83,8 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             return False
 
     def check(self) -> None:
+        AllowedHosts(self.allow_media)
+        AllowedDirectories(self.allow_media_dir)
         for name in ("api_key", "admin_key"):
             key = getattr(self, name)
             if key is not None and (not key or not key.isascii() or key != key.strip()):

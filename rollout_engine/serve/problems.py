@@ -43,6 +43,7 @@ _TYPES = {
     409: "ConflictError",
     413: "RequestTooLargeError",
     501: "NotSupportedError",
+    502: "BadGatewayError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }

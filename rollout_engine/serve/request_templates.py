@@ -9,6 +9,7 @@ from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.served import Served
 from rollout_engine.text.conversations import CHAT_KEYS, as_messages
+from rollout_engine.text.picture_parts import images_of, without_images
 from rollout_engine.text.prompts import as_fields
 from rollout_engine.text.shown_tools import first_unshown, refuse_unshown
 
@@ -50,7 +51,9 @@ async def with_rendered_text(served: Served, prompt: Any, *, must_show_tools: bo
             "chat_template is neither a Jinja template nor the name of one of the tokenizer's. A path is not read."
         )
         raise HttpProblem(400, message, field="chat_template")
-    messages = as_messages(fields.pop("messages"))
+    given = as_messages(fields.pop("messages"))
+    messages, images = without_images(given), [image for _, image in images_of(given)]
+    served.engine.frontend.inputs.pictures.check_messages(given)
 
     def render() -> str:
         special_tokens = served.codec.hf.special_tokens_map
@@ -61,4 +64,6 @@ async def with_rendered_text(served: Served, prompt: Any, *, must_show_tools: bo
                 raise refuse_unshown(tools, unshown)
         return text
 
+    if images:
+        fields["multi_modal_data"] = {"image": images}
     return {**fields, "prompt": await run_in_thread(render), "add_special_tokens": False}

@@ -44,11 +44,18 @@ class Asked(msgspec.Struct):
     """The client's X-Request-Id, or a new one."""
     num_bytes: int = 0
     """Of the request's body."""
+    num_picture_bytes: int = 0
+    """That its pictures take, as `MediaReader` counts them."""
 
     @property
     def is_long(self) -> bool:
         """Whether reading the texts of the body takes so long that other requests should not wait for it."""
-        return self.num_bytes > LONG_BYTES
+        return self.num_bytes > LONG_BYTES or self.has_pictures
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether the body holds pictures, whose placeholders make a long text."""
+        return self.num_picture_bytes > 0
 
     async def read_texts(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """The result of a function that encodes texts of the body; on a thread if they are long."""
@@ -56,7 +63,7 @@ class Asked(msgspec.Struct):
 
     async def read_fields(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """The result of a function that reads the fields of the body; on a thread if it is very long."""
-        is_slow = self.num_bytes > MANY_BYTES
+        is_slow = self.num_bytes > MANY_BYTES or self.has_pictures
         return await run_in_thread(function, *args, **kwargs) if is_slow else function(*args, **kwargs)
 
     @property

@@ -74,6 +74,8 @@ ROUTES: tuple[Route, ...] = (
     *_rows("POST", "/wake_up /wakeup", "vllm", "admin", control.wake_up, "wake_up"),
     *_rows("GET", "/is_sleeping", "vllm", "client", control.is_sleeping, "is_sleeping"),
     *_rows("POST", "/reset_prefix_cache", "vllm", "admin", control.reset_prefix_cache, "reset_prefix_cache"),
+    *_rows("POST", "/reset_mm_cache", "vllm", "admin", control.reset_mm_cache, "reset_mm_cache"),
+    *_rows("POST", "/reset_encoder_cache", "vllm", "admin", control.reset_encoder_cache, "reset_encoder_cache"),
     *_rows("POST", "/abort_requests", "vllm", "admin", control.abort_requests, "abort"),
     *_rows("POST", "/collective_rpc", "vllm", "admin", control.collective_rpc, "collective_rpc"),
     *_rows("POST", "/init_weight_transfer_engine", "vllm", "admin", weights.init_weight_transfer_engine),

@@ -8,6 +8,7 @@ from rollout_engine.base.outputs import TokenTexts
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.rollouts.episodes.taught_format import taught_format
 from rollout_engine.rollouts.episodes.tool_calls import ToolFormat
+from rollout_engine.serve.media.reader import MediaReader
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.pending_update import PendingUpdate
 from rollout_engine.serve.problems import HttpProblem
@@ -35,6 +36,9 @@ class Served:
         """Whether the server has received the signal to stop."""
         self.settings = SettingsReader(options.logprobs_mode)
         self.templates = RequestTemplates()
+        inputs = engine.frontend.inputs
+        most = engine.frontend.client.info.config.max_prompt_pictures if inputs.pictures.are_served else 0
+        self.media = MediaReader(options, inputs.read_image, most)
         self.updates = PendingUpdate(engine)
         self.versions = VersionNames(lambda: self.weight_version)
         """Texts that clients have given versions."""

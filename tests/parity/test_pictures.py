@@ -18,10 +18,12 @@ import torch
 
 from rollout_engine import LLM, SamplingParams, SpeculationConfig, exact
 from rollout_engine.base.errors import RequestError
-from rollout_engine.base.pictures import PlacedPicture
+from rollout_engine.base.pictures import Picture, PlacedPicture
+from rollout_engine.model.admission import tower_trial
 from rollout_engine.testing import assert_clean
 from rollout_engine.testing.tiny_pictures import tiny_vision_checkpoint, tiny_vision_model
 from tests.drawn_pictures import Drawn, PictureSource, batch_of, draw_text, plain_logits
+from tests.integration.composites import composite, save
 from tests.parity.test_bits import DTYPES, draw_engine
 from tests.parity.versions import compare
 from tests.unit.peft_layers import PeftModel
@@ -261,3 +263,38 @@ def test_log_probs_of_prompts_with_pictures_are_the_trainer_s(weights_of):
         values = exact.token_logprobs(weights.of(0), batch, temperature=1.0).numpy()
     for row, (drawn, output) in enumerate(zip(prompts, outputs, strict=True)):
         np.testing.assert_array_equal(output.prompt_logprobs[1:], values[row, : len(drawn.ids) - 1])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "glm4v_moe",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("glm4v", "mistral3 of ministral3", "qwen2_vl", "qwen3_5_moe", "qwen3_vl_moe")
+        ),
+    ],
+)
+def test_no_bit_differs_in_other_composites(tmp_path, name):
+    """Those without a family of `testing`: their pictures are random arrays, as in the trial at load."""
+    model, rng, counts = composite(name), random.Random(name), Counter()
+    model.config.image_token_id = 250
+    save(model, tmp_path)
+    arrays = [tower_trial._sample_picture(model, seed) for seed in (0, 1)]
+    source = PictureSource(None, model)
+    pictures = [Picture.of({key: value.numpy() for key, value in each.items()}) for each in arrays]
+    prompts = [source.prompt(rng, each) for each in (pictures, pictures[1:], pictures[:1] * 2, [])]
+    params = SamplingParams(max_tokens=8, n=3, logprobs=0, ignore_eos=True, seed=2)
+    small = dict(max_num_batched_tokens=11, max_num_seqs=5, num_kv_blocks=128, skip_tokenizer_init=True)
+    with LLM(str(tmp_path), log_stats=False, dtype="float32", deterministic=True, **small) as llm:
+        outputs = llm.generate([as_prompt(each) for each in prompts], params, use_tqdm=False)
+    trainer = exact.load(tmp_path)
+    compare(outputs, lambda version: trainer, 1.0, counts)
+    assert (counts["compared"], counts["wrong"]) == (4 * 3 * 8, 0)
+    samples = [(drawn, sample) for drawn, output in zip(prompts, outputs, strict=True) for sample in output.outputs]
+    batch = batch_of([Drawn(drawn.ids + sample.token_ids, drawn.placed) for drawn, sample in samples])
+    with torch.no_grad():
+        ids, mask = batch["tokens", "full"], batch["masks", "all_attention_mask"]
+        one = exact.token_logprobs(trainer, batch, temperature=1.0)
+        other = exact.token_logprobs(trainer, ids, mask, **exact.inputs(batch))
+    assert torch.equal(one, other)

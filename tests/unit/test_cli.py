@@ -262,11 +262,18 @@ def test_serve_finds_out_before_it_loads_a_model_that_a_port_is_taken(tmp_path, 
         (["--chat-template", "missing.jinja"], "chat_template='missing.jinja' is not allowed"),
         (["--chat-template", "{% if"], "chat_template is not a Jinja template: line 1"),
         (["--chat-template", "{{ 1 }}", "chat_template={{ 2 }}"], "are both set: give one of them"),
+        (["--allow-media", "a.example", "--allow-media", "https://b.example"], "allow_media='https://b.example'"),
+        (["--allow-media-dir", "/no/such/place"], "allow_media_dir='/no/such/place'"),
     ],
 )
-def test_serve_checks_its_chat_template_before_it_listens(checkpoint, options, words, capsys):
+def test_serve_checks_its_options_before_it_listens(checkpoint, options, words, capsys):
     assert run("serve", checkpoint, "--port", "0", *options) == 2
     assert words in capsys.readouterr().err
+
+
+def test_generate_gives_pictures_to_chat_templates_alone(checkpoint, capsys):
+    assert run("generate", checkpoint, "--prompt", "a", "--image", "a.png") == 2
+    assert "--image needs --chat" in capsys.readouterr().err
 
 
 def test_rollout_writes_one_line_per_sample_that_replays(checkpoint, tmp_path, capsys):

@@ -80,6 +80,8 @@ def _check_pictures(config: PretrainedConfig) -> None:
     """Raise `Refusal` unless a small copy computes pictures as the composite of `config` does."""
     if image_token_id_of(config) is None:
         raise Refusal("its configuration names no placeholder token of pictures (image_token_id)")
+    if getattr(config, "vision_config", None) is None:
+        raise Refusal("it has no vision tower")
     problem: Exception | None = None
     for is_small in (True, False):
         try:

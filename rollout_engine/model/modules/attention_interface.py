@@ -18,7 +18,12 @@ from rollout_engine.kernels.cpu.attention import are_latents
 from rollout_engine.kernels.dense_attention import DenseAttention, DenseKernel, TokensAt
 from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
 from rollout_engine.model.modules.latent_attention import products_of
-from rollout_engine.model.modules.packed_rows import PackedSequences, packed_rows_expected, packed_sequences
+from rollout_engine.model.modules.packed_rows import (
+    TOKEN_POSITIONS,
+    PackedSequences,
+    packed_rows_expected,
+    packed_sequences,
+)
 
 ATTENTION_NAME = "rollout_engine"
 _active = threading.local()
@@ -82,6 +87,7 @@ def rollout_attention(
             f"{type(module).__name__} drops attention weights at random (p={dropout}), which no engine does. Load the "
             "model with attention_dropout=0.0, or call model.eval()."
         )
+    positions = kwargs.pop(TOKEN_POSITIONS, kwargs.get("position_ids"))
     strangers = [name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in HARMLESS_TENSORS]
     if strangers:
         raise ConfigError(f"{type(module).__name__} passes {', '.join(strangers)} to attention: not supported.")
@@ -92,7 +98,7 @@ def rollout_attention(
     if latents is not None:
         query = latents.absorb(query)
     if step is None:
-        out = _attend_rows(module, query, key, value, params, s_aux, dense, kwargs.get("position_ids"))
+        out = _attend_rows(module, query, key, value, params, s_aux, dense, positions)
     else:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = step.attend(module.layer_idx, q, k, v, params, s_aux).unsqueeze(0)  # type: ignore[arg-type]
@@ -138,7 +144,12 @@ def _packed(module: nn.Module, query: Tensor, key: Tensor, position_ids: Tensor 
             f"{type(module).__name__} does not hand position_ids to attention, so packed rows would see one another. "
             "Give this model one sequence a row."
         )
-    if position_ids is not None and position_ids.dim() == 3:  # of three axes of images, equal for text
+    if position_ids is not None and position_ids.dim() == 3:  # of three axes, which are equal for text
+        if bool((position_ids != position_ids[:1]).any()):
+            raise PositionsMissingError(
+                f"{type(module).__name__} hands attention positions on three axes alone, so tokens of a picture would "
+                f"be taken for sequences: its layers do not pass on {TOKEN_POSITIONS}. Train on text alone."
+            )
         position_ids = position_ids[0]
     return packed_sequences(position_ids, batch, length)
 

@@ -27,11 +27,11 @@ from rollout_engine.kernels.recurrence import gated_recurrence, l2_normalised
 from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.model.modules.attention_interface import PositionsMissingError
 from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
-from rollout_engine.model.modules.packed_rows import packed_rows_expected, packed_sequences
+from rollout_engine.model.modules.packed_rows import TOKEN_POSITIONS, packed_rows_expected, packed_sequences
 from rollout_engine.model.modules.row_trial import proven_operations
 from rollout_engine.model.modules.state_geometry import StateCall, recorded_calls
 
-_HARMLESS = HARMLESS_TENSORS | {"cu_seqlens"}
+_HARMLESS = HARMLESS_TENSORS | {"cu_seqlens", TOKEN_POSITIONS}
 _KEY_EPSILON = 1e-6
 """Added to the squared norms of queries and keys."""
 _running = threading.local()

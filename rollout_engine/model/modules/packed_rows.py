@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+TOKEN_POSITIONS = "token_positions"
+"""Argument of a decoder, which it passes on to attention: position_ids [B, T] as above, if its own have three axes."""
 _state = threading.local()
 
 

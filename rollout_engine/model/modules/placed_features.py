@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rollout_engine.model.modules.packed_rows import TOKEN_POSITIONS
+
 _state = threading.local()
 _FIRST_KEY = 1 << 40
 """Keys of features begin here, above every token id."""
@@ -104,6 +106,7 @@ def _put_features(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         if own is None:
             own = torch.arange(embeddings.shape[1], device=embeddings.device)[None]
         kwargs["position_ids"] = torch.cat([own.expand(features.row_of.shape)[None], features.positions])
+        kwargs[TOKEN_POSITIONS] = own
     if features.deepstack:
         at = features.row_of >= 0
         rows = [each.index_select(0, features.row_of[at]) for each in features.deepstack]

@@ -23,8 +23,8 @@ _THREADED = set(
     __imul__ __truediv__ __neg__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__ add sub mul div neg
     view reshape view_as expand expand_as permute transpose t flatten unflatten squeeze unsqueeze unbind split chunk cat
     concat stack contiguous clone to type float bfloat16 detach size dim stride numel is_floating_point index_select
-    embedding masked_fill masked_scatter repeat repeat_interleave unfold narrow movedim arange zeros ones empty full
-    zeros_like ones_like tensor tolist item where argsort sort dropout
+    embedding layer_norm masked_fill masked_scatter repeat repeat_interleave unfold narrow movedim arange zeros ones
+    empty full zeros_like ones_like tensor tolist item where argsort sort dropout
     """.split()
 )
 """Functions whose every element is the same on any number of threads."""

@@ -136,9 +136,9 @@ def _refuse_other_inputs(decoder: nn.Module, given: dict[str, Any]) -> None:
         marks_none = "token_type_ids" in name and isinstance(value, Tensor) and not value.any()
         if not (is_of_text or marks_none):
             cause = getattr(decoder, "_exact_pictures_refused", "")
-            parts = f"text alone, as {cause.removesuffix('.')}" if cause else "text and pictures"
+            parts, end = ("text alone", f": {cause}") if cause else ("text and pictures", ".")
             raise ValueError(
-                f"An exact {type(decoder).__name__} computes {parts}, and was given {name}. Leave it out, or train "
+                f"An exact {type(decoder).__name__} computes {parts}, and was given {name}{end} Leave it out, or train "
                 "on it with a model that is not exact."
             )
 

@@ -63,6 +63,10 @@ class _ChatCall(Call):
         if brings_template(served, body.chat_template) and body.required_prefix_token_ids is not None:
             bound = "absent with required_prefix_token_ids: later turns are rendered by the tokenizer's own template"
             raise RequestError.for_field("chat_template", body.chat_template, bound)
+        if asked.has_pictures and body.required_prefix_token_ids is not None:
+            bound = "absent from conversations with pictures"
+            hint = "Send the sampled ids as token_ids to /inference/v1/generate, with multi_modal_data."
+            raise RequestError.for_field("required_prefix_token_ids", body.required_prefix_token_ids[:8], bound, hint)
         self._tools = ToolParser.of(served, body.tools, body.tool_choice, body.chat_template)
         self.settings = _settings(served, body, self._tools)
         self.prompts = [_prompt(served, body)]

@@ -6,7 +6,7 @@ import msgspec
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
-from rollout_engine.serve.call import Call, GenerationFields, prompts_of
+from rollout_engine.serve.call import Call, GenerationFields, media_of, prompts_of
 from rollout_engine.serve.openai.logprobs import text_logprobs
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
 from rollout_engine.serve.openai.shapes import matched_stop, of_versions, sglang_metadata, total_usage
@@ -24,6 +24,8 @@ class CompletionBody(GenerationFields, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     """A text, token ids, or a list of such."""
+    multi_modal_data: dict[str, Any] | None = None
+    """Pictures of a lone prompt, {"image": [URL, ...]}, one for each placeholder in it; as vLLM's prompts have them."""
     echo: bool | None = None
     """Put the prompt before the completion, in the text and in the log-probs."""
     logprobs: int | None = None
@@ -53,6 +55,10 @@ class _CompletionCall(Call):
         if not body.prompt:
             raise RequestError.for_field("prompt", body.prompt, "a text, token ids, or a list of such, not empty")
         self.prompts = prompts_of(body.prompt, body)
+        if body.multi_modal_data is not None and len(self.prompts) > 1:
+            bound = "absent from a call with several prompts"
+            raise RequestError.for_field("multi_modal_data", "pictures", bound, "Send a call for each.")
+        self.prompts[0] |= media_of(body)
         self._begun: set[tuple[int, int]] = set()
         """Index of a prompt and of a sample that were streamed."""
         self._rows: dict[int, msgspec.Raw | None] = {}

@@ -17,14 +17,15 @@ _TAGS = ("kv_cache", "weights")
 
 async def model_info(served: Served, asked: Asked) -> Reply:
     """The model's path, and the version of its weights."""
-    config = served.engine.frontend.client.info.config
+    info = served.engine.frontend.client.info
+    config = info.config
     return Reply(
         {
             "model_path": served.model_path,
             "tokenizer_path": config.tokenizer or config.model,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "has_image_understanding": False,
+            "has_image_understanding": bool(info.pictures and not info.pictures.unsupported_reason),
             "has_audio_understanding": False,
             "weight_version": served.version_text,
         }

@@ -15,7 +15,6 @@ from rollout_engine.serve.sglang.shapes import answer, without_tokens
 
 PEERS: dict[str, tuple[Any, ...]] = {
     "input_embeds": (),
-    "image_data": ([],),
     "video_data": ([],),
     "audio_data": ([],),
     "custom_logit_processor": ("",),
@@ -40,6 +39,9 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     """Token ids of a prompt, or of each; in place of `text`."""
+    image_data: Any = None
+    """Pictures of a prompt: one, or a list; in a batch a list for each prompt, or one picture for all. Each is a URL,
+    base64, or {"url": ...}; the prompt has a placeholder for each."""
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
@@ -147,6 +149,16 @@ class _GenerateCall(Call):
             raise RequestError.for_field(field, value[:8], bound)
         return value[index]
 
+    def _pictures(self, index: int) -> list[Any]:
+        """The pictures of one prompt, which `MediaReader` has put in place of their names. Raises `RequestError`."""
+        value = self._body.image_data
+        if not isinstance(value, list):
+            return [] if value is None else [value]
+        if not self._is_batch and not any(isinstance(each, list) for each in value):
+            return [each for each in value if each is not None]
+        own = self._one("image_data", index)
+        return [each for each in (own if isinstance(own, list) else [own]) if each is not None]
+
     def _wanted_of(self, index: int) -> Wanted:
         start = self._one("logprob_start_len", index)
         ids = self._body.token_ids_logprob
@@ -163,7 +175,8 @@ class _GenerateCall(Call):
     def _with_options(self, prompt: dict[str, Any], index: int) -> dict[str, Any]:
         salts = [salt for field in ("cache_salt", "extra_key") if (salt := self._one(field, index))]
         prompt = {**prompt, "cache_salt": "/".join(salts)} if salts else prompt
-        lora = self._loras[index]
+        lora, pictures = self._loras[index], self._pictures(index)
+        prompt = {**prompt, "multi_modal_data": {"image": pictures}} if pictures else prompt
         return {**prompt, "lora_request": lora} if lora not in (None, self.served.model, "default") else prompt
 
     def _request_names(self) -> list[str]:

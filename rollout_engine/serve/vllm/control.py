@@ -89,6 +89,18 @@ async def reset_prefix_cache(
     return Reply({"success": done, "message": "" if done else "requests in flight hold KV blocks"})
 
 
+async def reset_mm_cache(served: Served, asked: Asked) -> Reply:
+    """Forget the pictures that engines in other processes keep, so that requests need not send them again."""
+    await served.engine.reset_mm_cache()
+    return Reply({"success": True})
+
+
+async def reset_encoder_cache(served: Served, asked: Asked) -> Reply:
+    """Forget the vision tower's outputs of known pictures. Not needed after an update."""
+    await served.engine.reset_encoder_cache()
+    return Reply({"success": True})
+
+
 async def abort_requests(served: Served, asked: Asked, *, request_ids: list[str] | None = None) -> Reply:
     """End requests, by the ids that clients gave them; all without ids. Each answers with the tokens it has."""
     ids = served.ids_of(request_ids)

@@ -7,7 +7,7 @@ import msgspec
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.bodies import read_fields
-from rollout_engine.serve.call import Call, CallFields, salt_of
+from rollout_engine.serve.call import Call, CallFields, media_of, salt_of
 from rollout_engine.serve.openai.logprobs import token_logprobs
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
 from rollout_engine.serve.openai.shapes import StreamOptions, of_versions, routed_fields, total_usage, weight_versions
@@ -48,6 +48,8 @@ class InferenceBody(CallFields, kw_only=True):
 
     token_ids: list[int]
     """The prompt."""
+    multi_modal_data: dict[str, Any] | None = None
+    """Pictures, {"image": [URL, ...]}, one for each placeholder in the prompt; as vLLM's prompts have them."""
     sampling_params: dict[str, Any] = {}
     """Settings by their names in vLLM's `SamplingParams`. Without `max_tokens`, up to the longest sequence."""
     lora_request: str | NamedLora | None = None
@@ -168,4 +170,4 @@ def _settings(served: Served, body: InferenceBody) -> Settings:
 def _prompt(body: InferenceBody) -> dict[str, Any]:
     if not body.token_ids:
         raise RequestError.for_field("token_ids", body.token_ids, "at least one id")
-    return {"prompt_token_ids": body.token_ids, **salt_of(body)}
+    return {"prompt_token_ids": body.token_ids, **salt_of(body), **media_of(body)}

@@ -1,0 +1,1 @@
+"""Pictures of requests, read from data URLs, and from the hosts and directories that the server was given."""
