@@ -71,7 +71,7 @@ struct Mixture {
 };
 
 struct DecoderLayer {
-    AttentionCall attention;  // all but what a step brings; nothing of a layer with `delta`
+    AttentionCall attention;  // all but the parts that a step brings; nothing of a layer with `delta`
     Columns attended;         // of the heads of all ranks
     Norm attention_norm, mlp_norm;
     Product inputs[INPUTS];   // of attention one: q, k and v; `packed` null: no more

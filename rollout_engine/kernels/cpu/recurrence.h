@@ -136,7 +136,7 @@ VEC_INLINE void recall(Place state, int key_size, const Token& token, F (&recall
 }
 
 // One pass over a state: `to` becomes exp(g) * `from` + k u^T, and `out` gets to^T (scale q). With RECALL, `recalled` gets
-// what the next token recalls of it: the bits of `recall`. With AHEAD, `ahead` is asked for: the state that is read next.
+// the values that the next token recalls of it: the bits of `recall`. With AHEAD, `ahead` is asked for: the state that is read next.
 template <bool OUT, bool RECALL, bool AHEAD = false>
 VEC_INLINE void advance(Place from, Place to, int key_size, const Token& token, const Token& next, const F (&u)[VECTORS],
                         F (&out)[VECTORS], F (&recalled)[VECTORS], Place ahead = {}) {

@@ -64,7 +64,7 @@ class CpuIndexedStep:
     def attend_chosen(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, index: Index
     ) -> Tensor:
-        chosen = index.chosen(self._choose)
+        chosen = index.choose_slots(self._choose)
         if chosen is None:
             return self._step.attend(layer, q, k, v, params)
         latents = self._latents(layer)

@@ -161,7 +161,7 @@ def _attend_rows(
 ) -> Tensor:
     """Attention of whole sequences: q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] -> [B, T, H, Dv]."""
     packed = _packed(module, query, key, position_ids)
-    chosen = None if index is None else index.chosen(partial(_choose_in_rows, packed=packed))
+    chosen = None if index is None else index.choose_slots(partial(_choose_in_rows, packed=packed))
     if chosen is not None:
         q, keys, values = query.transpose(1, 2).flatten(0, 1), key[:, 0].flatten(0, 1), value[:, 0].flatten(0, 1)
         found: Tensor = ChosenAttention.apply(q, keys, values, chosen, params).unflatten(0, (len(query), -1))

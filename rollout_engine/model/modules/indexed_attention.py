@@ -43,7 +43,7 @@ class Index:
         """`positions`: the position_ids of the batch."""
         self._chosen: list[ChosenSlots | None] = []
 
-    def chosen(self, choose: Callable[["Index"], ChosenSlots | None]) -> ChosenSlots | None:
+    def choose_slots(self, choose: Callable[["Index"], ChosenSlots | None]) -> ChosenSlots | None:
         """The result of `choose`, which is called the first time: slots, or None if all positions are chosen."""
         if not self._chosen:
             self._chosen.append(choose(self))
