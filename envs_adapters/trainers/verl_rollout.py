@@ -75,7 +75,7 @@ class EngineActor:
         Raises `ValueError` for images, videos and sounds, and for a prompt that leaves no room.
         """
         if image_data or video_data or audio_data:
-            raise ValueError("This engine serves text alone: image_data, video_data and audio_data must be empty.")
+            raise ValueError("This adapter serves text alone: image_data, video_data and audio_data must be empty.")
         if self._is_paused and self._rejects:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self._global_steps})
         settings = self._sampling(dict(sampling_params), len(prompt_ids))
