@@ -2,7 +2,7 @@
 
 rollout-engine generate Qwen/Qwen3-0.6B --prompt "2 + 2 =" temperature=0 max_tokens=16
 rollout-engine generate path --file questions.jsonl --chat --json n=4 logprobs=0
-rollout-engine generate Qwen/Qwen3-VL-2B-Instruct --prompt "What is on it?" --image photo.jpg --chat
+rollout-engine generate Qwen/Qwen3-VL-2B-Instruct --prompt "Describe it." --image photo.jpg --chat
 """
 
 import argparse
