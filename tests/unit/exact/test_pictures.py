@@ -242,9 +242,10 @@ def test_models_without_an_exact_tower_refuse_pictures_with_the_cause(source_of)
 
 
 def test_layers_that_lose_the_positions_of_tokens_are_refused_with_pictures():
-    """GLM-4V's mixtures hand attention positions on three axes: by these alone a picture's tokens would be sequences."""
+    """GLM-4V's mixtures hand attention positions on three axes: by these alone, a picture's tokens are sequences."""
     model = composite("glm4v_moe")
-    model.config.image_token_id, source = 250, PictureSource(None, model)
+    model.config.image_token_id = 250
+    source = PictureSource(None, model)
     arrays = tower_trial._sample_picture(model, 0)
     picture = Picture.of({name: value.numpy() for name, value in arrays.items()})
     batch = batch_of([source.prompt(random.Random(0), [picture])])
