@@ -1,4 +1,4 @@
-"""A policy learns to read digits from pixels, in half a minute on two CPU cores.
+"""A policy learns to read digits from pixels, in less than a minute of one CPU core.
 
     python examples/read_digits.py             a tiny random model with a vision tower learns
     python examples/read_digits.py --blank     the control: the same run with blank pictures, which cannot be learned

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from rollout_engine import exact
-from rollout_engine.base.pictures import PlacedPicture
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.pictures import Picture, PlacedPicture
+from rollout_engine.model.admission import tower_trial
+from rollout_engine.model.modules.composites import TextPart
+from rollout_engine.model.modules.packed_rows import TOKEN_POSITIONS
 from rollout_engine.testing.tiny_pictures import tiny_vision_checkpoint, tiny_vision_model
 from tests.drawn_pictures import Drawn, PictureSource, batch_of, draw_text, packed_batch_of, plain_logits
+from tests.integration.composites import composite
 from tests.unit.peft_layers import PeftModel
 
 FAMILY = "qwen3_vl"
@@ -234,3 +239,22 @@ def test_models_without_an_exact_tower_refuse_pictures_with_the_cause(source_of)
     batch = batch_of(draw_rows(source_of(FAMILY), "plain"))
     with pytest.raises(ValueError, match="was not given to exact.enable, and pictures are computed by exact models"):
         exact.token_logprobs(tiny_vision_model(FAMILY), batch, temperature=1.0)
+
+
+def test_layers_that_lose_the_positions_of_tokens_are_refused_with_pictures():
+    """GLM-4V's mixtures hand attention positions on three axes: by these alone, a picture's tokens are sequences."""
+    model = composite("glm4v_moe")
+    model.config.image_token_id = 250
+    source = PictureSource(None, model)
+    arrays = tower_trial._sample_picture(model, 0)
+    picture = Picture.of({name: value.numpy() for name, value in arrays.items()})
+    batch = batch_of([source.prompt(random.Random(0), [picture])])
+    decoder = TextPart.of(exact.enable(model)).decoder
+    exact.token_logprobs(model, batch, temperature=1.0)
+
+    def lose(module, args, kwargs):
+        return args, {name: value for name, value in kwargs.items() if name != TOKEN_POSITIONS}
+
+    decoder.register_forward_pre_hook(lose, with_kwargs=True)
+    with pytest.raises(ConfigError, match="positions on three axes alone"):
+        exact.token_logprobs(model, batch, temperature=1.0)
