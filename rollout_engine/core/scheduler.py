@@ -138,8 +138,10 @@ class Scheduler:
             sequence.num_pending_tokens -= 1
         for row, sequence in zip(step.work.scheduled, step.rows, strict=True):
             if not sequence.ended:
-                sequence.num_computed_tokens -= row.num_scheduled_tokens
+                sequence.num_computed_tokens -= row.num_scheduled_tokens - len(row.draft_token_ids)
                 self._drop(sequence)
+                if len(sequence.token_ids) == sequence.num_prompt_tokens and sequence.request.num_live == 1:
+                    sequence.request.forked = False  # of several sequences, `step.forked` has the request
         for request in step.forked:
             if request.num_live:
                 self._unfork(request)

@@ -206,6 +206,7 @@ class StateSlots:
 
     def _add_snapshots(self, row: ScheduledSequence, sequence: Sequence) -> None:
         start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
+        assert not row.draft_token_ids, "a row of a prompt has drafts, whose states would not be written"
         writes: list[tuple[int, int]] = []
         for position in self._positions(sequence, start, end):
             if not self._can_spare():

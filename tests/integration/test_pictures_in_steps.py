@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from rollout_engine import LLM, LoRARequest, ManifestMismatchError, RequestError
+from rollout_engine import LLM, LoRARequest, ManifestMismatchError, RequestError, SpeculationConfig
 from rollout_engine import SamplingParams as Params
+from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.testing.tiny_pictures import FAMILIES, random_picture, tiny_vision_checkpoint, tiny_vision_model
 
 OPTIONS = dict(num_kv_blocks=96, block_size=16, max_model_len=512, dtype="float32", log_stats=False)
@@ -174,3 +175,47 @@ def test_ranks_compute_the_bits_of_one_process(tmp_path):
         llm.update_weights(new)
         llm.reset_mm_cache()
         assert generate(llm, prompts) == wanted
+
+
+def test_a_prompt_that_ends_beside_a_bad_picture_keeps_its_bits(tmp_path):
+    """The step fails and is computed again: nothing is drafted behind a prompt whose tokens have no log-probs yet."""
+    directory = tiny_vision_checkpoint(tmp_path, "qwen3_5")
+    placeholder = tiny_vision_model("qwen3_5").config.image_token_id
+    options = OPTIONS | dict(
+        max_num_batched_tokens=511, max_model_len=800, speculation=SpeculationConfig(max_draft_tokens=4)
+    )
+    with LLM(directory, async_scheduling=False, **options) as llm:
+        speculator = llm.llm_engine.frontend.client.driver.core._scheduler.speculator
+        speculator._costs.of = lambda num_tokens: 1.0  # drafts always pay
+        (good,) = llm.generate(
+            [{"prompt": FAMILIES["qwen3_5"].picture, "multi_modal_data": {"image": [random_picture(0)]}}],
+            GREEDY,
+            use_tqdm=False,
+        )
+        placed = good.pictures[0]
+        arrays = dict(placed.picture.arrays, image_grid_thw=placed.picture.arrays["image_grid_thw"] + 2)
+        ids = [9, *[placeholder] * (placed.end - placed.start), 9]
+        bad = {"prompt_token_ids": ids, "pictures": [PlacedPicture(1, len(ids) - 1, Picture.of(arrays))]}
+        params = [
+            Params(max_tokens=12, logprobs=0, ignore_eos=True, seed=seed, allowed_token_ids=[5, 6], temperature=0.9)
+            for seed in (0, 1)
+        ]
+        alone, _ = (run_stepwise(llm, [5, 6] * 256, each, []) for each in params)  # later drafts are of the last one
+        beside = run_stepwise(llm, [5, 6] * 256, params[0], [bad])
+    assert beside == alone
+
+
+def run_stepwise(llm, token_ids, params, others):
+    """The facts of a request, at whose second step `others` are added."""
+    engine, found = llm.llm_engine, []
+    llm.reset_prefix_cache()
+    engine.add_request("asked", {"prompt_token_ids": token_ids}, params)
+    engine.step()
+    for i, prompt in enumerate(others):
+        engine.add_request(f"other {i}", prompt, Params(max_tokens=4))
+    while engine.has_unfinished_requests():
+        found += [output for output in engine.step() if output.finished]
+    assert [output.outputs[0].finish_reason for output in found if output.request_id != "asked"] == ["error"] * len(
+        others
+    )
+    return facts(next(output for output in found if output.request_id == "asked"))
