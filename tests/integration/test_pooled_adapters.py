@@ -42,6 +42,19 @@ def test_hidden_states_are_those_of_the_merged_model(llm):
     assert not np.allclose(base, got, atol=1e-2)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_head_reads_the_states_of_the_merged_model_if_layers_run_as_modules(tmp_path, architecture):
+    path = tiny_checkpoint(tmp_path, architecture, head="sequence", num_labels=3)
+    lora = random_adapter(tiny_model(architecture), "a", seed=1, std=0.1)
+    with LLM(path, **SIZES) as llm:
+        watch = llm.llm_engine.frontend.client.driver.executor.worker.runner.model.layer_watch.watch
+        compiled = data(llm.encode([PROMPT], PoolingParams(kind="classify"), use_tqdm=False, lora_request=lora))[0]
+        watch(lambda *_: None)
+        got = data(llm.encode([PROMPT], PoolingParams(kind="classify"), use_tqdm=False, lora_request="a"))[0]
+        base = data(llm.encode([PROMPT], PoolingParams(kind="classify"), use_tqdm=False))[0]
+    assert np.array_equal(got, compiled) and not np.allclose(base, got, atol=1e-2)
+
+
 def test_an_adapter_has_the_same_bits_in_any_company_and_shares_no_kv_with_others(llm):
     llm.add_lora(adapter("a"))
     llm.add_lora(adapter("b"))

@@ -107,7 +107,7 @@ class CpuModel:
         if pictures is not None:
             inputs = module_inputs(self.module, token_ids, positions, pictures)
         if trunk_of(self.module) is not self.module:
-            with self.kv.step(batch):
+            with self.kv.step(batch), self.adapting(adapter_rows):
                 output = self.module.base_model(**inputs, use_cache=False)
             states = output.last_hidden_state[0, of_states]
             return LogitRows.of(states[:0]), states
