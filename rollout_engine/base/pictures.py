@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rollout_engine.base.errors import RequestError
+
 
 class Picture(msgspec.Struct, frozen=True, eq=False):
     """One picture of a prompt, as the checkpoint's image processor has made it."""
@@ -72,7 +74,11 @@ class SharedPictures(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, placed: Sequence[Sequence[PlacedPicture]]) -> "SharedPictures":
-        """Collect the pictures of sequences."""
+        """Collect the pictures of sequences. Raises `RequestError` for anything else."""
+        for row in placed:
+            if not isinstance(row, list | tuple) or not all(isinstance(each, PlacedPicture) for each in row):
+                bound = "for each sequence a list of PlacedPicture, as RequestOutput.pictures"
+                raise RequestError.for_field("pictures", f"a list with {type(row).__name__}", bound)
         pictures = {each.picture.digest: each.picture for row in placed for each in row}
         index = {digest: i for i, digest in enumerate(pictures)}
         places = [[(each.start, each.end, index[each.picture.digest]) for each in row] for row in placed]

@@ -15,6 +15,7 @@ from rollout_engine.batches.reward_functions import ARGUMENTS, RewardFunctions
 from rollout_engine.batches.rollout_batch import Layout
 from rollout_engine.text.conversations import PROMPT_KINDS
 from rollout_engine.text.input_processor import at_index, one_each
+from rollout_engine.text.picture_parts import holds_pictures
 from rollout_engine.text.prompts import PROMPT_KEYS, as_batch, with_chat_options, with_lora
 
 Columns = Mapping[str, Sequence[Any]]
@@ -102,6 +103,8 @@ def prompt_tasks(arguments: RolloutArguments) -> list[GroupTask]:
     sessions = one_each("session_id", arguments.session_id, len(prompts), "a str")
     inputs = arguments.engine_inputs(prompts)
     rows = [{name: values[i] for name, values in columns.items()} for i in range(len(prompts))]
+    for i, row in enumerate(rows):
+        _refuse_unseen_images("columns", prompts[i], row)
     return [GroupTask(i, prompts[i], inputs[i], *resolved[i], rows[i], sessions[i]) for i in range(len(prompts))]
 
 
@@ -130,6 +133,7 @@ def _row_tasks(arguments: RolloutArguments, shared: SamplingParams, num_kept: in
             what = f"with the columns of the first row, {sorted(first)}"
             raise RequestError.for_field(f"dataset[{index}]", sorted(columns), what)
         first = set(columns)
+        _refuse_unseen_images(f"dataset[{index}]", prompt, columns)
         params = shared if arguments.seed is None else shared.clone(seed=mix(arguments.seed, index))
         [input] = arguments.engine_inputs([prompt])
         yield GroupTask(index, prompt, input, params, num_kept, columns)
@@ -197,6 +201,21 @@ def _check_columns(columns: Any, prompts: list[Any]) -> None:
 def _check_column_name(field: str, name: Any) -> None:
     if not isinstance(name, str) or name in RESERVED_KEYS.union(ARGUMENTS):
         raise RequestError.for_field(field, name, "another name: the rollout uses this one itself")
+
+
+def _refuse_unseen_images(field: str, prompt: Any, columns: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for images that a dataset has beside a prompt without pictures: the model would see none."""
+    if holds_pictures(prompt) or (isinstance(prompt, Mapping) and prompt.get("pictures") is not None):
+        return
+    for name in ("image", "images"):
+        value = columns.get(name)
+        images = [each for each in (value if isinstance(value, list | tuple) else [value]) if each is not None]
+        if images and not isinstance(images[0], str):
+            hint = (
+                "Columns reach rewards, not the model. Give them as 'multi_modal_data': {'image': [...]} of the prompt "
+                "or as parts of its messages, or name the column otherwise."
+            )
+            raise RequestError.for_field(f"{field}[{name!r}]", f"{len(images)} images", "absent for a text", hint)
 
 
 def _same_length(field: str, values: Any, prompts: list[Any]) -> None:

@@ -238,6 +238,8 @@ def _check_text(fields: dict[str, Any], key: str, bound: str) -> None:
 def _unknown_key(key: str, fields: dict[str, Any]) -> str:
     has_prompt = any(kind in fields for kind in PROMPT_KINDS)
     hint = " Other columns of a dataset go to rollout(..., columns={...})." if has_prompt else ""
+    if key in ("image", "images", "picture"):
+        hint = " Pictures are parts of messages, or 'multi_modal_data': {'image': [...]}."
     return peer_option(_PEERS, key) or unknown_name("prompt key", key, PROMPT_KEYS) + hint
 
 

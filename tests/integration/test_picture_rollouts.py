@@ -8,7 +8,7 @@ from transformers import AutoModelForImageTextToText
 
 from envs_adapters import Observation
 from rollout_engine import RequestError, RolloutPolicy, SamplingParams, advantages, concat, exact, read_jsonl
-from rollout_engine.base.pictures import Picture, PlacedPicture
+from rollout_engine.base.pictures import Picture, PlacedPicture, SharedPictures
 from rollout_engine.batches.minibatches import minibatches
 from rollout_engine.rollouts.explain import explain
 from rollout_engine.rollouts.replay import replay
@@ -167,3 +167,25 @@ def test_an_evaluation_keeps_pictures_and_tells_them_apart(policy, tmp_path):
     assert len(policy.evaluate(task(1, 2), **given).samples) == 2
     with pytest.raises(RequestError, match="differs in digest"):
         policy.evaluate(task(1, 3), **given)
+
+
+def test_images_that_the_model_would_not_see_are_refused(policy):
+    columns, text = {"images": [[random_picture(1)]]}, [{"role": "user", "content": "Which?"}]
+    with pytest.raises(RequestError, match=r"columns\['images'\].*multi_modal_data"):
+        policy.rollout([text], PARAMS, columns=columns)
+    with pytest.raises(RequestError, match=r"dataset\[0\]\['image'\].*multi_modal_data"):
+        list(policy.collect([{"prompt": text, "image": random_picture(1)}], PARAMS, groups_per_batch=1))
+    with pytest.raises(RequestError, match=r"'images'.*multi_modal_data"):
+        policy.rollout([{"prompt": text, "images": columns["images"][0]}], PARAMS)
+    batch = policy.rollout([asked(1)], PARAMS, columns=columns, seed=1, use_tqdm=False)
+    assert len(batch["pictures"][0]) == 1
+
+
+def test_a_score_without_its_pictures_is_noticed(policy, caplog):
+    batch = policy.rollout([asked(1)], PARAMS, seed=1, use_tqdm=False)
+    with pytest.raises(RequestError, match="a list of PlacedPicture"):
+        SharedPictures.of([[random_picture(1)]])
+    policy.score(batch)
+    assert "placeholder of pictures" not in caplog.text
+    policy.score(batch.exclude("pictures"))
+    assert "placeholder of pictures" in caplog.text

@@ -1,5 +1,6 @@
 """Verbs that ask the model: scores, methods of worker extensions, functions on the module, its weights' names."""
 
+import logging
 import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -31,6 +32,8 @@ from rollout_engine.engine.interrupts import allowed
 from rollout_engine.engine.scored_pairs import score_pairs
 from rollout_engine.engine.verb import Arguments
 from rollout_engine.engine.verb_table import VERBS
+
+logger = logging.getLogger("rollout_engine")
 
 
 def _prepare_score(
@@ -93,6 +96,13 @@ def score(
     `CallTimeoutError` (a `TimeoutError`).
     """
     check_generation(driver.executor.info.generates)
+    taken = driver.executor.info.pictures
+    if pictures is None and taken is not None and any(taken.image_token_id in ids for ids in prompt_token_ids):
+        logger.warning(
+            "score: prompts have the placeholder of pictures (%d) and no pictures: it is scored as an ordinary token. "
+            "Give pictures=[output.pictures, ...] of the prompts that had some.",
+            taken.image_token_id,
+        )
     require_weights = partial(driver.core.lifecycle.require_weights, "score")
     slot = -1 if lora is None else driver.core.adapters.use(lora).slot
     return score_pairs(
