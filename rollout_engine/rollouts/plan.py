@@ -204,7 +204,7 @@ def _check_column_name(field: str, name: Any) -> None:
 
 
 def _refuse_unseen_images(field: str, prompt: Any, columns: Mapping[str, Any]) -> None:
-    """Raise `RequestError` for images that a dataset has beside a prompt without pictures: the model would see none."""
+    """Raise `RequestError` for images in columns of a prompt without pictures: the model would see none."""
     if holds_pictures(prompt) or (isinstance(prompt, Mapping) and prompt.get("pictures") is not None):
         return
     for name in ("image", "images"):
