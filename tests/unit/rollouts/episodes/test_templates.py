@@ -48,18 +48,21 @@ def test_a_template_that_rewrites_is_refused_before_anything_is_sampled(policy):
     assert not Counting.actions
 
 
-def play_thinking(env=Counting, num_episodes=1, **options):
-    """Play episodes whose answers think in the first and second turn, and do not in the third."""
+def play_thinking(env=Counting, **options):
+    """Play an episode whose answers think in the first and second turn, and do not in the third.
+
+    Answers are scripted in the order of the requests, which that of several episodes may not be.
+    """
     answers = ["<think>a</think>b", "<think>c</think>d", "e"]
-    said = [[*CODEC.encode(text), EOS] for text in answers for _ in range(num_episodes)]
+    said = [[*CODEC.encode(text), EOS] for text in answers]
     policy = RolloutPolicy(make_engine(max_model_len=512, scripts=dict(enumerate(said))))
-    return play(policy, env, SamplingParams(max_tokens=40), num_episodes=num_episodes, **options)
+    return play(policy, env, SamplingParams(max_tokens=40), num_episodes=1, **options)
 
 
 def test_turns_that_are_rewritten_begin_rows_of_their_own():
-    batch = play_thinking(num_episodes=2, chat_template=FORGETFUL, on_rewrite="branch")
-    assert batch["episode_id"].tolist() == [0, 0, 0, 1, 1, 1]
-    assert [turn[turn >= 0].unique().tolist() for turn in batch["masks", "turn"]] == [[0], [1], [2]] * 2
+    batch = play_thinking(chat_template=FORGETFUL, on_rewrite="branch")
+    assert batch["episode_id"].tolist() == [0, 0, 0]
+    assert [turn[turn >= 0].unique().tolist() for turn in batch["masks", "turn"]] == [[0], [1], [2]]
     assert batch["next", "reward"][0] == batch["next", "reward"][2]
     prompts = batch["text", "prompt"]
     assert prompts[1].endswith("<assistant>b</s><user> turn 1: </s><assistant>")
