@@ -68,9 +68,9 @@ class SharedPictures(msgspec.Struct, frozen=True, eq=False):
     """Pictures of several sequences, to be sent: each different one once, without its digest."""
 
     arrays: list[dict[str, np.ndarray]]
-    """Of each picture."""
+    """The arrays of each picture."""
     places: list[list[tuple[int, int, int]]]
-    """Of each sequence: start and end of a span, and the index of its picture."""
+    """Start and end of each span of a sequence, and the index of its picture."""
 
     @classmethod
     def of(cls, placed: Sequence[Sequence[PlacedPicture]]) -> "SharedPictures":

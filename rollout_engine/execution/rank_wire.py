@@ -74,7 +74,7 @@ class TakePicture(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
     digest: bytes
     arrays: bytes
-    """As `pack_value` writes them."""
+    """The arrays, packed by `pack_value`."""
 
 
 class ForgetPictures(msgspec.Struct, tag=True, frozen=True, array_like=True):

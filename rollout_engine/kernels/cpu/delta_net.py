@@ -24,7 +24,7 @@ class DeltaColumns(NamedTuple):
     """Places of the inputs of the gated delta rule among the outputs of all products of a layer's input."""
 
     runs: Sequence[tuple[int, int, int]]
-    """Of q, k and v, neighbouring channels that are neighbouring columns too: (first channel, first column, number)."""
+    """(first channel, first column, number) of channels of q, k and v that are neighbours as columns too."""
     gates: Sequence[int]
     """First column of the gate of each head."""
     betas: Sequence[int]

@@ -50,7 +50,7 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "linear", "dot
 """Operations of aten whose bits may depend on threads and addresses; also all whose names have "attention"."""
 _IMAGE_TOKEN = 100
 _FIRST_ID = 101
-"""Of the other special tokens of a small copy."""
+"""The first id of the other special tokens of a small copy."""
 _LAYERS = 2
 _SIDE = 8
 """Patches of a side of a small copy's picture, if its size is fixed."""
