@@ -44,22 +44,25 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+TINY_SIZES: dict[str, Any] = dict(
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+"""Fields of a decoder with 2 layers."""
+
+
 def tiny_config(architecture: str = "qwen3", **overrides: Any) -> Any:
     """A Hugging Face config of `model_type=architecture`, with 2 layers and hidden size 64."""
-    fields: dict[str, Any] = dict(
-        vocab_size=259,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    fields: dict[str, Any] = dict(vocab_size=259, **TINY_SIZES)
     return AutoConfig.for_model(architecture, **(fields | overrides))
 
 

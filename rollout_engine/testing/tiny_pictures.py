@@ -20,21 +20,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rollout_engine.testing.models import byte_tokenizer
+from rollout_engine.testing.models import TINY_SIZES, byte_tokenizer
 
-_TEXT: dict[str, Any] = dict(
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=2048,
-    tie_word_embeddings=False,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
 _VISION: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=72, num_hidden_layers=2, num_attention_heads=2, patch_size=4
 )
@@ -83,7 +70,7 @@ class Family(NamedTuple):
 def _idefics(name: str) -> Family:
     """Idefics 3 and its descendants, which cut a picture into tiles; `name` is that of its processor's class."""
     return Family(
-        text=_TEXT | dict(model_type="llama"),
+        text=TINY_SIZES | dict(model_type="llama"),
         vision=_VISION | dict(image_size=16),
         images=dict(
             image_processor_type=f"{name}ImageProcessor",
@@ -107,7 +94,7 @@ def _idefics(name: str) -> Family:
 
 FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Family(
-        text=_TEXT | dict(rope_parameters=_MROPE),
+        text=TINY_SIZES | dict(rope_parameters=_MROPE),
         vision=_PATCHES | dict(window_size=16, fullatt_block_indexes=[1]),
         images=_QWEN_IMAGES,
         processor="Qwen2_5_VLProcessor",
@@ -115,7 +102,7 @@ FAMILIES: dict[str, Family] = {
         picture=_QWEN_PICTURE,
     ),
     "qwen3_vl": Family(
-        text=_TEXT | dict(rope_parameters=_INTERLEAVED, num_hidden_layers=3),
+        text=TINY_SIZES | dict(rope_parameters=_INTERLEAVED, num_hidden_layers=3),
         vision=_PATCHES | dict(depth=3, num_position_embeddings=36, deepstack_visual_indexes=[0, 1]),
         images=_QWEN_IMAGES | _HALVES,
         processor="Qwen3VLProcessor",
@@ -123,7 +110,7 @@ FAMILIES: dict[str, Family] = {
         picture=_QWEN_PICTURE,
     ),
     "qwen3_5": Family(
-        text=_TEXT
+        text=TINY_SIZES
         | dict(
             rope_parameters=_INTERLEAVED | dict(mrope_section=[2, 1, 1], partial_rotary_factor=0.5),
             num_hidden_layers=3,
@@ -141,7 +128,7 @@ FAMILIES: dict[str, Family] = {
         picture=_QWEN_PICTURE,
     ),
     "gemma3": Family(
-        text=_TEXT
+        text=TINY_SIZES
         | dict(query_pre_attn_scalar=24, sliding_window=19, layer_types=["sliding_attention", "full_attention"]),
         vision=_VISION | dict(image_size=32),
         images=dict(image_processor_type="Gemma3ImageProcessor", size=dict(height=32, width=32)) | _HALVES,
@@ -153,7 +140,7 @@ FAMILIES: dict[str, Family] = {
         named=dict(boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"),
     ),
     "gemma4": Family(
-        text=_TEXT
+        text=TINY_SIZES
         | dict(
             sliding_window=19,
             layer_types=["sliding_attention", "full_attention"],
@@ -180,7 +167,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "mistral3": Family(
-        text=_TEXT | dict(model_type="mistral", sliding_window=None),
+        text=TINY_SIZES | dict(model_type="mistral", sliding_window=None),
         vision=_VISION | dict(image_size=40),
         images=dict(image_processor_type="PixtralImageProcessor", patch_size=8, size=dict(longest_edge=40)),
         processor="PixtralProcessor",
@@ -191,7 +178,7 @@ FAMILIES: dict[str, Family] = {
         others=("[IMG_BREAK]", "[IMG_END]"),
     ),
     "llava": Family(
-        text=_TEXT | dict(model_type="llama"),
+        text=TINY_SIZES | dict(model_type="llama"),
         vision=_VISION | dict(model_type="clip_vision_model", image_size=24, num_hidden_layers=3),
         images=dict(
             image_processor_type="CLIPImageProcessor", size=dict(shortest_edge=24), crop_size=dict(height=24, width=24)
@@ -205,7 +192,7 @@ FAMILIES: dict[str, Family] = {
     "idefics3": _idefics("Idefics3"),
     "smolvlm": _idefics("SmolVLM"),
     "internvl": Family(
-        text=_TEXT | dict(model_type="qwen2"),
+        text=TINY_SIZES | dict(model_type="qwen2"),
         vision=_VISION | dict(image_size=16, patch_size=4),
         images=dict(
             image_processor_type="GotOcr2ImageProcessor",

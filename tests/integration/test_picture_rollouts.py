@@ -147,7 +147,7 @@ def test_a_damaged_picture_fails_its_episode_alone(policy, trainer):
 
 def test_a_replay_without_its_pictures_is_refused(policy, tmp_path):
     log = tmp_path / "rollouts.jsonl"
-    policy.rollout(PROMPTS[:1], PARAMS, use_tqdm=False, log_to=log)
+    policy.rollout(PROMPTS[:1], PARAMS, seed=6, use_tqdm=False, log_to=log)
     for file in (tmp_path / "pictures").glob("*.npz"):
         file.unlink()
     with pytest.raises(RequestError, match="picture=.*No such file"):

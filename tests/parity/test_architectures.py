@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, SamplingParams
+from rollout_engine.testing import assert_clean
 from rollout_engine.testing.architectures import SIZES, VARIANTS
 
 TIE = 1e-4
@@ -50,12 +51,8 @@ def generated(reference, prompt):
     return out.sequences[0, len(prompt) :].tolist()[: int(ties[0]) if len(ties) else None]
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*SIZES, *VARIANTS)],
-)
-def test_tokens_and_log_probs_are_those_of_transformers(sized_checkpoint, architecture):
-    directory = sized_checkpoint(architecture)
+def assert_transformers_tokens(directory, architecture):
+    """Compare greedy tokens and their log-probs, in chunks, with preemption and with prefix hits."""
     prompts = draw_prompts(architecture)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
     small = dict(max_num_batched_tokens=33, num_kv_blocks=16, block_size=16, max_model_len=128)
@@ -65,6 +62,7 @@ def test_tokens_and_log_probs_are_those_of_transformers(sized_checkpoint, archit
         again = llm.generate([prompts[3]], params, use_tqdm=False)[0]
         assert again.num_cached_tokens > 0
         assert again.outputs[0].token_ids == outputs[3].outputs[0].token_ids
+        assert_clean(llm.llm_engine)
     reference = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     for prompt, output in zip(prompts, outputs, strict=True):
         sample = output.outputs[0]
@@ -76,3 +74,11 @@ def test_tokens_and_log_probs_are_those_of_transformers(sized_checkpoint, archit
     theirs = generated(reference, prompts[3])
     assert theirs
     assert outputs[3].outputs[0].token_ids[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*SIZES, *VARIANTS)],
+)
+def test_tokens_and_log_probs_are_those_of_transformers(sized_checkpoint, architecture):
+    assert_transformers_tokens(sized_checkpoint(architecture), architecture)

@@ -16,7 +16,10 @@ from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.model.loading.loader import load_model
 from rollout_engine.testing import assert_clean, tiny_model
 from rollout_engine.testing.architectures import INDEXED_SIZES
-from tests.parity.test_architectures import NUM_TOKENS, TIE, draw_prompts, generated, reference_logits
+from tests.parity.test_architectures import (
+    assert_transformers_tokens,
+    draw_prompts,
+)
 from tests.parity.test_bits import mismatches, run_round
 from tests.unit.peft_layers import PeftModel
 
@@ -47,27 +50,7 @@ def runner_of(llm):
 
 @ARCHITECTURES
 def test_tokens_and_log_probs_are_those_of_transformers(checkpoint, architecture):
-    directory, prompts = directory_of(checkpoint, architecture), draw_prompts(architecture)
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
-    small = dict(max_num_batched_tokens=33, num_kv_blocks=16, block_size=16, max_model_len=128)
-    with LLM(str(directory), log_stats=False, **small) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert llm.llm_engine.stats.num_preemptions > 0
-        again = llm.generate([prompts[3]], params, use_tqdm=False)[0]
-        assert again.num_cached_tokens > 0
-        assert again.outputs[0].token_ids == outputs[3].outputs[0].token_ids
-        assert_clean(llm.llm_engine)
-    reference = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
-    for prompt, output in zip(prompts, outputs, strict=True):
-        sample = output.outputs[0]
-        logits = reference_logits(reference, prompt, sample.token_ids)
-        chosen = torch.tensor(sample.token_ids)[:, None]
-        assert (logits.amax(-1) - logits.gather(1, chosen)[:, 0]).max() < TIE
-        expected = logits.log_softmax(-1).gather(1, chosen)[:, 0]
-        torch.testing.assert_close(torch.from_numpy(sample.logprobs), expected, atol=1e-4, rtol=0)
-    theirs = generated(reference, prompts[3])
-    assert theirs
-    assert outputs[3].outputs[0].token_ids[: len(theirs)] == theirs
+    assert_transformers_tokens(directory_of(checkpoint, architecture), architecture)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
