@@ -10,7 +10,7 @@ from rollout_engine.base.errors import ConfigError
 
 _BY_ROW = ("mm_token_type_ids", "token_type_ids")
 _BY_IMAGE = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
-"""Of Qwen's towers "pixel_values" has a row for each patch of an image."""
+"""Arrays of images. "pixel_values" of Qwen's towers has a row for each patch of one."""
 
 
 def group_prompts(

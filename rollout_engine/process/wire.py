@@ -106,7 +106,7 @@ class PicturePiece(msgspec.Struct, frozen=True, tag="picture", forbid_unknown_fi
     data: np.ndarray
     """uint8."""
     forms: list[ArrayForm] = []
-    """Of each array, in the first piece of a picture."""
+    """The form of each array, in the first piece of a picture."""
 
 
 class ForgetPictures(msgspec.Struct, frozen=True, tag="forget_pictures", forbid_unknown_fields=True):

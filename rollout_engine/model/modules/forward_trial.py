@@ -52,7 +52,7 @@ _KNOWN = {
 }
 """Names that a forward may read: its parts, sizes, and numbers that act on every token alike."""
 _MODELS = {"indexer": "DeepSeek-V3.2's"}
-"""Whose forward that of a kind should be like; "Llama's" for all others."""
+"""The owner of the forward that each kind is compared with; "Llama's" for all others."""
 
 
 class _Trial:

@@ -26,7 +26,7 @@ _TRIAL = dict(n_heads=24, head_dim=10, qk_rope_head_dim=6, index_topk=12, softma
 """Sizes of a trial, with enough heads that no score is zero."""
 _TRIAL_LENGTH = 12
 _ARGUMENTS = ["hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"]
-"""Of an indexer's forward."""
+"""Arguments of an indexer's forward."""
 
 
 class Index:

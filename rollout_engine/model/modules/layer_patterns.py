@@ -57,7 +57,7 @@ class AttentionForm(NamedTuple):
     rotary: int | None = None
     """The first channels of a head, which are rotated; None: all."""
     is_gated: bool = False
-    """As `AttentionPattern.is_gated`."""
+    """Whether a gate follows each head of the queries (`AttentionPattern.is_gated`)."""
 
 
 def attention_pattern(

@@ -28,7 +28,7 @@ class RolloutInputs(NamedTuple):
     cu_seqlens: Tensor | None
     temperature: float
     pictures: list[tuple[TokenRun, Sequence[PlacedPicture]]]
-    """Of each sequence, if any has some."""
+    """The pictures of each sequence; empty if none has any."""
 
 
 def rollout_inputs(model: nn.Module, batch: Any, temperature: float | None, **others: Any) -> RolloutInputs:

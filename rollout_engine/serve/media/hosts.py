@@ -13,7 +13,7 @@ Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 DEFAULT_PORTS = {"http": 80, "https": 443}
 _MAX_URL_CHARS = 8192
 _SHOWN_CHARS = 100
-"""Of a URL that is refused."""
+"""Most characters of a refused URL that an error shows."""
 _URL = re.compile(r"https?://[!-\[\]-~]+", re.IGNORECASE)
 """Printable ASCII without spaces and backslashes: parsers of URLs disagree about any other character."""
 _NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?:\.(?!-)[a-z0-9_-]{1,63})*")

@@ -18,7 +18,7 @@ PART_KINDS = ("image_url", "input_image", "image")
 _DETAILS = (None, "auto", "high")
 """Values of OpenAI's `detail` that change nothing: the checkpoint's processor alone decides the size."""
 _KEYS = ("type", "image", "image_url", "url", "detail", "uuid")
-"""Of parts. A `uuid`, by which vLLM finds pictures in its cache, changes nothing."""
+"""Keys that parts may have. A `uuid`, by which vLLM finds pictures in its cache, changes nothing."""
 _TEXT_FORM = "a text: a data URL, or an http(s) or file URL that the server allows"
 
 
