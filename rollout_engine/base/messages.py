@@ -10,8 +10,7 @@ Core and runner identify sequences by ids that the front end counts up: sample i
 `first_sequence_id + i`. Request ids stay in the front end.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -22,6 +21,7 @@ from rollout_engine.base.outputs import FinishReason
 from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.base.pooling_params import PoolingParams
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.sequence_rows import IdLogprobs, SupportIds
 from rollout_engine.base.structs import plain
 
 MAX_CACHE_SALT_BYTES = 1_024
@@ -91,50 +91,6 @@ class Pooled(msgspec.Struct):
     """Oldest version among the KV that it attended."""
 
 
-_PIECE_VALUES = 1 << 22
-"""Values in 16 MiB, well below the longest frame that a wire takes."""
-
-
-class IdLogprobs(msgspec.Struct):
-    """Log-probs of the token ids that some sequences asked for, in place of the one token that each gained."""
-
-    sequence_ids: list[int]
-    widths: list[int]
-    """Number of values of each sequence."""
-    pieces: list[np.ndarray]
-    """float32, all sequences end to end, each whole in one piece."""
-
-    def __post_init__(self) -> None:
-        ends, piece_ends = (set(accumulate(sizes)) for sizes in (self.widths, map(len, self.pieces)))
-        fits = max(ends, default=0) == max(piece_ends, default=0) and piece_ends <= ends
-        if not fits or len(self.sequence_ids) != len(self.widths) or min(self.widths, default=0) < 1:
-            raise ValueError("id_logprobs: sequence_ids, widths and pieces do not fit each other")
-
-    @classmethod
-    def of(cls, rows: Mapping[int, np.ndarray]) -> "IdLogprobs | None":
-        """Pack a map of sequence id -> float32 [width]; None if it is empty."""
-        if not rows:
-            return None
-        pieces: list[list[np.ndarray]] = [[]]
-        size = 0
-        for row in rows.values():
-            if size and size + len(row) > _PIECE_VALUES:
-                pieces.append([])
-                size = 0
-            pieces[-1].append(row)
-            size += len(row)
-        return cls(list(rows), [len(row) for row in rows.values()], [np.concatenate(piece) for piece in pieces])
-
-    def rows(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (sequence id, float32 [width])."""
-        pieces = iter(self.pieces)
-        piece = np.empty(0, np.float32)
-        for sequence, width in zip(self.sequence_ids, self.widths, strict=True):
-            piece = piece if len(piece) else next(pieces)
-            row, piece = piece[:width], piece[width:]
-            yield sequence, row
-
-
 class EngineCoreOutputs(msgspec.Struct):
     """Outputs of one step: columns over the N sequences that gained a token, and the few that ended."""
 
@@ -172,6 +128,8 @@ class EngineCoreOutputs(msgspec.Struct):
     prompt_routed_experts: dict[int, np.ndarray] = {}
     """`first_sequence_id` -> those of its prompt's tokens but the last, [P - 1, L, k], with the first tokens of a
     request that asked; perhaps again."""
+    supports: SupportIds | None = None
+    """Supports of the sequences that asked; None when none did."""
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these of the N rows in every column. Lists and arrays are replaced, not changed."""
@@ -187,8 +145,9 @@ class EngineCoreOutputs(msgspec.Struct):
         if self.routed_experts is not None:
             self.routed_experts = self.routed_experts[rows]
         if self.id_logprobs is not None:
-            values_of = dict(self.id_logprobs.rows())
-            self.id_logprobs = IdLogprobs.of({id: values_of[id] for id in self.sequence_ids if id in values_of})
+            self.id_logprobs = self.id_logprobs.keep(self.sequence_ids)
+        if self.supports is not None:
+            self.supports = self.supports.keep(self.sequence_ids)
 
 
 class NewSequence(msgspec.Struct):
@@ -300,6 +259,8 @@ class ModelRunnerOutput(msgspec.Struct):
     """Index into `SchedulerOutput.scheduled` -> those of the tokens before, in the step that completes a prompt."""
     num_encoded_pictures: int = 0
     """Pictures that the step encoded."""
+    supports: dict[int, np.ndarray] = {}
+    """Sample index -> int32 ids that its draw had left, ascending; none for the whole vocabulary. Of those that asked."""
 
 
 UpdateMode = Literal["keep", "wait", "abort"]

@@ -11,6 +11,8 @@
                                                   there are any
     log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 if it was not sampled
     kept_logprob_mass                             the same, with top-k, top-p or min-p
+    support                                       per token of the response the ids that its draw had left, [] for all;
+                                                  with return_support
     reward, done                                  with a reward function; of episodes also `terminated`: the
                                                   environment ended it, and no limit or fault
     rewards                                       {name: number} with a list of them; null if one does not apply
@@ -106,6 +108,8 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
         sample |= {key: batch[key][after].tolist() for key in ("policy_version", "kv_min_version")}
         if "kept_logprob_mass" in batch.keys():
             sample["kept_logprob_mass"] = batch["kept_logprob_mass"][response].tolist()
+        if "support" in own:
+            sample["support"] = own["support"][row].lists()
         if "next" in batch.keys():
             ends = [key for key in ("done", "terminated") if ("next", key) in own]
             sample |= {key: own["next", key][row][0] for key in ("reward", *ends)}

@@ -24,6 +24,8 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     "finish_reason", ("text", "prompt"), ("text", "response"), columns   [B]   one Python object per sequence
     "pictures"                                [B]                   tuple of `PlacedPicture`, at positions of the
                                                                     sequence's tokens in full; only if any has pictures
+    "support"                                 [B]                   `Support` of the tokens of the response; only with
+                                                                    return_support
     ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards. done: the sample
                                                                     was not cut off (finish_reason "stop")
     ("rewards", NAME)                         [B, 1]                float32, of each function if there is a list of
@@ -46,6 +48,7 @@ from torch import Tensor
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput, VersionSpan
+from rollout_engine.base.support import support_of
 from rollout_engine.batches.summary import RolloutBatch
 
 Layout = Literal["padded", "packed"]
@@ -102,6 +105,7 @@ def rollout_batch(
     batch["text", "response"] = NonTensorStack(*(sample.text for sample in samples))
     for name, values in [*(columns or {}).items(), *_picture_column(outputs)]:
         batch[name] = NonTensorStack(*(values[row] for row in rows))
+
     if rewards is not None:
         batch["next", "reward"] = torch.tensor([*itertools.chain(*rewards)], dtype=torch.float32).unsqueeze(-1)
         batch["next", "done"] = done
@@ -199,6 +203,8 @@ def _token_keys(
     if any(sample.routed_experts is not None for sample in samples):
         num_tokens = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
         keys["routed_experts"] = _place_values(masks.full, _routed_experts(samples, num_tokens), -1)
+    if any(sample.support is not None for sample in samples):
+        keys["support"] = NonTensorStack(*map(support_of, samples))
     return keys
 
 

@@ -364,6 +364,11 @@ def _prompt_columns(state: FakeSequence, vocab_size: int) -> PromptLogprobs:
     return PromptLogprobs(logprobs, top, ranks)
 
 
+def fake_support(token_id: int, params: SamplingParams) -> np.ndarray:
+    """The support that is reported with a token: all tokens without truncation, else one below its id up to it."""
+    return np.arange(max(0, token_id - 1), token_id + 1, dtype=np.int32) if params.truncates else np.empty(0, np.int32)
+
+
 def _with_columns(
     token_ids: list[int], params: list[SamplingParams], errors: dict[int, str], vocab_size: int
 ) -> ModelRunnerOutput:
@@ -380,6 +385,8 @@ def _with_columns(
         asked = range(vocab_size) if each.logprobs == -1 else each.logprob_token_ids
         if asked and index not in errors:
             output.id_logprobs[index] = -1.0 - np.array(asked, np.float32) / vocab_size
+        if each.return_support and index not in errors:
+            output.supports[index] = fake_support(token_ids[index], each)
     width = max((p.num_top_logprobs for p in params), default=0)
     if width:
         shifts = np.arange(width, dtype=np.int32)

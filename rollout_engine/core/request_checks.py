@@ -7,6 +7,7 @@ from rollout_engine.base.messages import MAX_CACHE_SALT_BYTES, EngineCoreRequest
 from rollout_engine.base.pooling_params import check_generation, check_pooling
 from rollout_engine.base.routed_experts import check_routing_asked
 from rollout_engine.base.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_N, MAX_STOP_TOKEN_IDS
+from rollout_engine.base.support import check_num_support_ids
 from rollout_engine.core.config import CoreConfig
 
 _MAX_SPELLINGS = 2 * MAX_BAD_WORDS
@@ -41,6 +42,7 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
     if request.pictures:
         _check_pictures(request, config)
     request.params.check_num_logprobs(len(request.prompt_token_ids), request.max_tokens, config.vocab_size)
+    check_num_support_ids(request.params, request.max_tokens, config.vocab_size)
 
 
 def _check_output(request: EngineCoreRequest, vocab_size: int) -> None:

@@ -117,7 +117,9 @@ def _from_notes(found: _Differences, logprobs: Tensor, temperature: float) -> st
         return "The model was not made exact: call exact.enable(model) once, before training."
     if rollout is None:
         return ""
-    trainer = trainer or LogprobsNote(rollout.dtype, temperature or 1.0, True, rollout.fp32_head)
+    if trainer is None:
+        trainer = LogprobsNote(rollout.dtype, temperature or 1.0, True, rollout.fp32_head)
+        trainer = trainer._replace(over_support=rollout.over_support)
     return next((f"{text}." for text in mismatches(trainer, rollout)), "")
 
 
@@ -154,7 +156,7 @@ def _of_no_temperature(found: _Differences) -> str:
     return (
         "The rollout's log-probs are of edited or truncated logits (logprobs_mode='processed'), or of several "
         "temperatures, and exact.token_logprobs computes those of whole rows at one: sample with logprobs_mode="
-        "'tempered', the default, and one temperature."
+        "'tempered', the default, or with return_support=True and no penalties or bias, and one temperature."
     )
 
 

@@ -19,6 +19,7 @@ from rollout_engine.base.provenance import (
     weights_state,
 )
 from rollout_engine.exact import routing
+from rollout_engine.exact.supports import logprobs_over
 from rollout_engine.kernels.token_logprobs import RowStatsKernel, row_blocks
 from rollout_engine.kernels.token_logprobs import token_logprobs as chosen_logprobs
 from rollout_engine.model.admission.tower_trial import tower_refusal
@@ -110,6 +111,7 @@ def token_logprobs(
     position_ids: Tensor | None = None,
     temperature: float | None = None,
     routed_experts: Tensor | None = None,
+    support: Any = None,
     **pictures: Tensor | None,
 ) -> Tensor:
     """Log-probs of next tokens: input_ids, any integers [B, T] -> float32 [B, T - 1], differentiable.
@@ -127,6 +129,8 @@ def token_logprobs(
         temperature: None: that of the batch's log-probs; with ids 1.
         routed_experts: integers [B, T or T - 1, L, k]: experts that the routers of a mixture of experts choose, such as
             `batch["routed_experts"]`; -1: their own choice. Rows that begin alike are then computed apart.
+        support: `batch["support"]`, one for each sequence: log-probs of its last tokens are renormalised over these rows,
+            as the engine's "processed" are. None: none, or that of a batch whose log-probs are such.
         pictures: those of all rows in order, as the model's forward takes them (`pixel_values`, `image_grid_thw`, ...),
             and `mm_token_type_ids` [B, T], 1 at tokens that stand for one: `**exact.inputs(batch)`. Each different
             picture is encoded once. Gradients reach the vision tower.
@@ -139,22 +143,22 @@ def token_logprobs(
     placed: list[Any] = []
     if isinstance(input_ids, TensorDictBase):
         others = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, position_ids=position_ids)
-        given = rollout_inputs(model, input_ids, temperature, **others, **pictures)
-        input_ids, attention_mask, cu_seqlens, temperature, placed = given
+        given = rollout_inputs(model, input_ids, temperature, support, **others, **pictures)
+        input_ids, attention_mask, cu_seqlens, temperature, placed, support = given
     rollout = rollout_note(input_ids)
     input_ids, mask = token_batch(model, input_ids, attention_mask)
     positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
     features = _features(model, input_ids, mask, positions, pictures, placed)
     temperature = temperature or 1.0
-    note = _note(model, temperature, input_ids, features)
+    note = _note(model, temperature, input_ids, features, support is not None)
     _compare_notes(model, note, rollout, positions)
     if positions is not None:
         with _replaying(model, routed_experts, mask), placing(features):
-            result = _packed_logprobs(model, input_ids, mask, positions, temperature)
+            result = _packed_logprobs(model, input_ids, mask, positions, temperature, support)
     else:
         rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask), features)
         found = _next_tokens(model, rows)
-        result = rows.restored(found, found.logprobs(temperature, _kernel(model)))
+        result = rows.restored(*logprobs_over(support, found, temperature, _kernel(model), mask))
     attach(result, note)
     return result
 
@@ -173,19 +177,19 @@ def token_logprobs_and_entropies(
     Both float32 [B, T - 1]. Entropies, in nats, are 0 where log-probs are, and carry no gradient. Arguments, errors and
     warnings are those of `token_logprobs`, except that rows cannot be packed.
     """
-    placed: list[Any] = []
+    placed, support = list[Any](), None
     if isinstance(input_ids, TensorDictBase):
-        given = rollout_inputs(model, input_ids, temperature, attention_mask=attention_mask, **pictures)
-        input_ids, attention_mask, _, temperature, placed = given
+        given = rollout_inputs(model, input_ids, temperature, None, attention_mask=attention_mask, **pictures)
+        input_ids, attention_mask, _, temperature, placed, support = given
     rollout = rollout_note(input_ids)
     input_ids, mask = token_batch(model, input_ids, attention_mask)
     features = _features(model, input_ids, mask, None, pictures, placed)
     temperature = temperature or 1.0
-    note = _note(model, temperature, input_ids, features)
+    note = _note(model, temperature, input_ids, features, support is not None)
     _compare_notes(model, note, rollout, None)
     rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask), features)
     found = _next_tokens(model, rows)
-    result = rows.restored(found, found.logprobs(temperature, _kernel(model)))
+    result = rows.restored(*logprobs_over(support, found, temperature, _kernel(model), mask))
     attach(result, note)
     return result, rows.restored(found, _entropies(found.logits, temperature))
 
@@ -200,14 +204,17 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) 
     return chosen_logprobs(logits, token_ids, temperature or 1.0, kernel)
 
 
-def _note(model: nn.Module, temperature: float, input_ids: Tensor, features: PlacedFeatures | None) -> LogprobsNote:
+def _note(
+    model: nn.Module, temperature: float, input_ids: Tensor, features: PlacedFeatures | None, over_support: bool
+) -> LogprobsNote:
     dtype = str(next(text_parts(plain_model(model))[0].parameters()).dtype).removeprefix("torch.")
     fp32_head = dtype != "float32" and has_float32_head(model)
     adapters, sent = active_adapters(model), sent_weights(model)
     enabled = _enabled(model)
     token = None if enabled is None else getattr(enabled.model.config, "image_token_id", None)
     has_pictures = features is not None or (token is not None and not bool((input_ids == token).any()))
-    return LogprobsNote(dtype, temperature, enabled is not None, fp32_head, adapters, sent, has_pictures)
+    known = dtype, temperature, enabled is not None, fp32_head, adapters, sent, has_pictures
+    return LogprobsNote(*known, over_support)
 
 
 class _LeftRows(NamedTuple):
@@ -294,7 +301,7 @@ def _entropies(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _packed_logprobs(
-    model: nn.Module, input_ids: Tensor, real: Tensor, position_ids: Tensor, temperature: float
+    model: nn.Module, input_ids: Tensor, real: Tensor, position_ids: Tensor, temperature: float, support: Any
 ) -> Tensor:
     wanted = (real & ~starts_of(position_ids))[:, 1:]
     inputs = dict(input_ids=input_ids, attention_mask=None if real.all() else real, position_ids=position_ids)
@@ -303,7 +310,8 @@ def _packed_logprobs(
         found = NextTokens(logits, input_ids[:, 1:][wanted], wanted)
     else:
         found = next_tokens(model(**inputs, use_cache=False).logits[:, :-1], input_ids, wanted)
-    return found.spread(found.logprobs(temperature, _kernel(model)), input_ids.shape[1] - 1)
+    found, values = logprobs_over(support, found, temperature, _kernel(model), real, position_ids)
+    return found.spread(values, input_ids.shape[1] - 1)
 
 
 def _kernel(model: nn.Module) -> RowStatsKernel:

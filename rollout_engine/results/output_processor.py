@@ -186,6 +186,11 @@ class OutputProcessor:
             for sequence_id, logprobs in outputs.id_logprobs.rows():
                 if sequence_id in live:
                     live[sequence_id].append_id_logprobs(logprobs)
+        if outputs.supports is not None:
+            for sequence_id, ids in outputs.supports.rows():
+                sample = live.get(sequence_id)
+                if sample is not None and sample.append_support(ids) and not sample.is_watched:
+                    watched.append(sequence_id)
         return watched
 
     def _end(self, sequence_id: int, live_version: int) -> None:

@@ -43,6 +43,7 @@ _DRAWS_THE_SAME = {
     "output_kind",
     "speculation",
     "return_routed_experts",
+    "return_support",
 }
 """Fields of `SamplingParams` that set the number of samples, or the returned values."""
 

@@ -50,6 +50,7 @@ REQUEST_EXTREMES = {
     "extra_args": [{}, {"a": [1, None]}, {"a": object()}],
     "speculation": [True, False, "auto"],
     "return_routed_experts": [True, False, 1],
+    "return_support": [True, False, 1],
     "structured_outputs": [{"choice": ["a"]}, {"regex": "a+"}, {"regex": "("}, {"json": {"type": "none"}}, {"none": 1}],
     "output_kind": ["cumulative", "delta", "final_only", "all"],
 }

@@ -39,6 +39,7 @@ def joined(parts: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
     for start, part in zip(starts, parts, strict=False):
         out.errors |= {start + row: message for row, message in part.errors.items()}
         out.id_logprobs |= {start + row: values for row, values in part.id_logprobs.items()}
+        out.supports |= {start + row: ids for row, ids in part.supports.items()}
     width = max(0 if part.top_logprobs is None else part.top_logprobs[0].shape[1] for part in parts)
     if width:
         out.top_logprobs = np.full((starts[-1], width), -1, np.int32), np.full((starts[-1], width), -np.inf, np.float32)

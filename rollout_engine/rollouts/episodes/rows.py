@@ -35,6 +35,7 @@ import torch
 from tensordict import NonTensorStack
 
 from rollout_engine.base.outputs import CompletionOutput, FinishReason, RequestOutput, VersionSpan
+from rollout_engine.base.support import Support, support_of
 from rollout_engine.batches.rollout_batch import Layout, rollout_batch
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.rollouts.episodes.conversation import Conversation, Row
@@ -117,6 +118,7 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         error=episode.error,
         routed_experts=_routed_experts(samples, len(row.row.prompt) + len(response)),
         quantization=samples[0][1].quantization if samples else None,
+        support=_support(samples, len(response)),
     )
     prompt = codec.decode(row.row.prompt) if row.row.prompt else ""
     found = RequestOutput(str(episode.key), prompt, row.row.prompt, None, [completion], True, 0)
@@ -164,6 +166,14 @@ def _routed_experts(samples: list[tuple[int, CompletionOutput]], num_tokens: int
     for part in parts[1:]:
         rows = np.concatenate([rows, part[len(rows) :]])
     return rows[: num_tokens - 1]
+
+
+def _support(samples: list[tuple[int, CompletionOutput]], length: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """The supports of the answers, and empty rows between them; None if no answer has any."""
+    if all(sample.support is None for _, sample in samples):
+        return None
+    found = Support.place([(start, support_of(sample)) for start, sample in samples], length)
+    return found.offsets, found.ids
 
 
 def _spans(samples: list[tuple[int, CompletionOutput]], length: int) -> list[VersionSpan]:

@@ -6,6 +6,7 @@ import msgspec
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
+from rollout_engine.base.support import support_of
 from rollout_engine.serve.bodies import read_fields
 from rollout_engine.serve.call import Call, CallFields, media_of, salt_of
 from rollout_engine.serve.openai.logprobs import token_logprobs
@@ -60,6 +61,8 @@ class InferenceBody(CallFields, kw_only=True):
     """Give the prompt's ids back."""
     return_routed_experts: bool | None = None
     """For a mixture of experts: `routed_experts` of each choice."""
+    return_sampling_mask: bool | None = None
+    """`sampling_mask` of each choice: for each token the ids that its draw had left, [] for the whole vocabulary."""
 
 
 async def generate(served: Served, asked: Asked) -> Reply | Events:
@@ -124,9 +127,14 @@ class _InferenceCall(Call):
             "stop_reason": sample.stop_reason,
             "seed": sample.seed,
             **self._routed_experts(sample),
+            **self._sampling_mask(sample),
             "weight_versions": weight_versions(self.served, sample),
             **of_versions(sample, self.served.weight_version),
         }
+
+    def _sampling_mask(self, sample: CompletionOutput) -> dict[str, Any]:
+        """The supports of a choice's tokens, so far or of those that a streamed event adds."""
+        return {"sampling_mask": support_of(sample).lists()} if self._body.return_sampling_mask else {}
 
     def _routed_experts(self, sample: CompletionOutput) -> dict[str, Any]:
         """Routed experts of all but the last of prompt and completion: so far, or those that a streamed event adds."""
@@ -162,7 +170,8 @@ def _settings(served: Served, body: InferenceBody) -> Settings:
     if isinstance(fields.extra_args, dict):
         fields.extra_args = {k: v for k, v in fields.extra_args.items() if k != _COMPACT} or None
     more = {} if fields.stop or fields.stop_regex else {"detokenize": False}
-    more["return_routed_experts"] = bool(body.return_routed_experts)
+    more |= {"return_routed_experts": bool(body.return_routed_experts)}
+    more |= {"return_support": bool(body.return_sampling_mask)}
     kind = "delta" if body.stream else "final_only"
     return served.settings.read(fields, output_kind=kind, logprobs=logprobs, **more)
 
