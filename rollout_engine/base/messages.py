@@ -260,7 +260,7 @@ class ModelRunnerOutput(msgspec.Struct):
     num_encoded_pictures: int = 0
     """Pictures that the step encoded."""
     supports: dict[int, np.ndarray] = {}
-    """Sample index -> int32 ids that its draw had left, ascending; none for the whole vocabulary. Of those that asked."""
+    """Sample index -> int32 ids that its draw had left, ascending; none for the whole vocabulary. Only if asked for."""
 
 
 UpdateMode = Literal["keep", "wait", "abort"]

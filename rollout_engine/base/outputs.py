@@ -81,8 +81,8 @@ class CompletionOutput(msgspec.Struct):
     quantization: Quantization | None = None
     """"int8": the weights of layers were rounded, so log-probs are close to the trainer's and not equal to them."""
     support: tuple[np.ndarray, np.ndarray] | None = None
-    """(int64 offsets [T + 1], int32 ids): token i was drawn from `ids[offsets[i]:offsets[i + 1]]`, ascending; from the whole
-    vocabulary if these are none. None unless `return_support`."""
+    """(int64 offsets [T + 1], int32 ids): token i was drawn from `ids[offsets[i]:offsets[i + 1]]`, ascending; from the
+    whole vocabulary if these are none. None unless `return_support`."""
 
     def logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob]]:
         """Return for each token {token id: Logprob}: the sampled token first, then the most likely ones.

@@ -33,7 +33,7 @@ class RolloutNote(NamedTuple):
     has_pictures: bool = False
     """Whether any prompt of it had pictures."""
     over_support: bool = False
-    """Whether its log-probs are renormalised over batch["support"]: those of the model's own logits among these tokens."""
+    """Whether its log-probs are those of the model's own logits, renormalised over batch["support"]."""
 
 
 class LogprobsNote(NamedTuple):
@@ -182,8 +182,8 @@ def mismatches(trainer: LogprobsNote, rollout: RolloutNote) -> Iterator[str]:
         )
     if rollout.over_support and not trainer.over_support:
         yield (
-            "The rollout's log-probs are renormalised over the tokens that truncation and masks had left, the trainer's "
-            "are not: pass support=batch['support'] to exact.token_logprobs, or the batch itself"
+            "The rollout's log-probs are renormalised over the tokens that truncation and masks had left, the "
+            "trainer's are not: pass support=batch['support'] to exact.token_logprobs, or the batch itself"
         )
     elif trainer.over_support and not rollout.over_support and rollout.temperature is not None:
         yield (

@@ -132,7 +132,8 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     return_support: bool = False
     """Return the token ids that truncation (top-k, top-p, min-p) and masks (allowed ids, bad words, grammars, logits
     processors, stop ids held back before `min_tokens`) had left to each draw: `CompletionOutput.support`. Log-probs of
-    mode "processed" are renormalised over them. Greedy tokens are not truncated. At most 2**28 ids a request. On a CPU."""
+    mode "processed" are renormalised over them. Greedy tokens are not truncated. For at most 2**28 ids a request, on
+    a CPU."""
     logprobs_mode: LogprobsMode = "tempered"
     """"tempered": log_softmax(logits / temperature) of the model's own logits, what trainers recompute. "raw": the same
     at temperature 1. "processed": of the distribution actually sampled from, after penalties, bias, logits processors,

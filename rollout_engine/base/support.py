@@ -5,9 +5,9 @@
 
     offsets  0 3 4 4 6        ids  3 4 8 7 2 9
 
-Row i has `ids[offsets[i]:offsets[i + 1]]`, ascending. A sampled token is in its own support, so an empty row cannot stand
-for none: it says that nothing was cut, and stands for the whole vocabulary. Tokens that were not sampled, such as those of a
-tool, have such rows too.
+Row i has `ids[offsets[i]:offsets[i + 1]]`, ascending. A sampled token is in its own support, so an empty row cannot
+stand for none: nothing was cut, and it stands for the whole vocabulary. Tokens that were not sampled, such as those of
+a tool, have such rows too.
 """
 
 from collections.abc import Iterable
@@ -65,7 +65,7 @@ class Support(msgspec.Struct, frozen=True, eq=False):
 
 
 def support_of(sample: CompletionOutput) -> Support:
-    """The support of a sample's tokens; that of a sample without one says that nothing was cut."""
+    """The support of a sample's tokens, with empty rows if the sample has none."""
     return Support.place([], len(sample.token_ids)) if sample.support is None else Support(*sample.support)
 
 

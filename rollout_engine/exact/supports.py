@@ -1,7 +1,7 @@
 """Log-probs over supports, as an engine computes those of mode "processed".
 
-A support has a row for each of the last tokens of its sequence, its response. Tokens before them, and those whose row is empty,
-have log-probs of the whole vocabulary.
+A support has a row for each of the last tokens of its sequence, its response. Tokens before them, and those with an
+empty row, have log-probs of the whole vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,11 +28,11 @@ def logprobs_over(
     real: Tensor,
     positions: Tensor | None = None,
 ) -> tuple[NextTokens, Tensor]:
-    """Log-probs of next tokens over `support`, a batch's column or a list with one of each sequence; None: of whole rows.
+    """Log-probs of next tokens over `support`, a batch's column or a list with one of each sequence.
 
-    The sequences are those of `real` bool [B, T], packed by `positions` [B, T] if given. Returns the next tokens, those that
-    share a row but not a support apart, and float32 [M] of them. Raises `RequestError` for supports that do not fit the
-    sequences, and for one that lacks the token that was drawn from it.
+    None: of whole rows. The sequences are those of `real` bool [B, T], packed by `positions` [B, T] if given. Returns
+    the next tokens, those that share a row but not a support apart, and float32 [M] of them. Raises `RequestError` for
+    supports that do not fit the sequences, and for one that lacks the token that was drawn from it.
     """
     if support is None:
         return found, found.logprobs(temperature, kernel)

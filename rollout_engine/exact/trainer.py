@@ -129,8 +129,8 @@ def token_logprobs(
         temperature: None: that of the batch's log-probs; with ids 1.
         routed_experts: integers [B, T or T - 1, L, k]: experts that the routers of a mixture of experts choose, such as
             `batch["routed_experts"]`; -1: their own choice. Rows that begin alike are then computed apart.
-        support: `batch["support"]`, one for each sequence: log-probs of its last tokens are renormalised over these rows,
-            as the engine's "processed" are. None: none, or that of a batch whose log-probs are such.
+        support: `batch["support"]`, one for each sequence: log-probs of its last tokens are renormalised over its
+            rows, as the engine's "processed" are. None: none, or that of a batch with such log-probs.
         pictures: those of all rows in order, as the model's forward takes them (`pixel_values`, `image_grid_thw`, ...),
             and `mm_token_type_ids` [B, T], 1 at tokens that stand for one: `**exact.inputs(batch)`. Each different
             picture is encoded once. Gradients reach the vision tower.

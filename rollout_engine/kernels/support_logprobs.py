@@ -1,8 +1,8 @@
 """Log-probs of tokens among some of the vocabulary: those that truncation and masks had left to the draw.
 
-Of a row only the tokens of its support count, for the maximum and for the total. All others have weight 0 in the sums of
-`token_logprobs`, whose chunks stay those of the whole row: a draw from these tokens sums the same numbers in the same order.
-A row whose support is empty has all tokens.
+Of a row only the tokens of its support count, for the maximum and for the total. All others have weight 0 in the sums
+of `token_logprobs`, in the chunks of the whole row: a draw from these tokens sums the same numbers in the same order. A
+row with an empty support has all tokens.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from rollout_engine.kernels.token_logprobs import row_temperatures, token_logpro
 def support_logprobs(logits: Tensor, token_ids: Tensor, temperature: float, support: TokenSets) -> Tensor:
     """Log-probs of `token_ids` int64 [N] among the tokens of `support` -> float32 [N], differentiable.
 
-    `logits` [N, V] of any floating dtype, on the CPU. Gradients of tokens outside are 0. A row whose support holds NaN or
-    +inf, or nothing but -inf, gives NaN. The caller has checked that ids are in [0, V) and ascend within each row.
+    `logits` [N, V] of any floating dtype, on the CPU. Gradients of tokens outside are 0. A row with NaN or +inf in its
+    support, or nothing but -inf, gives NaN. The caller has checked that ids are in [0, V) and ascend within each row.
     Raises `ValueError` for a support of another number of rows.
     """
     if len(support.starts) != len(logits) + 1:

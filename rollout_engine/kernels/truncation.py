@@ -39,7 +39,7 @@ def is_kept(logits: Tensor, token_ids: Tensor, floor: Tensor, last_tie: Tensor) 
 
 
 def kept_ids(logits: Tensor, rows: Tensor, floor: Tensor, last_tie: Tensor) -> TokenSets:
-    """Tokens that edges [n] keep of these `rows`, int64 [n], of `logits` [N, V]: a set without any if it is empty.
+    """Tokens that edges [n] keep of these `rows`, int64 [n], of `logits` [N, V], all of them if all are kept.
 
     A token of logit -inf, which no draw finds, is in no set.
     """

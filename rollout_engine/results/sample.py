@@ -215,8 +215,8 @@ class Sample:
         return np.array(self._id_logprobs[start:], dtype=np.float32).reshape(shape)
 
     def _is_ended_here(self) -> bool:
-        """Record and return whether a stop string or pattern, or a failure to decode, has ended the sample; or its support,
-        which is too large."""
+        """Record and return whether a stop string or pattern, a failure to decode, or a support that is too large has
+        ended the sample."""
         error = self._undecodable if self._text is None else self._text.error
         if error is None and self._support is not None:
             error = self._support.error

@@ -1,4 +1,4 @@
-"""Supports through rollouts: a trainer that renormalises over them has the engine's processed log-probs, bit for bit."""
+"""Supports through rollouts: a trainer that renormalises over them has the engine's processed log-probs."""
 
 import asyncio
 import json

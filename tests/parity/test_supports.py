@@ -1,4 +1,4 @@
-"""Processed log-probs over supports: engine and trainer, in groups, drafts, chunks and preemption, with a negative control.
+"""Processed log-probs over supports, of engine and trainer: groups, drafts, chunks, preemption, a negative control.
 
     SUPPORT_FUZZ_TOKENS=50000 python -m pytest tests/parity/test_supports.py -m slow -s
 """
@@ -33,9 +33,8 @@ def test_no_token_differs(sized_checkpoint, rules, dtype):
     )
     num_tokens, round = 0, 0
     options = dict(dtype=str(dtype).removeprefix("torch."), log_stats=False, max_model_len=256)
-    with RolloutPolicy.from_pretrained(
-        directory, **options, num_kv_blocks=40, block_size=16, max_num_batched_tokens=50, speculation=SpeculationConfig()
-    ) as policy:
+    options |= dict(num_kv_blocks=40, block_size=16, max_num_batched_tokens=50, speculation=SpeculationConfig())
+    with RolloutPolicy.from_pretrained(directory, **options) as policy:
         while num_tokens < NUM_TOKENS:
             prompts = [[rng.randrange(3, 259) for _ in range(rng.randint(1, 60))] for _ in range(8)]
             layout = rng.choice(["padded", "packed"])

@@ -135,9 +135,9 @@ def _form(logits: Tensor) -> tuple[object, ...]:
 
 
 def score(logits: Tensor, temperatures: Tensor, tokens: Tensor, support: TokenSets | None = None) -> RowStats:
-    """Statistics of every row, with the log-prob of its given token; `tokens` int64 [N]. With `support` over its tokens.
+    """Statistics of every row, with the log-prob of its given token; `tokens` int64 [N].
 
-    Raises `ValueError` for tensors it cannot read.
+    `support`: the only tokens that count; None: all. Raises `ValueError` for tensors it cannot read.
     """
     logits = _readable(logits)
     stats = RowStats.empty(len(logits), "cpu")._replace(tokens=tokens.contiguous())
@@ -224,7 +224,7 @@ def _rows(logits: Tensor, temperatures: Tensor, stats: RowStats) -> _Rows:
 
 
 def _set_support(args: _Rows, support: TokenSets | None) -> None:
-    """Set the tokens of each row, whose ids the caller has checked. `support` has to outlive the call of C++."""
+    """Set the tokens of each row; the caller has checked the ids. `support` has to outlive the call of C++."""
     if support is not None:
         args.support_start = address("support.starts", support.starts, torch.int64, (args.rows + 1,))
         args.support = address("support.ids", support.ids, torch.int32, (int(support.starts[-1]),))

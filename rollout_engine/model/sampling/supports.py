@@ -24,9 +24,9 @@ class Supports:
         self._found: dict[int, np.ndarray] = {}
 
     def add(self, rows: np.ndarray, logits: Tensor, inside: Tensor, edges: tuple[Tensor, Tensor] | None) -> None:
-        """Add what `edges` [n] left of `rows` [n], which are the rows `inside`, int64 [n], of `logits`, -inf if masked.
+        """Add the tokens inside `edges` [n] of `rows` [n], which are the rows `inside`, int64 [n], of `logits`.
 
-        None: they cut nothing. Rows that do not ask are left out.
+        None: there are no edges. Tokens of logit -inf are masked. Rows that do not ask are left out.
         """
         wanted = torch.from_numpy(self._wants[rows])
         rows, inside = rows[wanted.numpy()], inside[wanted]

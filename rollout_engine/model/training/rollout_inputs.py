@@ -36,7 +36,7 @@ class RolloutInputs(NamedTuple):
 def rollout_inputs(
     model: nn.Module, batch: Any, temperature: float | None, support: Any, **others: Any
 ) -> RolloutInputs:
-    """Read a rollout, padded or packed; `temperature=None`: that of its log-probs; `support=None`: that of its log-probs.
+    """Read a rollout, padded or packed; `temperature=None` and `support=None`: those of its log-probs.
 
     Raises `RequestError` for a batch that lacks keys, for `others` that are given too, for a temperature that the batch
     does not have, and if the model has the adapter that sampled, but another one is active. If none is active, as
