@@ -253,4 +253,4 @@ def test_a_batch_keeps_them_as_a_plain_tensordict_and_on_its_way_to_a_file(polic
 def test_who_does_not_ask_gets_no_key_and_one_that_may_not_fit_is_refused(policy):
     assert "support" not in rollout(policy, PARAMS.clone(return_support=False)).keys()
     with pytest.raises(RequestError, match="return_support=True is not allowed: must be for at most"):
-        policy.rollout(PROMPTS, PARAMS.clone(n=4096, max_tokens=400, top_k=259), use_tqdm=False)
+        rollout(policy, PARAMS.clone(max_tokens=400, top_k=258), num_samples=4096)
