@@ -80,6 +80,9 @@ class CompletionOutput(msgspec.Struct):
     `return_routed_experts`, and if nothing was sampled."""
     quantization: Quantization | None = None
     """"int8": the weights of layers were rounded, so log-probs are close to the trainer's and not equal to them."""
+    entropies: np.ndarray | None = None
+    """float32 [T], nats: of softmax(logits / temperature) of the model's own logits, from which each token was drawn;
+    greedy ones count as temperature 1. None unless `entropy`."""
 
     def logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob]]:
         """Return for each token {token id: Logprob}: the sampled token first, then the most likely ones.

@@ -159,6 +159,9 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     {"choice": [text, ...]} or {"structural_tag": {...}}, which binds the output inside of tags alone. Tokens that would
     break it cannot be sampled; an end id or one of `stop_token_ids` can where it is complete, and only there. An output
     that `max_tokens` or a stop string cuts off is as far as it came. Needs the package llguidance."""
+    entropy: bool = False
+    """Return the entropy at each sampled token (`CompletionOutput.entropies`): of the tempered distribution, whatever
+    `logprobs_mode`, penalties and truncation are, as `exact.token_entropy` computes it."""
 
     def check(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "a finite number >= 0")

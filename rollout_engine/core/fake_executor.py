@@ -338,6 +338,11 @@ def fake_pooled(token_ids: list[int], pooling: PoolingParams) -> np.ndarray:
     return found
 
 
+def fake_entropy(token_id: int) -> float:
+    """The entropy that the fake model reports with a token."""
+    return 0.5 + token_id / 4096
+
+
 def _draw(digest: int, seed: int, vocab_size: int, banned: Collection[int]) -> int:
     first = mix(digest, seed) % vocab_size
     candidates = ((first + shift) % vocab_size for shift in range(vocab_size))
@@ -376,6 +381,9 @@ def _with_columns(
     if any(p.wants_ranks for p in params):
         asks = [p.wants_ranks for p in params]
         output.sampled_ranks = np.where(asks, np.array(token_ids, np.int32) + 1, 0).astype(np.int32)
+    if any(p.entropy for p in params):
+        pairs = zip(token_ids, params, strict=True)
+        output.entropies = np.array([fake_entropy(i) if p.entropy else 0.0 for i, p in pairs], np.float32)
     for index, each in enumerate(params):
         asked = range(vocab_size) if each.logprobs == -1 else each.logprob_token_ids
         if asked and index not in errors:

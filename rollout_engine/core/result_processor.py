@@ -214,6 +214,7 @@ def fill_columns(
     outputs.top_logprobs = result.top_logprobs
     outputs.sampled_ranks = result.sampled_ranks
     outputs.routed_experts = result.routed_experts
+    outputs.entropies = result.entropies
     if rows is None:
         left_out = {row for row, sequence in enumerate(sampled) if sequence.ended} | result.errors.keys()
         rows = [row for row in range(len(sampled)) if row not in left_out] if left_out else range(len(sampled))

@@ -13,10 +13,16 @@ of a rollout are `**exact.inputs(batch)`. A model on the CPU matches engines on 
 engines with `device="cuda", deterministic=True`.
 """
 
+from rollout_engine.exact.enabling import enable
 from rollout_engine.exact.inputs import inputs
 from rollout_engine.exact.load import load
 from rollout_engine.exact.report import ExactReport, check
-from rollout_engine.exact.trainer import enable, logprobs_of, token_logprobs, token_logprobs_and_entropies
+from rollout_engine.exact.trainer import (
+    logprobs_of,
+    token_entropy,
+    token_logprobs,
+    token_logprobs_and_entropies,
+)
 
 __all__ = [
     "ExactReport",
@@ -25,6 +31,7 @@ __all__ = [
     "inputs",
     "load",
     "logprobs_of",
+    "token_entropy",
     "token_logprobs",
     "token_logprobs_and_entropies",
 ]

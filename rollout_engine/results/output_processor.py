@@ -182,6 +182,10 @@ class OutputProcessor:
             for sequence_id, row in zip(sequence_ids, outputs.routed_experts, strict=True):
                 if sequence_id in live:
                     live[sequence_id].append_routed(row)
+        if outputs.entropies is not None:
+            for sequence_id, entropy in zip(sequence_ids, outputs.entropies.tolist(), strict=True):
+                if sequence_id in live:
+                    live[sequence_id].append_entropy(entropy)
         if outputs.id_logprobs is not None:
             for sequence_id, logprobs in outputs.id_logprobs.rows():
                 if sequence_id in live:

@@ -60,6 +60,8 @@ class GroupBatcher:
         temperature = _logprob_temperature([group.params for group in groups])
         adapters = [group.lora for group in groups]
         note = self.note(temperature, adapters, is_packed=layout == "packed")
+        sampled = {group.params.temperature or 1.0 for group in groups}
+        note = note._replace(sampled_temperature=sampled.pop() if len(sampled) == 1 else None)
         attach(batch["tokens", "full"], note._replace(has_pictures="pictures" in batch.keys()))
         return batch
 
