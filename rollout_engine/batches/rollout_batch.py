@@ -16,6 +16,10 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     "routed_experts"                          [B, T, L, k]          int16; experts of each token in the L layers with a
                                                        [1, N, L, k] router, -1 if it was not computed: the last of a
                                                                     sequence; only with return_routed_experts
+    ("entropy", "full")                       [B, T]   [1, N]       float32, nats; 0 outside the mask; only with entropy
+    ("top_k", "ids")                          [B, T, k]             int64; the k most likely tokens, most likely first;
+                                                       [1, N, k]    -1 outside the mask; only with logprobs=k, k >= 1
+    ("top_k", "log_probs")                    [B, T, k] …           float32; theirs; -inf outside the mask
     "group_id", "sample_index", "seed"        [B]                   int64
     "num_prompt_tokens"                       [B]                   int64; the start of the response in full
     "num_dropped"                             [B]                   int64; samples of its group that were started and
@@ -46,6 +50,7 @@ from torch import Tensor
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput, VersionSpan
+from rollout_engine.batches.sampled_columns import FILL, sampled_columns
 from rollout_engine.batches.summary import RolloutBatch
 
 Layout = Literal["padded", "packed"]
@@ -199,6 +204,9 @@ def _token_keys(
     if any(sample.routed_experts is not None for sample in samples):
         num_tokens = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
         keys["routed_experts"] = _place_values(masks.full, _routed_experts(samples, num_tokens), -1)
+    for key, values in sampled_columns(samples):
+        place = keys if isinstance(key, str) else keys.setdefault(key[0], {})
+        place[key if isinstance(key, str) else key[1]] = _place_values(masks.after, values, FILL[key])
     return keys
 
 
