@@ -174,6 +174,10 @@ class EngineCoreOutputs(msgspec.Struct):
     request that asked; perhaps again."""
     entropies: np.ndarray | None = None
     """float32 [N], 0 for requests that did not ask; None when no request of the step asked."""
+    hidden_states: np.ndarray | None = None
+    """int16 (bits of bfloat16) or float32 [N, H], 0 for requests that did not ask; None when none of the step asked."""
+    prompt_hidden_states: dict[int, np.ndarray] = {}
+    """`first_sequence_id` -> [P, H] of its prompt's tokens, with the first tokens of a request that asked for all."""
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these of the N rows in every column. Lists and arrays are replaced, not changed."""
@@ -190,6 +194,8 @@ class EngineCoreOutputs(msgspec.Struct):
             self.routed_experts = self.routed_experts[rows]
         if self.entropies is not None:
             self.entropies = self.entropies[rows]
+        if self.hidden_states is not None:
+            self.hidden_states = self.hidden_states[rows]
         if self.id_logprobs is not None:
             values_of = dict(self.id_logprobs.rows())
             self.id_logprobs = IdLogprobs.of({id: values_of[id] for id in self.sequence_ids if id in values_of})
@@ -306,6 +312,11 @@ class ModelRunnerOutput(msgspec.Struct):
     """Pictures that the step encoded."""
     entropies: np.ndarray | None = None
     """float32 [N], nats, of the tempered distribution; 0 for requests that did not ask, None if none asked."""
+    hidden_states: np.ndarray | None = None
+    """int16 (bits of bfloat16) or float32 [N, H]: the state behind the final norm that each was drawn from; 0 for
+    requests that did not ask, None if none asked."""
+    prompt_hidden_states: dict[int, np.ndarray] = {}
+    """Index into `SchedulerOutput.scheduled` -> [P, H] of that prompt's tokens, in the step that completes it."""
 
 
 UpdateMode = Literal["keep", "wait", "abort"]

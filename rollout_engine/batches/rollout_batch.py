@@ -20,6 +20,10 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     ("top_k", "ids")                          [B, T, k]             int64; the k most likely tokens, most likely first;
                                                        [1, N, k]    -1 outside the mask; only with logprobs=k, k >= 1
     ("top_k", "log_probs")                    [B, T, k] …           float32; theirs; -inf outside the mask
+    "hidden_states"                           [B, T, H]             in the model's dtype (here float32): the state from
+                                                       [1, N, H]    which each token was drawn, that of the token before
+                                                                    it; 0 outside the mask. return_hidden_states="all":
+                                                                    of prompt tokens too, 0 for the first
     "group_id", "sample_index", "seed"        [B]                   int64
     "num_prompt_tokens"                       [B]                   int64; the start of the response in full
     "num_dropped"                             [B]                   int64; samples of its group that were started and
@@ -50,7 +54,7 @@ from torch import Tensor
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput, VersionSpan
-from rollout_engine.batches.sampled_columns import FILL, sampled_columns
+from rollout_engine.batches.sampled_columns import FILL, hidden_states, sampled_columns
 from rollout_engine.batches.summary import RolloutBatch
 
 Layout = Literal["padded", "packed"]
@@ -99,6 +103,8 @@ def rollout_batch(
     batch["sample_index"] = _tensor(np.array([sample.index for sample in samples], np.int64))
     batch["seed"] = _tensor(np.array([sample.seed for sample in samples], np.uint64).view(np.int64))
     batch["num_prompt_tokens"] = _tensor(num_prompt)
+    if (states := hidden_states(outputs)) is not None:
+        batch["hidden_states"] = _place_values(masks.full, states, 0.0)
     if oversampled:
         batch["num_dropped"] = torch.tensor([outputs[row].num_dropped for row in rows], dtype=torch.int64)
     batch["truncated"] = ~(done := _make_done(samples))

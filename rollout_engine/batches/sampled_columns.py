@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_engine.base.outputs import CompletionOutput
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.base.sampling_params import MAX_LOGPROBS
 from rollout_engine.batches.layout import Key
 
@@ -36,6 +36,21 @@ def sampled_columns(samples: Sequence[CompletionOutput]) -> Iterator[tuple[Key, 
             key = "top_k", name
             parts = [None if top is None else top[place] for top in tops]
             yield key, _joined(parts, counts, shape, dtype, FILL[key])
+
+
+def hidden_states(outputs: Sequence[RequestOutput]) -> np.ndarray | None:
+    """The state behind which each token of prompts and completions stands, all sequences end to end, float32 [N, H].
+
+    0 for tokens without one, such as the first of each sequence. None if no output has states.
+    """
+    parts: list[tuple[int, np.ndarray | None]] = []
+    end = 0
+    for output in outputs:
+        for sample in output.outputs:
+            prompt, start = output.prompt_hidden_states, end + len(output.prompt_token_ids)
+            parts += [(end + 1, None if prompt is None else prompt[:-1]), (start, sample.hidden_states)]
+            end = start + len(sample.token_ids)
+    return placed_rows(parts, end, 0.0)
 
 
 def top_of(sample: CompletionOutput) -> Top | None:

@@ -119,6 +119,7 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         routed_experts=_routed_experts(samples, len(row.row.prompt) + len(response)),
         quantization=samples[0][1].quantization if samples else None,
         entropies=_place_values(samples, len(response), "entropies"),
+        hidden_states=placed_rows([(start, sample.hidden_states) for start, sample in samples], len(response), 0.0),
     )
     prompt = codec.decode(row.row.prompt) if row.row.prompt else ""
     found = RequestOutput(str(episode.key), prompt, row.row.prompt, None, [completion], True, 0)
