@@ -13,6 +13,7 @@ of a rollout are `**exact.inputs(batch)`. A model on the CPU matches engines on 
 engines with `device="cuda", deterministic=True`.
 """
 
+from rollout_engine.exact.distributions import FullReport
 from rollout_engine.exact.enabling import enable
 from rollout_engine.exact.inputs import inputs
 from rollout_engine.exact.load import load
@@ -26,6 +27,7 @@ from rollout_engine.exact.trainer import (
 
 __all__ = [
     "ExactReport",
+    "FullReport",
     "check",
     "enable",
     "inputs",

@@ -190,7 +190,7 @@ def _compute_at_next_tokens(
     else:
         rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask), features)
         found = _next_tokens(model, rows)
-    arithmetic, results = _arithmetic(model), []
+    arithmetic, results = kernels_of(model), []
     for index, compute in enumerate(values):
         with torch.set_grad_enabled(torch.is_grad_enabled() and index < (num_with_gradient or len(values))):
             each = compute(found, temperature, arithmetic)
@@ -291,7 +291,8 @@ def _packed_next_tokens(model: nn.Module, input_ids: Tensor, real: Tensor, posit
     return next_tokens(model(**inputs, use_cache=False).logits[:, :-1], input_ids, wanted)
 
 
-def _arithmetic(model: nn.Module) -> Arithmetic:
+def kernels_of(model: nn.Module) -> Arithmetic:
+    """The kernels that compute log-probs of a model's logits."""
     enabled = enabled_of(model)  # scores of a model that is not enabled are close, and warned of
     return CpuBackend.arithmetic if enabled is None else enabled.arithmetic
 
