@@ -16,6 +16,7 @@ from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import child_seed
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.core.fake_columns import fake_states
 from rollout_engine.core.fake_executor import (
     FakeExecutor,
     fake_features,
@@ -23,7 +24,6 @@ from rollout_engine.core.fake_executor import (
     fake_pooled,
     fake_routed_experts,
 )
-from rollout_engine.core.fake_columns import fake_states
 from rollout_engine.core.fake_states import FakeKVError
 
 Key = tuple[str, int]
