@@ -95,8 +95,8 @@ def token_entropy(
 ) -> Tensor:
     """Entropies of the distributions of next tokens, in nats -> float32 [B, T - 1], differentiable.
 
-    Entry `[:, i]` is the entropy of softmax(logits_i / temperature), from which token i + 1 was drawn; 0 where
-    `token_logprobs` is. It equals `batch["entropy", "full"][:, i + 1]` of a rollout with `SamplingParams(entropy=True)`
+    Entry `[:, i]` is the entropy of softmax(logits_i / temperature), from which token i + 1 was drawn; 0 at the same
+    places as `token_logprobs`. It equals `batch["entropy", "full"][:, i + 1]` of a rollout with `SamplingParams(entropy=True)`
     bit for bit. Arguments, errors and warnings are those of `token_logprobs`; without a temperature it is the one at
     which the batch was sampled.
     """
