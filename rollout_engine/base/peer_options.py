@@ -181,6 +181,7 @@ SAMPLING_PEERS: Peers = {
         "json_schema": _GRAMMAR,
         "no_stop_trim": "give include_stop_str_in_output=True",
         "regex": _GRAMMAR,
+        "return_entropy": "give entropy=True",
         "return_logprob": "give logprobs=0",
         "return_sampling_mask": "give return_support=True",
         "sampling_seed": "give seed",

@@ -34,6 +34,8 @@ class RolloutNote(NamedTuple):
     """Whether any prompt of it had pictures."""
     over_support: bool = False
     """Whether its log-probs are those of the model's own logits, renormalised over batch["support"]."""
+    sampled_temperature: float | None = None
+    """Temperature of its entropies, at which it was sampled, greedy as 1; None: several, or not known."""
 
 
 class LogprobsNote(NamedTuple):
@@ -100,6 +102,7 @@ def joined(notes: Iterable[RolloutNote | None]) -> RolloutNote | None:
     if not known or len(known) < len(found):
         return None
     same_temperature = len({(note.temperature, note.over_support) for note in known}) == 1
+    same_sampled = len({note.sampled_temperature for note in known}) == 1
     versions = [note.live_version for note in known if note.live_version is not None]
     return known[0]._replace(
         temperature=known[0].temperature if same_temperature else None,
@@ -107,6 +110,7 @@ def joined(notes: Iterable[RolloutNote | None]) -> RolloutNote | None:
         adapters=frozenset().union(*(note.adapters for note in known)),
         live_version=max(versions) if len(versions) == len(known) else None,
         has_pictures=any(note.has_pictures for note in known),
+        sampled_temperature=known[0].sampled_temperature if same_sampled else None,
     )
 
 

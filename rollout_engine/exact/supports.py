@@ -1,4 +1,4 @@
-"""Log-probs over supports, as an engine computes those of mode "processed".
+"""Sets of tokens over which log-probs are renormalised, as an engine does for those of mode "processed".
 
 A support has a row for each of the last tokens of its sequence, its response. Tokens before them, and those with an
 empty row, have log-probs of the whole vocabulary.
@@ -14,28 +14,21 @@ from torch import Tensor
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.support import Support, checked_support
 from rollout_engine.kernels.row_stats import TokenSets
-from rollout_engine.kernels.support_logprobs import support_logprobs
-from rollout_engine.kernels.token_logprobs import RowStatsKernel
 from rollout_engine.model.modules.next_token_logprobs import NextTokens
 from rollout_engine.model.modules.packed_rows import starts_of
 
 
-def logprobs_over(
-    support: Any,
-    found: NextTokens,
-    temperature: float,
-    kernel: RowStatsKernel,
-    real: Tensor,
-    positions: Tensor | None = None,
-) -> tuple[NextTokens, Tensor]:
-    """Log-probs of next tokens over `support`, a batch's column or a list with one of each sequence.
+def sets_of(
+    support: Any, found: NextTokens, real: Tensor, positions: Tensor | None
+) -> tuple[NextTokens, TokenSets | None]:
+    """Next tokens and their sets by `support`, a batch's column or a list with one of each sequence; None: no sets.
 
-    None: of whole rows. The sequences are those of `real` bool [B, T], packed by `positions` [B, T] if given. Returns
-    the next tokens, those that share a row but not a support apart, and float32 [M] of them. Raises `RequestError` for
-    supports that do not fit the sequences, and for one that lacks the token that was drawn from it.
+    The sequences are those of `real` bool [B, T], packed by `positions` [B, T] if given. Next tokens that share a row
+    but not a support are returned apart. Raises `RequestError` for supports that do not fit the sequences, and for one
+    that lacks the token that was drawn from it.
     """
     if support is None:
-        return found, found.logprobs(temperature, kernel)
+        return found, None
     if not found.logits.is_cpu:
         bound, hint = "left out for a model on a device", "Log-probs over supports are computed on a CPU alone."
         raise RequestError.for_field("support", type(support).__name__, bound, hint)
@@ -45,8 +38,7 @@ def logprobs_over(
     lengths = _lengths(real, positions)
     sets = _sets(supports, lengths, found.logits.shape[1])
     _require_tokens(found, sets, lengths)
-    found, sets = _one_set_each(found, sets)
-    return found, support_logprobs(found.logits, found.token_ids, temperature, sets)
+    return _one_set_each(found, sets)
 
 
 def _lengths(real: Tensor, positions: Tensor | None) -> list[int]:

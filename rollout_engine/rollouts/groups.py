@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.metrics import staleness
 from rollout_engine.base.provenance import RolloutNote, attach
@@ -59,13 +61,17 @@ class GroupBatcher:
         else:
             episodes = [each for group in groups if isinstance(group, EpisodeGroup) for each in group.episodes]
             batch = episode_batch(episodes, self._frontend.inputs.codec, pad_token_id=self._pad_token_id, layout=layout)
+        if "hidden_states" in batch.keys():
+            batch["hidden_states"] = batch["hidden_states"].to(getattr(torch, self._dtype))
         params = [group.params for group in groups]
         over_support = not self._has_processors and "support" in batch.keys() and all(map(is_over_support, params))
         temperature = _logprob_temperature(params, over_support)
         adapters = [group.lora for group in groups]
         note = self.note(temperature, adapters, is_packed=layout == "packed")
-        note = note._replace(has_pictures="pictures" in batch.keys(), over_support=over_support)
-        attach(batch["tokens", "full"], note)
+        sampled = {each.temperature or 1.0 for each in params}
+        sampled_temperature = sampled.pop() if len(sampled) == 1 else None
+        note = note._replace(sampled_temperature=sampled_temperature, over_support=over_support)
+        attach(batch["tokens", "full"], note._replace(has_pictures="pictures" in batch.keys()))
         return batch
 
     def note(self, temperature: float | None, adapters: Iterable[str | None], *, is_packed: bool) -> RolloutNote:

@@ -44,6 +44,8 @@ _DRAWS_THE_SAME = {
     "speculation",
     "return_routed_experts",
     "return_support",
+    "entropy",
+    "return_hidden_states",
 }
 """Fields of `SamplingParams` that set the number of samples, or the returned values."""
 

@@ -110,11 +110,13 @@ def told(output):
         plain(output.prompt_logprobs),
         plain(output.prompt_top_logprobs),
         plain(output.prompt_ranks),
+        plain(output.prompt_hidden_states),
         [told_of_sample(sample) for sample in output.outputs],
     ]
 
 
 def told_of_sample(sample):
     """What a sample says, but for its versions."""
-    fields = "index text token_ids finish_reason stop_reason seed error logprobs top_logprobs kept_logprob_mass support"
-    return [plain(getattr(sample, name)) for name in f"{fields} sampled_ranks token_id_logprobs routed_experts".split()]
+    fields = "index text token_ids finish_reason stop_reason seed error logprobs top_logprobs kept_logprob_mass"
+    more = "sampled_ranks token_id_logprobs routed_experts support entropies hidden_states"
+    return [plain(getattr(sample, name)) for name in f"{fields} {more}".split()]

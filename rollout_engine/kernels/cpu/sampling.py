@@ -60,7 +60,7 @@ class PreparedRows:
         rules: Truncation | None,
         drawn: tuple[RowStats, KeptTokens | None] | None = None,
     ) -> None:
-        logits = _readable(logits)
+        logits = readable(logits)
         self.num_rows, vocab_size = logits.shape
         if drawn is None:
             kept = None if rules is None else KeptTokens.empty(self.num_rows)
@@ -139,7 +139,7 @@ def score(logits: Tensor, temperatures: Tensor, tokens: Tensor, support: TokenSe
 
     `support`: the only tokens that count; None: all. Raises `ValueError` for tensors it cannot read.
     """
-    logits = _readable(logits)
+    logits = readable(logits)
     stats = RowStats.empty(len(logits), "cpu")._replace(tokens=tokens.contiguous())
     args = _rows(logits, temperatures, stats)
     check_ids("token_ids", tokens, logits.shape[1], of="the vocabulary of these logits")
@@ -150,7 +150,7 @@ def score(logits: Tensor, temperatures: Tensor, tokens: Tensor, support: TokenSe
 
 def kept_ids(logits: Tensor, rows: Tensor, floor: Tensor, last_tie: Tensor) -> TokenSets:
     """Tokens of some `rows` of `logits`, int64 [n], that edges [n] keep: C++ side of `kernels.truncation.kept_ids`."""
-    logits, count = _readable(logits), len(rows)
+    logits, count = readable(logits), len(rows)
     check_ids("rows", rows, len(logits), of="the rows of these logits")
     found = torch.empty(count, dtype=torch.int64)
     args = _Kept(
@@ -182,11 +182,11 @@ def gradient(
 
     `support`: that of `score`. Raises `ValueError` for tensors it cannot read.
     """
-    readable = _readable(logits)
-    args = _rows(readable, temperatures, stats)
+    given = readable(logits)
+    args = _rows(given, temperatures, stats)
     _set_support(args, support)
-    grad, result = grad.contiguous(), torch.empty(readable.shape, dtype=readable.dtype)
-    args.grad, args.grad_logits = address("grad", grad, torch.float32, readable.shape[:1]), result.data_ptr()
+    grad, result = grad.contiguous(), torch.empty(given.shape, dtype=given.dtype)
+    args.grad, args.grad_logits = address("grad", grad, torch.float32, given.shape[:1]), result.data_ptr()
     _library().sampling_gradient(ctypes.addressof(args))
     return result.to(logits.dtype)
 
@@ -258,7 +258,7 @@ def _mask_addresses(masks: TokenMasks, n: int, vocab_size: int) -> tuple[int, in
     return found
 
 
-def _readable(logits: Tensor) -> Tensor:
+def readable(logits: Tensor) -> Tensor:
     """`logits` as float32 or bfloat16 [N, V] with contiguous rows."""
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
         raise argument_error("logits", logits, "a tensor of floats [N, V]")
