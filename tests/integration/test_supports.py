@@ -99,7 +99,7 @@ def test_supports_are_the_same_alone_drafted_forked_and_in_another_process(check
     with LLM(checkpoint, **OPTIONS, speculation=SpeculationConfig()) as drafting:
         drafting.llm_engine.frontend.client.driver.core._scheduler.speculator._costs.of = lambda num_rows: 1.0
         drafted = [drafting.generate(PROMPTS, params, use_tqdm=False) for _ in range(2)][1]
-        assert drafting.llm_engine.frontend.client.driver.core.stats.drafts.num_accepted_tokens
+        assert drafting.llm_engine.frontend.client.driver.core.stats.drafts.num_accepted
 
     async def exchange():
         engine = AsyncLLM.from_config(EngineConfig(model=checkpoint, **OPTIONS))
@@ -204,7 +204,7 @@ def test_what_is_compared_otherwise_is_told_by_its_cause(policy, trainer, recwar
         assert_exact(trainer, tempered)
         renormalised = exact.token_logprobs(trainer, tempered, support=tempered["support"])
         assert "logprobs_mode='processed', or call" in exact.check(tempered, renormalised).cause
-        penalised = rollout(policy, PARAMS.clone(presence_penalty=1.0))
+        penalised = rollout(policy, PARAMS.clone(repetition_penalty=2.0))
         with pytest.raises(RequestError, match="temperature=None.*or of edited logits"):
             exact.token_logprobs(trainer, penalised)
         report = exact.check(
