@@ -182,11 +182,11 @@ def gradient(
 
     `support`: that of `score`. Raises `ValueError` for tensors it cannot read.
     """
-    given = readable(logits)
-    args = _rows(given, temperatures, stats)
+    own = readable(logits)
+    args = _rows(own, temperatures, stats)
     _set_support(args, support)
-    grad, result = grad.contiguous(), torch.empty(given.shape, dtype=given.dtype)
-    args.grad, args.grad_logits = address("grad", grad, torch.float32, given.shape[:1]), result.data_ptr()
+    grad, result = grad.contiguous(), torch.empty(own.shape, dtype=own.dtype)
+    args.grad, args.grad_logits = address("grad", grad, torch.float32, own.shape[:1]), result.data_ptr()
     _library().sampling_gradient(ctypes.addressof(args))
     return result.to(logits.dtype)
 

@@ -89,7 +89,8 @@ def test_no_field_of_the_outputs_is_forgotten():
     names = {"policy_version", "sequence_ids", "token_ids", "kv_min_versions", "logprobs", "kept_logprob_mass"}
     names |= {"top_logprobs", "ended", "num_cached_tokens", "start_time", "prompt_logprobs"}
     names |= {"sampled_ranks", "id_logprobs", "pooled", "routed_experts", "prompt_routed_experts"}
-    names |= {"supports", "entropies", "hidden_states", "prompt_hidden_states"}
+    names |= {"entropies", "hidden_states", "prompt_hidden_states"}
+    names |= {"supports"}
     assert {field.name for field in msgspec.structs.fields(EngineCoreOutputs)} == names
 
 
