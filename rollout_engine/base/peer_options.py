@@ -16,6 +16,7 @@ _NO_REMOTE_CODE = "code of checkpoints is never run; the architecture must be on
 _NO_REVISION = "download the revision first (huggingface_hub.snapshot_download) and give its directory as model"
 _ADD_LORA = "leave it out: add_lora(LoRARequest(...)) works at any time"
 _ALWAYS_ON = "it is always on; leave it out"
+_SUPPORT = "it belongs to one request: SamplingParams(return_support=True, logprobs_mode='processed')"
 _QUANTIZATION = (
     "quantized checkpoints are dequantized at load; quantization='int8' rounds the weights of layers at load, on a CPU"
 )
@@ -57,6 +58,8 @@ ENGINE_PEERS: Peers = {
         "pipeline_parallel_size": _NO_PARALLEL,
         "preemption_mode": "preempted requests are always recomputed; leave it out",
         "profiler_config": "give profiler_dir, and the rest to start_profile",
+        "return_sampling_mask": _SUPPORT,
+        "return_sampling_mask_logprobs": _SUPPORT,
         "revision": _NO_REVISION,
         "rope_scaling": "edit config.json in a copy of the checkpoint",
         "rope_theta": "edit config.json in a copy of the checkpoint",
@@ -178,7 +181,9 @@ SAMPLING_PEERS: Peers = {
         "json_schema": _GRAMMAR,
         "no_stop_trim": "give include_stop_str_in_output=True",
         "regex": _GRAMMAR,
+        "return_entropy": "give entropy=True",
         "return_logprob": "give logprobs=0",
+        "return_sampling_mask": "give return_support=True",
         "sampling_seed": "give seed",
         "token_ids_logprob": "give logprob_token_ids",
         "top_logprobs_num": "give logprobs, the number of most likely tokens",

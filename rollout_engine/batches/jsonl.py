@@ -11,6 +11,11 @@
                                                   there are any
     log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 if it was not sampled
     kept_logprob_mass                             the same, with top-k, top-p or min-p
+    support                                       per token of the response the ids that its draw had left, [] for all;
+                                                  with return_support
+    entropy                                       one per token of the response, 0 if it was not sampled; with entropy
+    top_k                                         with logprobs=k: per token [id, log-prob] of the k most likely ones,
+                                                  null for a log-prob of -inf; [] if it was not sampled
     reward, done                                  with a reward function; of episodes also `terminated`: the
                                                   environment ended it, and no limit or fault
     rewards                                       {name: number} with a list of them; null if one does not apply
@@ -22,8 +27,8 @@
 In `columns`, `info` and `messages` sets are lists, and other values that JSON lacks (NaN, infinities, bytes, dates) are
 a text: a warning names such values (`rollout_engine.batches.json_values`).
 `rollout(log_to=...)` adds the origin of the sample (`rollout_engine.rollouts.log`); `read_jsonl` reads both.
-"routed_experts" are not written. Numbers are written so that reading them gives the same bits (float32 as its float64
-value).
+"routed_experts" and "hidden_states" are not written. Numbers are written so that reading them gives the same bits
+(float32 as its float64 value).
 """
 
 import json
@@ -58,6 +63,7 @@ from rollout_engine.batches.layout import (
 )
 from rollout_engine.batches.picture_files import as_entries, folder_beside, has_pictures, save_pictures
 from rollout_engine.batches.rollout_files import append_text
+from rollout_engine.batches.sampled_columns import top_rows
 
 logger = logging.getLogger("rollout_engine")
 
@@ -106,6 +112,12 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
         sample |= {key: batch[key][after].tolist() for key in ("policy_version", "kv_min_version")}
         if "kept_logprob_mass" in batch.keys():
             sample["kept_logprob_mass"] = batch["kept_logprob_mass"][response].tolist()
+        if "support" in own:
+            sample["support"] = own["support"][row].lists()
+        if "entropy" in batch.keys():
+            sample["entropy"] = batch["entropy", "full"][after].tolist()
+        if "top_k" in batch.keys():
+            sample["top_k"] = top_rows(*(batch["top_k", name][after] for name in ("ids", "log_probs")))
         if "next" in batch.keys():
             ends = [key for key in ("done", "terminated") if ("next", key) in own]
             sample |= {key: own["next", key][row][0] for key in ("reward", *ends)}

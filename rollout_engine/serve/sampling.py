@@ -12,7 +12,7 @@ from rollout_engine.base.sampling_params import LogprobsMode, SamplingParams
 from rollout_engine.base.seeds import MAX_SEED, MIN_SEED, unsigned
 from rollout_engine.serve.forms import FORM_NAMES, form_of
 
-_OF_ROUTES = {"logprobs", "output_kind", "detokenize", "return_routed_experts"}
+_OF_ROUTES = {"logprobs", "output_kind", "detokenize", "return_routed_experts", "return_support"}
 """`SamplingParams` that routes have under other names, or set themselves."""
 _OWN = [name for name in SamplingParams.__struct_fields__ if name not in _OF_ROUTES]
 _FORMS = [name for name in FORM_NAMES if name not in ("structured_outputs", "structural_tag")]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.hidden_states import check_hidden_asked
 from rollout_engine.base.lora_request import as_lora_request
 from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.base.pictures import PictureInfo, PlacedPicture
@@ -21,6 +22,7 @@ from rollout_engine.base.sampling_params import (
 )
 from rollout_engine.base.seeds import mix, unsigned
 from rollout_engine.base.structs import plain
+from rollout_engine.base.support import check_num_support_ids, check_support_asked
 from rollout_engine.grammars.tokenizer_file import serialize_tokenizer
 from rollout_engine.grammars.trials import GrammarTrials
 from rollout_engine.text.default_params import read_default_params
@@ -113,7 +115,7 @@ class InputProcessor:
         self._takes_extra_args = takes_extra_args
         """Whether the engine has logits processors, which may read `extra_args`."""
         self._gives_id_logprobs = gives_id_logprobs
-        """Whether the engine's sampler returns log-probs of given token ids, as the CPU's does."""
+        """Whether the engine's sampler returns supports, and log-probs of given token ids, as the CPU's does."""
         self._clamps = clamps
         """Whether a `max_tokens` that does not fit is shortened instead of refused."""
         self.default_params = default_params
@@ -253,7 +255,9 @@ class InputProcessor:
         if not token_ids:
             raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
         max_tokens = resolve_max_tokens(params, len(token_ids), self._max_model_len, clamps=self._clamps)
+        check_hidden_asked(params, self._pooling, len(token_ids), max_tokens)
         params.check_num_logprobs(len(token_ids), max_tokens, self._vocab_size)
+        check_num_support_ids(params, max_tokens, self._vocab_size)
         return CheckedPrompt(
             text=text,
             token_ids=token_ids,
@@ -312,6 +316,7 @@ class InputProcessor:
             field = "logprobs" if params.logprobs == -1 else "logprob_token_ids"
             hint = f"Its sampler returns log-probs of the most likely tokens only: logprobs=k, k up to {MAX_LOGPROBS}."
             raise RequestError.for_field(field, getattr(params, field), "absent with device='cuda'", hint)
+        check_support_asked(params.return_support, self._gives_id_logprobs)
         self._check_grammar(params)
         check_routing_asked(params.return_routed_experts, self._routing)
         if params.extra_args and not self._takes_extra_args:

@@ -50,8 +50,11 @@ REQUEST_EXTREMES = {
     "extra_args": [{}, {"a": [1, None]}, {"a": object()}],
     "speculation": [True, False, "auto"],
     "return_routed_experts": [True, False, 1],
+    "return_support": [True, False, 1],
     "structured_outputs": [{"choice": ["a"]}, {"regex": "a+"}, {"regex": "("}, {"json": {"type": "none"}}, {"none": 1}],
     "output_kind": ["cumulative", "delta", "final_only", "all"],
+    "entropy": [True, False, 1],
+    "return_hidden_states": ["sampled", "all", True, "some"],
 }
 CONFIG_EXTREMES = {
     "chat_template": [None, "{{ messages[0].content }}", "{% for", "no/such.jinja", ""],
