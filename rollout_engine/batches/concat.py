@@ -9,9 +9,10 @@ from torch import Tensor
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.batches.layout import (
+    FILL_OF_TEACHER,
     PER_TURN,
-    SPAN_OF_KEY,
     SPANS,
+    TEACHER,
     Key,
     Span,
     check_batch,
@@ -19,6 +20,7 @@ from rollout_engine.batches.layout import (
     leaves,
     packed_span,
     padding_token,
+    span_of,
     width_of,
 )
 from rollout_engine.batches.summary import RolloutBatch, with_note
@@ -91,9 +93,9 @@ def _joined_padded(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -
         if key == PER_TURN:
             values = _same_turns(values)
         elif len({value.shape[1:] for value in values}) > 1:
-            span = SPAN_OF_KEY.get(key) or _guessed_span(key, values, batches)
+            span = span_of(key) or _guessed_span(key, values, batches)
             width = max(width_of(batch, span) for batch in batches)
-            fill = pad_token_id if key in _TOKENS else _FILL.get(key, 0)
+            fill = pad_token_id if key in _TOKENS else _fill_of(key)
             values = [_widen(value, width, fill, left=span == "prompt") for value in values]
         joined[key] = torch.cat(values, 0)
     return joined
@@ -110,6 +112,11 @@ def _joined_packed(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -
         joined[key] = torch.cat(values, 1 if per_token == {True} else 0)
     joined["cu_seqlens"] = torch.cat([ends[0][:1], torch.cat([end.diff() for end in ends]).cumsum(0).to(ends[0])])
     return joined
+
+
+def _fill_of(key: Key) -> float:
+    """The padding of a key other than tokens."""
+    return FILL_OF_TEACHER.get(key[-1], 0) if key[0] == TEACHER else _FILL.get(key, 0)
 
 
 def _guessed_span(key: Key, values: list[Tensor], batches: list[TensorDictBase]) -> Span:
@@ -129,7 +136,7 @@ def _same_turns(values: list[Tensor]) -> list[Tensor]:
     return [_widen(value, most, 0, left=False) for value in values]
 
 
-def _widen(value: Tensor, width: int, fill: int, *, left: bool) -> Tensor:
+def _widen(value: Tensor, width: int, fill: float, *, left: bool) -> Tensor:
     missing = width - value.shape[1]
     sides = [missing, 0] if left else [0, missing]
     return torch.nn.functional.pad(value, [0, 0] * (value.dim() - 2) + sides, value=fill)

@@ -11,6 +11,8 @@
                                                   there are any
     log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 if it was not sampled
     kept_logprob_mass                             the same, with top-k, top-p or min-p
+    teacher                                       {name: {log_probs, top_ids, top_log_probs}} with teachers, one entry
+                                                  per token of the response; null if it was not sampled or not scored
     reward, done                                  with a reward function; of episodes also `terminated`: the
                                                   environment ended it, and no limit or fault
     rewards                                       {name: number} with a list of them; null if one does not apply
@@ -47,14 +49,16 @@ from rollout_engine.batches.layout import (
     EPISODE_KEYS,
     PER_TURN,
     RESERVED_KEYS,
-    SPAN_OF_KEY,
+    TEACHER,
     Key,
+    Place,
     Places,
     check_batch,
     is_packed,
     leaves,
     packed_span,
     places,
+    span_of,
 )
 from rollout_engine.batches.picture_files import as_entries, folder_beside, has_pictures, save_pictures
 from rollout_engine.batches.rollout_files import append_text
@@ -106,6 +110,8 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
         sample |= {key: batch[key][after].tolist() for key in ("policy_version", "kv_min_version")}
         if "kept_logprob_mass" in batch.keys():
             sample["kept_logprob_mass"] = batch["kept_logprob_mass"][response].tolist()
+        if TEACHER in batch.keys():
+            sample[TEACHER] = _teachers(batch, after)
         if "next" in batch.keys():
             ends = [key for key in ("done", "terminated") if ("next", key) in own]
             sample |= {key: own["next", key][row][0] for key in ("reward", *ends)}
@@ -122,8 +128,23 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
 
 def _plain(batch: TensorDictBase, reserved: frozenset[str]) -> dict[Key, list[Any]]:
     """A rollout's own keys with one entry per sequence, as lists."""
-    keys = {key for key, _ in leaves(batch)} - SPAN_OF_KEY.keys() - {"cu_seqlens"}
+    keys = {key for key, _ in leaves(batch) if span_of(key) is None} - {"cu_seqlens"}
     return {key: batch.get(key).tolist() for key in keys if _top(key) in reserved}
+
+
+def _teachers(batch: TensorDictBase, after: Place) -> dict[str, dict[str, list[Any]]]:
+    """The columns of each teacher at the tokens of one response; None where a number is not finite."""
+    return {
+        name: {part: _finite(values[after].tolist()) for part, values in columns.items()}
+        for name, columns in batch[TEACHER].items()
+    }
+
+
+def _finite(value: Any) -> Any:
+    """A number, or nested lists of them, with None in place of those that are not finite."""
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value if math.isfinite(value) else None
 
 
 class Converted:

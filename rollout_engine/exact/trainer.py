@@ -35,6 +35,7 @@ from rollout_engine.model.modules.next_token_logprobs import (
 )
 from rollout_engine.model.modules.packed_rows import positions_from, starts_of
 from rollout_engine.model.modules.placed_features import PlacedFeatures, placing
+from rollout_engine.model.modules.prefix_trial import shares_prefixes
 from rollout_engine.model.modules.rotary import refuse_long_batches
 from rollout_engine.model.packing.output_head import has_float32_head, set_float32_head
 from rollout_engine.model.training.adapted_layers import (
@@ -45,7 +46,6 @@ from rollout_engine.model.training.adapted_layers import (
 )
 from rollout_engine.model.training.call_checks import install_checks, refuse_moved, warn_of_adapted_head, warn_once
 from rollout_engine.model.training.picture_calls import batch_features, make_pictures_exact
-from rollout_engine.model.training.prefix_trial import shares_prefixes
 from rollout_engine.model.training.rollout_inputs import rollout_inputs
 from rollout_engine.model.training.token_batch import token_batch
 
