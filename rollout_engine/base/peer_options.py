@@ -179,6 +179,7 @@ SAMPLING_PEERS: Peers = {
         "json_schema": _GRAMMAR,
         "no_stop_trim": "give include_stop_str_in_output=True",
         "regex": _GRAMMAR,
+        "return_entropy": "give entropy=True",
         "return_logprob": "give logprobs=0",
         "sampling_seed": "give seed",
         "token_ids_logprob": "give logprob_token_ids",

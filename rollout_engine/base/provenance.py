@@ -32,6 +32,8 @@ class RolloutNote(NamedTuple):
     """Version of the live weights when the rollout was returned; of several rollouts the newest. None: not known."""
     has_pictures: bool = False
     """Whether any prompt of it had pictures."""
+    sampled_temperature: float | None = None
+    """Temperature of its entropies, at which it was sampled, greedy as 1; None: several, or not known."""
 
 
 class LogprobsNote(NamedTuple):
@@ -96,12 +98,14 @@ def joined(notes: Iterable[RolloutNote | None]) -> RolloutNote | None:
     if not known or len(known) < len(found):
         return None
     same_temperature = len({note.temperature for note in known}) == 1
+    same_sampled = len({note.sampled_temperature for note in known}) == 1
     versions = [note.live_version for note in known if note.live_version is not None]
     return known[0]._replace(
         temperature=known[0].temperature if same_temperature else None,
         adapters=frozenset().union(*(note.adapters for note in known)),
         live_version=max(versions) if len(versions) == len(known) else None,
         has_pictures=any(note.has_pictures for note in known),
+        sampled_temperature=known[0].sampled_temperature if same_sampled else None,
     )
 
 

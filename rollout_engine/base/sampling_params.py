@@ -73,6 +73,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         "logprob_token_ids": lambda value: [value] if type(value) is int else value,
         "top_k": lambda value: 0 if type(value) is int and value == -1 else value,
         "logprobs_mode": lambda value: value.removesuffix("_logprobs") if isinstance(value, str) else value,
+        "return_hidden_states": lambda value: ("all" if value else None) if isinstance(value, bool) else value,
     }
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] = 1
@@ -159,6 +160,13 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     {"choice": [text, ...]} or {"structural_tag": {...}}, which binds the output inside of tags alone. Tokens that would
     break it cannot be sampled; an end id or one of `stop_token_ids` can where it is complete, and only there. An output
     that `max_tokens` or a stop string cuts off is as far as it came. Needs the package llguidance."""
+    entropy: bool = False
+    """Return the entropy at each sampled token (`CompletionOutput.entropies`): of the tempered distribution, whatever
+    `logprobs_mode`, penalties and truncation are, as `exact.token_entropy` computes it."""
+    return_hidden_states: Literal["sampled", "all"] | None = None
+    """Return hidden states of the last layer, behind the final norm, at most 128 MiB of them. "sampled": those from which
+    the tokens were drawn (`CompletionOutput.hidden_states`); "all": also those of the prompt's tokens
+    (`RequestOutput.prompt_hidden_states`), which is then computed without prefix hits; True is "all". On a CPU."""
 
     def check(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "a finite number >= 0")

@@ -23,11 +23,16 @@ from rollout_engine.batches.layout import (
     span_of,
     width_of,
 )
+from rollout_engine.batches.sampled_columns import FILL
 from rollout_engine.batches.summary import RolloutBatch, with_note
 
 GroupIds = Literal["renumber", "keep"]
 
-_FILL: dict[Key, int] = {"policy_version": -1, "kv_min_version": -1, ("masks", "turn"): -1, "routed_experts": -1}
+_FILL: dict[Key, float] = {
+    **FILL,
+    **dict.fromkeys(("policy_version", "kv_min_version", ("masks", "turn"), "routed_experts"), -1),
+}
+_TOP_K: tuple[Key, ...] = ("top_k", "ids"), ("top_k", "log_probs")
 _TOKENS: tuple[Key, ...] = tuple(("tokens", span) for span in SPANS)
 """Padding values by key; other keys are padded with 0 or False, tokens with the batch's own padding."""
 
@@ -43,8 +48,8 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
         group_ids: "renumber" numbers groups 0, 1, 2, ... in order of appearance; groups of different batches stay
             different. "keep" leaves "group_id" unchanged: for parts of one rollout, whose groups may be split.
 
-    Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated), those without "pictures" none. Any
-    other key must be in all batches or in none. Raises `RequestError` otherwise, for mixed layouts, and for keys that
+    Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated), those without "pictures" none. The k of
+    ("top_k", ...) becomes the largest, with -1 and -inf for what others did not ask for. Any other key must be in all batches or in none. Raises `RequestError` otherwise, for mixed layouts, and for keys that
     cannot be concatenated.
     """
     if group_ids not in get_args(GroupIds):
@@ -78,6 +83,10 @@ def _complete(parts: list[dict[Key, Any]]) -> list[dict[Key, Any]]:
         elif key == "pictures":
             for part in parts:
                 part.setdefault(key, NonTensorStack(*(() for _ in part["group_id"])))
+        elif key in _TOP_K and not without:
+            most = max(part[key].shape[-1] for part in parts)
+            for part in parts:
+                part[key] = torch.nn.functional.pad(part[key], [0, most - part[key].shape[-1]], value=_FILL[key])
         elif without:
             have = next(i for i, part in enumerate(parts) if key in part)
             hint = f"Add it to batches[{without[0]}], or leave it out of all with batch.exclude({key!r})."

@@ -13,6 +13,9 @@
     kept_logprob_mass                             the same, with top-k, top-p or min-p
     teacher                                       {name: {log_probs, top_ids, top_log_probs}} with teachers, one entry
                                                   per token of the response; null if it was not sampled or not scored
+    entropy                                       one per token of the response, 0 if it was not sampled; with entropy
+    top_k                                         with logprobs=k: per token [id, log-prob] of the k most likely ones,
+                                                  null for a log-prob of -inf; [] if it was not sampled
     reward, done                                  with a reward function; of episodes also `terminated`: the
                                                   environment ended it, and no limit or fault
     rewards                                       {name: number} with a list of them; null if one does not apply
@@ -24,7 +27,7 @@
 In `columns`, `info` and `messages` sets are lists, and other values that JSON lacks (NaN, infinities, bytes, dates) are
 a text: a warning names such values (`rollout_engine.batches.json_values`).
 `rollout(log_to=...)` adds the origin of the sample (`rollout_engine.rollouts.log`); `read_jsonl` reads both.
-"routed_experts" are not written. Numbers are written so that reading them gives the same bits (float32 as its float64
+"routed_experts" and "hidden_states" are not written. Numbers are written so that reading them gives the same bits (float32 as its float64
 value).
 """
 
@@ -62,6 +65,7 @@ from rollout_engine.batches.layout import (
 )
 from rollout_engine.batches.picture_files import as_entries, folder_beside, has_pictures, save_pictures
 from rollout_engine.batches.rollout_files import append_text
+from rollout_engine.batches.sampled_columns import top_rows
 
 logger = logging.getLogger("rollout_engine")
 
@@ -112,6 +116,10 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
             sample["kept_logprob_mass"] = batch["kept_logprob_mass"][response].tolist()
         if TEACHER in batch.keys():
             sample[TEACHER] = _teachers(batch, after)
+        if "entropy" in batch.keys():
+            sample["entropy"] = batch["entropy", "full"][after].tolist()
+        if "top_k" in batch.keys():
+            sample["top_k"] = top_rows(*(batch["top_k", name][after] for name in ("ids", "log_probs")))
         if "next" in batch.keys():
             ends = [key for key in ("done", "terminated") if ("next", key) in own]
             sample |= {key: own["next", key][row][0] for key in ("reward", *ends)}

@@ -38,6 +38,10 @@ SPAN_OF_KEY: dict[Key, Span] = {
     "policy_version": "full",
     "kv_min_version": "full",
     "routed_experts": "full",
+    ("entropy", "full"): "full",
+    ("top_k", "ids"): "full",
+    ("top_k", "log_probs"): "full",
+    "hidden_states": "full",
 }
 """Keys of a rollout with one value per token."""
 TEACHER = "teacher"
@@ -50,7 +54,7 @@ PER_TURN: Key = ("rewards", "turn")
 RESERVED_KEYS = frozenset(
     "tokens masks log_probs kept_logprob_mass policy_version kv_min_version group_id sample_index seed "
     "num_prompt_tokens num_dropped truncated finish_reason text next rewards cu_seqlens routed_experts "
-    "pictures teacher".split()
+    "pictures entropy top_k hidden_states teacher".split()
 )
 """Top-level keys that no column may take."""
 EPISODE_KEYS = frozenset("num_turns episode_id seat ended_by error messages info".split())

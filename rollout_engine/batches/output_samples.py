@@ -8,6 +8,7 @@ import numpy as np
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.batches.picture_files import as_entries
+from rollout_engine.batches.sampled_columns import top_of, top_rows
 
 
 def output_samples(
@@ -23,6 +24,8 @@ def output_samples(
     Raises `RequestError` for samples without log-probs.
     """
     has_mass = any(sample.kept_logprob_mass is not None for sample in output.outputs)
+    has_entropies = any(sample.entropies is not None for sample in output.outputs)
+    has_top = any(top_of(sample) is not None for sample in output.outputs)
     prompt_token_ids = [int(token_id) for token_id in output.prompt_token_ids]
     for row, sample in enumerate(output.outputs):
         if sample.logprobs is None and sample.token_ids:
@@ -47,6 +50,11 @@ def output_samples(
         made["kv_min_version"] = [version for length, _, version in spans for _ in range(length)]
         if has_mass:
             made["kept_logprob_mass"] = _floats(sample.kept_logprob_mass, sample)
+        if has_entropies:
+            made["entropy"] = _floats(sample.entropies, sample)
+        if has_top:
+            top = top_of(sample)
+            made["top_k"] = [[] for _ in sample.token_ids] if top is None else top_rows(*top)
         if rewards is not None:
             made |= {"reward": _float32(rewards[row]), "done": is_done}
         if function_rewards:

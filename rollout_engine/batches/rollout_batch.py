@@ -16,6 +16,14 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     "routed_experts"                          [B, T, L, k]          int16; experts of each token in the L layers with a
                                                        [1, N, L, k] router, -1 if it was not computed: the last of a
                                                                     sequence; only with return_routed_experts
+    ("entropy", "full")                       [B, T]   [1, N]       float32, nats; 0 outside the mask; only with entropy
+    ("top_k", "ids")                          [B, T, k]             int64; the k most likely tokens, most likely first;
+                                                       [1, N, k]    -1 outside the mask; only with logprobs=k, k >= 1
+    ("top_k", "log_probs")                    [B, T, k] …           float32; theirs; -inf outside the mask
+    "hidden_states"                           [B, T, H]             in the model's dtype (here float32): the state from
+                                                       [1, N, H]    which each token was drawn, that of the token before
+                                                                    it; 0 outside the mask. return_hidden_states="all":
+                                                                    of prompt tokens too, 0 for the first
     "group_id", "sample_index", "seed"        [B]                   int64
     "num_prompt_tokens"                       [B]                   int64; the start of the response in full
     "num_dropped"                             [B]                   int64; samples of its group that were started and
@@ -52,6 +60,7 @@ from torch import Tensor
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput, VersionSpan
+from rollout_engine.batches.sampled_columns import FILL, hidden_states, sampled_columns
 from rollout_engine.batches.summary import RolloutBatch
 
 Layout = Literal["padded", "packed"]
@@ -100,6 +109,8 @@ def rollout_batch(
     batch["sample_index"] = _tensor(np.array([sample.index for sample in samples], np.int64))
     batch["seed"] = _tensor(np.array([sample.seed for sample in samples], np.uint64).view(np.int64))
     batch["num_prompt_tokens"] = _tensor(num_prompt)
+    if (states := hidden_states(outputs)) is not None:
+        batch["hidden_states"] = _place_values(masks.full, states, 0.0)
     if oversampled:
         batch["num_dropped"] = torch.tensor([outputs[row].num_dropped for row in rows], dtype=torch.int64)
     batch["truncated"] = ~(done := _make_done(samples))
@@ -205,6 +216,9 @@ def _token_keys(
     if any(sample.routed_experts is not None for sample in samples):
         num_tokens = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
         keys["routed_experts"] = _place_values(masks.full, _routed_experts(samples, num_tokens), -1)
+    for key, values in sampled_columns(samples):
+        place = keys if isinstance(key, str) else keys.setdefault(key[0], {})
+        place[key if isinstance(key, str) else key[1]] = _place_values(masks.after, values, FILL[key])
     return keys
 
 

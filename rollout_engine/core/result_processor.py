@@ -78,6 +78,8 @@ class ResultProcessor:
                 outputs.prompt_logprobs[request.source.first_sequence_id] = logprobs
         for index, routed in result.prompt_routed_experts.items():
             outputs.prompt_routed_experts[step.rows[index].request.source.first_sequence_id] = routed
+        for index, states in result.prompt_hidden_states.items():
+            outputs.prompt_hidden_states[step.rows[index].request.source.first_sequence_id] = states
         self._pool(step, result, outputs)
         self._scheduler.stats.pictures.num_encoded += result.num_encoded_pictures
         self._scheduler.stats.num_tokens_sampled += sum(len(each.sequence_ids) for each in queued)
@@ -214,6 +216,8 @@ def fill_columns(
     outputs.top_logprobs = result.top_logprobs
     outputs.sampled_ranks = result.sampled_ranks
     outputs.routed_experts = result.routed_experts
+    outputs.entropies = result.entropies
+    outputs.hidden_states = result.hidden_states
     if rows is None:
         left_out = {row for row, sequence in enumerate(sampled) if sequence.ended} | result.errors.keys()
         rows = [row for row in range(len(sampled)) if row not in left_out] if left_out else range(len(sampled))

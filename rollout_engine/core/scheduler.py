@@ -243,7 +243,7 @@ class Scheduler:
         return True
 
     def _looks_up(self, sequence: Sequence) -> bool:
-        if sequence.scores_prompt or self._config.pools_beyond_last(sequence.pooling):
+        if sequence.returns_prompt or self._config.pools_beyond_last(sequence.pooling):
             return False
         return sequence.queue is self.waiting and self.tables.caching
 

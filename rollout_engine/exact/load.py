@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.exact.trainer import enable
+from rollout_engine.exact.enabling import enable
 from rollout_engine.model.loading.loader import load_trainable
 
 _DTYPES = {None: "auto", torch.float32: "float32", torch.bfloat16: "bfloat16"}

@@ -14,6 +14,7 @@ from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.base.token_scores import AskedScores, TokenScores
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import Added
+from rollout_engine.kernels.entropy import FiguresKernel
 from rollout_engine.kernels.token_logprobs import RowStatsKernel
 from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.modules.loaded_model import LoadedModel
@@ -35,6 +36,8 @@ class Arithmetic(NamedTuple):
     """Computes log-probs of given tokens."""
     add_adapter: Added
     """Adds a low-rank adapter to a product, as steps do."""
+    row_figures: FiguresKernel
+    """Computes entropies of rows of logits."""
 
 
 class ShadowMemory(Protocol):

@@ -270,6 +270,7 @@ class ClientSocket:
                 self._step_deadline = ready.info.config.step_deadline or math.inf
                 self._outbox.pictures = SentPictures(ready.info.config.mm_cache_bytes)
                 self._outbox.num_routed_bytes = 0 if (found := ready.info.routing) is None else found.num_token_bytes
+                self._outbox.num_hidden_bytes = num_state_bytes(ready.info.pooling)
                 self._welcome.set_result(ready)
             case ForgetPictures():
                 self._outbox.append(message)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rollout_engine.base.hidden_states import as_float32
 from rollout_engine.base.messages import SequenceEnd
 from rollout_engine.base.outputs import CompletionOutput, FinishReason, Quantization, RequestMetrics, VersionSpan
 from rollout_engine.base.sampling_params import SamplingParams
@@ -52,7 +53,8 @@ class Sample:
     """Collects a sequence's tokens from the steps and renders `CompletionOutput`s."""
 
     __slots__ = (
-        *("_asked_ids", "_cumulative_logprob", "_id_logprobs", "_index", "_kept_logprob_mass"),
+        *("_asked_ids", "_cumulative_logprob", "_entropies", "_hidden_states", "_id_logprobs", "_index"),
+        "_kept_logprob_mass",
         *("_kv_min_version", "_logprobs", "_metrics", "_num_read", "_num_rendered_chars", "_num_summed"),
         *("_policy_version", "_quantization", "_routed_experts", "_sampled_ranks", "_seed", "_spans"),
         *("_stop_reason", "_text", "_token_ids", "_top_logprobs", "_undecodable"),
@@ -91,6 +93,8 @@ class Sample:
         self._id_logprobs: list[np.ndarray] | None = None if self._asked_ids is None else []
         self._kept_logprob_mass = array("f") if params.truncates else None
         self._routed_experts = RoutedColumn() if params.return_routed_experts else None
+        self._entropies = array("f") if params.entropy else None
+        self._hidden_states: list[np.ndarray] | None = None if params.return_hidden_states is None else []
         self._policy_version = self._kv_min_version = -1
         self._spans: list[tuple[int, int, int]] = []
         """(first token, policy_version, kv_min_version); each ends where the next starts."""
@@ -150,6 +154,16 @@ class Sample:
         if self._routed_experts is not None:
             self._routed_experts.append(row)
 
+    def append_entropy(self, entropy: float) -> None:
+        """Add the entropy of the distribution that the last token was drawn from, if asked for."""
+        if self._entropies is not None:
+            self._entropies.append(entropy)
+
+    def append_hidden_state(self, row: np.ndarray) -> None:
+        """Add the state [H] from which the last token was drawn, if asked for."""
+        if self._hidden_states is not None:
+            self._hidden_states.append(row)
+
     def read_text(self) -> bool:
         """Decode the new tokens. Returns whether the text, or a failure to decode it, has ended the sample, so that the
         core can abort it."""
@@ -171,7 +185,8 @@ class Sample:
         num_tokens = len(self._token_ids)
         columns: tuple[Sized | None, ...] = (
             *(self._logprobs, self._top_logprobs, self._kept_logprob_mass),
-            *(self._sampled_ranks, self._id_logprobs, self._routed_experts),
+            *(self._sampled_ranks, self._id_logprobs, self._routed_experts, self._entropies),
+            self._hidden_states,
         )
         for column in columns:
             assert column is None or len(column) == num_tokens, f"{len(column)} values for {num_tokens} tokens"
@@ -196,6 +211,8 @@ class Sample:
             token_id_logprobs=self._id_logprobs_from(start),
             routed_experts=None if self._routed_experts is None else self._routed_experts.stack(start),
             quantization=self._quantization,
+            entropies=_from(start, self._entropies),
+            hidden_states=self._hidden_states_from(start),
         )
 
     def _id_logprobs_from(self, start: int) -> np.ndarray | None:
@@ -203,6 +220,12 @@ class Sample:
             return None
         shape = len(self._id_logprobs) - start, len(self._asked_ids)
         return np.array(self._id_logprobs[start:], dtype=np.float32).reshape(shape)
+
+    def _hidden_states_from(self, start: int) -> np.ndarray | None:
+        if not self._hidden_states:
+            return None
+        rows = self._hidden_states[start:]
+        return as_float32(np.array(rows, self._hidden_states[0].dtype).reshape(len(rows), -1)) if rows else None
 
     def _is_ended_by_text(self) -> bool:
         """Record and return whether a stop string or pattern, or a failure to decode, has ended the sample."""

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.metrics import staleness
 from rollout_engine.base.provenance import RolloutNote, attach
@@ -57,9 +59,13 @@ class GroupBatcher:
         else:
             episodes = [each for group in groups if isinstance(group, EpisodeGroup) for each in group.episodes]
             batch = episode_batch(episodes, self._frontend.inputs.codec, pad_token_id=self._pad_token_id, layout=layout)
+        if "hidden_states" in batch.keys():
+            batch["hidden_states"] = batch["hidden_states"].to(getattr(torch, self._dtype))
         temperature = _logprob_temperature([group.params for group in groups])
         adapters = [group.lora for group in groups]
         note = self.note(temperature, adapters, is_packed=layout == "packed")
+        sampled = {group.params.temperature or 1.0 for group in groups}
+        note = note._replace(sampled_temperature=sampled.pop() if len(sampled) == 1 else None)
         attach(batch["tokens", "full"], note._replace(has_pictures="pictures" in batch.keys()))
         return batch
 

@@ -29,6 +29,7 @@ from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
 from rollout_engine.rollouts.any_run import begin_run, check_for_prompts, run_to_end
 from rollout_engine.rollouts.collector import RolloutCollector, staleness_control
+from rollout_engine.rollouts.distributions import DistributionMethods
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import RolloutOptions
 from rollout_engine.rollouts.evaluation.evaluator import Evaluator
@@ -47,7 +48,7 @@ _ALONE = (1, "processes", None)
 """`num_replicas`, `placement` and `ray_address` of an engine in this process."""
 
 
-class RolloutPolicy(ReplicaMethods, BlockingVerbs):
+class RolloutPolicy(ReplicaMethods, DistributionMethods, BlockingVerbs):
     """A language model that produces rollouts and follows a trainer's weights.
 
         policy = RolloutPolicy.from_pretrained(path)

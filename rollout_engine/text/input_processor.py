@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.hidden_states import check_hidden_asked
 from rollout_engine.base.lora_request import as_lora_request
 from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.base.pictures import PictureInfo, PlacedPicture
@@ -253,6 +254,7 @@ class InputProcessor:
         if not token_ids:
             raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
         max_tokens = resolve_max_tokens(params, len(token_ids), self._max_model_len, clamps=self._clamps)
+        check_hidden_asked(params, self._pooling, len(token_ids), max_tokens)
         params.check_num_logprobs(len(token_ids), max_tokens, self._vocab_size)
         return CheckedPrompt(
             text=text,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rollout_engine.base.errors import LifecycleError, RequestError, RPCError
-from rollout_engine.base.messages import KeptSamples
+from rollout_engine.base.kept_samples import KeptSamples
 from tests.conformance.adapter_scenarios import ADAPTER
 from tests.conformance.running import ENDLESS, SHORT, in_flight, last_of, plain, step_further, told
 from tests.conformance.scenario_table import SCENARIOS, call, scenario

@@ -52,6 +52,8 @@ REQUEST_EXTREMES = {
     "return_routed_experts": [True, False, 1],
     "structured_outputs": [{"choice": ["a"]}, {"regex": "a+"}, {"regex": "("}, {"json": {"type": "none"}}, {"none": 1}],
     "output_kind": ["cumulative", "delta", "final_only", "all"],
+    "entropy": [True, False, 1],
+    "return_hidden_states": ["sampled", "all", True, "some"],
 }
 CONFIG_EXTREMES = {
     "chat_template": [None, "{{ messages[0].content }}", "{% for", "no/such.jinja", ""],

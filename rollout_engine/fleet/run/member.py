@@ -103,5 +103,6 @@ def _offset_ids(outputs: EngineCoreOutputs, first: int) -> EngineCoreOutputs:
         num_cached_tokens={id - first: count for id, count in outputs.num_cached_tokens.items()},
         prompt_logprobs={id - first: logprobs for id, logprobs in outputs.prompt_logprobs.items()},
         prompt_routed_experts={id - first: routed for id, routed in outputs.prompt_routed_experts.items()},
+        prompt_hidden_states={id - first: states for id, states in outputs.prompt_hidden_states.items()},
         id_logprobs=given and IdLogprobs([id - first for id in given.sequence_ids], given.widths, given.pieces),
     )

@@ -12,6 +12,7 @@
 #include <cmath>
 
 #include "grammar.h"
+#include "largest.h"
 #include "openmp.h"
 #include "truncation.h"
 #include "vec.h"
@@ -101,20 +102,7 @@ __attribute__((noinline)) float weigh_chunk(const T* logits, int n, float maximu
     return vec::sum(sum);
 }
 
-// The largest logit; NaN is ignored here and shows in the total.
-template <typename T>
-float largest(const T* logits, int64_t size) {
-    const F lowest = vec::set1(-INFINITY);
-    F top[4] = {lowest, lowest, lowest, lowest};
-    int64_t t = 0;
-    for (; t + 4 * LANES <= size; t += 4 * LANES)
-        for (int i = 0; i < 4; i++) top[i] = vec::max(vec::load(logits + t + i * LANES), top[i]);
-    float result = vec::max(vec::max(vec::max(top[0], top[1]), vec::max(top[2], top[3])));
-    for (; t < size; t++) result = std::max(result, vec::to_float(logits[t]));
-    return result;
-}
-
-// The same among tokens that the mask allows, in a row without NaN.
+// The largest logit among tokens that the mask allows, in a row without NaN.
 template <typename T>
 float largest_allowed(const T* logits, int64_t size, const uint32_t* mask) {
     const F lowest = vec::set1(-INFINITY);

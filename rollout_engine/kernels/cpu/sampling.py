@@ -51,7 +51,7 @@ class PreparedRows:
         rules: Truncation | None,
         drawn: tuple[RowStats, KeptTokens | None] | None = None,
     ) -> None:
-        logits = _readable(logits)
+        logits = readable(logits)
         self.num_rows, vocab_size = logits.shape
         if drawn is None:
             kept = None if rules is None else KeptTokens.empty(self.num_rows)
@@ -130,7 +130,7 @@ def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:
 
     Raises `ValueError` for tensors it cannot read.
     """
-    logits = _readable(logits)
+    logits = readable(logits)
     stats = RowStats.empty(len(logits), "cpu")._replace(tokens=tokens.contiguous())
     args = _rows(logits, temperatures, stats)
     check_ids("token_ids", tokens, logits.shape[1], of="the vocabulary of these logits")
@@ -143,7 +143,7 @@ def gradient(logits: Tensor, temperatures: Tensor, stats: RowStats, grad: Tensor
 
     Raises `ValueError` for tensors it cannot read.
     """
-    readable = _readable(logits)
+    readable = readable(logits)
     args = _rows(readable, temperatures, stats)
     grad, result = grad.contiguous(), torch.empty(readable.shape, dtype=readable.dtype)
     args.grad, args.grad_logits = address("grad", grad, torch.float32, readable.shape[:1]), result.data_ptr()
@@ -211,7 +211,7 @@ def _mask_addresses(masks: TokenMasks, n: int, vocab_size: int) -> tuple[int, in
     return found
 
 
-def _readable(logits: Tensor) -> Tensor:
+def readable(logits: Tensor) -> Tensor:
     """`logits` as float32 or bfloat16 [N, V] with contiguous rows."""
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
         raise argument_error("logits", logits, "a tensor of floats [N, V]")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rollout_engine.kernels.activation import gated_silu, gelu_tanh, silu
 from rollout_engine.kernels.adapters import added
+from rollout_engine.kernels.entropy import row_figures
 from rollout_engine.kernels.norm import gated_rms_norm, offset_rms_norm, rms_norm
 from rollout_engine.kernels.token_logprobs import row_stats
 from rollout_engine.model.backend import Arithmetic
@@ -150,4 +151,4 @@ _REPLACED = (
     RowInvariantLinear | RowInvariantRouter | RowInvariantExperts | OwnForward | LatentProjection | MixerConvolution
 )
 unproven_parts = partial(unproven_parts_but, _REPLACED)
-ARITHMETIC = Arithmetic(ATTENTION_NAME, make_row_invariant, unproven_parts, row_stats, added)
+ARITHMETIC = Arithmetic(ATTENTION_NAME, make_row_invariant, unproven_parts, row_stats, added, row_figures)

@@ -64,7 +64,7 @@ class Drawing:
         for piece in pieces:
             part = draws.part(piece)
             arrived = CudaDraws.of(part, upload(part.sent, self._device))
-            arrived = arrived._replace(has_rules=columns.has_rules, num_top=columns.num_top)
+            arrived = CudaDraws(*arrived[:3], *columns[3:])  # all pieces have the same columns
             outcome = self.sampler.draw(logits.take(piece), arrived, self._rows.last_tokens)
             outcomes.append(outcome.clone())  # the next piece may be drawn in the same memory
         return torch.cat(outcomes)

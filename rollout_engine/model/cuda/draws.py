@@ -120,6 +120,11 @@ class Draws(NamedTuple):
         return int(self.batch.num_top.max(initial=0))
 
     @property
+    def has_entropies(self) -> bool:
+        """Whether any row asks for the entropy of its distribution."""
+        return bool(self.batch.wants_entropy.any())
+
+    @property
     def plain(self) -> DrawColumns[np.ndarray]:
         """Columns of the draw from the model's own logits."""
         if self.special is None or not len(self.special.edited):
@@ -161,6 +166,7 @@ class CudaDraws(NamedTuple):
     """Columns of the edited rows."""
     has_rules: bool
     num_top: int
+    has_entropies: bool
 
     @classmethod
     def of(cls, draws: Draws, uploaded: Iterable[Tensor]) -> "CudaDraws":
@@ -170,7 +176,7 @@ class CudaDraws(NamedTuple):
         if draws.special is not None:
             special = SpecialColumns(*islice(columns, len(SpecialColumns._fields)))
             edited = DrawColumns.of_flat(columns) if len(special.edited) else None
-        return cls(plain, special, edited, draws.has_rules, draws.num_top)
+        return cls(plain, special, edited, draws.has_rules, draws.num_top, draws.has_entropies)
 
 
 class DrawSettings(NamedTuple):

@@ -37,6 +37,8 @@ class SamplingBatch:
     """int64 [N], how many most likely tokens to report."""
     wants_rank: np.ndarray
     """bool [N], whether to report the sampled token's rank."""
+    wants_entropy: np.ndarray
+    """bool [N], whether to report the entropy of the tempered distribution."""
     wants_logprobs: bool
     """Whether any task asked for log-probs."""
     asked_ids: Mapping[int, list[int] | None] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class SamplingBatch:
             modes=column(np.int8, (_MODE_CODES[p.logprobs_mode] for p in kinds)),
             num_top=column(np.int64, (p.num_top_logprobs for p in kinds)),
             wants_rank=column(np.bool_, (p.wants_ranks for p in kinds)),
+            wants_entropy=column(np.bool_, (p.entropy for p in kinds)),
             wants_logprobs=any(p.logprobs is not None for p in kinds),
             asked_ids=_asked_ids(params) if any(p.asks_for_ids for p in kinds) else {},
         )

@@ -61,6 +61,16 @@ def rollout_inputs(model: nn.Module, batch: Any, temperature: float | None, **ot
     return RolloutInputs(ids, None if packed else batch[mask], ends, temperature, pictures_of(batch))
 
 
+def sampled_temperature(batch: Any) -> float:
+    """The temperature at which a rollout was sampled. Raises `RequestError` if it does not say so."""
+    note = rollout_note(batch.get(("tokens", "full"), None))
+    if note is None or note.sampled_temperature is None:
+        why = "it is a plain TensorDict" if note is None else "it was sampled at several"
+        hint = f"The batch does not say which, as {why}: give the one that sampled."
+        raise RequestError.for_field("temperature", None, "a number", hint)
+    return note.sampled_temperature
+
+
 def pictures_of(batch: Any) -> list[tuple[TokenRun, Sequence[PlacedPicture]]]:
     """The sequences of a rollout, padded or packed, each with its pictures; [] if none has any."""
     column = batch.get(PICTURES).tolist() if PICTURES in batch.keys() else []

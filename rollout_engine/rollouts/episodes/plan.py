@@ -102,6 +102,9 @@ class EpisodePlan(msgspec.Struct, frozen=True):
         if checked.seed is not None:
             hint = "Each turn draws with a seed of its own, made from rollout(seed=...)."
             raise RequestError.for_field("sampling_params.seed", checked.seed, "absent with env=", hint)
+        if checked.return_hidden_states == "all":
+            hint = "A turn's prompt holds the turns before it: 'sampled' gives the states of all that was sampled."
+            raise RequestError.for_field("sampling_params.return_hidden_states", "all", "'sampled' with env=", hint)
         on_rewrite, tool_format = options.get("on_rewrite", "refuse"), options.get("tool_format")
         if on_rewrite not in get_args(OnRewrite):
             raise RequestError.for_field("on_rewrite", on_rewrite, " or ".join(map(repr, get_args(OnRewrite))))

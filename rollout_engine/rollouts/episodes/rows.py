@@ -36,6 +36,7 @@ from tensordict import NonTensorStack
 
 from rollout_engine.base.outputs import CompletionOutput, FinishReason, RequestOutput, VersionSpan
 from rollout_engine.batches.rollout_batch import Layout, rollout_batch
+from rollout_engine.batches.sampled_columns import placed_rows, top_of
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.rollouts.episodes.conversation import Conversation, Row
 from rollout_engine.rollouts.episodes.episode import Episode
@@ -107,7 +108,7 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         text=_text(response, codec),
         token_ids=response,
         logprobs=_place_values(samples, len(response), "logprobs"),
-        top_logprobs=None,
+        top_logprobs=_top_logprobs(samples, len(response)),
         cumulative_logprob=None,
         kept_logprob_mass=_place_values(samples, len(response), "kept_logprob_mass"),
         finish_reason=_finish_reason(row),
@@ -117,6 +118,8 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         error=episode.error,
         routed_experts=_routed_experts(samples, len(row.row.prompt) + len(response)),
         quantization=samples[0][1].quantization if samples else None,
+        entropies=_place_values(samples, len(response), "entropies"),
+        hidden_states=placed_rows([(start, sample.hidden_states) for start, sample in samples], len(response), 0.0),
     )
     prompt = codec.decode(row.row.prompt) if row.row.prompt else ""
     found = RequestOutput(str(episode.key), prompt, row.row.prompt, None, [completion], True, 0)
@@ -153,6 +156,16 @@ def _place_values(samples: list[tuple[int, CompletionOutput]], length: int, name
         if values is not None:
             placed[start : start + len(values)] = values
     return placed
+
+
+def _top_logprobs(samples: list[tuple[int, CompletionOutput]], length: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """The most likely tokens, [length, k], -1 and -inf between the answers; None if no answer has any."""
+    tops = [(start, top_of(sample)) for start, sample in samples]
+    ids, logprobs = (
+        placed_rows([(start, None if top is None else top[place]) for start, top in tops], length, fill)
+        for place, fill in enumerate((-1, -np.inf))
+    )
+    return None if ids is None or logprobs is None else (ids, logprobs)
 
 
 def _routed_experts(samples: list[tuple[int, CompletionOutput]], num_tokens: int) -> np.ndarray | None:

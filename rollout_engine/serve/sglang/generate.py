@@ -19,9 +19,7 @@ PEERS: dict[str, tuple[Any, ...]] = {
     "video_data": ([],),
     "audio_data": ([],),
     "custom_logit_processor": ("",),
-    "return_hidden_states": (False,),
     "return_sampling_mask": (False,),
-    "return_entropy": (False,),
     "return_indexer_topk": (False,),
     "return_flat_raw_top_logprobs": (False,),
     "session_params": ({},),
@@ -51,6 +49,10 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_text_in_logprobs: bool = False
     return_routed_experts: bool | list[bool] | None = None
     """For a mixture of experts: `meta_info.routed_experts`."""
+    return_entropy: bool | list[bool] | None = None
+    """`meta_info.output_token_entropy`: the entropy at each sampled token, in nats."""
+    return_hidden_states: bool | list[bool] | None = None
+    """`meta_info.hidden_states`: first the states of the prompt's tokens, then that of each sampled token but the last."""
     return_prompt_token_ids: bool = False
     stream: bool = False
     rid: str | list[str] | None = None
@@ -192,6 +194,8 @@ class _GenerateCall(Call):
             num_top=self._one("top_logprobs_num", index) or 0,
             token_ids=tuple(ids or ()),  # type: ignore[arg-type]
             routed=bool(self._one("return_routed_experts", index)),
+            entropy=bool(self._one("return_entropy", index)),
+            states=bool(self._one("return_hidden_states", index)),
         )
 
     def _with_options(self, prompt: dict[str, Any], index: int) -> dict[str, Any]:

@@ -41,6 +41,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens whose log-probs are wanted at each position of the completion, and of the prompt from `logprob_start` on."""
     routed: bool = False
     """Whether the experts of every token are wanted."""
+    entropy: bool = False
+    """Whether the entropy at each sampled token is wanted."""
+    states: bool = False
+    """Whether the hidden states of all tokens are wanted."""
 
     @property
     def prompt(self) -> bool:
@@ -72,6 +76,10 @@ def read_sampling(reader: SettingsReader, given: dict[str, Any], wanted: Wanted,
             more["prompt_logprobs"] = wanted.num_top
     if wanted.routed:
         more["return_routed_experts"] = True
+    if wanted.entropy:
+        more["entropy"] = True
+    if wanted.states:
+        more["return_hidden_states"] = "all"
     return reader.read(fields, **more)
 
 

@@ -49,6 +49,10 @@ def answer(
         routed = sample.routed_experts.astype("<i4")  # most of SGLang's clients support no other type
         meta["routed_experts"] = base64.b64encode(routed.tobytes()).decode("ascii")
         meta["routed_experts_shape"] = sample.routed_experts.shape
+    if sample.entropies is not None:
+        meta["output_token_entropy"] = sample.entropies.tolist()
+    if sample.hidden_states is not None:
+        meta["hidden_states"] = _states(output, sample)
     if wanted.logprobs:
         meta |= _Logprobs(served, wanted, texts).fields(output, sample)
         if prompt_scores is not None:
@@ -68,6 +72,7 @@ def without_tokens(sample: CompletionOutput) -> CompletionOutput:
         token_id_logprobs=None if by_id is None else by_id[:0],
         finish_reason="length" if sample.finish_reason == "stop" else sample.finish_reason,
         version_spans=[],
+        entropies=None if sample.entropies is None else sample.entropies[:0],
         routed_experts=None if routed is None else routed[:-1],  # without the prompt's last token
     )
 
@@ -117,6 +122,15 @@ class _Logprobs:
 
     def _text(self, token_id: int) -> str | None:
         return self._served.token_texts[token_id] if self._texts else None
+
+
+def _states(output: RequestOutput, sample: CompletionOutput) -> list[Any]:
+    """One entry for each sampled token, the states computed to draw it: first of all the prompt's tokens, then of one."""
+    assert sample.hidden_states is not None
+    states: list[Any] = sample.hidden_states.tolist()
+    if output.prompt_hidden_states is not None:
+        states[0] = output.prompt_hidden_states.tolist()
+    return states
 
 
 def _finish_reason(sample: CompletionOutput) -> dict[str, Any] | None:

@@ -10,7 +10,14 @@ from rollout_engine.serve.bodies import read_fields
 from rollout_engine.serve.call import Call, CallFields, media_of, salt_of
 from rollout_engine.serve.openai.logprobs import token_logprobs
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
-from rollout_engine.serve.openai.shapes import StreamOptions, of_versions, routed_fields, total_usage, weight_versions
+from rollout_engine.serve.openai.shapes import (
+    StreamOptions,
+    of_versions,
+    routed_fields,
+    sampled_fields,
+    total_usage,
+    weight_versions,
+)
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SAMPLING_PEERS, SamplingFields, Settings
 from rollout_engine.serve.served import Served
@@ -85,7 +92,7 @@ class _InferenceCall(Call):
 
     async def write(self, results: list[RequestOutput]) -> dict[str, Any]:
         [result] = results
-        choices = [self._choice(sample) for sample in result.outputs]
+        choices = [self._choice(result, sample) for sample in result.outputs]
         about_prompt = await self._about_prompt(result)
         more = {
             "usage": total_usage(results),
@@ -104,7 +111,7 @@ class _InferenceCall(Call):
     def write_event(
         self, index: int, output: RequestOutput, samples: list[CompletionOutput], usage: dict[str, Any]
     ) -> dict[str, Any]:
-        return self._response([self._choice(sample) for sample in samples], self._first_fields | usage)
+        return self._response([self._choice(output, sample) for sample in samples], self._first_fields | usage)
 
     def write_last_event(self, usage: dict[str, Any]) -> dict[str, Any]:
         return self._response([], usage)
@@ -119,7 +126,7 @@ class _InferenceCall(Call):
         name, model = self._body.request_id or self.asked.request_id, self.lora or self.served.model
         return {"request_id": name, "model": model, "created": self.created, "choices": choices, **more}
 
-    def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         return {
             "index": sample.index,
             "token_ids": sample.token_ids,
@@ -128,6 +135,7 @@ class _InferenceCall(Call):
             "stop_reason": sample.stop_reason,
             "seed": sample.seed,
             **self._routed_experts(sample),
+            **sampled_fields(sample, output),
             "weight_versions": weight_versions(self.served, sample),
             **of_versions(sample, self.served.weight_version),
         }
