@@ -49,7 +49,8 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
             different. "keep" leaves "group_id" unchanged: for parts of one rollout, whose groups may be split.
 
     Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated), those without "pictures" none. The k of
-    ("top_k", ...) becomes the largest, with -1 and -inf for what others did not ask for. Any other key must be in all batches or in none. Raises `RequestError` otherwise, for mixed layouts, and for keys that
+    ("top_k", ...), and of teachers, becomes the largest, with -1 and -inf for tokens that others did not ask for. Any
+    other key must be in all batches or in none. Raises `RequestError` otherwise, for mixed layouts, and for keys that
     cannot be concatenated.
     """
     if group_ids not in get_args(GroupIds):
@@ -83,10 +84,10 @@ def _complete(parts: list[dict[Key, Any]]) -> list[dict[Key, Any]]:
         elif key == "pictures":
             for part in parts:
                 part.setdefault(key, NonTensorStack(*(() for _ in part["group_id"])))
-        elif key in _TOP_K and not without:
+        elif _is_top_k(key) and not without:
             most = max(part[key].shape[-1] for part in parts)
             for part in parts:
-                part[key] = torch.nn.functional.pad(part[key], [0, most - part[key].shape[-1]], value=_FILL[key])
+                part[key] = torch.nn.functional.pad(part[key], [0, most - part[key].shape[-1]], value=_fill_of(key))
         elif without:
             have = next(i for i, part in enumerate(parts) if key in part)
             hint = f"Add it to batches[{without[0]}], or leave it out of all with batch.exclude({key!r})."
@@ -121,6 +122,11 @@ def _joined_packed(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -
         joined[key] = torch.cat(values, 1 if per_token == {True} else 0)
     joined["cu_seqlens"] = torch.cat([ends[0][:1], torch.cat([end.diff() for end in ends]).cumsum(0).to(ends[0])])
     return joined
+
+
+def _is_top_k(key: Key) -> bool:
+    """Whether a key has some of the most likely tokens for each token."""
+    return key in _TOP_K or (key[0] == TEACHER and key[-1] in ("top_ids", "top_log_probs"))
 
 
 def _fill_of(key: Key) -> float:
