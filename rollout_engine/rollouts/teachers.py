@@ -20,7 +20,7 @@ from tensordict import TensorDictBase
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, RequestError, RolloutEngineError, TeacherError
-from rollout_engine.base.lora_request import LoRALike
+from rollout_engine.base.lora_request import LoRALike, as_lora_request
 from rollout_engine.base.provenance import rollout_note
 from rollout_engine.base.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from rollout_engine.base.token_scores import TokenScores
@@ -103,7 +103,7 @@ class Teacher:
         engine_kwargs: dict[str, Any],
     ) -> TeacherSource:
         if isinstance(source, str) and source.startswith(_SERVERS):
-            model = None if lora is None else str(lora)
+            model = None if lora is None else as_lora_request(lora).name
             return TeacherServer(source, api_key=api_key, model=model, timeout=timeout, same_tokenizer=same_tokenizer)
         if api_key is not None or same_tokenizer:
             raise ConfigError("Teacher: api_key= and same_tokenizer= are options of a server, http://HOST:PORT.")

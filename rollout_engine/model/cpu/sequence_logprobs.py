@@ -21,7 +21,7 @@ from rollout_engine.model.modules.shared_rows import SharedRows
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
 from rollout_engine.model.sampling.module_logits import module_logits
 from rollout_engine.model.sampling.scored_rows import ScoredRows, score_rows
-from rollout_engine.model.sequences.beginnings import in_order_of_beginnings
+from rollout_engine.model.sequences.beginnings import order_by_beginnings
 
 _LOGIT_BYTES = 256 << 20
 """Bytes of logits that exist at a time, unless a single sequence needs more."""
@@ -150,7 +150,7 @@ def _shared_batches(sequences: Sequence[list[int]], num_prompt: Sequence[int], b
     """
     batch: list[int] = []
     size = 0
-    for i, num_common in in_order_of_beginnings(sequences):
+    for i, num_common in order_by_beginnings(sequences):
         own = len(sequences[i]) - num_common
         room = budget * _GROUP_TOKENS if num_common >= num_prompt[i] else budget
         if batch and size + own > room:

@@ -17,7 +17,7 @@ from rollout_engine.kernels.triton.paged_attention import Batch
 from rollout_engine.model.cuda.attention import CudaBatch, CudaKVPool
 from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.sampling.scored_rows import score_rows
-from rollout_engine.model.sequences.beginnings import in_order_of_beginnings
+from rollout_engine.model.sequences.beginnings import order_by_beginnings
 
 _TOKENS = 512
 """Tokens computed at a time."""
@@ -41,9 +41,11 @@ def sequence_logprobs(
     longest = max(map(len, sequences), default=0)
     pool = model.make_pool(num_blocks=-(-longest // model.kv.block_size))
     score = partial(_score_sequence, model, pool, temperature, adapter_slot)
-    for i, num_common in in_order_of_beginnings(sequences):
+    num_held = 0
+    for i, num_common in order_by_beginnings(sequences):
         experts = None if routed_experts is None else routed_experts[i]
-        known = min(num_common, num_prompt[i] - 1) if experts is None else 0
+        known = min(num_common, num_held, num_prompt[i] - 1) if experts is None else 0
+        num_held = len(sequences[i]) - 1  # no KV is computed of a sequence's last token
         yield {i: (yield from score(sequences[i], known, num_prompt[i], experts, asked.of([i])))}
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 
-def in_order_of_beginnings(sequences: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
+def order_by_beginnings(sequences: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
     """Yield (index, tokens with which the one before it begins as well) of each sequence, in that order."""
     before: list[int] = []
     for index in sorted(range(len(sequences)), key=sequences.__getitem__):

@@ -120,7 +120,7 @@ def test_sglangs_streams_and_batches_have_the_same(client):
 
 
 def test_trls_clients_read_their_teachers(client):
-    """The requests of `trl.generation.vllm_client.VLLMClient.get_sequence_logprobs` (1.16) and of async distillation."""
+    """The requests of `trl.generation.vllm_client.VLLMClient.get_sequence_logprobs` and of async distillation."""
     other = [5, 6, 30, 31]
     for prompt in ([TOKENS, other], TOKENS):
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 3}
@@ -163,3 +163,43 @@ def test_verls_teachers_get_the_students_tokens(client):
     found = verl_teacher.scored_fields(client.post(PATH, body), TOKENS, params)["prompt_token_id_logprobs"]
     assert found["token_ids"] == ids
     assert np.array_equal(np.array(found["logprobs"], np.float32), scores(client, [ids] * 4))
+
+
+def test_trls_clients_of_its_own_server_read_their_teachers(client):
+    """The requests of the same client to `trl vllm-serve`."""
+    body = {"sequences": [TOKENS, [5, 6, 30], [5, 6]], "prompt_lengths": [3, 1, 2], "top_logprobs": 2, "temperature": 0.5}
+    lists = client.post("/get_sequence_logprobs/", body)
+    assert [len(rows) for rows in lists["logprobs"]] == [4, 2, 0]
+    own = []
+    for token, ids, values in zip(COMPLETION, lists["logprob_token_ids"][0], lists["logprobs"][0], strict=True):
+        assert len(ids) == len(values) == (2 if token in ids[:2] else 3) and values == sorted(values, reverse=True)
+        own.append(values[ids.index(token)])
+    expected = scores(client, [[token] for token in COMPLETION], temperature=0.5)[:, 0]
+    assert np.array_equal(np.array(own, np.float32), expected)
+
+    arrays = client.post("/get_sequence_logprobs/", body | {"response_format": "binary"})
+    assert arrays["shape"] == [3, 4, 2] and arrays["completion_lengths"] == [4, 2, 0]
+
+    def array(name, dtype, width):
+        return np.frombuffer(base64.b64decode(arrays[name]), dtype).reshape(3, 4, width)
+
+    assert np.array_equal(array("actual_logprobs_b64", np.float32, 1)[0, :, 0], expected)
+    assert array("actual_token_ids_b64", np.int32, 1)[0, :, 0].tolist() == COMPLETION
+    assert array("token_ids_b64", np.int32, 2)[0].tolist() == [ids[:2] for ids in lists["logprob_token_ids"][0]]
+    assert (array("logprobs_b64", np.float32, 2)[2] == -np.inf).all()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(prompt_lengths=[3]), "prompt_lengths"),
+        (dict(prompt_lengths=[3, 0]), r"prompt_lengths[1]"),
+        (dict(prompt_lengths=[3, 4]), r"prompt_lengths[1]"),
+        (dict(top_logprobs=0), "top_logprobs"),
+        (dict(temperature=-1), "temperature"),
+        (dict(response_format="text"), "response_format"),
+    ],
+)
+def test_wrong_requests_of_trls_clients_are_refused(client, changes, words):
+    body = {"sequences": [TOKENS, [5, 6, 30]], "prompt_lengths": [3, 1]} | changes
+    assert words in client.problem("/get_sequence_logprobs", body)["message"]

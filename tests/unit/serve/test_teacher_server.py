@@ -56,7 +56,7 @@ def test_a_server_that_does_not_answer_is_a_teacher_that_fails(student, server, 
 
 
 def test_what_a_server_refuses_is_refused_with_its_words(student, policy):
-    with HttpServer(policy, ServeOptions(port=0, api_key=["secret"])) as server:
+    with HttpServer(policy, ServeOptions(port=0, api_key="secret")) as server:
         with pytest.raises(RequestError, match="answered 401"):
             rollout(student, Teacher(server.url))
         assert rollout(student, Teacher(server.url, api_key="secret"))["teacher", "teacher", "log_probs"].any()
