@@ -221,7 +221,7 @@ class TeacherColumns(NamedTuple):
         student_ids = batch["top_k", "ids"] if self.top_k == "student" else None
         candidates = None if student_ids is None else scored.take(student_ids).numpy()
         for teacher in self.teachers:
-            prompts = self._prompts(teacher, scored, groups)
+            prompts = self._prompts(teacher, scored, groups, batch["num_prompt_tokens"].tolist())
             found = self._score(teacher, scored, prompts, candidates, own)
             for part, values in _columns(found, candidates).items():
                 batch[TEACHER, teacher.name, part] = scored.spread(values, FILL_OF_TEACHER[part])
@@ -253,9 +253,12 @@ class TeacherColumns(NamedTuple):
         return msgspec.structs.replace(found, candidates=values)
 
     def _prompts(
-        self, teacher: Teacher, scored: ScoredBatch, groups: Sequence[AnyGroup]
+        self, teacher: Teacher, scored: ScoredBatch, groups: Sequence[AnyGroup], num_prompt: Sequence[int]
     ) -> list[list[int]] | None:
-        """Ids of the prompts that the teacher alone sees, for each row to score; None: it sees the rows' own."""
+        """Ids of the prompts that the teacher alone sees, for each row to score; None: it sees the rows' own.
+
+        `num_prompt`: tokens of the rows' own prompts. Those that stand behind them, before the first sampled one, stay.
+        """
         if teacher.prompt is None:
             return None
         if scored.pictures is not None and any(scored.pictures):
@@ -263,7 +266,7 @@ class TeacherColumns(NamedTuple):
             raise RequestError.for_field(f"prompt of teacher '{teacher.name}'", "given", "None with pictures", hint)
         of_groups = [self._prompt_ids(teacher, group) for group in groups if isinstance(group, Group)]
         by_row = [ids for ids, group in zip(of_groups, groups, strict=True) for _ in group.samples]
-        return [by_row[row.index] for row in scored.rows]
+        return [by_row[row.index] + row.prompt[num_prompt[row.index] :] for row in scored.rows]
 
     def _prompt_ids(self, teacher: Teacher, group: Group) -> list[int]:
         given, columns = group.task.prompt, group.task.columns
