@@ -150,7 +150,7 @@ def reverse_kl(
     A_t = coefficient sum_{s >= t} discount^{s - t} (log q(x_s) - log p(x_s)), with x ~ p, the policy, and q the
     teacher. Of one token, log p - log q is an unbiased estimate of the reverse KL, KL(p || q), so a policy gradient with
     these advantages lowers it (Agarwal et al., 2024, "On-Policy Distillation of Language Models"; with discount 0, each
-    token by itself, as Thinking Machines Lab do, "On-Policy Distillation", 2025). Add it to other advantages of tokens
+    token alone, as in "On-Policy Distillation", Thinking Machines Lab, 2025). Add it to other advantages of tokens
     (`per_token(batch, grpo(...))`) for a reward with a penalty, with a reference policy as the teacher.
 
     Args:

@@ -141,7 +141,7 @@ def _plain(batch: TensorDictBase, reserved: frozenset[str]) -> dict[Key, list[An
 
 
 def _teachers(batch: TensorDictBase, after: Place) -> dict[str, dict[str, list[Any]]]:
-    """The columns of each teacher at the tokens of one response; None where a number is not finite."""
+    """The columns of each teacher at the tokens of one response; None for numbers that are not finite."""
     return {
         name: {part: _finite(values[after].tolist()) for part, values in columns.items()}
         for name, columns in batch[TEACHER].items()

@@ -151,7 +151,7 @@ class RolloutPolicy(ReplicaMethods, DistributionMethods, BlockingVerbs):
                 `on_group` and `log_to` get the groups without them.
             teacher_top_k: k: also ids and log-probs of each teacher's k most likely tokens at each place (("teacher",
                 NAME, "top_ids" | "top_log_probs")). "student": the teacher's log-probs of the policy's most likely
-                tokens, as many as `SamplingParams(logprobs=k)` says.
+                tokens, those of `SamplingParams(logprobs=k)`.
             layout, use_tqdm: "padded" or "packed"; show a progress bar, or print nothing.
             options: for conversations, as in `ChatOptions`, such as chat_template_kwargs={"enable_thinking": False};
                 and for environments in place of prompts, `rollout(None, params, env=...)`, as in `EpisodeOptions`.

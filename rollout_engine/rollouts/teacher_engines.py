@@ -21,7 +21,7 @@ from rollout_engine.text.same_tokenizer import tokenizer_difference
 
 
 class TeacherSource(Protocol):
-    """Where a teacher's log-probs come from."""
+    """A source of a teacher's log-probs."""
 
     def check(self, student: Frontend) -> None:
         """Raise `ConfigError` unless its tokens are those of `student`."""
@@ -39,7 +39,7 @@ class TeacherSource(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """End what was started for it. Calling it again is a no-op."""
+        """End the engine that was started for it. Calling it again is a no-op."""
         ...
 
 

@@ -89,8 +89,8 @@ class Teacher:
         is_path = isinstance(source, str | os.PathLike)
         is_server = isinstance(source, str) and source.startswith(_SERVERS)
         if engine_kwargs and (is_server or not is_path):
-            what = "a server" if is_server else "an engine that runs"
-            raise ConfigError(f"Teacher: {sorted(engine_kwargs)[0]}= is an option of a new engine; this is {what}.")
+            kind = "a server" if is_server else "an engine that runs"
+            raise ConfigError(f"Teacher: {sorted(engine_kwargs)[0]}= is an option of a new engine; this is {kind}.")
         self.source: TeacherSource = self._find(source, lora, timeout, api_key, same_tokenizer, engine_kwargs)
 
     @staticmethod
@@ -284,8 +284,8 @@ class TeacherColumns(NamedTuple):
                 [fields] = with_chat_options([fields], self.chat)  # type: ignore[arg-type]  # it is a part of them
             ids = self.frontend.inputs.token_ids_of(fields)
         except RequestError as problem:
-            where = f"{field}, for prompts[{group.index}]"
-            raise RequestError(f"{where}: {problem}", field=field, value=made) from problem
+            named = f"{field}, for prompts[{group.index}]"
+            raise RequestError(f"{named}: {problem}", field=field, value=made) from problem
         if not ids:
             raise RequestError.for_field(f"{field}, for prompts[{group.index}]", made, "at least one token long")
         return ids

@@ -101,7 +101,7 @@ def _forward_padded(batch: _Batch, enter: _Enter) -> tuple[LogitRows, Tensor]:
 
 
 def _forward_shared(batch: _Batch, enter: _Enter) -> tuple[LogitRows, Tensor]:
-    """Do as `_forward_padded`, with each shared beginning once, no padding, and logits where they are needed alone."""
+    """Do as `_forward_padded`, with each shared beginning once, no padding, and logits of needed tokens alone."""
     rows = SharedRows.of(batch.ids, batch.real)
     behind = rows.sources[rows.places]  # the token before each next token, row by row
     behind = behind[batch.behind_prompt[:, 1 : rows.wanted.shape[1] + 1][rows.wanted]]
@@ -119,7 +119,7 @@ def _forward_shared(batch: _Batch, enter: _Enter) -> tuple[LogitRows, Tensor]:
 def _score(
     logits: LogitRows, places: Tensor, token_ids: Tensor, temperature: float, vocab_size: int, asked: AskedScores
 ) -> ScoredRows:
-    """Score token_ids int64 [M], and what else is asked for, a bounded number of rows of logits at a time."""
+    """Score token_ids int64 [M], and give the other scores asked for, a bounded number of rows of logits at a time."""
     candidate_ids = None
     if asked.candidate_ids is not None:
         candidate_ids = torch.from_numpy(np.concatenate(asked.candidate_ids).astype(np.int64))

@@ -64,8 +64,8 @@ def _as_rows(ids: Any, num_rows: int, vocab_size: int) -> np.ndarray:
         raise RequestError.for_field(_IDS, ids, bound)
     width = max(widths, default=0)
     if width * num_rows > MAX_PROMPT_LOGPROB_VALUES:
-        what = f"{num_rows} x {width} ids"
-        raise RequestError.for_field(_IDS, what, f"at most {MAX_PROMPT_LOGPROB_VALUES} log-probs a prompt")
+        shown = f"{num_rows} x {width} ids"
+        raise RequestError.for_field(_IDS, shown, f"at most {MAX_PROMPT_LOGPROB_VALUES} log-probs a prompt")
     wrong = next((each for row in rows for each in row if not 0 <= each < vocab_size), None)
     if wrong is not None:
         raise RequestError.for_field(_IDS, wrong, f"ids in [0, {vocab_size})")
