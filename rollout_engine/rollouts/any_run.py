@@ -44,6 +44,7 @@ def begin_run(
     tasks, weights = prompt_tasks(arguments), arguments.reward_weights
     if teachers is not None:
         teachers.check([task.params for task in tasks], tasks[0].columns)
+        teachers.prepare_prompts(tasks)
     return RolloutRun(frontend, tasks, arguments.reward_fn, loop, reward_weights=weights)
 
 

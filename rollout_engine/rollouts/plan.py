@@ -52,6 +52,9 @@ class TeacherChecks(Protocol):
     def check(self, params: Sequence[SamplingParams], columns: Mapping[str, Any] | None) -> None:
         """Raise if a teacher does not fit these sampling parameters and columns; None: they are not known yet."""
 
+    def prepare_prompts(self, tasks: Sequence[GroupTask]) -> None:
+        """Make the prompts that teachers alone see. Raises `RequestError` for wrong ones."""
+
     def refuse_prompts(self, reason: str) -> None:
         """Raise `RequestError`, with the reason, if a teacher is to see a prompt of its own."""
 

@@ -29,6 +29,7 @@ from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.rollouts.groups import AnyGroup
+from rollout_engine.rollouts.plan import GroupTask
 from rollout_engine.rollouts.run import Group
 from rollout_engine.rollouts.scored_batch import ScoredBatch
 from rollout_engine.rollouts.teacher_engines import LaggedEngine, TeacherEngine, TeacherSource
@@ -156,6 +157,8 @@ class TeacherColumns(NamedTuple):
     top_k: TopK
     chat: Mapping[str, Any]
     """Options of the chat template, for prompts that a teacher alone sees."""
+    prompt_ids: dict[tuple[str, int], list[int]]
+    """(name of a teacher, index of a prompt) -> ids of the prompt that the teacher sees in its place."""
 
     @classmethod
     def of(
@@ -177,7 +180,7 @@ class TeacherColumns(NamedTuple):
             bound = f"None, 'student' or an int in [1, {MAX_PROMPT_LOGPROBS}]"
             raise RequestError.for_field("teacher_top_k", top_k, bound)
         chat = {name: value for name, value in options.items() if name in CHAT_KEYS}
-        return cls(frontend, listed, top_k, chat) if listed else None
+        return cls(frontend, listed, top_k, chat, {}) if listed else None
 
     def check(self, params: Sequence[SamplingParams], columns: Mapping[str, Any] | None) -> None:
         """Raise before anything is sampled if a teacher does not fit the rollout.
@@ -206,6 +209,13 @@ class TeacherColumns(NamedTuple):
             if len(widths) > 1 or not all(width and width > 0 for width in widths):
                 bound = "the same k of at least 1 for all prompts, with teacher_top_k='student'"
                 raise RequestError.for_field("logprobs", sorted(map(str, widths)), bound)
+
+    def prepare_prompts(self, tasks: Sequence[GroupTask]) -> None:
+        """Make the prompts that teachers see in place of those of `tasks`. Raises `RequestError` for wrong ones."""
+        for teacher in self.teachers:
+            if teacher.prompt is not None:
+                for task in tasks:
+                    self.prompt_ids[teacher.name, task.index] = self._make_prompt(teacher, task)
 
     def refuse_prompts(self, reason: str) -> None:
         """Raise `RequestError` if a teacher is to see a prompt of its own."""
@@ -264,12 +274,13 @@ class TeacherColumns(NamedTuple):
         if scored.pictures is not None and any(scored.pictures):
             hint = "Its prompts are texts, conversations without pictures, or ids."
             raise RequestError.for_field(f"prompt of teacher '{teacher.name}'", "given", "None with pictures", hint)
-        of_groups = [self._prompt_ids(teacher, group) for group in groups if isinstance(group, Group)]
-        by_row = [ids for ids, group in zip(of_groups, groups, strict=True) for _ in group.samples]
+        tasks = [group.task for group in groups if isinstance(group, Group)]
+        self.prepare_prompts([task for task in tasks if (teacher.name, task.index) not in self.prompt_ids])
+        by_row = [self.prompt_ids[teacher.name, group.index] for group in groups for _ in group.samples]
         return [by_row[row.index] + row.prompt[num_prompt[row.index] :] for row in scored.rows]
 
-    def _prompt_ids(self, teacher: Teacher, group: Group) -> list[int]:
-        given, columns = group.task.prompt, group.task.columns
+    def _make_prompt(self, teacher: Teacher, task: GroupTask) -> list[int]:
+        given, columns = task.prompt, task.columns
         field = f"prompt of teacher '{teacher.name}'"
         if isinstance(teacher.prompt, str):
             if teacher.prompt not in columns:
@@ -284,10 +295,10 @@ class TeacherColumns(NamedTuple):
                 [fields] = with_chat_options([fields], self.chat)  # type: ignore[arg-type]  # it is a part of them
             ids = self.frontend.inputs.token_ids_of(fields)
         except RequestError as problem:
-            named = f"{field}, for prompts[{group.index}]"
+            named = f"{field}, for prompts[{task.index}]"
             raise RequestError(f"{named}: {problem}", field=field, value=made) from problem
         if not ids:
-            raise RequestError.for_field(f"{field}, for prompts[{group.index}]", made, "at least one token long")
+            raise RequestError.for_field(f"{field}, for prompts[{task.index}]", made, "at least one token long")
         return ids
 
 
