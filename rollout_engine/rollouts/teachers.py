@@ -158,7 +158,7 @@ class TeacherColumns(NamedTuple):
     chat: Mapping[str, Any]
     """Options of the chat template, for prompts that a teacher alone sees."""
     prompt_ids: dict[tuple[str, int], list[int]]
-    """(name of a teacher, index of a prompt) -> ids of the prompt that the teacher sees in its place."""
+    """(name of a teacher, index of a prompt) -> ids of the prompt that the teacher sees in its place, until it has."""
 
     @classmethod
     def of(
@@ -276,7 +276,8 @@ class TeacherColumns(NamedTuple):
             raise RequestError.for_field(f"prompt of teacher '{teacher.name}'", "given", "None with pictures", hint)
         tasks = [group.task for group in groups if isinstance(group, Group)]
         self.prepare_prompts([task for task in tasks if (teacher.name, task.index) not in self.prompt_ids])
-        by_row = [self.prompt_ids[teacher.name, group.index] for group in groups for _ in group.samples]
+        of_groups = [self.prompt_ids.pop((teacher.name, group.index)) for group in groups]
+        by_row = [ids for ids, group in zip(of_groups, groups, strict=True) for _ in group.samples]
         return [by_row[row.index] + row.prompt[num_prompt[row.index] :] for row in scored.rows]
 
     def _make_prompt(self, teacher: Teacher, task: GroupTask) -> list[int]:
