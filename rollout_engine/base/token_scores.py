@@ -24,6 +24,10 @@ class AskedScores(msgspec.Struct, frozen=True, eq=False):
         return self if given is None else AskedScores([given[i] for i in members], self.num_top)
 
 
+TOKENS_ALONE = AskedScores()
+"""No scores in addition to those of the tokens themselves."""
+
+
 class TokenScores(msgspec.Struct, frozen=True, eq=False):
     """Scores of N tokens: each behind the tokens before it, as parts of one log-softmax over the whole vocabulary."""
 
@@ -82,7 +86,9 @@ def divide_candidates(given: np.ndarray | None, lengths: Sequence[int], vocab_si
     outside = (given < 0) | (given >= vocab_size)
     if outside.any():
         row, column = np.argwhere(outside)[0].tolist()
-        raise RequestError.for_field(f"candidate_ids[{row}][{column}]", int(given[row, column]), f"in [0, {vocab_size})")
+        raise RequestError.for_field(
+            f"candidate_ids[{row}][{column}]", int(given[row, column]), f"in [0, {vocab_size})"
+        )
     return np.split(given.astype(np.int32), np.cumsum(lengths)[:-1]) if lengths else []
 
 

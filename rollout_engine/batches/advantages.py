@@ -148,7 +148,7 @@ def reverse_kl(
     """How much likelier a teacher finds each sampled token than the policy: [B, T], 0 at tokens that were not sampled.
 
     A_t = coefficient sum_{s >= t} discount^{s - t} (log q(x_s) - log p(x_s)), with x ~ p, the policy, and q the
-    teacher. Of one token, log p - log q is an unbiased estimate of the reverse KL, KL(p || q), so a policy gradient with
+    teacher. Of one token, log p - log q is an unbiased estimate of the reverse KL, KL(p || q): a policy gradient with
     these advantages lowers it (Agarwal et al., 2024, "On-Policy Distillation of Language Models"; with discount 0, each
     token alone, as in "On-Policy Distillation", Thinking Machines Lab, 2025). Add it to other advantages of tokens
     (`per_token(batch, grpo(...))`) for a reward with a penalty, with a reference policy as the teacher.

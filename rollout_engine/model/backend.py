@@ -11,7 +11,7 @@ from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.pictures import SharedPictures
 from rollout_engine.base.pooling_params import PoolingInfo
 from rollout_engine.base.routed_experts import RoutingInfo
-from rollout_engine.base.token_scores import AskedScores, TokenScores
+from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import Added
 from rollout_engine.kernels.entropy import FiguresKernel
@@ -134,7 +134,7 @@ class Backend(Protocol):
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
         pictures: SharedPictures | None = None,
-        asked: AskedScores = AskedScores(),
+        asked: AskedScores = TOKENS_ALONE,
     ) -> Iterator[dict[int, TokenScores]]:
         """Yield, a piece at a time, the scores of some sequences by their index: of every token after the prompt.
 

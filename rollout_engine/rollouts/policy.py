@@ -371,8 +371,8 @@ class RolloutPolicy(ReplicaMethods, DistributionMethods, BlockingVerbs):
         with `quantization`, they are those of rounded weights. `candidate_ids`: integers [B, T, K], or [1, N, K] of a
         packed batch; the result has this shape then, and holds the log-probs of these tokens in place of the sampled
         ones, from the same log-softmax. `lora`: the adapter that scores; None: the base model alone. `replay_routing`:
-        send tokens to the experts of batch["routed_experts"], which `return_routed_experts` gives. After `timeout`
-        seconds it raises `CallTimeoutError`; for anything but a rollout, and ids outside the vocabulary, `RequestError`.
+        send tokens to the experts of batch["routed_experts"], which `return_routed_experts` gives. Raises
+        `CallTimeoutError` after `timeout` seconds, and `RequestError` for anything but a rollout, and for other ids.
         """
         options = dict(temperature=temperature, lora=lora, timeout=timeout)
         logprobs = score_rollout(self, batch, candidate_ids, replay_routing=replay_routing, **options)

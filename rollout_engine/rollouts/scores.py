@@ -52,7 +52,7 @@ def score_pass(
     """Scores of all completions, end to end, in as many calls as their number needs.
 
     `prompts`: in place of the rows' own. `candidates`: integers [N, K] of the N tokens of all completions. Other
-    arguments are those of the verb `score_candidates`. The weights of one call are the same from its beginning to its end.
+    arguments are those of the verb `score_candidates`. The weights of one call are those of its beginning to its end.
     """
     width = 1 + top_k * 2 + (0 if candidates is None else candidates.shape[1])
     given = [row.prompt for row in scored.rows] if prompts is None else list(prompts)

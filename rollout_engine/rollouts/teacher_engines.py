@@ -130,8 +130,8 @@ def check_tokens(teacher: Frontend, student: Frontend) -> None:
         difference = "" if own == other else f"a vocabulary of {own} here and {other} there"
     if difference:
         raise ConfigError(
-            f"its tokenizer is not the policy's ({difference}), so it would score other tokens. Give a teacher with the "
-            "policy's vocabulary and special tokens."
+            f"its tokenizer is not the policy's ({difference}), so it would score other tokens. Give a teacher with "
+            "the policy's vocabulary and special tokens."
         )
 
 

@@ -73,8 +73,8 @@ class TeacherServer:
                 found = answer["tokens"]
             except (RequestError, KeyError) as problem:
                 raise ConfigError(
-                    f"{self._url} does not tokenize ({problem}), so its tokenizer cannot be compared with the policy's. "
-                    "If they are the same, give Teacher(url, same_tokenizer=True)."
+                    f"{self._url} does not tokenize ({problem}), so its tokenizer cannot be compared with the "
+                    "policy's. If they are the same, give Teacher(url, same_tokenizer=True)."
                 ) from None
             if found != expected:
                 place = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), -1)
@@ -106,7 +106,9 @@ class TeacherServer:
         sizes = np.cumsum([len(each) for each in completions])[:-1]
         own = [None] * len(completions) if candidates is None else np.split(candidates, sizes)
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            parts = pool.map(lambda row: self._score_row(*row, top_k, temperature), zip(given, completions, own, strict=True))
+            parts = pool.map(
+                lambda row: self._score_row(*row, top_k, temperature), zip(given, completions, own, strict=True)
+            )
             empty = TokenScores.empty(None if candidates is None else candidates.shape[1], top_k)
             return TokenScores.join([empty, *parts])
 
@@ -137,7 +139,8 @@ class TeacherServer:
             None
             if candidates is None
             else np.array(
-                [[row[token] for token in ids] for row, ids in zip(values, candidates.tolist(), strict=True)], np.float32
+                [[row[token] for token in ids] for row, ids in zip(values, candidates.tolist(), strict=True)],
+                np.float32,
             ).reshape(candidates.shape),
             *top,
         )
@@ -149,8 +152,8 @@ class TeacherServer:
             found: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
         except (KeyError, TypeError, ValueError) as problem:
             raise TeacherError(
-                f"{self._url}{_GENERATE} gave no prompt_token_id_logprobs ({type(problem).__name__}): it needs a server "
-                "that takes one list of prompt_logprob_token_ids for each place (rollout-engine serve, or a vLLM with "
+                f"{self._url}{_GENERATE} gave no prompt_token_id_logprobs ({type(problem).__name__}): it needs a "
+                "server that takes one list of prompt_logprob_token_ids for each place (rollout-engine serve, or a vLLM with "
                 "per-position ids)."
             ) from None
         if found.shape != shape or found.dtype != np.float32:

@@ -161,9 +161,7 @@ class TeacherColumns(NamedTuple):
     """(name of a teacher, index of a prompt) -> ids of the prompt that the teacher sees in its place, until it has."""
 
     @classmethod
-    def of(
-        cls, frontend: Frontend, teachers: Any, top_k: Any, options: Mapping[str, Any]
-    ) -> "TeacherColumns | None":
+    def of(cls, frontend: Frontend, teachers: Any, top_k: Any, options: Mapping[str, Any]) -> "TeacherColumns | None":
         """Check the arguments `teachers` and `teacher_top_k` of a rollout; None: there are no teachers."""
         listed = [teachers] if isinstance(teachers, Teacher) else list(teachers or ())
         for index, teacher in enumerate(listed):
@@ -201,6 +199,8 @@ class TeacherColumns(NamedTuple):
                 teacher.source.check(self.frontend)
             except ConfigError as problem:
                 raise ConfigError(f"Teacher '{teacher.name}': {problem}") from None
+            except RequestError as problem:
+                raise _refusal(teacher, problem) from problem
             except RolloutEngineError as problem:
                 if teacher.on_failure == "raise":
                     raise _failure(teacher, problem) from problem
@@ -251,7 +251,7 @@ class TeacherColumns(NamedTuple):
         try:
             found = teacher.source.score(scored, prompts, asked, top_k, temperature)
         except RequestError as problem:
-            raise RequestError(f"Teacher '{teacher.name}': {problem}", field="teachers", value=teacher.name) from problem
+            raise _refusal(teacher, problem) from problem
         except RolloutEngineError as problem:
             if teacher.on_failure == "raise":
                 raise _failure(teacher, problem) from problem
@@ -322,6 +322,11 @@ def _no_scores(scored: ScoredBatch, candidates: np.ndarray | None, top_k: int) -
         np.full((num, top_k), -1, np.int32) if top_k else None,
         nan if top_k else None,
     )
+
+
+def _refusal(teacher: Teacher, problem: RequestError) -> RequestError:
+    """The error of a rollout that does not fit a teacher."""
+    return RequestError(f"Teacher '{teacher.name}': {problem}", field="teachers", value=teacher.name)
 
 
 def _failure(teacher: Teacher, problem: RolloutEngineError) -> TeacherError:

@@ -24,7 +24,10 @@ def measure(directory: Path, dtype: str, work: Work, rounds: int) -> dict[str, A
     params = SamplingParams(max_tokens=work.num_sampled_tokens, ignore_eos=True)
     ratios: dict[str, list[float]] = {"ratio": [], "ratio_top_k": []}
     seconds: list[float] = []
-    with RolloutPolicy.from_pretrained(directory, **options) as policy, Teacher(directory, seed=1, **options) as teacher:
+    with (
+        RolloutPolicy.from_pretrained(directory, **options) as policy,
+        Teacher(directory, seed=1, **options) as teacher,
+    ):
         for index in range(rounds + 1):
             for name, top_k in (("ratio", None), ("ratio_top_k", _TOP_K)):
                 given = dict(num_samples=work.num_samples, use_tqdm=False)

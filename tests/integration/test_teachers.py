@@ -15,6 +15,10 @@ from rollout_engine.testing import random_adapter, tiny_checkpoint, tiny_model
 PROMPTS = ["a prompt", "b"]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, ignore_eos=True, logprobs=0)
 SIZES = dict(num_kv_blocks=128, max_model_len=128, log_stats=False)
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +166,7 @@ def test_teachers_score_episodes(policy, big, scorer):
             self.turns += 1
             return Observation("again", reward=1.0, terminated=self.turns == 2)
 
-    policy.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    policy.tokenizer.chat_template = TEMPLATE
     try:
         options = dict(env=Twice, num_episodes=2, num_samples=2, seed=0, use_tqdm=False)
         params = SamplingParams(max_tokens=6)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.pictures import PlacedPicture, SharedPictures
-from rollout_engine.base.token_scores import AskedScores, TokenScores
+from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.adapters import AdapterRows
@@ -126,7 +126,7 @@ class CpuBackend(Backend):
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
         pictures: SharedPictures | None = None,
-        asked: AskedScores = AskedScores(),
+        asked: AskedScores = TOKENS_ALONE,
     ) -> Iterator[dict[int, TokenScores]]:
         given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts, pictures, asked)
         return score_together(self._seat, self._score, *given, *options)
@@ -168,7 +168,7 @@ class CpuBackend(Backend):
         )
 
     def _shares_prefixes(self) -> bool:
-        """Whether beginnings that sequences share may be scored once; on all ranks or on none. They call it together."""
+        """Whether beginnings that sequences share may be scored once. All ranks call it together, and agree."""
         if not self.is_deterministic:
             return False
         with torch.no_grad():

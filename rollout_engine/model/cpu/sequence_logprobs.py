@@ -1,7 +1,7 @@
 """Scores of given sequences, by the trainer's own way through the engine's module (on the CPU).
 
-    rows padded on the right    7 3 9 4      one row        7 3 9 4 8 5      if the module shares prefixes: a beginning
-                                7 3 8 5                                      that several sequences have is computed once
+rows padded on the right    7 3 9 4      one row        7 3 9 4 8 5      if the module shares prefixes: a beginning
+                            7 3 8 5                                      that several sequences have is computed once
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rollout_engine.base.token_scores import AskedScores, TokenScores
+from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
 from rollout_engine.kernels.token_logprobs import row_stats
 from rollout_engine.model.modules.packed_rows import sharing_prefixes
 from rollout_engine.model.modules.shared_rows import SharedRows
@@ -42,7 +42,7 @@ def sequence_logprobs(
     *,
     temperature: float,
     vocab_size: int,
-    asked: AskedScores = AskedScores(),
+    asked: AskedScores = TOKENS_ALONE,
     around: Around = lambda *_: nullcontext(),
     shared: bool = False,
 ) -> Iterator[dict[int, TokenScores]]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.pictures import SharedPictures
-from rollout_engine.base.token_scores import AskedScores, TokenScores
 from rollout_engine.base.speculation_config import SpeculationConfig
+from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.triton.rounding import compiles_kernels
 from rollout_engine.model.backend import Backend
@@ -128,7 +128,7 @@ class CudaBackend(Backend):
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
         pictures: SharedPictures | None = None,
-        asked: AskedScores = AskedScores(),
+        asked: AskedScores = TOKENS_ALONE,
     ) -> Iterator[dict[int, TokenScores]]:
         assert pictures is None, "refused on devices"
         given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts, pictures, asked)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.base.token_scores import AskedScores, TokenScores
+from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
 from rollout_engine.kernels.triton import sampling
 from rollout_engine.kernels.triton.paged_attention import Batch
 from rollout_engine.model.cuda.attention import CudaBatch, CudaKVPool
@@ -31,7 +31,7 @@ def sequence_logprobs(
     temperature: float,
     adapter_slot: int = -1,
     routed_experts: Sequence[np.ndarray] | None = None,
-    asked: AskedScores = AskedScores(),
+    asked: AskedScores = TOKENS_ALONE,
 ) -> Iterator[dict[int, TokenScores]]:
     """Yield, some tokens at a time, the scores of tokens after the prompt by the index of their sequence.
 

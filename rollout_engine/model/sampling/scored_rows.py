@@ -77,6 +77,4 @@ def score_rows(
 
 def _logprobs_of(logits: Tensor, ids: Tensor, temperatures: Tensor, stats: RowStats) -> Tensor:
     """float32 [M, n]: log-probs of `ids` int64 [M, n], given the statistics of their rows."""
-    return logprobs_at(
-        logits.gather(-1, ids), stats.maximum[:, None], temperatures[:, None], stats.log_total[:, None]
-    )
+    return logprobs_at(logits.gather(-1, ids), stats.maximum[:, None], temperatures[:, None], stats.log_total[:, None])

@@ -38,7 +38,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     num_top: int = 0
     """How many of the most likely tokens at each position."""
     token_ids: tuple[int, ...] = ()
-    """Tokens whose log-probs are wanted at each position of the completion, and of the prompt from `logprob_start` on."""
+    """Tokens whose log-probs are wanted at each position of the completion, and of the prompt from its start on."""
     routed: bool = False
     """Whether the experts of every token are wanted."""
     entropy: bool = False

@@ -1,8 +1,8 @@
 """Log-probs of given tokens at the places of a prompt, as vLLM's clients ask a teacher for them.
 
-    prompt_logprob_token_ids    ids, for every place; or a list of ids for each place
-    prompt_logprob_start        row i is of prompt token start + i + 1
-    prompt_token_id_logprobs    the answer: float32 [rows, ids], an .npy file in base64
+prompt_logprob_token_ids    ids, for every place; or a list of ids for each place
+prompt_logprob_start        row i is of prompt token start + i + 1
+prompt_token_id_logprobs    the answer: float32 [rows, ids], an .npy file in base64
 """
 
 import base64
@@ -34,15 +34,15 @@ class PromptScores(NamedTuple):
         ids, start = given.pop(_IDS, None), given.pop(_START, None)
         if ids is None:
             if start:
-                raise RequestError.for_field(_START, start, f"given with {_IDS}", "prompt_logprobs begin with the prompt.")
+                raise RequestError.for_field(
+                    _START, start, f"given with {_IDS}", "prompt_logprobs begin with the prompt."
+                )
             return None
         if start is not None and (type(start) is not int or start < 0):
             raise RequestError.for_field(_START, start, "an int of at least 0")
         return cls(_as_rows(ids, max(num_tokens - 1 - (start or 0), 0), vocab_size), start or 0)
 
-    async def compute(
-        self, served: Served, token_ids: list[int], params: SamplingParams, lora: str | None
-    ) -> str:
+    async def compute(self, served: Served, token_ids: list[int], params: SamplingParams, lora: str | None) -> str:
         """Score the prompt: the matrix as the answer has it."""
         first = self.start + 1
         temperature = 1.0 if params.logprobs_mode == "raw" else params.temperature

@@ -1,4 +1,4 @@
-"""POST /get_sequence_logprobs: a teacher's most likely tokens at the places of completions, as `trl vllm-serve` has it."""
+"""POST /get_sequence_logprobs: a teacher's most likely tokens at the places of completions, as of `trl vllm-serve`."""
 
 import base64
 import math

@@ -26,7 +26,7 @@ def matrix(answer):
     return np.load(io.BytesIO(base64.b64decode(answer["prompt_token_id_logprobs"])), allow_pickle=False)
 
 
-def scored(client, ids, start=len(PROMPT) - 1, **params):
+def scored(client, ids, start=2, **params):
     given = {"max_tokens": 1, "prompt_logprob_token_ids": ids, "prompt_logprob_start": start} | params
     return client.post(PATH, {"model": "tiny", "token_ids": TOKENS, "sampling_params": given})
 
@@ -99,9 +99,12 @@ def test_sglangs_clients_get_ids_at_the_prompts_places(client, start):
     assert (rows[0] is None) == (start == 0) if rows else True
     found = [[[value, token] for value, token, _ in row] for row in rows if row is not None]
     expected = scores(client, [[3, 9]] * 4).tolist()
-    assert found[len(found) - 4 :][: len(found)] == [
-        [[value, token] for value, token in zip(row, (3, 9), strict=True)] for row in expected
-    ][max(0, 4 - len(found)) :]
+    assert (
+        found[len(found) - 4 :][: len(found)]
+        == [[[value, token] for value, token in zip(row, (3, 9), strict=True)] for row in expected][
+            max(0, 4 - len(found)) :
+        ]
+    )
 
 
 def test_sglangs_streams_and_batches_have_the_same(client):
@@ -145,7 +148,9 @@ def test_verls_teachers_get_rows_of_their_prompts(client, num_top):
     answer = client.post(PATH, verl_teacher.scoring_body(TOKENS, params, "request-1"))
     fields = verl_teacher.scored_fields(answer, TOKENS, params)
     assert len(fields["prompt_ids"]) == len(fields["prompt_logprobs"]) == len(TOKENS)
-    assert fields["prompt_ids"][-1] == [0] * max(1, num_top) and fields["prompt_logprobs"][-1] == [0.0] * max(1, num_top)
+    assert fields["prompt_ids"][-1] == [0] * max(1, num_top) and fields["prompt_logprobs"][-1] == [0.0] * max(
+        1, num_top
+    )
     own = np.array(fields["sampled_prompt_logprobs"][len(PROMPT) - 1 : -1], np.float32)
     assert np.array_equal(own, scores(client, [[token] for token in COMPLETION]))
     if num_top == 0:
@@ -167,7 +172,12 @@ def test_verls_teachers_get_the_students_tokens(client):
 
 def test_trls_clients_of_its_own_server_read_their_teachers(client):
     """The requests of the same client to `trl vllm-serve`."""
-    body = {"sequences": [TOKENS, [5, 6, 30], [5, 6]], "prompt_lengths": [3, 1, 2], "top_logprobs": 2, "temperature": 0.5}
+    body = {
+        "sequences": [TOKENS, [5, 6, 30], [5, 6]],
+        "prompt_lengths": [3, 1, 2],
+        "top_logprobs": 2,
+        "temperature": 0.5,
+    }
     lists = client.post("/get_sequence_logprobs/", body)
     assert [len(rows) for rows in lists["logprobs"]] == [4, 2, 0]
     own = []

@@ -19,7 +19,9 @@ PROMPTS = ["a prompt", "b"]
 
 @pytest.fixture(scope="module")
 def student(tmp_path_factory):
-    with RolloutPolicy.from_pretrained(tiny_checkpoint(tmp_path_factory.mktemp("s"), seed=5), max_model_len=256) as made:
+    with RolloutPolicy.from_pretrained(
+        tiny_checkpoint(tmp_path_factory.mktemp("s"), seed=5), max_model_len=256
+    ) as made:
         yield made
 
 
@@ -45,12 +47,13 @@ def test_a_server_scores_as_its_engine_does(student, server, policy):
 
 def test_a_server_that_does_not_answer_is_a_teacher_that_fails(student, server, policy):
     with HttpServer(policy, ServeOptions(port=0)) as ended:
-        teacher, lenient = Teacher(ended.url), Teacher(ended.url, on_failure="nan")
+        url = ended.url
+        teacher, lenient = Teacher(url), Teacher(url, on_failure="nan")
         rollout(student, teacher)
     with pytest.raises(TeacherError, match="Teacher 'teacher' failed: http.*does not answer"):
         rollout(student, teacher)
     with pytest.raises(TeacherError, match="does not answer"):
-        rollout(student, Teacher(ended.url))
+        rollout(student, Teacher(url))
     batch = rollout(student, lenient)
     assert batch["teacher", "teacher", "log_probs"][batch["masks", "all_assistant_mask"]].isnan().all()
 
