@@ -84,8 +84,8 @@ class CompletionOutput(msgspec.Struct):
     """float32 [T], nats: of softmax(logits / temperature) of the model's own logits, from which each token was drawn;
     greedy ones count as temperature 1. None unless `entropy`."""
     hidden_states: np.ndarray | None = None
-    """float32 [T, H], the values of the model's dtype: row t is the last layer's state, behind the final norm, from which
-    token t was drawn, that of the position before it. None unless `return_hidden_states`, and if nothing was sampled."""
+    """float32 [T, H], the values of the model's dtype: row t is the last layer's state, behind the final norm, from
+    which token t was drawn: that of the position before. None unless `return_hidden_states`, and without tokens."""
 
     def logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob]]:
         """Return for each token {token id: Logprob}: the sampled token first, then the most likely ones.
@@ -138,8 +138,8 @@ class RequestOutput(msgspec.Struct):
     pictures: list[PlacedPicture] = []
     """Pictures of the prompt at their places in `prompt_token_ids`, which have one placeholder for each feature."""
     prompt_hidden_states: np.ndarray | None = None
-    """float32 [P, H]: row i is the state of prompt token i, as `CompletionOutput.hidden_states`, whose row 0 is the last
-    one here. None unless `return_hidden_states="all"`; "delta": in the first output only."""
+    """float32 [P, H]: row i is the state of prompt token i; the last is row 0 of `CompletionOutput.hidden_states`.
+    None unless `return_hidden_states="all"`; "delta": in the first output only."""
 
     def prompt_logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob] | None]:
         """Return for each prompt token a dict as `CompletionOutput.logprob_dicts` does; None for the first token."""

@@ -164,8 +164,8 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """Return the entropy at each sampled token (`CompletionOutput.entropies`): of the tempered distribution, whatever
     `logprobs_mode`, penalties and truncation are, as `exact.token_entropy` computes it."""
     return_hidden_states: Literal["sampled", "all"] | None = None
-    """Return hidden states of the last layer, behind the final norm, at most 128 MiB of them. "sampled": those from which
-    the tokens were drawn (`CompletionOutput.hidden_states`); "all": also those of the prompt's tokens
+    """Return hidden states of the last layer, behind the final norm, at most 128 MiB of them. "sampled": those from
+    which the tokens were drawn (`CompletionOutput.hidden_states`); "all": also those of the prompt's tokens
     (`RequestOutput.prompt_hidden_states`), which is then computed without prefix hits; True is "all". On a CPU."""
 
     def check(self) -> None:

@@ -27,8 +27,8 @@
 In `columns`, `info` and `messages` sets are lists, and other values that JSON lacks (NaN, infinities, bytes, dates) are
 a text: a warning names such values (`rollout_engine.batches.json_values`).
 `rollout(log_to=...)` adds the origin of the sample (`rollout_engine.rollouts.log`); `read_jsonl` reads both.
-"routed_experts" and "hidden_states" are not written. Numbers are written so that reading them gives the same bits (float32 as its float64
-value).
+"routed_experts" and "hidden_states" are not written. Numbers are written so that reading them gives the same bits
+(float32 as its float64 value).
 """
 
 import json

@@ -86,7 +86,7 @@ def placed_rows(parts: Iterable[tuple[int, np.ndarray | None]], length: int, fil
 def _joined(
     parts: Sequence[np.ndarray | None], counts: Sequence[int], shape: tuple[int, ...], dtype: np.dtype[Any], fill: float
 ) -> np.ndarray:
-    """All parts end to end, [sum of counts, *shape]; `fill` for those that are None, and on the right of narrow ones."""
+    """All parts end to end, [sum of counts, *shape]; `fill` for those that are None, and right of narrow ones."""
     found = np.full((sum(counts), *shape), fill, dtype)
     end = 0
     for part, count in zip(parts, counts, strict=True):

@@ -61,7 +61,7 @@ class FullReport(NamedTuple):
         if self.is_exact:
             return f"exact: {compared} equal bit for bit"
         return (
-            f"not exact: {self.num_different} of {compared} differ, by up to {self.largest_difference:.3g} nats a token; "
+            f"not exact: {self.num_different} of {compared} differ, by up to {self.largest_difference:.3g} nats; "
             f"KL {self.mean_kl:.3g} on average, {self.largest_kl:.3g} at most; first at {self.first_different}"
         )
 
@@ -118,7 +118,7 @@ def _runs(batch: Any) -> list[TokenRun]:
 def _trainer_pieces(
     model: nn.Module, token_ids: list[int], places: Tensor, temperature: float, vocab_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield some of `places` int64 [n] of a sequence, and the trainer's log-probs float32 [n, V] of the tokens there."""
+    """Yield some of `places` int64 [n] of a sequence, and the trainer's log-probs float32 [n, V] there."""
     if not len(places):
         return
     own: Any = plain_model(model)

@@ -89,7 +89,8 @@ def check(
         raise ValueError(f"{what}: call exact.check(batch, logprobs).")
     if full:
         if model is None or engine is None or logprobs is not None:
-            raise ValueError("full=True compares a model with an engine: exact.check(batch, model=, engine=, full=True).")
+            call = "exact.check(batch, model=model, engine=policy, full=True)"
+            raise ValueError(f"full=True compares a model with an engine: {call}.")
         return compare_distributions(batch, model, engine, temperature)
     if (logprobs is None) == (model is None) or engine is not None:
         raise ValueError(

@@ -95,9 +95,9 @@ def token_entropy(
 ) -> Tensor:
     """Entropies of the distributions of next tokens, in nats -> float32 [B, T - 1], differentiable.
 
-    Entry `[:, i]` is the entropy of softmax(logits_i / temperature), from which token i + 1 was drawn; 0 where
-    `token_logprobs` is. It equals `batch["entropy", "full"][:, i + 1]` of a rollout with `SamplingParams(entropy=True)`
-    bit for bit. Arguments, errors and warnings are those of `token_logprobs`; without a temperature it is the one at
+    Entry `[:, i]` is the entropy of softmax(logits_i / temperature), from which token i + 1 was drawn; 0 at the same
+    places as `token_logprobs`. It equals `batch["entropy", "full"][:, i + 1]` of a rollout with
+    `SamplingParams(entropy=True)` bit for bit. Arguments, errors and warnings are those of `token_logprobs`; without a temperature it is the one at
     which the batch was sampled.
     """
     if temperature is None and isinstance(input_ids, TensorDictBase):
@@ -119,8 +119,8 @@ def token_logprobs_and_entropies(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs as `token_logprobs` returns them, and entropies as `token_entropy` does, of one forward.
 
-    Both float32 [B, T - 1]. The entropies carry no gradient: those of `token_entropy` do. Arguments, errors and warnings
-    are those of `token_logprobs`.
+    Both float32 [B, T - 1]. The entropies carry no gradient: those of `token_entropy` do. Arguments, errors and
+    warnings are those of `token_logprobs`.
     """
     ids = _Ids(input_ids, attention_mask, cu_seqlens, position_ids, temperature, routed_experts, pictures)
     logprobs, entropies = _compute_at_next_tokens(model, ids, [_logprobs, _entropies], num_with_gradient=1)

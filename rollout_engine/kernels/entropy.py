@@ -36,9 +36,9 @@ def token_entropies(
 ) -> Tensor:
     """Entropies of softmax(logits / temperature) in nats -> float32 [N], differentiable with respect to the logits.
 
-    `logits` [N, V] of any floating dtype, `temperature` a number or [N]; 0 counts as 1. A row that holds NaN or +inf, or
-    nothing but -inf, gives NaN. `kernel` replaces `row_figures`. Raises `ValueError` for a temperature below 0, and for
-    other shapes and dtypes.
+    `logits` [N, V] of any floating dtype, `temperature` a number or [N]; 0 counts as 1. A row that holds NaN or +inf,
+    or nothing but -inf, gives NaN. `kernel` replaces `row_figures`. Raises `ValueError` for a temperature below 0, and
+    for other shapes and dtypes.
     """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
         raise argument_error("logits", logits, "a tensor of floats [N, V]")

@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 
 from rollout_engine.base.errors import EngineDeadError, LifecycleError, RetryableError
+from rollout_engine.base.hidden_states import num_state_bytes
 from rollout_engine.base.picture_cache import SentPictures
 from rollout_engine.base.threads import start
 from rollout_engine.children.failure import WireError

@@ -28,11 +28,11 @@ class DistributionMethods:
     ) -> np.ndarray:
         """Tempered log-probs of the whole vocabulary under the live weights -> float32 [n, V].
 
-        Row i is the distribution of the token behind the first `places[i]`, 1 at least, of `token_ids`. Each is computed
-        by a request that draws one token behind these and finds most of their KV in the prefix cache: all rows are
-        held at once, so give a few places at a time. The requests draw, so later ones without a seed get other seeds.
-        `temperature` 0 counts as 1. Raises `RequestError` for places
-        outside of the sequence, on a device, and if the engine cannot compute one; `LifecycleError` while it does not run.
+        Row i is the distribution of the token behind the first `places[i]`, 1 at least, of `token_ids`. Each is
+        computed by a request that draws one token behind these and finds most of their KV in the prefix cache: all
+        rows are held at once, so give a few places at a time. The requests draw, so later ones without a seed get other
+        seeds. `temperature` 0 counts as 1. Raises `RequestError` for places outside of the sequence, on a device, and
+        if the engine cannot compute one; `LifecycleError` while it does not run.
         """
         for place in places:
             if not 1 <= place <= len(token_ids):

@@ -153,8 +153,8 @@ class TeacherServer:
         except (KeyError, TypeError, ValueError) as problem:
             raise TeacherError(
                 f"{self._url}{_GENERATE} gave no prompt_token_id_logprobs ({type(problem).__name__}): it needs a "
-                "server that takes one list of prompt_logprob_token_ids for each place (rollout-engine serve, or a vLLM with "
-                "per-position ids)."
+                "server that takes one list of prompt_logprob_token_ids for each place, as rollout-engine serve and "
+                "newer vLLMs do."
             ) from None
         if found.shape != shape or found.dtype != np.float32:
             raise TeacherError(f"{self._url}: scores are {found.dtype} {found.shape}, and should be float32 {shape}.")

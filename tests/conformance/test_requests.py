@@ -37,6 +37,7 @@ PARAMS = {
     "stop ids": dict(seed=4, max_tokens=80, stop_token_ids=list(range(100, 130)), min_tokens=3),
     "truncated": dict(seed=5, top_k=20, top_p=0.9, min_p=0.01, logprobs=2),
     "logprobs": dict(seed=6, logprobs=5, logprobs_mode="raw", prompt_logprobs=3),
+    "states": dict(seed=6, n=2, entropy=True, return_hidden_states="all"),
     "all logprobs": dict(seed=7, logprobs=-1, prompt_logprobs=-1, max_tokens=4),
     "logprobs of ids": dict(seed=8, logprob_token_ids=[7, 3], logprobs_mode="processed"),
     "edited logits": dict(seed=9, presence_penalty=1.0, logit_bias={9: 2.0}, bad_words=["a"], repetition_penalty=1.2),

@@ -21,7 +21,7 @@ namespace {
 using truncation::D;
 
 constexpr int BLOCK = 256, DOUBLES = 8;
-constexpr double LOWEST = -708.0;  // e^LOWEST is a normal number, and nothing beside the smallest float32
+constexpr double LOWEST = -708.0;  // e^LOWEST is a normal number, and nothing next to the smallest float32
 
 struct Rows {
     const void* logits;  // [., vocab_size] float32, or bfloat16

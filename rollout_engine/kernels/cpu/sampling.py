@@ -143,10 +143,10 @@ def gradient(logits: Tensor, temperatures: Tensor, stats: RowStats, grad: Tensor
 
     Raises `ValueError` for tensors it cannot read.
     """
-    readable = readable(logits)
-    args = _rows(readable, temperatures, stats)
-    grad, result = grad.contiguous(), torch.empty(readable.shape, dtype=readable.dtype)
-    args.grad, args.grad_logits = address("grad", grad, torch.float32, readable.shape[:1]), result.data_ptr()
+    own = readable(logits)
+    args = _rows(own, temperatures, stats)
+    grad, result = grad.contiguous(), torch.empty(own.shape, dtype=own.dtype)
+    args.grad, args.grad_logits = address("grad", grad, torch.float32, own.shape[:1]), result.data_ptr()
     _library().sampling_gradient(ctypes.addressof(args))
     return result.to(logits.dtype)
 

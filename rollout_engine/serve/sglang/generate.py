@@ -52,7 +52,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_entropy: bool | list[bool] | None = None
     """`meta_info.output_token_entropy`: the entropy at each sampled token, in nats."""
     return_hidden_states: bool | list[bool] | None = None
-    """`meta_info.hidden_states`: first the states of the prompt's tokens, then that of each sampled token but the last."""
+    """`meta_info.hidden_states`: the states of the prompt's tokens, then that of each sampled token but the last."""
     return_prompt_token_ids: bool = False
     stream: bool = False
     rid: str | list[str] | None = None

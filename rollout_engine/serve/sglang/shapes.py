@@ -125,7 +125,7 @@ class _Logprobs:
 
 
 def _states(output: RequestOutput, sample: CompletionOutput) -> list[Any]:
-    """One entry for each sampled token, the states computed to draw it: first of all the prompt's tokens, then of one."""
+    """One entry for each sampled token, the states computed to draw it: first all of the prompt's, then one each."""
     assert sample.hidden_states is not None
     states: list[Any] = sample.hidden_states.tolist()
     if output.prompt_hidden_states is not None:

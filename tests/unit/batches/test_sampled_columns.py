@@ -62,7 +62,8 @@ def test_columns_stand_at_the_sampled_tokens(layout):
 
 def test_states_of_prompts_stand_one_token_later():
     output = outputs_of(1)[0]
-    output.prompt_hidden_states = np.arange(len(output.prompt_token_ids) * WIDTH, dtype=np.float32).reshape(-1, WIDTH) + 1
+    count = len(output.prompt_token_ids) * WIDTH
+    output.prompt_hidden_states = np.arange(1, count + 1, dtype=np.float32).reshape(-1, WIDTH)
     states = batch_of([output])["hidden_states"]
     for row, sample in enumerate(output.outputs):
         start = len(output.prompt_token_ids)
@@ -105,4 +106,5 @@ def test_lines_have_entropies_and_the_most_likely(tmp_path):
                 assert theirs["entropy"] == line["entropy"] and theirs["top_k"] == line["top_k"]
     assert lines[0]["top_k"][0][1][1] is None
     to_jsonl(batch, tmp_path / "rollout.jsonl")
-    assert [json.loads(line) for line in (tmp_path / "rollout.jsonl").read_text().splitlines()][0]["top_k"] == lines[0]["top_k"]
+    written = (tmp_path / "rollout.jsonl").read_text().splitlines()
+    assert [json.loads(line)["top_k"] for line in written] == [line["top_k"] for line in lines]

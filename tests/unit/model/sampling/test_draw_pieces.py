@@ -19,7 +19,9 @@ PARAMS = [
     SamplingParams(temperature=0.0, logprobs=3, entropy=True),
     SamplingParams(),
     SamplingParams(top_k=5, temperature=0.7, logprobs=1, logprobs_mode="processed"),
-    SamplingParams(presence_penalty=1.5, logit_bias={7: 5.0}, logprobs=2, logprobs_mode="raw", temperature=0.5, entropy=True),
+    SamplingParams(
+        presence_penalty=1.5, logit_bias={7: 5.0}, logprobs=2, logprobs_mode="raw", temperature=0.5, entropy=True
+    ),
     SamplingParams(logprob_token_ids=[3, 5]),
     SamplingParams(logprobs=-1),
     SamplingParams(allowed_token_ids=[4, 9], top_p=0.9, logprobs=0, logprobs_mode="processed"),
