@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.base.errors import StaleVersionError as StaleVersionError
     from rollout_engine.base.errors import StepDeadlineError as StepDeadlineError
     from rollout_engine.base.errors import StepMemoryError as StepMemoryError
+    from rollout_engine.base.errors import TeacherError as TeacherError
     from rollout_engine.base.errors import TransferTimeoutError as TransferTimeoutError
     from rollout_engine.base.errors import WeightUpdateError as WeightUpdateError
     from rollout_engine.base.lora_request import LoRAInfo as LoRAInfo
@@ -89,6 +90,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.rollouts.replay import ReplayReport as ReplayReport
     from rollout_engine.rollouts.replay import replay as replay
     from rollout_engine.rollouts.reward_model import RewardModel as RewardModel
+    from rollout_engine.rollouts.teachers import Teacher as Teacher
     from rollout_engine.telemetry.stat_loggers import PrometheusLogger as PrometheusLogger
 
 __version__ = VERSION
@@ -123,6 +125,7 @@ _NAMES = {
         "StaleVersionError",
         "StepDeadlineError",
         "StepMemoryError",
+        "TeacherError",
         "TransferTimeoutError",
         "WeightUpdateError",
     ),
@@ -153,6 +156,7 @@ _NAMES = {
     "rollout_engine.rollouts.policy": ("RolloutPolicy",),
     "rollout_engine.base.pooling_params": ("PoolingParams",),
     "rollout_engine.rollouts.reward_model": ("RewardModel",),
+    "rollout_engine.rollouts.teachers": ("Teacher",),
     "rollout_engine.rollouts.collector": ("CollectorStats", "RolloutCollector"),
     "rollout_engine.rollouts.replay": ("ReplayReport", "replay"),
     "rollout_engine.base.lora_request": ("LoRAInfo", "LoRARequest"),

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.batches.layout import (
+    FILL_OF_TEACHER,
     PER_TURN,
-    SPAN_OF_KEY,
     SPANS,
+    TEACHER,
     Key,
     Span,
     check_batch,
@@ -19,6 +20,7 @@ from rollout_engine.batches.layout import (
     leaves,
     packed_span,
     padding_token,
+    span_of,
     width_of,
 )
 from rollout_engine.batches.sampled_columns import FILL
@@ -47,8 +49,14 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
             different. "keep" leaves "group_id" unchanged: for parts of one rollout, whose groups may be split.
 
     Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated), those without "pictures" none. The k of
+<<<<<<< HEAD
+    ("top_k", ...), and of teachers, becomes the largest, with -1 and -inf for tokens that others did not ask for. Any
+    other key must be in all batches or in none. Raises `RequestError` otherwise, for mixed layouts, and for keys that
+    cannot be concatenated.
+=======
     ("top_k", ...) becomes the largest, filled up with -1 and -inf. Any other key must be in all batches or in none.
     Raises `RequestError` otherwise, for mixed layouts, and for keys that cannot be concatenated.
+>>>>>>> entropy
     """
     if group_ids not in get_args(GroupIds):
         raise RequestError.for_field("group_ids", group_ids, "'renumber' or 'keep'")
@@ -81,10 +89,10 @@ def _complete(parts: list[dict[Key, Any]]) -> list[dict[Key, Any]]:
         elif key == "pictures":
             for part in parts:
                 part.setdefault(key, NonTensorStack(*(() for _ in part["group_id"])))
-        elif key in _TOP_K and not without:
+        elif _is_top_k(key) and not without:
             most = max(part[key].shape[-1] for part in parts)
             for part in parts:
-                part[key] = torch.nn.functional.pad(part[key], [0, most - part[key].shape[-1]], value=_FILL[key])
+                part[key] = torch.nn.functional.pad(part[key], [0, most - part[key].shape[-1]], value=_fill_of(key))
         elif without:
             have = next(i for i, part in enumerate(parts) if key in part)
             hint = f"Add it to batches[{without[0]}], or leave it out of all with batch.exclude({key!r})."
@@ -100,9 +108,9 @@ def _joined_padded(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -
         if key == PER_TURN:
             values = _same_turns(values)
         elif len({value.shape[1:] for value in values}) > 1:
-            span = SPAN_OF_KEY.get(key) or _guessed_span(key, values, batches)
+            span = span_of(key) or _guessed_span(key, values, batches)
             width = max(width_of(batch, span) for batch in batches)
-            fill = pad_token_id if key in _TOKENS else _FILL.get(key, 0)
+            fill = pad_token_id if key in _TOKENS else _fill_of(key)
             values = [_widen(value, width, fill, left=span == "prompt") for value in values]
         joined[key] = torch.cat(values, 0)
     return joined
@@ -119,6 +127,16 @@ def _joined_packed(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -
         joined[key] = torch.cat(values, 1 if per_token == {True} else 0)
     joined["cu_seqlens"] = torch.cat([ends[0][:1], torch.cat([end.diff() for end in ends]).cumsum(0).to(ends[0])])
     return joined
+
+
+def _is_top_k(key: Key) -> bool:
+    """Whether a key has some of the most likely tokens for each token."""
+    return key in _TOP_K or (key[0] == TEACHER and key[-1] in ("top_ids", "top_log_probs"))
+
+
+def _fill_of(key: Key) -> float:
+    """The padding of a key other than tokens."""
+    return FILL_OF_TEACHER.get(key[-1], 0) if key[0] == TEACHER else _FILL.get(key, 0)
 
 
 def _guessed_span(key: Key, values: list[Tensor], batches: list[TensorDictBase]) -> Span:

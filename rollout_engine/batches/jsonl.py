@@ -13,6 +13,8 @@
     kept_logprob_mass                             the same, with top-k, top-p or min-p
     support                                       per token of the response the ids that its draw had left, [] for all;
                                                   with return_support
+    teacher                                       {name: {log_probs, top_ids, top_log_probs}} with teachers, one entry
+                                                  per token of the response; null if it was not sampled or not scored
     entropy                                       one per token of the response, 0 if it was not sampled; with entropy
     top_k                                         with logprobs=k: per token [id, log-prob] of the k most likely ones,
                                                   null for a log-prob of -inf; [] if it was not sampled
@@ -52,14 +54,16 @@ from rollout_engine.batches.layout import (
     EPISODE_KEYS,
     PER_TURN,
     RESERVED_KEYS,
-    SPAN_OF_KEY,
+    TEACHER,
     Key,
+    Place,
     Places,
     check_batch,
     is_packed,
     leaves,
     packed_span,
     places,
+    span_of,
 )
 from rollout_engine.batches.picture_files import as_entries, folder_beside, has_pictures, save_pictures
 from rollout_engine.batches.rollout_files import append_text
@@ -114,6 +118,8 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
             sample["kept_logprob_mass"] = batch["kept_logprob_mass"][response].tolist()
         if "support" in own:
             sample["support"] = own["support"][row].lists()
+        if TEACHER in batch.keys():
+            sample[TEACHER] = _teachers(batch, after)
         if "entropy" in batch.keys():
             sample["entropy"] = batch["entropy", "full"][after].tolist()
         if "top_k" in batch.keys():
@@ -134,8 +140,23 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
 
 def _plain(batch: TensorDictBase, reserved: frozenset[str]) -> dict[Key, list[Any]]:
     """A rollout's own keys with one entry per sequence, as lists."""
-    keys = {key for key, _ in leaves(batch)} - SPAN_OF_KEY.keys() - {"cu_seqlens"}
+    keys = {key for key, _ in leaves(batch) if span_of(key) is None} - {"cu_seqlens"}
     return {key: batch.get(key).tolist() for key in keys if _top(key) in reserved}
+
+
+def _teachers(batch: TensorDictBase, after: Place) -> dict[str, dict[str, list[Any]]]:
+    """The columns of each teacher at the tokens of one response; None for numbers that are not finite."""
+    return {
+        name: {part: _finite(values[after].tolist()) for part, values in columns.items()}
+        for name, columns in batch[TEACHER].items()
+    }
+
+
+def _finite(value: Any) -> Any:
+    """A number, or nested lists of them, with None in place of those that are not finite."""
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value if math.isfinite(value) else None
 
 
 class Converted:

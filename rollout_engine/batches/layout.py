@@ -44,13 +44,17 @@ SPAN_OF_KEY: dict[Key, Span] = {
     "hidden_states": "full",
 }
 """Keys of a rollout with one value per token."""
+TEACHER = "teacher"
+"""First part of the keys of teachers, ("teacher", NAME, ...), which all have one value or row per token of full."""
+FILL_OF_TEACHER = {"log_probs": 0.0, "top_ids": -1, "top_log_probs": float("-inf")}
+"""Last part of the keys of teachers -> the value outside the assistant mask."""
 PER_TURN: Key = ("rewards", "turn")
 """The key of episodes with one value per turn, [B, most turns] in both layouts, padded with 0 on the right."""
 
 RESERVED_KEYS = frozenset(
     "tokens masks log_probs kept_logprob_mass policy_version kv_min_version group_id sample_index seed "
     "num_prompt_tokens num_dropped truncated finish_reason text next rewards cu_seqlens routed_experts "
-    "pictures support entropy top_k hidden_states".split()
+    "pictures support entropy top_k hidden_states teacher".split()
 )
 """Top-level keys that no column may take."""
 EPISODE_KEYS = frozenset("num_turns episode_id seat ended_by error messages info".split())
@@ -137,16 +141,22 @@ def padding_token(batch: TensorDictBase) -> int | None:
     return None
 
 
+def span_of(key: Key) -> Span | None:
+    """The span of a rollout's own key with one value per token; None for other keys."""
+    return "full" if isinstance(key, tuple) and key[0] == TEACHER else SPAN_OF_KEY.get(key)
+
+
 def packed_span(key: Key, value: Any, batch: TensorDictBase) -> Span | None:
     """The span of `key` in a packed batch; None for keys with one entry per sequence.
 
     For keys that users added the shape decides: [1, n, ...] with n the tokens of a span, or [B, ...]. Raises
     `RequestError` for other shapes.
     """
-    if key in SPAN_OF_KEY:
-        return SPAN_OF_KEY[key]
     if key == PER_TURN:
         return None
+    known = span_of(key)
+    if known is not None:
+        return known
     shape = tuple(value.shape)
     if isinstance(value, Tensor) and len(shape) > 1 and shape[0] == 1 < shape[1]:
         for span in SPANS:

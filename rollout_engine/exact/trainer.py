@@ -37,11 +37,11 @@ from rollout_engine.model.modules.next_token_logprobs import (
 )
 from rollout_engine.model.modules.packed_rows import positions_from, starts_of
 from rollout_engine.model.modules.placed_features import PlacedFeatures, placing
+from rollout_engine.model.modules.prefix_trial import shares_prefixes
 from rollout_engine.model.packing.output_head import has_float32_head
 from rollout_engine.model.training.adapted_layers import active_adapters, plain_model
 from rollout_engine.model.training.call_checks import warn_once
 from rollout_engine.model.training.picture_calls import batch_features
-from rollout_engine.model.training.prefix_trial import shares_prefixes
 from rollout_engine.model.training.rollout_inputs import rollout_inputs, sampled_temperature
 from rollout_engine.model.training.token_batch import token_batch
 

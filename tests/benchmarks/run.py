@@ -12,6 +12,7 @@ python tests/benchmarks/run.py speculation --rounds 7                what drafte
 python tests/benchmarks/run.py lora --rounds 7                       what LoRA adapters cost
 python tests/benchmarks/run.py structured --rounds 9                 what structured outputs cost
 python tests/benchmarks/run.py int8 --rounds 5                       what weights rounded to int8 gain and cost
+python tests/benchmarks/run.py teachers --rounds 5                   what the columns of a teacher cost
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -48,6 +49,7 @@ import rounding
 import speculation
 import startup
 import structured
+import teachers
 import throughput
 import torch
 import training
@@ -307,6 +309,13 @@ def measure_int8(run: Run) -> None:
     engines.close()
 
 
+def measure_teachers(run: Run) -> None:
+    directory, dtype = run.directory("M"), SHAPES["M"]["dtype"]
+    for work in WORKS["M"]:
+        name = f"teacher columns / rollout, {figure_name('M', work)}"
+        run.keep(name, lambda w=work: teachers.measure(directory, dtype, w, run.rounds))
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     **{shape: lambda run, s=shape: measure_throughput(run, s) for shape in SHAPES},
     "costs": measure_costs,
@@ -331,6 +340,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "lora": measure_loras,
     "structured": measure_structured,
     "int8": measure_int8,
+    "teachers": measure_teachers,
 }
 
 

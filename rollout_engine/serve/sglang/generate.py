@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
@@ -10,7 +11,7 @@ from rollout_engine.serve.call import Call
 from rollout_engine.serve.generation import Generation
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.served import Served
-from rollout_engine.serve.sglang.sampling import Wanted, is_scoring, read_sampling
+from rollout_engine.serve.sglang.sampling import Wanted, check_num_values, is_scoring, read_sampling
 from rollout_engine.serve.sglang.shapes import answer, without_tokens
 
 PEERS: dict[str, tuple[Any, ...]] = {
@@ -96,6 +97,8 @@ class _GenerateCall(Call):
         self._loras = [self._one("lora_path", index) or None for index in range(self._num_prompts)]
         self.prompts = [self._with_options(prompt, index) for index, prompt in enumerate(given)]
         self._names = self._request_names()
+        self._prompt_scores: dict[int, np.ndarray] = {}
+        """Index of a prompt -> float32 [tokens, ids], log-probs of the ids that it wants at its own places."""
 
     async def check_adapters(self) -> None:
         """Raise `HttpProblem` 404 for an adapter that is not there."""
@@ -112,7 +115,25 @@ class _GenerateCall(Call):
         options: dict[str, Any] = {"priority": body.priority or 0, "session_id": key}
         await generation.start(self.prompts, self.settings, repeats=True, **options)
 
+    async def prepare_output(self, index: int, output: RequestOutput) -> None:
+        wanted, first = self._wanted[index], max(self._wanted[index].logprob_start, 1)
+        if index in self._prompt_scores or not (wanted.prompt and wanted.token_ids):
+            return
+        params, lora = self.settings[index].params, self.prompts[index].get("lora_request")
+        completion = output.prompt_token_ids[first:]
+        check_num_values(len(completion), len(wanted.token_ids))
+        scores = await self.served.engine.score_candidates(
+            [output.prompt_token_ids[:first]],
+            [completion],
+            np.tile(np.array(wanted.token_ids, np.int64), (len(completion), 1)),
+            temperature=1.0 if params.logprobs_mode == "raw" else params.temperature,
+            lora=lora,
+        )
+        self._prompt_scores[index] = scores.candidates
+
     async def write(self, results: list[RequestOutput]) -> Any:
+        for index, output in enumerate(results):
+            await self.prepare_output(index, output)
         answers = [
             self.write_event(index, output, [sample], {})
             for index, output in enumerate(results)
@@ -128,7 +149,8 @@ class _GenerateCall(Call):
         name = f"{self._names[index]}-{sample.index}" if several else self._names[index]
         wanted, texts = self._wanted[index], self._body.return_text_in_logprobs
         counted = without_tokens(sample) if self._is_scoring[index] else sample
-        made = answer(self.served, name, output, counted, wanted, texts=texts)
+        scores = self._prompt_scores.get(index)
+        made = answer(self.served, name, output, counted, wanted, texts=texts, prompt_scores=scores)
         if self._body.return_prompt_token_ids:
             made["prompt_token_ids"] = output.prompt_token_ids
         if self._body.stream and self._gives_list:

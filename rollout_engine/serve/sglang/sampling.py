@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.sampling_params import MAX_PROMPT_LOGPROB_VALUES
 from rollout_engine.serve.bodies import read_fields
 from rollout_engine.serve.sampling import SamplingFields, Settings, SettingsReader
 
@@ -36,7 +38,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     num_top: int = 0
     """How many of the most likely tokens at each position."""
     token_ids: tuple[int, ...] = ()
-    """Tokens whose log-probs are wanted at each position of the completion."""
+    """Tokens whose log-probs are wanted at each position of the completion, and of the prompt from its start on."""
     routed: bool = False
     """Whether the experts of every token are wanted."""
     entropy: bool = False
@@ -79,6 +81,14 @@ def read_sampling(reader: SettingsReader, given: dict[str, Any], wanted: Wanted,
     if wanted.states:
         more["return_hidden_states"] = "all"
     return reader.read(fields, **more)
+
+
+def check_num_values(num_tokens: int, num_ids: int) -> None:
+    """Raise `RequestError` for more log-probs of ids at the places of a prompt than are returned."""
+    if num_tokens * num_ids > MAX_PROMPT_LOGPROB_VALUES:
+        bound = f"at most {MAX_PROMPT_LOGPROB_VALUES} log-probs a prompt"
+        hint = "Give a higher logprob_start_len."
+        raise RequestError.for_field("token_ids_logprob", f"{num_tokens} x {num_ids} ids", bound, hint)
 
 
 def is_scoring(given: dict[str, Any]) -> bool:

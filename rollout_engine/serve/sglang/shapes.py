@@ -18,9 +18,20 @@ Entry: TypeAlias = list[Any]
 
 
 def answer(
-    served: Served, name: str, output: RequestOutput, sample: CompletionOutput, wanted: Wanted, *, texts: bool
+    served: Served,
+    name: str,
+    output: RequestOutput,
+    sample: CompletionOutput,
+    wanted: Wanted,
+    *,
+    texts: bool,
+    prompt_scores: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """One sample so far: `text`, `output_ids` and `meta_info`. `texts`: whether log-probs include tokens' texts."""
+    """One sample so far: `text`, `output_ids` and `meta_info`.
+
+    `texts`: whether log-probs include tokens' texts. `prompt_scores`: float32 [tokens, ids], those of the wanted ids at
+    the prompt's places from `wanted.logprob_start` on, the first token of a prompt excepted.
+    """
     versions = of_versions(sample, served.weight_version)
     meta: dict[str, Any] = {
         "id": name,
@@ -44,6 +55,8 @@ def answer(
         meta["hidden_states"] = _states(output, sample)
     if wanted.logprobs:
         meta |= _Logprobs(served, wanted, texts).fields(output, sample)
+        if prompt_scores is not None:
+            meta["input_token_ids_logprobs"] = _Logprobs(served, wanted, texts).prompt_rows(prompt_scores)
     return {"text": sample.text, "output_ids": sample.token_ids, "meta_info": meta, **versions}
 
 
@@ -90,6 +103,11 @@ class _Logprobs:
             rows = values_of(sample.token_id_logprobs)
             made["output_token_ids_logprobs"] = [self._entries(row, wanted.token_ids) for row in rows]
         return made
+
+    def prompt_rows(self, scores: np.ndarray) -> list[list[Entry] | None]:
+        """Log-probs of the wanted ids at the prompt's places; None for the first token of a prompt."""
+        rows: list[list[Entry] | None] = [None] if self._wanted.logprob_start == 0 else []
+        return rows + [self._entries(row, self._wanted.token_ids) for row in values_of(scores)]
 
     def _entries(self, values: Sequence[Any], token_ids: Sequence[int]) -> list[Entry]:
         return [[value, i, self._text(i)] for value, i in zip(values, token_ids, strict=True)]

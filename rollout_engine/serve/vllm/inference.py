@@ -22,6 +22,7 @@ from rollout_engine.serve.openai.shapes import (
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SAMPLING_PEERS, SamplingFields, Settings
 from rollout_engine.serve.served import Served
+from rollout_engine.serve.vllm.prompt_scores import PromptScores
 
 PEERS: dict[str, tuple[Any, ...]] = {
     "features": ({},),
@@ -35,7 +36,6 @@ IGNORED = frozenset(("assistant_tokens_mask", "token_offsets"))
 _SAMPLING_PEERS: dict[str, tuple[Any, ...]] = {
     **SAMPLING_PEERS,
     "skip_reading_prefix_cache": (False,),
-    "prompt_logprob_token_ids": (),
 }
 _SAMPLING_IGNORED = frozenset(("output_kind", "flat_logprobs", "detokenize", "skip_clone"))
 _COMPACT = "prl_compact_logprobs"
@@ -85,6 +85,7 @@ class _InferenceCall(Call):
     def __init__(self, served: Served, asked: Asked, lora: str | None) -> None:
         super().__init__(served, asked, lora)
         self._body: InferenceBody = asked.body
+        self._scores = _prompt_scores(served, self._body)
         self.settings = _settings(served, self._body)
         self.prompts = [_prompt(self._body)]
         self._first_fields: dict[str, Any] = {}
@@ -102,6 +103,9 @@ class _InferenceCall(Call):
             "kv_transfer_params": None,
             "weight_version": max(choice["weight_version"] for choice in choices),
         }
+        if self._scores is not None:
+            params, token_ids = self.settings.params, self._body.token_ids
+            more["prompt_token_id_logprobs"] = await self._scores.compute(self.served, token_ids, params, self.lora)
         return self._response(choices, about_prompt | more)
 
     async def prepare_output(self, index: int, output: RequestOutput) -> None:
@@ -167,6 +171,19 @@ async def _adapter(served: Served, body: InferenceBody) -> str | None:
     if by_model not in (None, given):
         raise RequestError.for_field("lora_request", given, f"the adapter '{by_model}', which model names, or left out")
     return await served.adapter_of(given, "lora_request")
+
+
+def _prompt_scores(served: Served, body: InferenceBody) -> PromptScores | None:
+    """The tokens whose log-probs at the prompt's places are wanted; takes them out of the sampling parameters."""
+    scores = PromptScores.read(body.sampling_params, len(body.token_ids), served.engine.frontend.client.info.vocab_size)
+    for field, value in (
+        ("stream", body.stream),
+        ("multi_modal_data", body.multi_modal_data),
+        ("truncate_prompt_tokens", body.sampling_params.get("truncate_prompt_tokens")),
+    ):
+        if scores is not None and value:
+            raise RequestError.for_field(field, value, "absent with prompt_logprob_token_ids")
+    return scores
 
 
 def _settings(served: Served, body: InferenceBody) -> Settings:

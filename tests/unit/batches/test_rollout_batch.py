@@ -195,8 +195,9 @@ def test_every_key_it_writes_is_reserved():
     rewards = [[1, 0], [0, 1]]
     options = {"rewards": rewards, "function_rewards": {"exact": rewards}, "oversampled": True, "layout": "packed"}
     batch = rollout_batch(two_groups(), pad_token_id=PAD, **options)
-    absent = {"kept_logprob_mass", "routed_experts", "pictures", "entropy", "top_k", "hidden_states", "support"}
-    assert set(batch.keys()) | absent == RESERVED_KEYS
+    others = {"kept_logprob_mass", "routed_experts", "pictures", "entropy", "top_k", "hidden_states", "support"}
+    others.add("teacher")
+    assert set(batch.keys()) | others == RESERVED_KEYS
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
