@@ -40,6 +40,10 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
     check_routing_asked(request.params.return_routed_experts, config.routing)
     if request.pictures:
         _check_pictures(request, config)
+    if request.thinking is not None:
+        _check_tokens("thinking.closing", request.thinking.closing, config.vocab_size)
+        if problem := request.thinking.problem():
+            raise RequestError.for_field("thinking", problem, "a budget that fits its tags")
     request.params.check_num_logprobs(len(request.prompt_token_ids), request.max_tokens, config.vocab_size)
 
 

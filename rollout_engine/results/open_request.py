@@ -68,6 +68,7 @@ class OpenRequest:
                 *(index, child_seed(request.seed, index), params, _detokenizer(codec, request)),
                 metrics=self.metrics,
                 quantization=quantization,
+                thinking=request.thinking,
             )
             for index in range(params.n)
         ]

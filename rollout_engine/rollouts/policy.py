@@ -21,7 +21,7 @@ from rollout_engine.base.provenance import attach
 from rollout_engine.base.sampling_params import MAX_N, SamplingLike
 from rollout_engine.base.seeds import MAX_SEED
 from rollout_engine.base.threads import no_thread, run_in_thread
-from rollout_engine.batches.layout import check_batch, full_places
+from rollout_engine.batches.layout import check_batch, full_places, scored_mask
 from rollout_engine.batches.reward_functions import RewardFunctions
 from rollout_engine.batches.rollout_batch import Layout
 from rollout_engine.faces.async_llm import AsyncLLM
@@ -341,7 +341,7 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
     ) -> Tensor:
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
 
-        float32, 0 outside the mask. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
+        float32, 0 of tokens that were neither sampled nor forced by a budget. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
         as the weights are the same and the engine is deterministic. `provenance.rollout_note(result)` describes them:
         with `quantization`, they are those of rounded weights. `lora`: the adapter that scores; None: the base
         model alone. `replay_routing`: send tokens to the experts of batch["routed_experts"], which
@@ -351,9 +351,9 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         needed = ["tokens", "masks", *(["routed_experts"] if replay_routing else [])]
         otherwise = "Token ids alone are scored by the engine: LLM.score(prompt_token_ids, completion_token_ids)."
         check_batch(batch, needed=needed, otherwise=otherwise)
-        tokens, assistant = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
+        tokens, scores = batch["tokens", "full"], scored_mask(batch)
         full = full_places(batch)
-        sampled = [assistant[place].nonzero().flatten() for place in full]
+        sampled = [scores[place].nonzero().flatten() for place in full]
         scored = [(place, int(at[0])) for place, at in zip(full, sampled, strict=True) if len(at)]
         ids = [tokens[place].tolist() for place, _ in scored]
         pictures = None
@@ -373,7 +373,7 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
         for (place, first), result in zip(scored, results, strict=True):
             logprobs[place][first:] = torch.from_numpy(np.asarray(result))
-        logprobs.masked_fill_(~assistant, 0.0)
+        logprobs.masked_fill_(~scores, 0.0)
         adapter = None if lora is None else as_lora_request(lora).name
         note = self._batcher.note(temperature or 1.0, [adapter], is_packed="cu_seqlens" in batch.keys())
         attach(logprobs, note)

@@ -21,6 +21,7 @@ from rollout_engine.base.sampling_params import (
 )
 from rollout_engine.base.seeds import mix, unsigned
 from rollout_engine.base.structs import plain
+from rollout_engine.base.thinking import Thinking
 from rollout_engine.grammars.tokenizer_file import serialize_tokenizer
 from rollout_engine.grammars.trials import GrammarTrials
 from rollout_engine.text.default_params import read_default_params
@@ -31,6 +32,7 @@ from rollout_engine.text.pooled_prompt import closed_conversation, pooled_tokens
 from rollout_engine.text.prompt_encoder import PromptEncoder
 from rollout_engine.text.prompt_room import resolve_max_tokens
 from rollout_engine.text.prompts import Prompt, as_batch, as_fields, as_token_ids
+from rollout_engine.text.thinking_tags import ThinkingTags
 from rollout_engine.text.tokenizer import TextCodec
 from rollout_engine.text.vocabulary_fit import end_ids, warn_of_larger_tokenizer
 
@@ -74,6 +76,7 @@ class CheckedPrompt(NamedTuple):
     lora: str = ""
     """Name of the adapter; "" for none."""
     pictures: Sequence[PlacedPicture] = ()
+    thinking: Thinking | None = None
 
 
 class InputProcessor:
@@ -108,6 +111,7 @@ class InputProcessor:
         self._generates, self._pooling, self._routing = generates, pooling, routing
         self.pictures = pictures or PicturePrompts(codec, None)
         self._encoder = PromptEncoder(codec, self.pictures, max_model_len=max_model_len, vocab_size=vocab_size)
+        self.thinking_tags = ThinkingTags(codec, vocab_size)
         self._eos_token_ids = list(eos_token_ids)
         self._seed = seed
         self._takes_extra_args = takes_extra_args
@@ -240,6 +244,7 @@ class InputProcessor:
             pooling=checked.pooling,
             lora=checked.lora,
             pictures=list(checked.pictures),
+            thinking=checked.thinking,
         )
 
     def _check(self, prompt: Any, params: Params | None) -> CheckedPrompt:
@@ -263,6 +268,7 @@ class InputProcessor:
             bad_words=bad_words,
             lora=_adapter_name(fields),
             pictures=pictures,
+            thinking=self.thinking_tags.budget_of(params, token_ids),
         )
 
     def _check_pooling(self, prompt: Any, params: PoolingParams) -> CheckedPrompt:
@@ -313,6 +319,7 @@ class InputProcessor:
             hint = f"Its sampler returns log-probs of the most likely tokens only: logprobs=k, k up to {MAX_LOGPROBS}."
             raise RequestError.for_field(field, getattr(params, field), "absent with device='cuda'", hint)
         self._check_grammar(params)
+        self.thinking_tags.check(params)
         check_routing_asked(params.return_routed_experts, self._routing)
         if params.extra_args and not self._takes_extra_args:
             hint = "This engine has no logits_processors to read them."

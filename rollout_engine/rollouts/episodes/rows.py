@@ -4,7 +4,7 @@ One row for each seat that a policy plays, this one or another; with on_rewrite=
 response is all that follows the first prompt; B rows, T longest full, in the packed layout [1, N] as there.
 
     key                     shape               meaning
-    ("masks", "turn")       [B, T]              int64; the seat's turn that sampled a token, -1 elsewhere
+    ("masks", "turn")       [B, T]              int64; the seat's turn that wrote a token, -1 elsewhere
     ("rewards", "turn")     [B, most turns]     float32; of each turn of the seat, 0 padded
     "num_turns"             [B]                 int64; turns of the seat
     "episode_id"            [B]                 int64; number of the episode in the rollout
@@ -117,6 +117,7 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         error=episode.error,
         routed_experts=_routed_experts(samples, len(row.row.prompt) + len(response)),
         quantization=samples[0][1].quantization if samples else None,
+        forced=_forced(samples, len(response)),
     )
     prompt = codec.decode(row.row.prompt) if row.row.prompt else ""
     found = RequestOutput(str(episode.key), prompt, row.row.prompt, None, [completion], True, 0)
@@ -153,6 +154,12 @@ def _place_values(samples: list[tuple[int, CompletionOutput]], length: int, name
         if values is not None:
             placed[start : start + len(values)] = values
     return placed
+
+
+def _forced(samples: list[tuple[int, CompletionOutput]], length: int) -> np.ndarray | None:
+    """bool [length], of tokens that a budget of thinking forced; None if no answer has a budget."""
+    placed = _place_values(samples, length, "forced")
+    return None if placed is None else placed.astype(bool)
 
 
 def _routed_experts(samples: list[tuple[int, CompletionOutput]], num_tokens: int) -> np.ndarray | None:

@@ -56,6 +56,7 @@ def without_tokens(sample: CompletionOutput) -> CompletionOutput:
         finish_reason="length" if sample.finish_reason == "stop" else sample.finish_reason,
         version_spans=[],
         routed_experts=None if routed is None else routed[:-1],  # without the prompt's last token
+        forced=None,
     )
 
 
