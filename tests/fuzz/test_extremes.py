@@ -51,6 +51,9 @@ REQUEST_EXTREMES = {
     "speculation": [True, False, "auto"],
     "return_routed_experts": [True, False, 1],
     "structured_outputs": [{"choice": ["a"]}, {"regex": "a+"}, {"regex": "("}, {"json": {"type": "none"}}, {"none": 1}],
+    "thinking_budget": [0, 1, 2**31 - 1, -1, -2, True],
+    "thinking_start": ["<think>", "a", "", "x" * 65, "</think>"],
+    "thinking_end": ["</think>", "b", "", "x" * 65, "<think>"],
     "output_kind": ["cumulative", "delta", "final_only", "all"],
 }
 CONFIG_EXTREMES = {
