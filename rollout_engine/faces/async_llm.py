@@ -7,6 +7,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Self, Unpack
 
+from rollout_engine.base.beam_search import BeamSearchOutput, BeamSearchParams
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import EngineDeadError, LifecycleError, RequestError
 from rollout_engine.base.lora_request import LoRALike, LoRARequest
@@ -17,7 +18,9 @@ from rollout_engine.base.sampling_params import SamplingLike
 from rollout_engine.base.threads import run_in_thread
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.local_client import LocalClient
+from rollout_engine.faces.beam_search import BeamSearches
 from rollout_engine.faces.frontend import Frontend
+from rollout_engine.faces.generate_run import agenerate
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.faces.replica_methods import AsyncReplicaMethods
 from rollout_engine.faces.verb_methods import AsyncVerbs, Face
@@ -156,6 +159,20 @@ class AsyncLLM(AsyncReplicaMethods, AsyncVerbs):
         async with aclosing(self._outputs(prompt, sampling_params, request_id, chat, **options)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | dict[str, Any],
+        lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """`LLM.beam_search` in an event loop, which stays free."""
+        given = prompts, params, lora_request, concurrency_limit
+        search = await run_in_thread(BeamSearches.begin, self.frontend, *given)
+        while asked := search.prompts:
+            search.extend(await agenerate(self.frontend, asked, search.sampling_params))
+        return search.outputs(self.frontend)
 
     async def encode(
         self,

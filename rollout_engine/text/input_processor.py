@@ -112,7 +112,8 @@ class InputProcessor:
         self.pictures = pictures or PicturePrompts(codec, None)
         self._encoder = PromptEncoder(codec, self.pictures, max_model_len=max_model_len, vocab_size=vocab_size)
         self.thinking_tags = ThinkingTags(codec, vocab_size)
-        self._eos_token_ids = list(eos_token_ids)
+        self.eos_token_ids = list(eos_token_ids)
+        """Ids that end sequences."""
         self._seed = seed
         self._takes_extra_args = takes_extra_args
         """Whether the engine has logits processors, which may read `extra_args`."""
@@ -237,7 +238,7 @@ class InputProcessor:
             max_tokens=checked.max_tokens,
             seed=seed,
             first_sequence_id=first_sequence_id,
-            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            eos_token_ids=[] if params.ignore_eos else self.eos_token_ids,
             priority=priority,
             cache_salt=checked.cache_salt,
             bad_words=checked.bad_words,
@@ -338,7 +339,7 @@ class InputProcessor:
             return
         if self.codec is None:
             raise RequestError.for_field("structured_outputs", given, "absent with skip_tokenizer_init=True")
-        if not self._eos_token_ids and not params.stop_token_ids:
+        if not self.eos_token_ids and not params.stop_token_ids:
             hint = "The model has no end id, and an output could not end."
             raise RequestError.for_field("structured_outputs", given, "absent without stop_token_ids", hint)
         self._trials.require(given)
