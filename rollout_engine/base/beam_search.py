@@ -25,7 +25,7 @@ class BeamSearchParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_fie
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
     """Most tokens of a sequence behind its prompt."""
     ignore_eos: bool = False
-    """Go on past the checkpoint's end ids."""
+    """Continue past the checkpoint's end ids."""
     temperature: float = 0.0
     """Divides the logits of which log-probs are made; 0 counts as 1."""
     length_penalty: float = 1.0

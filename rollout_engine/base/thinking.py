@@ -4,9 +4,9 @@
                                   │
                                   └── after `budget` sampled tokens: thinking_end is forced, token by token
 
-A prompt leaves it open if its last tag is a thinking_start. Whoever has a sequence's tokens can tell which of them were
-forced: the runner, before it draws the next one, and the front end, for results. So no message says it, and a sequence
-that was preempted, moved to another engine or replayed is forced as before.
+A prompt leaves it open if its last tag is a thinking_start. The runner follows a sequence's tokens before it draws the
+next one, and the front end follows the same tokens to mark the forced ones in results. So no message has marks, and a
+sequence that was preempted, moved to another engine or replayed is forced as before.
 """
 
 from collections.abc import Iterable, Sequence
@@ -94,7 +94,7 @@ class ThinkingState:
 
     @property
     def _first_forced(self) -> int:
-        """Place in the closing text of the first forced token: behind what the policy has sampled of it."""
+        """Place in the closing text of the first forced token: behind those that the policy has sampled itself."""
         return self._states.index(self._matched) if self._matched in self._states else 0
 
     def append(self, token_id: int) -> bool:

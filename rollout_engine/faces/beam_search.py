@@ -4,7 +4,7 @@
     candidate behind an end id, or of `max_tokens`     finished, if it is among the first W
     the first W of the others                          the next beams
 
-Of equal candidates the one of the better beam comes first, then the lowest id. A search ends when no beam can become
+Equal candidates are in the order of their beams, then of their ids. A search ends when no beam can become
 better than the W finished ones. Scores are sums of the engine's log-probs: those of the trainer, bit for bit.
 """
 
@@ -198,6 +198,6 @@ def _sample_of(output: RequestOutput) -> CompletionOutput:
     if sample.finish_reason == "error":
         raise EngineGenerateError(f"beam_search: {sample.error}")
     if sample.finish_reason == "abort":
-        what = "a beam was aborted by a pause, sleep or update with mode='abort', or by abort_request"
-        raise RetryableError(f"beam_search: {what}: call it again once the engine runs.")
+        cause = "a pause, sleep or update with mode='abort', or abort_request"
+        raise RetryableError(f"beam_search: a beam was aborted by {cause}: call it again once the engine runs.")
     return sample

@@ -113,8 +113,8 @@ class LLM(BlockingVerbs):
         """Return for each prompt the `beam_width` sequences of the highest scores, best first.
 
         Scores are of the engine's own log-probs, which are the trainer's bit for bit. All beams of all prompts, or of
-        `concurrency_limit` prompts, are requests of one batch in each step, and the prefix cache has what they have in
-        common. Raises `RequestError` before anything is computed, and otherwise as `generate`, but
+        `concurrency_limit` prompts, are requests of one batch in each step, and the prefix cache has their common
+        tokens. Raises `RequestError` before anything is computed, and otherwise as `generate`, but
         `EngineGenerateError` for a beam that fails and `RetryableError` for one that is aborted.
         """
         search = BeamSearches.begin(self.frontend, prompts, params, lora_request, concurrency_limit)

@@ -196,8 +196,8 @@ def _params_of(given: Mapping[str, Any]) -> SamplingParams:
 
 
 def _budget_of(sample: Sample, start: int, is_forced: list[bool], params: SamplingParams, tags: ThinkingTags) -> int:
-    """Thinking tokens of the piece from `start` on before its first forced one: its turn may have had a budget that
-    was what others had left of an episode's.
+    """Thinking tokens of the piece from `start` on before its first forced one. That is the budget of its turn, which
+    may have been the rest of an episode's.
     """
     ids = sample["response_token_ids"]
     tags.check(params)

@@ -112,12 +112,12 @@ def test_it_is_the_same_without_a_cache_a_few_at_a_time_and_in_a_loop(checkpoint
     with LLM(checkpoint, **OPTIONS, enable_prefix_caching=False) as other:
         assert shown(other.beam_search(PROMPTS, params)) == expected
 
-    async def search():
-        async with AsyncLLM.from_engine(llm) as engine:
+    async def search(inner):
+        async with AsyncLLM.from_engine(inner) as engine:
             return shown(await engine.beam_search(PROMPTS, params))
 
-    with LLM(checkpoint, **OPTIONS) as llm:
-        assert asyncio.run(search()) == expected
+    with LLM(checkpoint, **OPTIONS) as other:
+        assert asyncio.run(search(other)) == expected
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ class Player:
             self.reader.abort(unfinished)
 
     def _params_of(self, key: int, ask: Ask) -> SamplingParams:
-        """Parameters of an answer, within the room that is left for it and what an episode's budget has left."""
+        """Parameters of an answer, within the room that is left for it and the rest of an episode's budget."""
         params, changes = self._plan.params, dict[str, int]()
         if params.max_tokens is None or params.max_tokens > ask.room:
             changes["max_tokens"] = ask.room
