@@ -29,8 +29,8 @@ class BeamSearchParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_fie
     temperature: float = 0.0
     """Divides the logits of which log-probs are made; 0 counts as 1."""
     length_penalty: float = 1.0
-    """Power of the number of generated tokens, end token included, that divides a sequence's log-prob to give its score:
-    above 0 long ones are preferred to short ones of the same log-prob; in [-10, 10]."""
+    """Power of the number of generated tokens, end token included, that divides a sequence's log-prob to give its
+    score: above 0 long ones are preferred to short ones of the same log-prob; in [-10, 10]."""
     include_stop_str_in_output: bool = False
     """Keep the end token in the text."""
 

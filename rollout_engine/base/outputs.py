@@ -81,8 +81,8 @@ class CompletionOutput(msgspec.Struct):
     quantization: Quantization | None = None
     """"int8": the weights of layers were rounded, so log-probs are close to the trainer's and not equal to them."""
     forced: np.ndarray | None = None
-    """bool [T], tokens that `thinking_budget` forced: they were not drawn, and their log-probs are the policy's like any
-    others. None without a budget."""
+    """bool [T], tokens that `thinking_budget` forced: they were not drawn, and their log-probs are the policy's as of
+    any other. None without a budget."""
 
     def logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob]]:
         """Return for each token {token id: Logprob}: the sampled token first, then the most likely ones.

@@ -174,7 +174,7 @@ SAMPLING_PEERS: Peers = {
         "top_logprobs": "give logprobs, the number of most likely tokens",
     },
     "SGLang's": {
-        "custom_params": "give thinking_budget, or EngineConfig(logits_processors=...) and their arguments as extra_args",
+        "custom_params": "give thinking_budget, or EngineConfig(logits_processors=...) and extra_args",
         "ebnf": _GRAMMAR,
         "json_schema": _GRAMMAR,
         "max_thinking_tokens": "give thinking_budget",

@@ -201,7 +201,8 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         for field in ("thinking_start", "thinking_end"):
             text = getattr(self, field)
             _require(field, text, 0 < len(text) <= MAX_TAG_CHARS, f"a text of 1 to {MAX_TAG_CHARS} characters")
-        _require("thinking_end", self.thinking_end, self.thinking_end != self.thinking_start, "other than thinking_start")
+        differ = self.thinking_end != self.thinking_start
+        _require("thinking_end", self.thinking_end, differ, "other than thinking_start")
         if self.thinking_budget is not None and self.structured_outputs is not None:
             bound, hint = "None with structured_outputs", "A form binds the output from its first token on."
             _require("thinking_budget", self.thinking_budget, "structural_tag" in self.structured_outputs, bound, hint)

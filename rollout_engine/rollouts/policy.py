@@ -341,12 +341,12 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
     ) -> Tensor:
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
 
-        float32, 0 of tokens that were neither sampled nor forced by a budget. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
-        as the weights are the same and the engine is deterministic. `provenance.rollout_note(result)` describes them:
-        with `quantization`, they are those of rounded weights. `lora`: the adapter that scores; None: the base
-        model alone. `replay_routing`: send tokens to the experts of batch["routed_experts"], which
-        `return_routed_experts` gives. After `timeout` seconds it raises `CallTimeoutError`; for anything but a rollout,
-        `RequestError`.
+        float32, 0 of tokens that were neither sampled nor forced by a budget. Equal to ("log_probs", "full") bit for
+        bit at the temperature that sampled, as long as the weights are the same and the engine is deterministic.
+        `provenance.rollout_note(result)` describes them: with `quantization`, they are those of rounded weights.
+        `lora`: the adapter that scores; None: the base model alone. `replay_routing`: send tokens to the experts of
+        batch["routed_experts"], which `return_routed_experts` gives. After `timeout` seconds it raises
+        `CallTimeoutError`; for anything but a rollout, `RequestError`.
         """
         needed = ["tokens", "masks", *(["routed_experts"] if replay_routing else [])]
         otherwise = "Token ids alone are scored by the engine: LLM.score(prompt_token_ids, completion_token_ids)."

@@ -1,8 +1,8 @@
 """The tags of thinking as a tokenizer spells them: which token ids open it, which close it, and which are forced.
 
 A tag that was given to the tokenizer as a token of its own is that token. Any other text may be spelled in many ways:
-"</think>" ends in ".</", "think", ">\\n" as well. Such a tag is recognised by the bytes of its tokens, so that no spelling
-of it goes unnoticed, and a table says once for all what each token does (`base.thinking.Tag`).
+"</think>" ends in ".</", "think", ">\\n" as well. Such a tag is recognised by the bytes of its tokens, so that no
+spelling of it goes unnoticed: a table, made once, has the effect of each token (`base.thinking.Tag`).
 """
 
 from collections.abc import Iterator, Sequence

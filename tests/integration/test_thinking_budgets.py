@@ -221,7 +221,8 @@ def test_a_budget_of_an_episode_is_spent_over_its_turns(policy, tmp_path):
     for row in range(4):
         num_thought = 0
         for number in range(3):
-            tokens, marks = (batch[key][row][turn[row] == number].tolist() for key in (("tokens", "full"), ("masks", "forced")))
+            own = turn[row] == number
+            tokens, marks = batch["tokens", "full"][row][own].tolist(), forced[row][own].tolist()
             inside = tokens.index(11) if 11 in tokens else len(tokens)
             num_thought += inside
             assert marks == [place == inside and num_thought == 15 for place in range(len(tokens))]

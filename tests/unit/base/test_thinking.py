@@ -53,10 +53,10 @@ def test_the_closing_text_is_forced_behind_the_budget_and_nowhere_else(rule, dra
 
 tokens = st.lists(st.sampled_from([1, 2, 5, 6, 7, 8, 9]), max_size=30)
 rules = st.builds(
-    lambda num, is_open, is_long: budget(num, is_open=is_open, **(dict(end=LONG_END, closing=[7, 8, 9]) if is_long else {})),
+    lambda num, is_open, options: budget(num, is_open=is_open, **options),
     st.integers(0, 6),
     st.booleans(),
-    st.booleans(),
+    st.sampled_from([{}, dict(end=LONG_END, closing=[7, 8, 9])]),
 )
 
 
@@ -94,7 +94,8 @@ def test_a_fork_leaves_its_source_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "prompt, is_open", [([], False), ([1], True), ([4, 1, 4], True), ([1, 4, 2], False), ([1, 2, 1], True), ([2], False)]
+    "prompt, is_open",
+    [([], False), ([1], True), ([4, 1, 4], True), ([1, 4, 2], False), ([1, 2, 1], True), ([2], False)],
 )
 def test_a_prompt_is_open_if_its_last_tag_opens(prompt, is_open):
     assert ends_open(START, END, prompt) == is_open

@@ -10,7 +10,9 @@ def forced(place):
     return [4 <= index < 12 for index in range(place)]
 
 
-@pytest.mark.parametrize("field", [{"thinking_budget": 4}, {"thinking_token_budget": 4}, {"custom_params": {"thinking_budget": 4}}])
+@pytest.mark.parametrize(
+    "field", [{"thinking_budget": 4}, {"thinking_token_budget": 4}, {"custom_params": {"thinking_budget": 4}}]
+)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_openai_routes_force_the_end(client, path, field):
     prompt = {"prompt": PROMPT} if "chat" not in path else {"messages": [{"role": "user", "content": "<think>"}]}

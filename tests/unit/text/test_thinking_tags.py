@@ -63,7 +63,8 @@ def test_a_tag_is_recognised_by_its_bytes(codec, prompt, is_open):
 
 
 @pytest.mark.parametrize(
-    "spelling", [["</", "think", ">"], [".</", "think", ">\n"], ["x<", "/think>y"], [".", "</think>"], ["<", "/", "think", ">"]]
+    "spelling",
+    [["</", "think", ">"], [".</", "think", ">\n"], ["x<", "/think>y"], [".", "</think>"], ["<", "/", "think", ">"]],
 )
 def test_every_spelling_of_a_tag_closes(spelling):
     codec = with_tokens("</", "think", ">\u010a", ".</", "x<", "/think>y", "</think>")
