@@ -25,12 +25,18 @@ class Tag(msgspec.Struct, frozen=True):
     length: int
     """The state in which the text is complete."""
     moves: dict[int, list[int]]
-    """Token id -> the state that it leads to from each of the states below `length`. Other tokens lead to state 0."""
+    """Token id -> the state that it leads to, and behind it pairs of a state and the other one that it leads to from
+    there. Tokens that are not listed lead to state 0."""
 
     def move(self, state: int, token_id: int) -> int:
         """The state after a token."""
         moves = self.moves.get(token_id)
-        return 0 if moves is None else moves[state]
+        if moves is None:
+            return 0
+        for place in range(1, len(moves), 2):
+            if moves[place] == state:
+                return moves[place + 1]
+        return moves[0]
 
     def states(self, token_ids: Iterable[int]) -> list[int]:
         """The states after each token of a text that begins in state 0, up to the one that completes the tag."""
@@ -60,7 +66,7 @@ class Thinking(msgspec.Struct, frozen=True):
             if tag.length < 1:
                 return f"{name} is empty"
             for token_id, moves in tag.moves.items():
-                if len(moves) != tag.length or min(moves) < 0 or max(moves) > tag.length:
+                if len(moves) % 2 == 0 or min(moves) < 0 or max(moves) > tag.length:
                     return f"{name}.moves[{token_id}] does not fit length {tag.length}"
         if self.end.states(self.closing)[-1:] != [self.end.length]:
             return "closing does not complete the end"

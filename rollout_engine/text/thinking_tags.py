@@ -66,16 +66,17 @@ class ThinkingTags:
 
 
 def _moves(text: bytes, codec: TextCodec, vocab_size: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield the tokens that lead to some other state than 0, and the states that each leads to."""
+    """Yield the tokens that lead to some other state than 0, with their `Tag.moves`."""
     step = _automaton(text)
     begins = {byte for row in step for byte, state in row.items() if state}
     for token_id in range(min(vocab_size, len(codec.hf))):
         spelled = codec.bytes_of(token_id)
         if not spelled or (spelled[0] not in begins and text[0] not in spelled):
             continue
-        moves = [_run(step, state, spelled) for state in range(len(text))]
-        if any(moves):
-            yield token_id, moves
+        first, *others = (_run(step, state, spelled) for state in range(len(text)))
+        pairs = [(state, other) for state, other in enumerate(others, 1) if other != first]
+        if first or pairs:
+            yield token_id, [first, *(number for pair in pairs for number in pair)]
 
 
 def _automaton(text: bytes) -> list[dict[int, int]]:

@@ -85,6 +85,13 @@ def test_masks_and_processors_forbid_no_forced_token(llm):
     assert not sample.logprobs[5:13].any()  # the only token of the distribution that it is from
 
 
+def test_a_grammar_of_tags_takes_forced_tokens(llm):
+    pytest.importorskip("llguidance")
+    tag = {"structures": [{"begin": "(a", "schema": {"type": "integer"}, "end": ")"}], "triggers": ["(a"]}
+    [sample] = sampled(llm, OPEN, PARAMS.clone(ignore_eos=False, structured_outputs={"structural_tag": tag}))
+    assert sample.error is None and sample.forced[5:13].all()
+
+
 def test_stops_and_ends_hold_for_forced_tokens(llm):
     cut, stopped, ended, late = sampled(
         llm,

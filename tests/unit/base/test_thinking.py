@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rollout_engine.base.thinking import Tag, Thinking, ThinkingState, count_sampled, ends_open
 
 START, END = Tag(1, {1: [1]}), Tag(1, {2: [1]})
-LONG_END = Tag(3, {7: [1, 1, 1], 8: [0, 2, 0], 9: [0, 0, 3], 6: [0, 3, 0]})
+LONG_END = Tag(3, {7: [1], 8: [0, 1, 2], 9: [0, 2, 3], 6: [0, 1, 3]})
 """7 8 9, and 6 as another spelling of 8 9."""
 
 
@@ -105,7 +105,8 @@ def test_a_prompt_is_open_if_its_last_tag_opens(prompt, is_open):
     "changes, problem",
     [
         (dict(end=Tag(1, {2: [2]})), "end.moves[2] does not fit length 1"),
-        (dict(end=Tag(2, {2: [1]})), "end.moves[2] does not fit length 2"),
+        (dict(end=Tag(2, {2: [1, 1]})), "end.moves[2] does not fit length 2"),
+        (dict(end=Tag(2, {2: []})), "end.moves[2] does not fit length 2"),
         (dict(closing=[5]), "closing does not complete the end"),
         (dict(end=Tag(0, {})), "end is empty"),
     ],

@@ -9,7 +9,7 @@ from rollout_engine.base.thinking import Tag, Thinking, ThinkingState
 from tests.unit.core.oracle import CHEAP_ROWS
 
 START = Tag(1, {token_id: [1] for token_id in range(30)})
-END = Tag(2, {90: [1, 1], 91: [0, 2]})
+END = Tag(2, {90: [1], 91: [0, 1, 2]})
 BUDGET = Thinking(3, True, START, END, [90, 91])
 
 
@@ -61,7 +61,7 @@ def test_a_sequence_that_moves_to_another_core_goes_on_as_it_was(make_rig):
     [
         ("thinking.closing[1]", dict(closing=[90, 97])),
         ("thinking", dict(closing=[90])),
-        ("thinking", dict(end=Tag(3, {90: [1, 1], 91: [0, 2]}))),
+        ("thinking", dict(end=Tag(3, {90: [1], 91: [0, 1, 2]}))),
         ("thinking", dict(budget=-1)),
     ],
 )

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -108,3 +110,25 @@ def test_bounds_are_checked(given, field):
 
 def test_minus_one_is_no_budget():
     assert SamplingParams(thinking_budget=-1).thinking_budget is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    tag=st.text("ab", min_size=1, max_size=5),
+    words=st.lists(st.text("abc", min_size=2, max_size=4), max_size=6, unique=True),
+    data=st.data(),
+)
+def test_the_table_follows_any_spelling_as_a_search_in_its_text_does(tag, words, data):
+    """Up to the first time, behind which a tag is closed."""
+    codec = with_tokens(*words)
+    vocab = codec.hf.get_vocab()
+    tags = ThinkingTags(codec, len(codec.hf))
+    end = tags.budget_of(SamplingParams(thinking_budget=1, thinking_start="!", thinking_end=tag), []).end
+    parts = data.draw(st.lists(st.sampled_from(["a", "b", "c", *words]), max_size=12))
+    states = end.states(vocab[part] for part in parts)
+    for count, state in enumerate(states, 1):
+        text = "".join(parts[:count])
+        found = tag in text
+        longest = max(size for size in range(len(tag) + 1) if text.endswith(tag[:size]))
+        assert state == (len(tag) if found else longest)
+    assert (states[-1:] == [len(tag)]) == (tag in "".join(parts))
