@@ -228,8 +228,8 @@ class AsyncLLM(AsyncReplicaMethods, AsyncVerbs):
         if isinstance(lora_request, LoRARequest) and lora_request.has_values:
             await run_in_thread(self.frontend.ensure_loras, lora_request)
         options["replica_index"] = self._replica_of(data_parallel_rank)
-        if self.frontend.inputs.has_new_grammar(params):
-            await run_in_thread(self.frontend.inputs.try_grammar, params)
+        if self.frontend.inputs.has_new_rules(params):
+            await run_in_thread(self.frontend.inputs.try_rules, params)
         if self.frontend.inputs.has_images(prompt):
             prompt = await run_in_thread(self.frontend.inputs.read_images, prompt)
         waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()

@@ -185,20 +185,21 @@ class InputProcessor:
         self._log_clamped([checked])
         return checked
 
-    def has_new_grammar(self, params: Params | None) -> bool:
-        """Whether `check` would try a grammar first, which takes its time."""
-        given = params.get("structured_outputs") if isinstance(params, dict) else None
-        if isinstance(params, SamplingParams):
-            given = params.structured_outputs
-        return isinstance(given, dict) and not self._trials.knows(given)
+    def has_new_rules(self, params: Params | None) -> bool:
+        """Whether `check` would try a grammar, or read all tokens for tags, first, which takes its time."""
+        read = params.get if isinstance(params, dict) else partial(getattr, params)
+        given, budget = read("structured_outputs", None), read("thinking_budget", None)
+        tags = [read(name, getattr(_NOTHING_SAMPLED, name)) for name in ("thinking_start", "thinking_end")]
+        return isinstance(given, dict) and not self._trials.knows(given) or self.thinking_tags.are_new(budget, tags)
 
-    def try_grammar(self, params: Params | None) -> None:
-        """Raise `RequestError` unless the structured outputs of params compile; blocks if they are new.
+    def try_rules(self, params: Params | None) -> None:
+        """Raise `RequestError` unless the structured outputs of params compile, and their tags are known; it may block.
 
         `check` does the same: call this first if others must not wait for resources held during `check`.
         """
         if not isinstance(params, PoolingParams):
             self._check_grammar(as_sampling_params(params))
+            self.thinking_tags.check(as_sampling_params(params))
 
     def token_ids_of(self, prompt: Any) -> list[int]:
         """Token ids of one prompt of any kind, of any length. Raises `RequestError`."""

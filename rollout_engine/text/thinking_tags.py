@@ -24,6 +24,11 @@ class ThinkingTags:
         self._known: dict[str, tuple[Tag, list[int]]] = {}
         """Text -> the tag, and the token ids of the text."""
 
+    def are_new(self, budget: object, tags: Sequence[object]) -> bool:
+        """Whether a budget has tags that were not read yet, which takes its time."""
+        known = all(isinstance(tag, str) and tag in self._known for tag in tags)
+        return budget is not None and self._codec is not None and not known
+
     def check(self, params: SamplingParams) -> None:
         """Raise `RequestError`, naming the field, for a budget whose tags the tokenizer does not have."""
         if (given := params.thinking_budget) is None:

@@ -112,7 +112,7 @@ def test_minus_one_is_no_budget():
     assert SamplingParams(thinking_budget=-1).thinking_budget is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     tag=st.text("ab", min_size=1, max_size=5),
     words=st.lists(st.text("abc", min_size=2, max_size=4), max_size=6, unique=True),
