@@ -74,7 +74,7 @@ def _moves(text: bytes, codec: TextCodec, vocab_size: int) -> Iterator[tuple[int
     """Yield the tokens that lead to some other state than 0, with their `Tag.moves`."""
     step = _automaton(text)
     begins = {byte for row in step for byte, state in row.items() if state}
-    for token_id in range(min(vocab_size, len(codec.hf))):
+    for token_id in sorted(each for each in codec.hf.get_vocab().values() if each < vocab_size):
         spelled = codec.bytes_of(token_id)
         if not spelled or (spelled[0] not in begins and text[0] not in spelled):
             continue
