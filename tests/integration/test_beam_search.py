@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_engine import LLM, AsyncLLM, BeamSearchParams
+from rollout_engine import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from rollout_engine.base.errors import RequestError
 from rollout_engine.testing import tiny_checkpoint
 
@@ -36,6 +36,7 @@ def llm(checkpoint):
 def theirs(checkpoint, llm, prompt, width, max_tokens, length_penalty, ignore_eos):
     """(generated ids, score) of each sequence that transformers finds."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None if ignore_eos else 2
     ids = torch.tensor([llm.get_tokenizer().encode(prompt)])
     found = model.generate(
         ids,
@@ -45,18 +46,18 @@ def theirs(checkpoint, llm, prompt, width, max_tokens, length_penalty, ignore_eo
         length_penalty=length_penalty,
         early_stopping="never",
         do_sample=False,
-        eos_token_id=None if ignore_eos else 2,
         pad_token_id=0,
         return_dict_in_generate=True,
         output_scores=True,
     )
     rows = found.sequences[:, ids.shape[1] :].tolist()
-    return [[token for token in row if token] for row in rows], found.sequences_scores.tolist()
+    ends = [max_tokens if ignore_eos or 2 not in row else row.index(2) + 1 for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)], found.sequences_scores.tolist()
 
 
 @pytest.mark.parametrize(
     "width, max_tokens, length_penalty, ignore_eos",
-    [(4, 8, 1.0, True), (3, 12, 0.0, False), (4, 12, 1.0, False), (2, 6, -1.0, False), (1, 6, 1.0, True)],
+    [(4, 8, 1.0, True), (3, 12, 0.0, False), (4, 12, 1.0, False), (2, 6, -1.0, False)],
 )
 def test_sequences_and_scores_are_those_of_transformers(checkpoint, llm, width, max_tokens, length_penalty, ignore_eos):
     params = BeamSearchParams(
@@ -71,6 +72,14 @@ def test_sequences_and_scores_are_those_of_transformers(checkpoint, llm, width, 
         np.testing.assert_allclose([each.score for each in output.sequences], scores, rtol=1e-5)
         for each in output.sequences:
             assert each.finish_reason == ("stop" if each.tokens[-1] == 2 and not ignore_eos else "length")
+
+
+def test_one_beam_is_greedy(llm):
+    greedy = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+    found = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=1, max_tokens=8))
+    for output, expected in zip(found, greedy, strict=True):
+        [sequence] = output.sequences
+        assert sequence.tokens == expected.prompt_token_ids + expected.outputs[0].token_ids
 
 
 def test_some_sequences_end_and_some_do_not(llm):
