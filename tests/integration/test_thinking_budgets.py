@@ -85,6 +85,7 @@ def test_masks_and_processors_forbid_no_forced_token(llm):
     assert not sample.logprobs[5:13].any()  # the only token of the distribution that it is from
 
 
+@pytest.mark.slow
 def test_a_grammar_of_tags_takes_forced_tokens(llm):
     pytest.importorskip("llguidance")
     tag = {"structures": [{"begin": "(a", "schema": {"type": "integer"}, "end": ")"}], "triggers": ["(a"]}
@@ -130,6 +131,7 @@ def test_forced_tokens_do_not_depend_on_how_they_are_computed(llm, checkpoint, o
         assert shown(sampled(other, prompts, params)) == expected  # and with hits, and what was drafted from these
 
 
+@pytest.mark.slow
 def test_streams_and_other_processes_give_the_same(llm, checkpoint):
     expected = shown(sampled(llm, "so (", BRACKETS))
 
