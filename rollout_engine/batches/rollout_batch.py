@@ -89,7 +89,7 @@ def rollout_batch(
     prompts = _repeat_values([np.array(output.prompt_token_ids, np.int64) for output in outputs], outputs)
     responses = [np.array(sample.token_ids, np.int64) for sample in samples]
     num_prompt, num_response = (np.array([*map(len, parts)], np.int64) for parts in (prompts, responses))
-    masks = _masks(num_prompt, num_response, layout, turns, _forced(samples))
+    masks = _masks(num_prompt, num_response, layout, turns, _join_forced(samples))
 
     batch_size = [len(samples)] if layout == "padded" else []
     batch = RolloutBatch(_token_keys(prompts, responses, samples, masks, pad_token_id), batch_size=batch_size)
@@ -162,7 +162,7 @@ def _masks(
     return masks
 
 
-def _forced(samples: list[CompletionOutput]) -> np.ndarray | None:
+def _join_forced(samples: list[CompletionOutput]) -> np.ndarray | None:
     """Which response tokens are forced, bool, all samples end to end; None if none has a budget."""
     if all(sample.forced is None for sample in samples):
         return None

@@ -117,7 +117,7 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         error=episode.error,
         routed_experts=_routed_experts(samples, len(row.row.prompt) + len(response)),
         quantization=samples[0][1].quantization if samples else None,
-        forced=_forced(samples, len(response)),
+        forced=_place_forced(samples, len(response)),
     )
     prompt = codec.decode(row.row.prompt) if row.row.prompt else ""
     found = RequestOutput(str(episode.key), prompt, row.row.prompt, None, [completion], True, 0)
@@ -156,7 +156,7 @@ def _place_values(samples: list[tuple[int, CompletionOutput]], length: int, name
     return placed
 
 
-def _forced(samples: list[tuple[int, CompletionOutput]], length: int) -> np.ndarray | None:
+def _place_forced(samples: list[tuple[int, CompletionOutput]], length: int) -> np.ndarray | None:
     """bool [length], of tokens that a budget of thinking forced; None if no answer has a budget."""
     placed = _place_values(samples, length, "forced")
     return None if placed is None else placed.astype(bool)
