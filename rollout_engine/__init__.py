@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine import exact as exact
     from rollout_engine import testing as testing
     from rollout_engine.base import errors as errors
+    from rollout_engine.base.beam_search import BeamSearchOutput as BeamSearchOutput
+    from rollout_engine.base.beam_search import BeamSearchParams as BeamSearchParams
     from rollout_engine.base.config import EngineConfig as EngineConfig
     from rollout_engine.base.errors import CallTimeoutError as CallTimeoutError
     from rollout_engine.base.errors import ChecksumError as ChecksumError
@@ -103,6 +105,7 @@ _NAMES = {
     "rollout_engine.batches.rollout_files": ("read_jsonl",),
     "rollout_engine.batches.summary": ("RolloutBatch",),
     "rollout_engine.batches.trl": ("to_trl", "to_trl_rollout"),
+    "rollout_engine.base.beam_search": ("BeamSearchOutput", "BeamSearchParams"),
     "rollout_engine.base.config": ("EngineConfig",),
     "rollout_engine.base.errors": (
         "CallTimeoutError",

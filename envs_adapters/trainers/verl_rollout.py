@@ -114,6 +114,9 @@ class EngineActor:
 
     def _sampling(self, given: dict[str, Any], num_prompt: int) -> dict[str, Any]:
         """verl's sampling settings as the server takes them."""
+        for name in ("thinking_budget", "thinking_token_budget", "custom_params"):
+            if given.get(name) is not None:
+                raise ValueError(f"{name} is not served to verl, which would train on the tokens that a budget forces.")
         config = self._config
         room = config.max_model_len - num_prompt if config.max_model_len else None
         if room is not None and room < 1:

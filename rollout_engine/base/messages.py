@@ -22,6 +22,7 @@ from rollout_engine.base.pooling_params import PoolingParams
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.sequence_rows import IdLogprobs, SupportIds
 from rollout_engine.base.structs import plain
+from rollout_engine.base.thinking import Thinking
 
 MAX_CACHE_SALT_BYTES = 1_024
 """Longest cache salt, as UTF-8."""
@@ -55,6 +56,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the adapter that it runs under; "": the base model."""
     pictures: list[PlacedPicture] = []
     """Pictures in the prompt, in order of their places, which do not overlap."""
+    thinking: Thinking | None = None
+    """`params.thinking_budget`, in token ids."""
 
 
 class SequenceEnd(msgspec.Struct):
@@ -178,6 +181,8 @@ class NewSequence(msgspec.Struct):
     """The runner's slot of its adapter; -1: it runs under the base model."""
     pictures: list[PlacedPicture] = []
     """Pictures in its prompt, in order."""
+    thinking: Thinking | None = None
+    """Its budget of thinking, by which some tokens are forced."""
 
 
 class StateMove(msgspec.Struct, gc=False):

@@ -89,6 +89,9 @@ class CompletionOutput(msgspec.Struct):
     hidden_states: np.ndarray | None = None
     """float32 [T, H], the values of the model's dtype: row t is the last layer's state, behind the final norm, from
     which token t was drawn: that of the position before. None unless `return_hidden_states`, and without tokens."""
+    forced: np.ndarray | None = None
+    """bool [T], tokens that `thinking_budget` forced: they were not drawn, and their log-probs are the policy's as of
+    any other. None without a budget."""
 
     def logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob]]:
         """Return for each token {token id: Logprob}: the sampled token first, then the most likely ones.

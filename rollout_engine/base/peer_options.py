@@ -8,7 +8,7 @@ from collections.abc import Mapping
 Peers = Mapping[str, Mapping[str, str]]
 
 _GREEDY = "temperature=0 is greedy, any other temperature samples"
-_NO_BEAMS = "there is no beam search; n=k gives k samples, and cumulative_logprob ranks them"
+_NO_BEAMS = "LLM.beam_search(prompts, BeamSearchParams(beam_width=...)) searches; SamplingParams sample"
 _GRAMMAR = 'give structured_outputs: {"json": schema}, {"regex": ...}, {"grammar": Lark}, {"choice": [...]}'
 _NO_PARALLEL = "a model is cut by tensor_parallel_size alone; leave it out"
 _SEVERAL_ENGINES = "RolloutService.from_pretrained(model, num_replicas=...) runs several engines; leave it out"
@@ -141,7 +141,7 @@ SAMPLING_PEERS: Peers = {
         "repetition_detection": "give stop_regex, or end requests yourself with abort",
         "routed_experts_prompt_start": "routed_experts are those of all tokens but the last; take a slice of them",
         "skip_reading_prefix_cache": "prompt_logprobs bypasses the cache by itself; leave it out",
-        "thinking_token_budget": "give max_tokens, and continue with continue_final_message",
+        "thinking_token_budget": "give thinking_budget",
         "use_beam_search": _NO_BEAMS,
     },
     "Hugging Face's": {
@@ -178,8 +178,10 @@ SAMPLING_PEERS: Peers = {
         "top_logprobs": "give logprobs, the number of most likely tokens",
     },
     "SGLang's": {
+        "custom_params": "give thinking_budget, or EngineConfig(logits_processors=...) and extra_args",
         "ebnf": _GRAMMAR,
         "json_schema": _GRAMMAR,
+        "max_thinking_tokens": "give thinking_budget",
         "no_stop_trim": "give include_stop_str_in_output=True",
         "regex": _GRAMMAR,
         "return_entropy": "give entropy=True",

@@ -48,15 +48,10 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
         group_ids: "renumber" numbers groups 0, 1, 2, ... in order of appearance; groups of different batches stay
             different. "keep" leaves "group_id" unchanged: for parts of one rollout, whose groups may be split.
 
-    Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated), those without "pictures" none. The k of
-<<<<<<< HEAD
-    ("top_k", ...), and of teachers, becomes the largest, with -1 and -inf for tokens that others did not ask for. Any
-    other key must be in all batches or in none. Raises `RequestError` otherwise, for mixed layouts, and for keys that
-    cannot be concatenated.
-=======
-    ("top_k", ...) becomes the largest, filled up with -1 and -inf. Any other key must be in all batches or in none.
-    Raises `RequestError` otherwise, for mixed layouts, and for keys that cannot be concatenated.
->>>>>>> entropy
+    Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated), those without ("masks", "forced") or
+    "pictures" none. The k of ("top_k", ...), and of teachers, becomes the largest, with -1 and -inf for tokens that
+    others did not ask for. Any other key must be in all batches or in none. Raises `RequestError` otherwise, for mixed
+    layouts, and for keys that cannot be concatenated.
     """
     if group_ids not in get_args(GroupIds):
         raise RequestError.for_field("group_ids", group_ids, "'renumber' or 'keep'")
@@ -79,13 +74,16 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
 
 
 def _complete(parts: list[dict[Key, Any]]) -> list[dict[Key, Any]]:
-    """Fill in "kept_logprob_mass" and "pictures"; raise `RequestError` for any other key that some batches lack."""
+    """Fill in keys that mean nothing if they are absent; raise `RequestError` for any other that some batches lack."""
     everything = {key: None for part in parts for key in part}
     for key in everything:
         without = [i for i, part in enumerate(parts) if key not in part]
         if key == "kept_logprob_mass":
             for part in parts:
                 part.setdefault(key, torch.zeros_like(part["log_probs", "response"]))
+        elif key == ("masks", "forced"):
+            for part in parts:
+                part.setdefault(key, torch.zeros_like(part["masks", "all_assistant_mask"]))
         elif key == "pictures":
             for part in parts:
                 part.setdefault(key, NonTensorStack(*(() for _ in part["group_id"])))

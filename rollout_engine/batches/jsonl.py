@@ -9,7 +9,8 @@
     pictures                                      spans in prompt and response, and digests, which name files in the
                                                   folder `pictures` (`rollout_engine.batches.picture_files`); only if
                                                   there are any
-    log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 if it was not sampled
+    log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 if it was neither sampled
+                                                  nor forced
     kept_logprob_mass                             the same, with top-k, top-p or min-p
     support                                       per token of the response the ids that its draw had left, [] for all;
                                                   with return_support
@@ -18,12 +19,13 @@
     entropy                                       one per token of the response, 0 if it was not sampled; with entropy
     top_k                                         with logprobs=k: per token [id, log-prob] of the k most likely ones,
                                                   null for a log-prob of -inf; [] if it was not sampled
+    forced                                        with a budget of thinking: whether it forced each token of the response
     reward, done                                  with a reward function; of episodes also `terminated`: the
                                                   environment ended it, and no limit or fault
     rewards                                       {name: number} with a list of them; null if one does not apply
     turns, turn_rewards, num_turns, episode_id, seat, ended_by, error, messages, info
                                                   of episodes (`rollouts.episodes.rows`); turns: per token
-                                                  of the response the turn that sampled it, -1 for glue
+                                                  of the response the turn that wrote it, -1 for glue
     columns                                       {name: value} of your columns, and of keys that you added
 
 In `columns`, `info` and `messages` sets are lists, and other values that JSON lacks (NaN, infinities, bytes, dates) are
@@ -114,6 +116,8 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
         if "pictures" in own and own["pictures"][row]:
             sample["pictures"] = as_entries(own["pictures"][row])
         sample |= {key: batch[key][after].tolist() for key in ("policy_version", "kv_min_version")}
+        if ("masks", "forced") in batch.keys(include_nested=True):
+            sample["forced"] = batch["masks", "forced"][after].tolist()
         if "kept_logprob_mass" in batch.keys():
             sample["kept_logprob_mass"] = batch["kept_logprob_mass"][response].tolist()
         if "support" in own:

@@ -34,6 +34,7 @@ SPAN_OF_KEY: dict[Key, Span] = {
     ("masks", "all_attention_mask"): "full",
     ("masks", "all_assistant_mask"): "full",
     ("masks", "turn"): "full",
+    ("masks", "forced"): "full",
     ("log_probs", "full"): "full",
     "policy_version": "full",
     "kv_min_version": "full",
@@ -125,6 +126,13 @@ def full_places(batch: TensorDictBase) -> list[Place]:
     if is_packed(batch):
         return _end_to_end(batch["cu_seqlens"].diff().tolist())
     return [(row, slice(0, n)) for row, n in enumerate(batch["masks", "all_attention_mask"].sum(1).tolist())]
+
+
+def scored_mask(batch: TensorDictBase) -> Tensor:
+    """The tokens with log-probs, bool in the shape of ("tokens", "full"): sampled, or forced by a budget."""
+    masks = batch["masks"]
+    sampled: Tensor = masks["all_assistant_mask"]
+    return sampled | masks["forced"] if "forced" in masks.keys() else sampled
 
 
 def width_of(batch: TensorDictBase, span: Span) -> int:

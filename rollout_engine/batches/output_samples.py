@@ -24,6 +24,7 @@ def output_samples(
     `columns`: name -> the prompt's value; `rewards` one per sample, `function_rewards` the same by function's name.
     Raises `RequestError` for samples without log-probs.
     """
+    has_budget = any(sample.forced is not None for sample in output.outputs)
     has_mass = any(sample.kept_logprob_mass is not None for sample in output.outputs)
     has_support = any(sample.support is not None for sample in output.outputs)
     has_entropies = any(sample.entropies is not None for sample in output.outputs)
@@ -50,6 +51,8 @@ def output_samples(
         spans = [(span.end - span.start, span.policy_version, span.kv_min_version) for span in sample.version_spans]
         made["policy_version"] = [version for length, version, _ in spans for _ in range(length)]
         made["kv_min_version"] = [version for length, _, version in spans for _ in range(length)]
+        if has_budget:
+            made["forced"] = [False] * len(sample.token_ids) if sample.forced is None else sample.forced.tolist()
         if has_mass:
             made["kept_logprob_mass"] = _floats(sample.kept_logprob_mass, sample)
         if has_support:

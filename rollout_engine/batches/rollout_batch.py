@@ -8,11 +8,14 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     ("tokens", "full")                        [B, T]   [1, N]       int64
     ("masks", "all_attention_mask")           [B, T]   [1, N]       bool; real tokens of full
     ("masks", "all_assistant_mask")           [B, T]   [1, N]       bool; tokens the policy sampled
+    ("masks", "forced")                       [B, T]   [1, N]       bool; tokens that `thinking_budget` forced, which
+                                                                    are outside the assistant mask; only with a budget
     ("masks", "prompt")                       [B, P]   [1, sum P]   bool; real tokens of prompt
     ("masks", "response")                     [B, R]   [1, sum R]   bool; real tokens of response
-    ("log_probs", "response"), ("…", "full")  [B, R], [B, T] …      float32; 0 outside the mask
+    ("log_probs", "response"), ("…", "full")  [B, R], [B, T] …      float32; the policy's, 0 of tokens that are neither
+                                                                    sampled nor forced
     "kept_logprob_mass"                       [B, R]   [1, sum R]   float32; only if top-k, top-p or min-p cut
-    "policy_version", "kv_min_version"        [B, T]   [1, N]       int64; -1 outside the assistant mask
+    "policy_version", "kv_min_version"        [B, T]   [1, N]       int64; likewise, -1 of the others
     "routed_experts"                          [B, T, L, k]          int16; experts of each token in the L layers with a
                                                        [1, N, L, k] router, -1 if it was not computed: the last of a
                                                                     sequence; only with return_routed_experts
@@ -104,7 +107,7 @@ def rollout_batch(
     prompts = _repeat_values([np.array(output.prompt_token_ids, np.int64) for output in outputs], outputs)
     responses = [np.array(sample.token_ids, np.int64) for sample in samples]
     num_prompt, num_response = (np.array([*map(len, parts)], np.int64) for parts in (prompts, responses))
-    masks = _masks(num_prompt, num_response, layout, turns)
+    masks = _masks(num_prompt, num_response, layout, turns, _join_forced(samples))
 
     batch_size = [len(samples)] if layout == "padded" else []
     batch = RolloutBatch(_token_keys(prompts, responses, samples, masks, pad_token_id), batch_size=batch_size)
@@ -155,18 +158,37 @@ class _Masks(NamedTuple):
     """The response, within full."""
     assistant: np.ndarray
     turn: np.ndarray | None = None
-    """int64, not bool: the turn of each token of full, -1 outside the assistant mask."""
+    """int64, not bool: the turn of each token of full, -1 of tokens of none."""
+    forced: np.ndarray | None = None
+    """None without a budget of thinking."""
 
 
 def _masks(
-    num_prompt: np.ndarray, num_response: np.ndarray, layout: Layout, turns: Sequence[np.ndarray] | None
+    num_prompt: np.ndarray,
+    num_response: np.ndarray,
+    layout: Layout,
+    turns: Sequence[np.ndarray] | None,
+    forced: np.ndarray | None,
 ) -> _Masks:
+    """`forced`: bool, all responses end to end."""
     masks = _spans(num_prompt, num_response, layout)
-    if turns is None:
-        return masks
-    turn = np.full(masks.after.shape, -1)
-    turn[masks.after] = _join_parts(list(turns), np.int64)
-    return masks._replace(assistant=turn >= 0, turn=turn)
+    if turns is not None:
+        turn = np.full(masks.after.shape, -1)
+        turn[masks.after] = _join_parts(list(turns), np.int64)
+        masks = masks._replace(assistant=turn >= 0, turn=turn)
+    if forced is not None:
+        placed = np.zeros_like(masks.after)
+        placed[masks.after] = forced
+        masks = masks._replace(assistant=masks.assistant & ~placed, forced=placed)
+    return masks
+
+
+def _join_forced(samples: list[CompletionOutput]) -> np.ndarray | None:
+    """Which response tokens are forced, bool, all samples end to end; None if none has a budget."""
+    if all(sample.forced is None for sample in samples):
+        return None
+    parts = [np.zeros(len(each.token_ids), bool) if each.forced is None else each.forced for each in samples]
+    return _join_parts(parts, np.bool_)
 
 
 def _spans(num_prompt: np.ndarray, num_response: np.ndarray, layout: Layout) -> _Masks:
@@ -212,8 +234,9 @@ def _token_keys(
         "policy_version": _place_values(masks.after, policy_version, -1),
         "kv_min_version": _place_values(masks.after, kv_min_version, -1),
     }
-    if masks.turn is not None:
-        keys["masks"]["turn"] = _tensor(masks.turn)
+    for name in ("turn", "forced"):
+        if (mask := getattr(masks, name)) is not None:
+            keys["masks"][name] = _tensor(mask)
     if any(sample.kept_logprob_mass is not None for sample in samples):
         kept = [_or_zeros(sample.kept_logprob_mass, sample) for sample in samples]
         keys["kept_logprob_mass"] = _place_values(masks.response, _join_parts(kept, np.float32), 0.0)

@@ -22,7 +22,7 @@ def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str,
         advantages                          [B] float32; if given, or if the batch has a key "advantage"
         num_items_in_batch                  [] int64, tokens that count in the loss
         tool_mask                           [B, R] int64, 0 on response tokens outside all_assistant_mask; only if
-                                            there are any
+                                            there are any: of an environment, or forced by a budget
 
     With prompts and completions concatenated as in TRL,
     `exact.token_logprobs(model, ids, mask, temperature=...)[:, -R:]` equals `old_per_token_logps` bit for bit under

@@ -19,6 +19,7 @@ from rollout_engine.base.pooling_params import PoolingParams
 from rollout_engine.base.seeds import mix
 from rollout_engine.base.sequence_error import SequenceError
 from rollout_engine.core.fake_columns import fake_states, prompt_columns, with_columns
+from rollout_engine.base.thinking import ThinkingState
 from rollout_engine.core.fake_states import FakeKVError, FakeState, FakeStates
 
 
@@ -242,6 +243,8 @@ class FakeExecutor:
     def _next_token(self, sequence_id: int, digest: int) -> int:
         state = self.sequences[sequence_id]
         script = self.scripts.get(sequence_id, [])
+        if (forced := state.forced) is not None:
+            return forced
         if state.num_sampled < len(script):
             return script[state.num_sampled]
         return _draw(digest, state.seed, self.vocab_size, state.banned)
@@ -272,7 +275,7 @@ class FakeSequence:
 
     __slots__ = (
         *("block_ids", "features", "num_pooled", "num_prompt_tokens", "num_scored"),
-        *("params", "pooling", "seed", "stop_ids", "token_ids"),
+        *("_thinking", "params", "pooling", "seed", "stop_ids", "token_ids"),
     )
 
     def __init__(self, new: NewSequence, image_token_id: int) -> None:
@@ -288,6 +291,12 @@ class FakeSequence:
         """Prompt tokens before this one were computed since the sequence arrived."""
         self.seed = new.seed
         self.stop_ids = {*new.eos_token_ids, *(new.params.stop_token_ids or ())}
+        self._thinking = None if new.thinking is None else ThinkingState(new.thinking, new.num_prompt_tokens)
+
+    @property
+    def forced(self) -> int | None:
+        """The next token, if a budget of thinking forces it."""
+        return None if self._thinking is None else self._thinking.next_forced(self.token_ids)
 
     @property
     def context(self) -> list[int]:

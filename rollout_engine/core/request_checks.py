@@ -43,6 +43,10 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
     if request.pictures:
         _check_pictures(request, config)
     check_hidden_asked(request.params, config.pooling, len(request.prompt_token_ids), request.max_tokens)
+    if request.thinking is not None:
+        _check_tokens("thinking.closing", request.thinking.closing, config.vocab_size)
+        if problem := request.thinking.problem():
+            raise RequestError.for_field("thinking", problem, "a budget that fits its tags")
     request.params.check_num_logprobs(len(request.prompt_token_ids), request.max_tokens, config.vocab_size)
     check_num_support_ids(request.params, request.max_tokens, config.vocab_size)
 

@@ -317,6 +317,7 @@ class Scheduler:
                 pooling=request.source.pooling,
                 adapter_slot=-1 if request.adapter is None else request.adapter.slot,
                 pictures=request.source.pictures,
+                thinking=request.source.thinking,
             )
         )
         sequence.in_runner = True

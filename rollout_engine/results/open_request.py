@@ -72,6 +72,7 @@ class OpenRequest:
                 *(index, child_seed(request.seed, index), params, _detokenizer(codec, request)),
                 metrics=self.metrics,
                 quantization=quantization,
+                thinking=request.thinking,
             )
             for index in range(params.n)
         ]

@@ -14,6 +14,7 @@ from rollout_engine.base.messages import SequenceEnd
 from rollout_engine.base.outputs import CompletionOutput, FinishReason, Quantization, RequestMetrics, VersionSpan
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.results.support_column import SupportColumn
+from rollout_engine.base.thinking import Thinking, ThinkingState
 from rollout_engine.text.detokenizer import Detokenizer
 
 _T = TypeVar("_T")
@@ -58,7 +59,7 @@ class Sample:
         "_kept_logprob_mass",
         *("_kv_min_version", "_logprobs", "_metrics", "_num_read", "_num_rendered_chars", "_num_summed"),
         *("_policy_version", "_quantization", "_routed_experts", "_sampled_ranks", "_seed", "_spans"),
-        *("_stop_reason", "_support", "_text", "_token_ids", "_top_logprobs", "_undecodable"),
+        *("_forced", "_stop_reason", "_support", "_text", "_thinking", "_token_ids", "_top_logprobs", "_undecodable"),
         *("error", "finish_reason", "is_watched", "num_rendered"),
     )
 
@@ -70,8 +71,9 @@ class Sample:
         text: Detokenizer | None,
         metrics: RequestMetrics,
         quantization: Quantization | None = None,
+        thinking: Thinking | None = None,
     ) -> None:
-        """`quantization`: that of the engine."""
+        """`quantization`: that of the engine. `thinking`: the request's budget."""
         self.is_watched = params.output_kind != "final_only" or params.stops_on_text
         """Whether each token matters on arrival: the request streams, or its text may stop it."""
         self._index = index
@@ -97,6 +99,9 @@ class Sample:
         self._support = SupportColumn(params.n) if params.return_support else None
         self._entropies = array("f") if params.entropy else None
         self._hidden_states: list[np.ndarray] | None = None if params.return_hidden_states is None else []
+        self._thinking = None if thinking is None else ThinkingState(thinking, 0)
+        self._forced: list[bool] = []
+        """Which of the tokens that were rendered are forced, with a budget."""
         self._policy_version = self._kv_min_version = -1
         self._spans: list[tuple[int, int, int]] = []
         """(first token, policy_version, kv_min_version); each ends where the next starts."""
@@ -223,7 +228,12 @@ class Sample:
             support=None if self._support is None else self._support.stack(start),
             entropies=_from(start, self._entropies),
             hidden_states=self._hidden_states_from(start),
+            forced=None if self._thinking is None else self._forced_from(self._thinking, start),
         )
+
+    def _forced_from(self, thinking: ThinkingState, start: int) -> np.ndarray:
+        self._forced += [thinking.append(token_id) for token_id in self._token_ids[len(self._forced) :]]
+        return np.array(self._forced[start:], np.bool_)
 
     def _id_logprobs_from(self, start: int) -> np.ndarray | None:
         if self._id_logprobs is None or self._asked_ids is None:

@@ -366,7 +366,7 @@ class RolloutPolicy(ReplicaMethods, DistributionMethods, BlockingVerbs):
     ) -> Tensor:
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
 
-        float32, 0 outside the mask. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
+        float32, 0 of tokens that were neither sampled nor forced by a budget. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
         as the weights are the same and the engine is deterministic. `provenance.rollout_note(result)` describes them:
         with `quantization`, they are those of rounded weights. `candidate_ids`: integers [B, T, K], or [1, N, K] of a
         packed batch; the result has this shape then, and holds the log-probs of these tokens in place of the sampled

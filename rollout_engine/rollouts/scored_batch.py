@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import PlacedPicture
-from rollout_engine.batches.layout import Place, full_places
+from rollout_engine.batches.layout import Place, full_places, scored_mask
 
 _VALUES = 1 << 24
 """Log-probs that one call returns at most, unless a single row has more: 64 MiB."""
@@ -47,12 +47,12 @@ class ScoredBatch:
     """The rows of a rollout, in either layout, that have tokens to score."""
 
     def __init__(self, batch: TensorDictBase) -> None:
-        self._assistant = batch["masks", "all_assistant_mask"]
+        self._scored = scored_mask(batch)
         self.shape = batch["tokens", "full"].shape
         self.rows: list[ScoredRow] = []
         tokens = batch["tokens", "full"]
         for index, place in enumerate(full_places(batch)):
-            sampled = self._assistant[place].nonzero().flatten()
+            sampled = self._scored[place].nonzero().flatten()
             if len(sampled):
                 self.rows.append(ScoredRow(index, place, int(sampled[0]), tokens[place].tolist()))
         pictures = batch.get("pictures").tolist() if "pictures" in batch.keys() else None
@@ -71,13 +71,13 @@ class ScoredBatch:
         return torch.cat([values[row.own] for row in self.rows] or [values.flatten(0, 1)[:0]])
 
     def spread(self, values: np.ndarray, fill: float) -> Tensor:
-        """Values of all completions, end to end -> [B, T, ...] or [1, N, ...], `fill` outside the assistant mask."""
+        """Values of all completions, end to end -> [B, T, ...] or [1, N, ...], `fill` of tokens without log-probs."""
         given = torch.tensor(values)  # a copy: arrays of another process may be read-only
         result = torch.full((*self.shape, *given.shape[1:]), fill, dtype=given.dtype)
         sizes = [len(row.completion) for row in self.rows]
         for row, part in zip(self.rows, given.split(sizes), strict=True):
             result[row.own] = part
-        result[~self._assistant] = fill
+        result[~self._scored] = fill
         return result
 
     def pieces(self, width: int) -> Iterator[tuple[slice, slice]]:

@@ -103,8 +103,8 @@ class Generation:
         for prompt in prompts:
             check_text_size(self._served, prompt)
         for each in params:
-            if inputs.has_new_grammar(each):
-                await run_in_thread(inputs.try_grammar, each)
+            if inputs.has_new_rules(each):
+                await run_in_thread(inputs.try_rules, each)
         is_slow = self._asked.has_pictures or self._asked.num_bytes > MANY_BYTES or _are_long(prompts, self._asked)
         add = partial(self._add, prompts, params, seeds, options, check)
         streams = await self._add_on_thread(add) if is_slow else add()

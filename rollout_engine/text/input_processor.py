@@ -23,6 +23,7 @@ from rollout_engine.base.sampling_params import (
 from rollout_engine.base.seeds import mix, unsigned
 from rollout_engine.base.structs import plain
 from rollout_engine.base.support import check_num_support_ids, check_support_asked
+from rollout_engine.base.thinking import Thinking
 from rollout_engine.grammars.tokenizer_file import serialize_tokenizer
 from rollout_engine.grammars.trials import GrammarTrials
 from rollout_engine.text.default_params import read_default_params
@@ -33,6 +34,7 @@ from rollout_engine.text.pooled_prompt import closed_conversation, pooled_tokens
 from rollout_engine.text.prompt_encoder import PromptEncoder
 from rollout_engine.text.prompt_room import resolve_max_tokens
 from rollout_engine.text.prompts import Prompt, as_batch, as_fields, as_token_ids
+from rollout_engine.text.thinking_tags import ThinkingTags
 from rollout_engine.text.tokenizer import TextCodec
 from rollout_engine.text.vocabulary_fit import end_ids, warn_of_larger_tokenizer
 
@@ -76,6 +78,7 @@ class CheckedPrompt(NamedTuple):
     lora: str = ""
     """Name of the adapter; "" for none."""
     pictures: Sequence[PlacedPicture] = ()
+    thinking: Thinking | None = None
 
 
 class InputProcessor:
@@ -110,7 +113,9 @@ class InputProcessor:
         self._generates, self._pooling, self._routing = generates, pooling, routing
         self.pictures = pictures or PicturePrompts(codec, None)
         self._encoder = PromptEncoder(codec, self.pictures, max_model_len=max_model_len, vocab_size=vocab_size)
-        self._eos_token_ids = list(eos_token_ids)
+        self.thinking_tags = ThinkingTags(codec, vocab_size)
+        self.eos_token_ids = list(eos_token_ids)
+        """Ids that end sequences."""
         self._seed = seed
         self._takes_extra_args = takes_extra_args
         """Whether the engine has logits processors, which may read `extra_args`."""
@@ -182,20 +187,21 @@ class InputProcessor:
         self._log_clamped([checked])
         return checked
 
-    def has_new_grammar(self, params: Params | None) -> bool:
-        """Whether `check` would try a grammar first, which takes its time."""
-        given = params.get("structured_outputs") if isinstance(params, dict) else None
-        if isinstance(params, SamplingParams):
-            given = params.structured_outputs
-        return isinstance(given, dict) and not self._trials.knows(given)
+    def has_new_rules(self, params: Params | None) -> bool:
+        """Whether `check` would try a grammar, or read all tokens for tags, first, which takes its time."""
+        read = params.get if isinstance(params, dict) else partial(getattr, params)
+        given, budget = read("structured_outputs", None), read("thinking_budget", None)
+        tags = [read(name, getattr(_NOTHING_SAMPLED, name)) for name in ("thinking_start", "thinking_end")]
+        return isinstance(given, dict) and not self._trials.knows(given) or self.thinking_tags.are_new(budget, tags)
 
-    def try_grammar(self, params: Params | None) -> None:
-        """Raise `RequestError` unless the structured outputs of params compile; blocks if they are new.
+    def try_rules(self, params: Params | None) -> None:
+        """Raise `RequestError` unless the structured outputs of params compile, and their tags are known; it may block.
 
         `check` does the same: call this first if others must not wait for resources held during `check`.
         """
         if not isinstance(params, PoolingParams):
             self._check_grammar(as_sampling_params(params))
+            self.thinking_tags.check(as_sampling_params(params))
 
     def token_ids_of(self, prompt: Any) -> list[int]:
         """Token ids of one prompt of any kind, of any length. Raises `RequestError`."""
@@ -235,13 +241,14 @@ class InputProcessor:
             max_tokens=checked.max_tokens,
             seed=seed,
             first_sequence_id=first_sequence_id,
-            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            eos_token_ids=[] if params.ignore_eos else self.eos_token_ids,
             priority=priority,
             cache_salt=checked.cache_salt,
             bad_words=checked.bad_words,
             pooling=checked.pooling,
             lora=checked.lora,
             pictures=list(checked.pictures),
+            thinking=checked.thinking,
         )
 
     def _check(self, prompt: Any, params: Params | None) -> CheckedPrompt:
@@ -267,6 +274,7 @@ class InputProcessor:
             bad_words=bad_words,
             lora=_adapter_name(fields),
             pictures=pictures,
+            thinking=self.thinking_tags.budget_of(params, token_ids),
         )
 
     def _check_pooling(self, prompt: Any, params: PoolingParams) -> CheckedPrompt:
@@ -318,6 +326,7 @@ class InputProcessor:
             raise RequestError.for_field(field, getattr(params, field), "absent with device='cuda'", hint)
         check_support_asked(params.return_support, self._gives_id_logprobs)
         self._check_grammar(params)
+        self.thinking_tags.check(params)
         check_routing_asked(params.return_routed_experts, self._routing)
         if params.extra_args and not self._takes_extra_args:
             hint = "This engine has no logits_processors to read them."
@@ -336,7 +345,7 @@ class InputProcessor:
             return
         if self.codec is None:
             raise RequestError.for_field("structured_outputs", given, "absent with skip_tokenizer_init=True")
-        if not self._eos_token_ids and not params.stop_token_ids:
+        if not self.eos_token_ids and not params.stop_token_ids:
             hint = "The model has no end id, and an output could not end."
             raise RequestError.for_field("structured_outputs", given, "absent without stop_token_ids", hint)
         self._trials.require(given)

@@ -233,7 +233,8 @@ class CpuRunner:
             places = torch.tensor([row.row for row in rows])
             edits = self._sequences.edits_of(of, positions)
             behind = {i: each.behind(rows[i].drafted) if rows[i].drafted else each for i, each in edits.items()}
-            return sample_rows(logits.at(places), batch, RowEdits(behind), self._vocab_size)
+            active = RowEdits({i: each for i, each in behind.items() if each.are_active})
+            return sample_rows(logits.at(places), batch, active, self._vocab_size)
 
         return draw_behind_drafts(tasks, draw)
 

@@ -107,7 +107,7 @@ class Draws(NamedTuple):
     special: SpecialColumns[np.ndarray] | None
     """The rows that ask for more; None without any."""
     on_host: dict[int, LogitEdits]
-    """Rows that logits processors edit or grammars restrict."""
+    """Rows that logits processors edit, grammars restrict, or budgets of thinking may force."""
 
     @property
     def has_rules(self) -> bool:

@@ -4,7 +4,7 @@ One row for each seat that a policy plays, this one or another; with on_rewrite=
 response is all that follows the first prompt; B rows, T longest full, in the packed layout [1, N] as there.
 
     key                     shape               meaning
-    ("masks", "turn")       [B, T]              int64; the seat's turn that sampled a token, -1 elsewhere
+    ("masks", "turn")       [B, T]              int64; the seat's turn that wrote a token, -1 elsewhere
     ("rewards", "turn")     [B, most turns]     float32; of each turn of the seat, 0 padded
     "num_turns"             [B]                 int64; turns of the seat
     "episode_id"            [B]                 int64; number of the episode in the rollout
@@ -122,6 +122,7 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         support=_support(samples, len(response)),
         entropies=_place_values(samples, len(response), "entropies"),
         hidden_states=placed_rows([(start, sample.hidden_states) for start, sample in samples], len(response), 0.0),
+        forced=_place_forced(samples, len(response)),
     )
     prompt = codec.decode(row.row.prompt) if row.row.prompt else ""
     found = RequestOutput(str(episode.key), prompt, row.row.prompt, None, [completion], True, 0)
@@ -168,6 +169,12 @@ def _top_logprobs(samples: list[tuple[int, CompletionOutput]], length: int) -> t
         for place, fill in enumerate((-1, -np.inf))
     )
     return None if ids is None or logprobs is None else (ids, logprobs)
+
+
+def _place_forced(samples: list[tuple[int, CompletionOutput]], length: int) -> np.ndarray | None:
+    """bool [length], of tokens that a budget of thinking forced; None if no answer has a budget."""
+    placed = _place_values(samples, length, "forced")
+    return None if placed is None else placed.astype(bool)
 
 
 def _routed_experts(samples: list[tuple[int, CompletionOutput]], num_tokens: int) -> np.ndarray | None:

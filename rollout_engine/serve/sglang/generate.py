@@ -25,7 +25,6 @@ PEERS: dict[str, tuple[Any, ...]] = {
     "session_params": ({},),
     "background": (False,),
     "require_reasoning": (False,),
-    "max_thinking_tokens": (),
 }
 """Fields of SGLang's that are not served -> the values that ask for nothing."""
 IGNORED = frozenset(("log_metrics", "no_logs", "custom_labels", "modalities", "conversation_id", "bootstrap_room"))
@@ -54,6 +53,8 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_hidden_states: bool | list[bool] | None = None
     """`meta_info.hidden_states`: the states of the prompt's tokens, then that of each sampled token but the last."""
     return_prompt_token_ids: bool = False
+    max_thinking_tokens: int | list[int | None] | None = None
+    """The same as `thinking_budget` in `sampling_params`."""
     stream: bool = False
     rid: str | list[str] | None = None
     """The client's name for the request, or each prompt's; /abort_request takes it."""
@@ -87,7 +88,7 @@ class _GenerateCall(Call):
         self._num_prompts = len(given)
         self._wanted = [self._wanted_of(index) for index in range(self._num_prompts)]
         kind = "cumulative" if body.stream else "final_only"
-        sampling = [self._one("sampling_params", index) or {} for index in range(self._num_prompts)]
+        sampling = [self._sampling_of(index) for index in range(self._num_prompts)]
         self.settings = [
             read_sampling(served.settings, each, wanted, kind)
             for each, wanted in zip(sampling, self._wanted, strict=True)
@@ -182,6 +183,15 @@ class _GenerateCall(Call):
             return [each for each in value if each is not None]
         own = self._one("image_data", index)
         return [each for each in (own if isinstance(own, list) else [own]) if each is not None]
+
+    def _sampling_of(self, index: int) -> dict[str, Any]:
+        given, budget = self._one("sampling_params", index) or {}, self._one("max_thinking_tokens", index)
+        if budget is None:
+            return given
+        if given.get("thinking_budget", budget) != budget:
+            bound = f"thinking_budget of sampling_params, which is {given['thinking_budget']}"
+            raise RequestError.for_field("max_thinking_tokens", budget, bound, "Give one of them.")
+        return {**given, "thinking_budget": budget}
 
     def _wanted_of(self, index: int) -> Wanted:
         start = self._one("logprob_start_len", index)

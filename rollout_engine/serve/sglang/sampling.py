@@ -11,10 +11,6 @@ from rollout_engine.serve.sampling import SamplingFields, Settings, SettingsRead
 
 _EVERY_TOKEN = 1 << 30
 """How SGLang's clients write a top_k that keeps all tokens."""
-_PEERS: dict[str, tuple[Any, ...]] = {
-    "custom_params": ({},),
-}
-"""Fields of SGLang's that are not served -> the values that ask for nothing."""
 _IGNORED = frozenset(("stream_interval",))
 
 
@@ -54,7 +50,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_sampling(reader: SettingsReader, given: dict[str, Any], wanted: Wanted, kind: str) -> Settings:
     """The settings of one prompt. Raises `RequestError`, and `HttpProblem` 400 for fields that are not known."""
-    fields = read_fields(SglangFields, given, "sampling_params", ignored=_IGNORED, neutral=_PEERS)
+    fields = read_fields(SglangFields, given, "sampling_params", ignored=_IGNORED)
     for ours, theirs in (
         ("max_tokens", fields.max_new_tokens),
         ("min_tokens", fields.min_new_tokens),

@@ -74,6 +74,7 @@ def without_tokens(sample: CompletionOutput) -> CompletionOutput:
         version_spans=[],
         entropies=None if sample.entropies is None else sample.entropies[:0],
         routed_experts=None if routed is None else routed[:-1],  # without the prompt's last token
+        forced=None,
     )
 
 

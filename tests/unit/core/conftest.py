@@ -14,6 +14,7 @@ from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
 from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import child_seed
+from rollout_engine.base.thinking import Thinking, ThinkingState
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_columns import fake_states
@@ -173,6 +174,7 @@ class Rig:
         pooling: PoolingParams | None = None,
         lora: str = "",
         pictures: Iterable[PlacedPicture] = (),
+        thinking: Thinking | None = None,
         **params: Any,
     ) -> None:
         request = EngineCoreRequest(
@@ -187,6 +189,7 @@ class Rig:
             pooling=pooling,
             lora=lora,
             pictures=list(pictures),
+            thinking=thinking,
         )
         self.core.add_request(request)
         self.requests[request_id] = request
@@ -322,7 +325,9 @@ class Rig:
         context, out = seen_prompt(request), []
         while len(out) < request.max_tokens:
             banned = stops if len(out) < params.min_tokens else ()
-            token_id = fake_next_token(context, seed, self.config.vocab_size, banned)
+            forced = request.thinking and ThinkingState(request.thinking, 0).next_forced(out)
+            drawn = fake_next_token(context, seed, self.config.vocab_size, banned)
+            token_id = drawn if forced is None else forced
             context.append(token_id)
             out.append(token_id)
             if token_id in stops and len(out) >= params.min_tokens:
