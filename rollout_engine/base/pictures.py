@@ -1,6 +1,6 @@
 """Pictures of prompts, as arrays that a model's vision tower reads, and their places among the tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -34,6 +34,15 @@ class Picture(msgspec.Struct, frozen=True, eq=False):
     def num_bytes(self) -> int:
         """Bytes of its arrays."""
         return sum(array.nbytes for array in self.arrays.values())
+
+    def __repr__(self) -> str:
+        """Digest and shapes, without the arrays' contents."""
+        shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in self.arrays.items())
+        return f"Picture({self.digest.hex()}: {shapes or 'its digest alone'})"
+
+    def __rich_repr__(self) -> Iterator[str]:
+        """The same for terminals that format values by rich."""
+        yield repr(self)
 
 
 class PlacedPicture(msgspec.Struct, frozen=True, eq=False):
@@ -88,3 +97,38 @@ class SharedPictures(msgspec.Struct, frozen=True, eq=False):
         """The pictures of each sequence, with digests that were computed here."""
         pictures = [Picture.of(arrays) for arrays in self.arrays]
         return [[PlacedPicture(start, end, pictures[index]) for start, end, index in row] for row in self.places]
+
+
+class EncodedPictures(msgspec.Struct, frozen=True, eq=False):
+    """Features of pictures, as an engine's vision tower and projector compute them, under one version of these."""
+
+    tower: str
+    """Digest of the weights of tower and projector (`model.pictures.tower_digest`)."""
+    dtype: str
+    """The engine's: "float32", "bfloat16" or "float16"."""
+    rows: list[np.ndarray]
+    """For each picture [n, H] of `dtype`, bfloat16 as its bits in int16; [0, 0]: the engine does not hold it."""
+    deepstack: list[list[np.ndarray]]
+    """For each picture, the same for the first layers of the text model; empty in most models."""
+
+
+class EncodedPicture(msgspec.Struct, frozen=True, eq=False):
+    """The features of one picture of a rollout, and the version of the tower that computed them."""
+
+    digest: bytes
+    """That of its `Picture`."""
+    tower: str
+    """As `EncodedPictures.tower`."""
+    dtype: str
+    rows: np.ndarray
+    """[n, H], as an entry of `EncodedPictures.rows`."""
+    deepstack: list[np.ndarray]
+    """[n, H] each, as an entry of `EncodedPictures.deepstack`."""
+
+    def __repr__(self) -> str:
+        """Digest and sizes, without the features."""
+        return f"EncodedPicture({self.digest.hex()}: {self.dtype}{list(self.rows.shape)})"
+
+    def __rich_repr__(self) -> Iterator[str]:
+        """The same for terminals that format values by rich."""
+        yield repr(self)

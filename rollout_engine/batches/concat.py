@@ -41,8 +41,8 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
         group_ids: "renumber" numbers groups 0, 1, 2, ... in order of appearance; groups of different batches stay
             different. "keep" leaves "group_id" unchanged: for parts of one rollout, whose groups may be split.
 
-    Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated), those without "pictures" none. Any
-    other key must be in all batches or in none. Raises `RequestError` otherwise, for mixed layouts, and for keys that
+    Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated), those without "pictures" none, and no
+    "picture_features" either. Any other key must be in all batches or in none. Raises `RequestError` otherwise, for mixed layouts, and for keys that
     cannot be concatenated.
     """
     if group_ids not in get_args(GroupIds):
@@ -73,7 +73,7 @@ def _complete(parts: list[dict[Key, Any]]) -> list[dict[Key, Any]]:
         if key == "kept_logprob_mass":
             for part in parts:
                 part.setdefault(key, torch.zeros_like(part["log_probs", "response"]))
-        elif key == "pictures":
+        elif key == "pictures" or (key == "picture_features" and not any(_shows_pictures(parts[i]) for i in without)):
             for part in parts:
                 part.setdefault(key, NonTensorStack(*(() for _ in part["group_id"])))
         elif without:
@@ -81,6 +81,10 @@ def _complete(parts: list[dict[Key, Any]]) -> list[dict[Key, Any]]:
             hint = f"Add it to batches[{without[0]}], or leave it out of all with batch.exclude({key!r})."
             raise RequestError.for_field(f"batches[{without[0]}][{key!r}]", None, f"there, as in batches[{have}]", hint)
     return parts
+
+
+def _shows_pictures(part: dict[Key, Any]) -> bool:
+    return "pictures" in part and any(part["pictures"].tolist())
 
 
 def _joined_padded(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -> dict[Key, Any]:

@@ -24,6 +24,8 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     "finish_reason", ("text", "prompt"), ("text", "response"), columns   [B]   one Python object per sequence
     "pictures"                                [B]                   tuple of `PlacedPicture`, at positions of the
                                                                     sequence's tokens in full; only if any has pictures
+    "picture_features"                        [B]                   tuple of `EncodedPicture`, in the order of pictures;
+                                                                    only with `RolloutPolicy.add_picture_features`
     ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards. done: the sample
                                                                     was not cut off (finish_reason "stop")
     ("rewards", NAME)                         [B, 1]                float32, of each function if there is a list of

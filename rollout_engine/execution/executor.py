@@ -12,6 +12,7 @@ from torch import nn
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.pictures import EncodedPictures, Picture
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.execution.profiler import Profiler
@@ -170,6 +171,12 @@ class InlineExecutor:
 
     def reset_mm_cache(self) -> None:
         """Forget the pictures that crossed to other processes of the model: there are none."""
+
+    def encode_pictures(self, pictures: Sequence[Picture]) -> EncodedPictures:
+        """The features of pictures, between two steps, as `Backend.encode_pictures` gives them."""
+        self._wait_until_idle()
+        found: EncodedPictures = self.worker.backend.encode_pictures(pictures)
+        return found
 
     def reset_encoder_cache(self) -> None:
         """Forget the vision tower's outputs, between two steps."""

@@ -37,7 +37,7 @@ from rollout_engine.engine.verbs.model import (
     save_sharded_state,
     score,
 )
-from rollout_engine.engine.verbs.pictures import reset_encoder_cache, reset_mm_cache
+from rollout_engine.engine.verbs.pictures import get_picture_features, reset_encoder_cache, reset_mm_cache
 from rollout_engine.engine.verbs.reports import (
     check_health,
     check_integrity,
@@ -76,6 +76,7 @@ __all__ = [
     "get_unused_names",
     "save_sharded_state",
     "score",
+    "get_picture_features",
     "reset_encoder_cache",
     "reset_mm_cache",
     "check_health",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.base.pictures import PlacedPicture, SharedPictures
+from rollout_engine.base.pictures import EncodedPictures, Picture, PlacedPicture, SharedPictures
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.adapters import AdapterRows
@@ -77,6 +77,8 @@ class CpuBackend(Backend):
         if self.is_deterministic:
             sizes = {"max_loras": config.max_loras, "max_rank": config.max_lora_rank}
             self.adapters = CpuAdapterPool(loaded.module, names=loaded.names, **sizes)
+        if pictures is not None:
+            pictures.encoder.adapters = self.adapters
         model = CpuModel(
             loaded.module,
             loaded.geometry,
@@ -150,7 +152,7 @@ class CpuBackend(Backend):
                     contexts.enter_context(self.runner.routing.replaying(given, num_columns))
                 if placed is not None:
                     ids, own = [sequences[index] for index in members], [placed[index] for index in members]
-                    contexts.enter_context(self._placing(ids, own, num_columns))
+                    contexts.enter_context(self._placing(ids, own, num_columns, adapter_slot))
                 yield
 
         return sequence_logprobs(
@@ -163,11 +165,15 @@ class CpuBackend(Backend):
         )
 
     def _placing(
-        self, rows: list[list[int]], placed: list[list[PlacedPicture]], num_columns: int
+        self, rows: list[list[int]], placed: list[list[PlacedPicture]], num_columns: int, adapter_slot: int
     ) -> AbstractContextManager[None]:
         assert self.runner.pictures is not None, "a model without pictures is given none"
         take_placed_features(self.runner.model.module.base_model)
-        return placing(features_of_rows(self.runner.pictures, rows, placed, num_columns))
+        return placing(features_of_rows(self.runner.pictures, rows, placed, num_columns, adapter_slot))
+
+    def encode_pictures(self, pictures: Sequence[Picture]) -> EncodedPictures:
+        assert self.runner.pictures is not None, "a model without pictures is given none"
+        return self.runner.pictures.encoder.encoded(pictures)
 
     def reset_encoder_cache(self) -> None:
         if self.runner.pictures is not None:

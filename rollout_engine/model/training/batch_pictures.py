@@ -66,8 +66,11 @@ def split_pictures(inputs: Mapping[str, Tensor]) -> list[Picture]:
 class PictureBatch:
     """Places pictures in a batch of token ids, and encodes each different one once."""
 
-    def __init__(self, composite: Any, input_ids: Tensor) -> None:
-        self._composite = composite
+    def __init__(
+        self, composite: Any, input_ids: Tensor, encoded: Mapping[bytes, PictureFeatures] | None = None
+    ) -> None:
+        """`encoded`: features of all pictures by their digests; None: the composite's tower encodes them."""
+        self._composite, self._encoded = composite, encoded
         self._ids = input_ids
         self._token = int(self._composite.config.image_token_id)
         self._features: list[PictureFeatures] = []
@@ -135,13 +138,16 @@ class PictureBatch:
     def _encode(self, picture: Picture) -> tuple[int, int]:
         """The first row and the number of the features of a picture."""
         if picture.digest not in self._rows:
-            device = self._ids.device
-            arrays = {name: torch.from_numpy(np.array(each)).to(device) for name, each in picture.arrays.items()}
-            found = _encode_without_chance(self._composite, arrays)
+            found = self._encode_anew(picture) if self._encoded is None else self._encoded[picture.digest]
             self._rows[picture.digest] = self._num_rows, len(found.rows)
             self._features.append(found)
             self._num_rows += len(found.rows)
         return self._rows[picture.digest]
+
+    def _encode_anew(self, picture: Picture) -> PictureFeatures:
+        device = self._ids.device
+        arrays = {name: torch.from_numpy(np.array(each)).to(device) for name, each in picture.arrays.items()}
+        return _encode_without_chance(self._composite, arrays)
 
     def _put(self, sequence: TokenRun, at: Tensor, picture: Picture) -> None:
         first, size = self._encode(picture)

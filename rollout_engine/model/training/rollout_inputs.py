@@ -46,7 +46,7 @@ def rollout_inputs(model: nn.Module, batch: Any, temperature: float | None, **ot
     if missing := [key for key in (("tokens", "full"), mask) if key not in keys]:
         hint = "Give what RolloutPolicy.rollout returned, or input_ids and attention_mask."
         raise RequestError.for_field("batch.keys()", sorted(map(str, batch.keys())), f"with {missing[0]}", hint)
-    ids = batch["tokens", "full"]
+    ids = check_rows(batch["tokens", "full"])
     note = rollout_note(ids)
     if temperature is None:
         if note is None or note.temperature is None:
@@ -59,6 +59,14 @@ def rollout_inputs(model: nn.Module, batch: Any, temperature: float | None, **ot
     packed = mask == "cu_seqlens"
     ends = batch[mask] if packed else None
     return RolloutInputs(ids, None if packed else batch[mask], ends, temperature, pictures_of(batch))
+
+
+def check_rows(input_ids: Tensor) -> Tensor:
+    """The token ids of a rollout, [B, T]. Raises `RequestError` for those of one row, as batch[i] has them."""
+    if input_ids.dim() != 2:
+        hint = "Give it before reshaping or stacking; one sequence alone is batch[i : i + 1]."
+        raise RequestError.for_field("batch['tokens', 'full'].shape", list(input_ids.shape), "[B, T]", hint)
+    return input_ids
 
 
 def pictures_of(batch: Any) -> list[tuple[TokenRun, Sequence[PlacedPicture]]]:
