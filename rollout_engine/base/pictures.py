@@ -73,6 +73,25 @@ def shift_pictures(pictures: Sequence[PlacedPicture], offset: int) -> list[Place
     return [PlacedPicture(each.start + offset, each.end + offset, each.picture) for each in pictures]
 
 
+def join_arrays(pictures: Sequence[PlacedPicture]) -> dict[str, np.ndarray]:
+    """The arrays of pictures in order as one batch, in the form of transformers' forward; {} if there are none.
+
+    Arrays [n, ...] of a name are end to end, padded with zeros to the largest in every other dimension.
+    """
+    found = [each.picture.arrays for each in pictures]
+    return {name: _end_to_end([each[name] for each in found]) for name in found[0]} if found else {}
+
+
+def _end_to_end(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    shape = np.max([each.shape[1:] for each in arrays], axis=0, initial=0).tolist()
+    result = np.zeros((sum(map(len, arrays)), *shape), dtype=arrays[0].dtype)
+    first = 0
+    for each in arrays:
+        result[(slice(first, first + len(each)), *(slice(0, size) for size in each.shape[1:]))] = each
+        first += len(each)
+    return result
+
+
 class SharedPictures(msgspec.Struct, frozen=True, eq=False):
     """Pictures of several sequences, to be sent: each different one once, without its digest."""
 

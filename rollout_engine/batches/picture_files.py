@@ -108,6 +108,29 @@ def load_picture(folder: str | os.PathLike[str], digest: str) -> Picture:
     return picture
 
 
+def damaged_pictures(samples: Iterable[Mapping[str, Any]], *, most_bytes: int = _MAX_BYTES) -> dict[str, str]:
+    """Why files of the pictures that samples and their messages name cannot be used, by digest; the others are right.
+
+    Files of `most_bytes` together are read, the first ones; of others nothing is known.
+    """
+    found, seen = dict[str, str](), set[str]()
+    for sample in samples:
+        folder = sample.get(IN_FOLDER)
+        for name in (each for each in _pictures_of(sample) if isinstance(each, str) and each not in seen):
+            if folder is None:
+                break
+            seen.add(name)
+            path = Path(folder) / f"{name}.npz"
+            most_bytes -= path.stat().st_size if path.is_file() else 0
+            if most_bytes < 0:
+                return found
+            try:
+                load_picture(path.parent, name)
+            except RequestError as problem:
+                found[name] = str(problem)
+    return found
+
+
 def png_files(samples: Iterable[Mapping[str, Any]], *, most_bytes: int) -> dict[str, bytes]:
     """PNG files of the pictures of samples and their messages, by digest.
 

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.base.pictures import EncodedPicture, PlacedPicture
+from rollout_engine.base.pictures import EncodedPicture, PlacedPicture, join_arrays
 from rollout_engine.model.training.engine_features import FEATURES, HeldFeatures
 from rollout_engine.model.training.rollout_inputs import PICTURES, check_rows, pictures_of
 
@@ -38,14 +37,13 @@ def inputs(batch: Any, *, features: bool = False) -> dict[str, Any]:
         return {}
     if features:
         return {FEATURES: HeldFeatures(tuple(ids.shape), sequences, _encoded(batch, sequences))}
-    types, found = torch.zeros_like(ids), []
+    types = torch.zeros_like(ids)
     for sequence, placed in sequences:
         tokens = ids[sequence.row, sequence.columns]
         for each in placed:
             _mark(types, tokens, sequence.row, sequence.columns, each)
-            found.append(each.picture.arrays)
-    joined = {name: _join([each[name] for each in found]) for name in found[0]}
-    return joined | {"mm_token_type_ids": types}
+    joined = join_arrays([each for _, placed in sequences for each in placed])
+    return {name: torch.from_numpy(array) for name, array in joined.items()} | {"mm_token_type_ids": types}
 
 
 def _encoded(batch: Any, sequences: list[Any]) -> list[EncodedPicture]:
@@ -64,13 +62,3 @@ def _mark(types: Tensor, tokens: Tensor, row: int, columns: Tensor, placed: Plac
     span = slice(placed.start, placed.end)
     types[row, columns[span][tokens[span] == tokens[placed.start]]] = 1
 
-
-def _join(arrays: list[np.ndarray]) -> Tensor:
-    """Arrays [n, ...] end to end, padded with zeros to the largest in every other dimension."""
-    shape = np.max([each.shape[1:] for each in arrays], axis=0, initial=0).tolist()
-    result = np.zeros((sum(map(len, arrays)), *shape), dtype=arrays[0].dtype)
-    first = 0
-    for each in arrays:
-        result[(slice(first, first + len(each)), *(slice(0, size) for size in each.shape[1:]))] = each
-        first += len(each)
-    return torch.from_numpy(result)

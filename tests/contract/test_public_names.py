@@ -84,6 +84,8 @@ SIGNATURES = {
     "RolloutPolicy.arollout": "self prompts sampling_params * num_samples columns reward_fn reward_weights seed layout",
     "RolloutPolicy.collect": "self dataset sampling_params * num_samples groups_per_batch max_staleness max_in_flight",
     "RolloutPolicy.score": "self batch temperature",
+    "RolloutPolicy.add_picture_features": "self batch * timeout",
+    "exact.inputs": "batch * features",
     "RolloutPolicy.update_weights": "self source",
     "RolloutPolicy.shutdown": "self",
     "advantages.grpo": "rewards group_ids * scale",
