@@ -34,7 +34,7 @@ class PictureFeatureMethods(Face):
         rollout, and for a model that takes no pictures; `RetryableError` if weights arrive between the two calls.
         """
         self.frontend.require_own_process()
-        rows = check_batch(batch).get("pictures").tolist() if "pictures" in batch.keys() else []
+        rows = batch.get("pictures").tolist() if "pictures" in check_batch(batch).keys() else []
         pictures = {each.picture.digest: each.picture for row in rows for each in row}
         if pictures:
             found = _encode(self.frontend, list(pictures.values()), timeout)

@@ -281,10 +281,9 @@ def _check_picture(placed: Any, field: str) -> None:
 
 def refuse_pictures(fields: Mapping[str, Any], bound: str) -> None:
     """Raise `RequestError` that names the first picture of a prompt (`as_fields`), if it has any. `bound`: the rule."""
-    found = [*images_in(fields), *((f"pictures[{i}]", each) for i, each in enumerate(fields.get("pictures") or ()))]
-    if found:
-        field, image = found[0]
-        raise RequestError.for_field(field, describe_image(image), bound)
+    fields_of_pictures = [field for field, _ in images_in(fields)]
+    if fields_of_pictures or fields.get("pictures"):
+        raise RequestError.for_field([*fields_of_pictures, "pictures[0]"][0], "a picture", bound)
 
 
 def images_in(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -85,7 +85,6 @@ SIGNATURES = {
     "RolloutPolicy.collect": "self dataset sampling_params * num_samples groups_per_batch max_staleness max_in_flight",
     "RolloutPolicy.score": "self batch temperature",
     "RolloutPolicy.add_picture_features": "self batch * timeout",
-    "exact.inputs": "batch * features",
     "RolloutPolicy.update_weights": "self source",
     "RolloutPolicy.shutdown": "self",
     "advantages.grpo": "rewards group_ids * scale",
@@ -99,6 +98,7 @@ SIGNATURES = {
     "float32_masters": "optimizer",
     "to_trl_rollout": "batch",
     "exact.enable": "model",
+    "exact.inputs": "batch * features",
     "exact.token_logprobs": "model input_ids attention_mask * temperature routed_experts",
 }
 FIELDS = {

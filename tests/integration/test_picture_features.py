@@ -56,7 +56,7 @@ def test_features_are_fetched_once_encoded_and_are_those_of_the_live_tower(check
         packed = policy.rollout(PROMPTS[2:], PARAMS, layout="packed", use_tqdm=False)
         assert "picture_features" not in policy.add_picture_features(packed).keys()
         packed = policy.add_picture_features(policy.rollout(PROMPTS, PARAMS, layout="packed", use_tqdm=False))
-        assert policy.get_metrics().core.counters.pictures.num_encoded == 2, "their keys and values were known"
+        assert policy.get_metrics().core.counters.pictures.num_encoded == 2, "by steps; these knew the KV"
         assert differing(trainer, packed, **exact.inputs(packed, features=True)) == 0
         with torch.no_grad():
             trainer.model.visual.merger.linear_fc2.bias.add_(0.5)
