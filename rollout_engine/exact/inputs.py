@@ -36,7 +36,7 @@ def inputs(batch: Any, *, features: bool = False) -> dict[str, Any]:
     if not any(placed for _, placed in sequences):
         return {}
     if features:
-        return {FEATURES: HeldFeatures(tuple(ids.shape), sequences, _encoded(batch, sequences))}
+        return {FEATURES: HeldFeatures(tuple(ids.shape), sequences, _features_of(batch, sequences))}
     types = torch.zeros_like(ids)
     for sequence, placed in sequences:
         tokens = ids[sequence.row, sequence.columns]
@@ -46,7 +46,7 @@ def inputs(batch: Any, *, features: bool = False) -> dict[str, Any]:
     return {name: torch.from_numpy(array) for name, array in joined.items()} | {"mm_token_type_ids": types}
 
 
-def _encoded(batch: Any, sequences: list[Any]) -> list[EncodedPicture]:
+def _features_of(batch: Any, sequences: list[Any]) -> list[EncodedPicture]:
     """The features of all pictures of a rollout."""
     rows = batch.get(FEATURES).tolist() if FEATURES in batch.keys() else []
     found = [each for row in rows for each in row]

@@ -23,7 +23,9 @@ class PictureFeatureMethods(Face):
     """Methods of a policy for the features of pictures."""
 
     def add_picture_features(self, batch: Batch, *, timeout: float | None = None) -> Batch:
-        """Add what the engine's vision tower and projector make of a rollout's pictures; returns `batch`.
+        """Add the features that the engine's vision tower and projector compute of a rollout's pictures.
+
+        Returns `batch`.
 
         `batch["picture_features"]` has for each sequence a tuple of `EncodedPicture`, in the order of
         `batch["pictures"]`. They are computed under the live weights without an adapter, or were kept since the

@@ -173,7 +173,7 @@ class CpuBackend(Backend):
 
     def encode_pictures(self, pictures: Sequence[Picture]) -> EncodedPictures:
         assert self.runner.pictures is not None, "a model without pictures is given none"
-        return self.runner.pictures.encoder.encoded(pictures)
+        return self.runner.pictures.encoder.encode_arrays(pictures)
 
     def reset_encoder_cache(self) -> None:
         if self.runner.pictures is not None:

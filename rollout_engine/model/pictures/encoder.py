@@ -68,8 +68,8 @@ class PictureEncoder:
             self.num_bytes -= _num_bytes(self._held.popitem(last=False)[1])
         return found
 
-    def encoded(self, pictures: Sequence[Picture]) -> EncodedPictures:
-        """The features of pictures under no adapter, as arrays.
+    def encode_arrays(self, pictures: Sequence[Picture]) -> EncodedPictures:
+        """Encode pictures under no adapter, and give their features as arrays.
 
         One without arrays stands for its digest alone: its features are given if they are kept. Raises as
         `encode_picture`.

@@ -13,7 +13,7 @@ from sync.digests import tensor_bytes
 
 
 def tower_digest(owner: nn.Module) -> str:
-    """Over names, dtypes, shapes and values of the vision tower and the projector, as 32 hexadecimal digits.
+    """Digest names, dtypes, shapes and values of the vision tower and the projector: 32 hexadecimal digits.
 
     `owner`: a composite, or its parts without text. Matrices of LoRA layers are left out. The weights are on the CPU.
     """

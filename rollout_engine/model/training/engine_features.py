@@ -35,7 +35,7 @@ class HeldFeatures(NamedTuple):
     """Shape of the ids."""
     placed: list[tuple[TokenRun, Sequence[PlacedPicture]]]
     encoded: list[EncodedPicture]
-    """Those of each picture, in any order."""
+    """Those of each picture, in any order; several of one picture are equal."""
 
 
 def features_by_digest(composite: Any, held: Any, input_ids: Tensor) -> dict[bytes, PictureFeatures]:
@@ -53,14 +53,15 @@ def features_by_digest(composite: Any, held: Any, input_ids: Tensor) -> dict[byt
     _require_fixed_tower(composite)
     ours = tower_digest(composite)
     dtype = str(next(picture_parts(composite)[0].parameters()).dtype).removeprefix("torch.")
-    for each in held.encoded:
+    for each in held.encoded:  # of one picture there may be two, from rollouts that were joined
         if (each.tower, each.dtype) != (ours, dtype):
             theirs = f"{each.dtype}, digest {each.tower}"
             raise ConfigError(
                 f"The engine's features of picture {each.digest.hex()} are of another vision tower ({theirs}) than this "
                 f"model's ({dtype}, digest {ours}). {_ADVICE}"
             )
-    return {each.digest: from_arrays(each, input_ids.device) for each in held.encoded}
+    different = {each.digest: each for each in held.encoded}
+    return {digest: from_arrays(each, input_ids.device) for digest, each in different.items()}
 
 
 def _require_fixed_tower(composite: Any) -> None:

@@ -213,7 +213,7 @@ def with_features(batch, model):
     """A rollout with the features that an engine with the tower of `model` hands out."""
     encoder = PictureEncoder(model, next(model.parameters()).dtype, 1 << 30)
     pictures = {each.picture.digest: each.picture for row in batch["pictures"] for each in row}
-    found = _by_digest(list(pictures.values()), encoder.encoded(list(pictures.values())))
+    found = _by_digest(list(pictures.values()), encoder.encode_arrays(list(pictures.values())))
     rows = [tuple(found[each.picture.digest] for each in row) for row in batch["pictures"]]
     batch["picture_features"] = NonTensorStack(*rows)
     return batch
