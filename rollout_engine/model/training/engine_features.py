@@ -52,7 +52,8 @@ def features_by_digest(composite: Any, held: Any, input_ids: Tensor) -> dict[byt
     require_whole_tower(composite)
     _require_fixed_tower(composite)
     ours = tower_digest(composite)
-    dtype = str(next(picture_parts(composite)[0].parameters()).dtype).removeprefix("torch.")
+    parameter = next(each for part in picture_parts(composite) for each in part.parameters())
+    dtype = str(parameter.dtype).removeprefix("torch.")
     for each in held.encoded:  # of one picture there may be two, from rollouts that were joined
         if (each.tower, each.dtype) != (ours, dtype):
             theirs = f"{each.dtype}, digest {each.tower}"
