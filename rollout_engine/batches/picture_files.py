@@ -94,17 +94,17 @@ def load_picture(folder: str | os.PathLike[str], digest: str) -> Picture:
     Raises `RequestError` for a file that is missing, is no such file, or holds another picture.
     """
     path = Path(folder) / f"{digest}.npz"
-    bound = "a file of a picture, as rollouts write it"
+    bound = f"a file of a picture, as rollouts write it, in {path.parent}"
     if not IS_DIGEST.match(digest):
         raise RequestError.for_field("picture", digest, "a digest of 32 hexadecimal digits")
     try:
         with zipfile.ZipFile(path) as archive:
             picture = Picture.of(_read_arrays(archive))
     except (OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as problem:
-        raise RequestError.for_field("picture", str(path), bound, f"{problem}.") from problem
+        raise RequestError.for_field("picture", path.name, bound, f"{problem}.") from problem
     if picture.digest.hex() != digest:
         hint = f"Its arrays are those of {picture.digest.hex()}: it was changed, or renamed."
-        raise RequestError.for_field("picture", str(path), bound, hint)
+        raise RequestError.for_field("picture", path.name, bound, hint)
     return picture
 
 

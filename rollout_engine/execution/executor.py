@@ -175,7 +175,7 @@ class InlineExecutor:
     def encode_pictures(self, pictures: Sequence[Picture]) -> EncodedPictures:
         """The features of pictures, between two steps, as `Backend.encode_pictures` gives them."""
         self._wait_until_idle()
-        found: EncodedPictures = self.worker.backend.encode_pictures(pictures)
+        found: EncodedPictures = self.worker.backend.encode_pictures(pictures, self.updater.values)
         return found
 
     def reset_encoder_cache(self) -> None:

@@ -140,11 +140,11 @@ class Backend(Protocol):
         """
         ...
 
-    def encode_pictures(self, pictures: Sequence[Picture]) -> EncodedPictures:
+    def encode_pictures(self, pictures: Sequence[Picture], values: Callable[[str], Tensor]) -> EncodedPictures:
         """The features of pictures under the live weights, and no adapter.
 
-        One without arrays stands for its digest: its features are given if they are kept. Raises `ConfigError` for
-        arrays that the model does not take as a picture.
+        One without arrays stands for its digest: its features are given if they are kept. `values`: gives the live
+        values of a weight by its name. Raises `ConfigError` for arrays that the model does not take as a picture.
         """
         ...
 

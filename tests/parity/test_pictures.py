@@ -260,21 +260,25 @@ def adapted_trainer(family, dtype, name, seed):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
+    ("family", "dtype", "num_ranks"),
     [
-        pytest.param(family, dtype, marks=[] if (family, dtype) in QUICK else pytest.mark.slow)
-        for family in FAMILIES
-        for dtype in DTYPES
+        *(
+            pytest.param(family, dtype, 1, marks=[] if (family, dtype) in QUICK else pytest.mark.slow)
+            for family in FAMILIES
+            for dtype in DTYPES
+        ),
+        pytest.param("qwen2_5_vl", torch.float32, 2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_adapters_of_the_tower_are_exact_each_with_features_of_its_own(weights_of, family, dtype):
+def test_adapters_of_the_tower_are_exact_each_with_features_of_its_own(weights_of, family, dtype, num_ranks):
     weights, rng, counts = weights_of(family, dtype), random.Random(f"tower {family}"), Counter()
     old, new, other = (adapted_trainer(family, dtype, name, seed) for name, seed in (("x", 1), ("x", 2), ("y", 3)))
     params = SamplingParams(max_tokens=7, n=2, logprobs=0, ignore_eos=True, seed=3)
     picture = weights.source.draw_picture(rng)
     prompts = [as_prompt(weights.source.prompt(rng, [picture])) for _ in range(2)]
     small = dict(max_num_batched_tokens=33, max_num_seqs=12, max_loras=2, dtype=str(dtype)[6:])
+    small |= dict(tensor_parallel_size=num_ranks)
     with LLM(str(weights.directory), log_stats=False, **small) as llm:
         llm.add_lora(old.request("x"))
         llm.add_lora(other.request("y"))

@@ -25,6 +25,7 @@ from rollout_engine.model.cpu.sequence_logprobs import sequence_logprobs
 from rollout_engine.model.cpu.shadow_memory import CpuShadowMemory
 from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
 from rollout_engine.model.kv_size import describe_pool, describe_states, size_pool, size_states
+from rollout_engine.model.modules.composites import PICTURES
 from rollout_engine.model.modules.heads import head_of, pooling_info
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.modules.placed_features import placing, take_placed_features
@@ -34,6 +35,7 @@ from rollout_engine.model.pictures.encoder import PictureEncoder
 from rollout_engine.model.pictures.scored_rows import features_of_rows
 from rollout_engine.model.pictures.step_inputs import SequencesWithPictures
 from rollout_engine.model.pictures.tower import attach_tower
+from rollout_engine.model.pictures.tower_digest import Values
 from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.ranks.seat import Seat, described_ranks, score_together
@@ -171,9 +173,9 @@ class CpuBackend(Backend):
         take_placed_features(self.runner.model.module.base_model)
         return placing(features_of_rows(self.runner.pictures, rows, placed, num_columns, adapter_slot))
 
-    def encode_pictures(self, pictures: Sequence[Picture]) -> EncodedPictures:
+    def encode_pictures(self, pictures: Sequence[Picture], values: Values) -> EncodedPictures:
         assert self.runner.pictures is not None, "a model without pictures is given none"
-        return self.runner.pictures.encoder.encode_arrays(pictures)
+        return self.runner.pictures.encoder.encode_arrays(pictures, lambda name: values(f"{PICTURES}.{name}"))
 
     def reset_encoder_cache(self) -> None:
         if self.runner.pictures is not None:

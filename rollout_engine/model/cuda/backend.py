@@ -136,7 +136,7 @@ class CudaBackend(Backend):
         *arguments, _ = given
         return sequence_logprobs(self.runner.model, *arguments)
 
-    def encode_pictures(self, pictures: Sequence[Picture]) -> EncodedPictures:
+    def encode_pictures(self, pictures: Sequence[Picture], values: Callable[[str], Tensor]) -> EncodedPictures:
         raise AssertionError("refused on devices")
 
     def reset_encoder_cache(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from rollout_engine.base.pictures import EncodedPictures, Picture
 from rollout_engine.model.pictures.feature_arrays import to_arrays
-from rollout_engine.model.pictures.tower_digest import tower_digest
+from rollout_engine.model.pictures.tower_digest import Values, tower_digest
 from rollout_engine.model.pictures.tower_forward import PictureFeatures, encode_picture
 
 
@@ -68,14 +68,14 @@ class PictureEncoder:
             self.num_bytes -= _num_bytes(self._held.popitem(last=False)[1])
         return found
 
-    def encode_arrays(self, pictures: Sequence[Picture]) -> EncodedPictures:
+    def encode_arrays(self, pictures: Sequence[Picture], values: Values | None = None) -> EncodedPictures:
         """Encode pictures under no adapter, and give their features as arrays.
 
-        One without arrays stands for its digest alone: its features are given if they are kept. Raises as
-        `encode_picture`.
+        One without arrays stands for its digest alone: its features are given if they are kept. `values`: as for
+        `tower_digest`. Raises as `encode_picture`.
         """
         if self._tower_digest is None:
-            self._tower_digest = tower_digest(self.tower)
+            self._tower_digest = tower_digest(self.tower, values)
         found = [self.features(each) if each.arrays else self._held.get((each.digest, 0)) for each in pictures]
         rows, deepstack = zip(*map(to_arrays, found), strict=True) if found else ((), ())
         return EncodedPictures(self._tower_digest, str(self._dtype).removeprefix("torch."), [*rows], [*deepstack])

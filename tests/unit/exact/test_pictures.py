@@ -297,7 +297,7 @@ def test_an_adapter_of_the_tower_learns_as_in_float64(family, source_of):
     values.sum().backward()
     expected = plain_logprobs(plain, batch)
     expected.sum().backward()
-    torch.testing.assert_close(values.double(), expected, atol=2e-4, rtol=0)
+    assert (values - expected).norm() < 2e-4 * expected.norm()
     theirs, num_compared = dict(plain.named_parameters()), 0
     for name, parameter in trainer.named_parameters():
         if parameter.grad is not None:
@@ -307,6 +307,7 @@ def test_an_adapter_of_the_tower_learns_as_in_float64(family, source_of):
     assert num_compared >= 8
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # the head's logits are a view
 def test_a_sharded_tower_is_refused_unless_the_wrapped_model_gathers_it(source_of, tmp_path):
     batch = batch_of(draw_rows(source_of(FAMILY), "sharded"))
     ids, mask = batch["tokens", "full"], batch["masks", "all_attention_mask"]
