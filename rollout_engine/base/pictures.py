@@ -1,6 +1,6 @@
 """Pictures of prompts, as arrays that a model's vision tower reads, and their places among the tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -37,12 +37,16 @@ class Picture(msgspec.Struct, frozen=True, eq=False):
 
     def __repr__(self) -> str:
         """Digest and shapes, without the arrays' contents."""
-        shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in self.arrays.items())
-        return f"Picture({self.digest.hex()}: {shapes or 'its digest alone'})"
+        return f"Picture({self.digest.hex()}: {self._shapes})"
 
-    def __rich_repr__(self) -> Iterator[str]:
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
         """The same for terminals that format values by rich."""
-        yield repr(self)
+        return [("digest", self.digest.hex()), ("arrays", self._shapes)]
+
+    @property
+    def _shapes(self) -> str:
+        shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in self.arrays.items())
+        return shapes or "its digest alone"
 
 
 class PlacedPicture(msgspec.Struct, frozen=True, eq=False):
@@ -148,6 +152,6 @@ class EncodedPicture(msgspec.Struct, frozen=True, eq=False):
         """Digest and sizes, without the features."""
         return f"EncodedPicture({self.digest.hex()}: {self.dtype}{list(self.rows.shape)})"
 
-    def __rich_repr__(self) -> Iterator[str]:
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
         """The same for terminals that format values by rich."""
-        yield repr(self)
+        return [("digest", self.digest.hex()), ("rows", f"{self.dtype}{list(self.rows.shape)}")]

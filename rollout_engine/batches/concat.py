@@ -42,8 +42,8 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
             different. "keep" leaves "group_id" unchanged: for parts of one rollout, whose groups may be split.
 
     Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated), those without "pictures" none, and no
-    "picture_features" either. Any other key must be in all batches or in none. Raises `RequestError` otherwise, for mixed layouts, and for keys that
-    cannot be concatenated.
+    "picture_features" either. Any other key must be in all batches or in none. Raises `RequestError` otherwise, for
+    mixed layouts, and for keys that cannot be concatenated.
     """
     if group_ids not in get_args(GroupIds):
         raise RequestError.for_field("group_ids", group_ids, "'renumber' or 'keep'")

@@ -61,4 +61,3 @@ def _features_of(batch: Any, sequences: list[Any]) -> list[EncodedPicture]:
 def _mark(types: Tensor, tokens: Tensor, row: int, columns: Tensor, placed: PlacedPicture) -> None:
     span = slice(placed.start, placed.end)
     types[row, columns[span][tokens[span] == tokens[placed.start]]] = 1
-

@@ -38,7 +38,7 @@ def load(
     """
     name = "auto" if dtype is None else read_dtype(dtype)
     if name not in _DTYPES:
-        bound = "float32 or bfloat16 (of torch, or their names), \"auto\" or None"
+        bound = 'float32 or bfloat16 (of torch, or their names), "auto" or None'
         raise ConfigError(f"exact.load: dtype={dtype!r} is not allowed: must be {bound}.")
     model = load_trainable(os.fspath(path), name, torch.device(device))
     enable(model, fp32_head=fp32_head)

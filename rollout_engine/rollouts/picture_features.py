@@ -1,6 +1,6 @@
 """The engine's own features of a rollout's pictures, for a trainer whose vision tower is frozen.
 
-    digests ──> features that the engine keeps;  arrays of the others ──> those, encoded
+digests ──> features that the engine keeps;  arrays of the others ──> those, encoded
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The adapters of a model on the CPU, added to its row-invariant linears, and to projections of latents.
 
-Linears of a vision tower are among them. A picture is encoded under the adapter of its sequence (`encoding`), before the
-rows of text are computed under those of theirs (`active`).
+Linears of a vision tower are among them. A picture is encoded under the adapter of its sequence (`encoding`), before
+the rows of text are computed under those of theirs (`active`).
 """
 
 from collections.abc import Collection, Iterator, Sequence

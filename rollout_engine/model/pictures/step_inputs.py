@@ -168,10 +168,11 @@ def _features_of_chunk(
     chunk: ChunkPictures, start: int, encoder: PictureEncoder
 ) -> Iterable[tuple[np.ndarray, Tensor, list[Tensor]]]:
     pictures, first, size, _ = chunk
+    adapter_slot = -1 if pictures is None else pictures.adapter_slot
     for each, places in zip(pictures.placed, pictures.places, strict=True) if pictures is not None else ():
         low, high = np.searchsorted(places, [first, first + size]).tolist()
         if low < high:
-            features = encoder.features(each.picture, pictures.adapter_slot)
+            features = encoder.features(each.picture, adapter_slot)
             if len(features.rows) != len(places):
                 raise ConfigError(
                     f"A picture has {len(features.rows)} features, and its prompt {len(places)} placeholders for "

@@ -35,7 +35,7 @@ _BY_LAYOUT = set(
     """.split()
 )
 """Functions of each element or row whose bits depend on the strides of their input: those at the end of a loop are
-computed in another way. Products of linears that share an input are slices of one tensor, unless an adapter is added."""
+computed in another way. Products of linears that share an input are slices of a tensor, unless an adapter is added."""
 
 
 class TowerArithmetic(torch.overrides.TorchFunctionMode):

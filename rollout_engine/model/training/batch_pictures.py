@@ -73,9 +73,9 @@ def require_whole_tower(composite: Any) -> None:
         weight = child.weight
         if hasattr(weight, "full_tensor") or weight.dim() != 2 or not weight.untyped_storage().size():  # FSDP2, FSDP1
             raise ConfigError(
-                f"The vision tower of {type(composite).__name__} is sharded (FSDP), and pictures are encoded before its "
-                "weights are gathered. Call the wrapped model itself, model(input_ids=..., **exact.inputs(batch)), with "
-                "the tower in the outermost group (shard the layers of the text alone), or train it without sharding."
+                f"The vision tower of {type(composite).__name__} is sharded (FSDP), and pictures are encoded before "
+                "its weights are gathered. Call the wrapped model itself, model(input_ids=..., **exact.inputs(batch)), "
+                "with the tower in the outermost group (shard the layers of the text alone), or train without sharding."
             )
 
 

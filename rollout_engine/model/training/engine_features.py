@@ -23,8 +23,8 @@ FEATURES = "picture_features"
 """Key of a rollout with the features of each sequence's pictures, a tuple of `EncodedPicture`; and the name of the
 argument that `HeldFeatures` are."""
 _ADVICE = (
-    "Push the trainer's weights (update_weights) before policy.add_picture_features(batch), or leave features=True out: "
-    "the model's own tower then encodes the pictures."
+    "Push the trainer's weights (update_weights) before policy.add_picture_features(batch), or leave features=True "
+    "out: the model's own tower then encodes the pictures."
 )
 
 
@@ -58,8 +58,8 @@ def features_by_digest(composite: Any, held: Any, input_ids: Tensor) -> dict[byt
         if (each.tower, each.dtype) != (ours, dtype):
             theirs = f"{each.dtype}, digest {each.tower}"
             raise ConfigError(
-                f"The engine's features of picture {each.digest.hex()} are of another vision tower ({theirs}) than this "
-                f"model's ({dtype}, digest {ours}). {_ADVICE}"
+                f"The engine's features of picture {each.digest.hex()} are of another vision tower ({theirs}) than "
+                f"this model's ({dtype}, digest {ours}). {_ADVICE}"
             )
     different = {each.digest: each for each in held.encoded}
     return {digest: from_arrays(each, input_ids.device) for digest, each in different.items()}

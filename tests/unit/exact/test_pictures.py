@@ -234,9 +234,8 @@ def test_a_frozen_tower_takes_features_of_the_same_bits_and_encodes_nothing(fami
         ids, mask = padded["tokens", "full"], padded["masks", "all_attention_mask"]
         values = exact.token_logprobs(trainer, ids, mask, **exact.inputs(padded, features=features))
         values.sum().backward()
-        of_packed = exact.token_logprobs(
-            trainer, packed["tokens", "full"], cu_seqlens=packed["cu_seqlens"], **exact.inputs(packed, features=features)
-        )
+        given = exact.inputs(packed, features=features)
+        of_packed = exact.token_logprobs(trainer, packed["tokens", "full"], cu_seqlens=packed["cu_seqlens"], **given)
         given = exact.inputs(padded, features=features)
         logits = trainer(input_ids=ids, attention_mask=mask.long(), use_cache=False, **given).logits
         return values.detach(), of_packed.detach(), logits.detach()[mask], text.grad.clone()
@@ -265,7 +264,8 @@ def test_features_of_an_engine_are_refused_unless_the_trainer_would_compute_them
     refused(RequestError, "for token ids|of token ids of shape", model, ids[:2], mask[:2])
     refused(RequestError, "pixel_values.*left out next to picture_features", model, pixel_values=ids)
     refused(RequestError, r"exact.inputs\(batch, features=True\)", model, picture_features=ids)
-    refused(ConfigError, "of another vision tower .*bfloat16", exact.enable(tiny_vision_model(FAMILY, dtype=torch.bfloat16)).requires_grad_(False))  # fmt: skip
+    rounded = exact.enable(tiny_vision_model(FAMILY, dtype=torch.bfloat16)).requires_grad_(False)
+    refused(ConfigError, "of another vision tower .*bfloat16", rounded)
     visual = model.model.visual
     bias = visual.merger.linear_fc2.bias
     bias.requires_grad_(True)

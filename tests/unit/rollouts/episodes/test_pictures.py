@@ -14,8 +14,8 @@ from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput
 from rollout_engine.base.pictures import Picture, PictureInfo
 from rollout_engine.rollouts.episodes.conversation import Conversation
-from rollout_engine.rollouts.episodes.episode import Act, Ask, Episode, Rules
 from rollout_engine.rollouts.episodes.env_wire import Reply, encode_reply
+from rollout_engine.rollouts.episodes.episode import Act, Ask, Episode, Rules
 from rollout_engine.rollouts.episodes.observations import ObservationError, as_observation
 from rollout_engine.rollouts.episodes.tool_calls import ToolCalls
 from rollout_engine.testing.tiny_pictures import FAMILIES, random_picture, vision_tokenizer
