@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import ray
-from PIL import Image
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
@@ -292,7 +291,7 @@ def actor_name(replica_rank: int) -> str:
 
 def _data_url(image: Any) -> str:
     """An image of PIL as the text of a PNG, which keeps all of its pixels."""
-    if not isinstance(image, Image.Image):
+    if not type(image).__module__.startswith("PIL."):
         raise ValueError(f"image_data must hold images of PIL, as verl reads them, not {type(image).__name__}.")
     file = BytesIO()
     image.save(file, "PNG")

@@ -103,11 +103,3 @@ def test_features_of_a_model_without_a_tower_are_refused(checkpoint, tmp_path):
             policy.add_picture_features(batch)
         with pytest.raises(RequestError, match="a TensorDict as RolloutPolicy.rollout returns it"):
             policy.add_picture_features({"pictures": 1})
-
-
-def test_a_trainer_is_loaded_in_a_dtype_by_its_name(checkpoint):
-    assert exact.load(checkpoint, dtype="bf16").dtype == torch.bfloat16
-    assert exact.load(checkpoint, dtype="torch.float32").dtype == torch.float32
-    for wrong in ("float16", "int8", 32):
-        with pytest.raises(ConfigError, match='must be float32 or bfloat16 .*"auto" or None'):
-            exact.load(checkpoint, dtype=wrong)

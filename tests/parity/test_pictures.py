@@ -263,7 +263,7 @@ def adapted_trainer(family, dtype, name, seed):
     ("family", "dtype", "num_ranks"),
     [
         *(
-            pytest.param(family, dtype, 1, marks=[] if (family, dtype) in QUICK else pytest.mark.slow)
+            pytest.param(family, dtype, 1, marks=[] if (family, dtype) == QUICK[0] else pytest.mark.slow)
             for family in FAMILIES
             for dtype in DTYPES
         ),
