@@ -10,6 +10,7 @@ A weight update has verl's `global_steps` as its version, and every token has th
 import base64
 import os
 from collections.abc import AsyncIterator
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -73,10 +74,13 @@ class EngineActor:
     ) -> TokenOutput:
         """Tokens in, tokens out; while generation is paused the request waits, or is turned away.
 
-        Raises `ValueError` for images, videos and sounds, and for a prompt that leaves no room.
+        Raises `ValueError` for videos and sounds, for images that are not PIL's or have settings for their processor,
+        and for a prompt that leaves no room.
         """
-        if image_data or video_data or audio_data:
-            raise ValueError("This adapter serves text alone: image_data, video_data and audio_data must be empty.")
+        if video_data or audio_data:
+            raise ValueError("This adapter serves text and images: video_data and audio_data must be empty.")
+        if image_data and mm_processor_kwargs:
+            raise ValueError("The checkpoint's files set how images are processed: mm_processor_kwargs must be empty.")
         if self._is_paused and self._rejects:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self._global_steps})
         if is_scoring(sampling_params):
@@ -90,6 +94,8 @@ class EngineActor:
             "priority": priority,
             "return_routed_experts": bool(self._config.get("enable_rollout_routing_replay", False)),
         }
+        if image_data:
+            body["image_data"] = [_data_url(image) for image in image_data]
         answer = await self.server.generate(body)
         meta = answer["meta_info"]
         logprobs = meta.get("output_token_logprobs")
@@ -297,6 +303,15 @@ async def _each(weights: Any) -> AsyncIterator[tuple[str, Any]]:
 def actor_name(replica_rank: int) -> str:
     """Name of a replica's actor."""
     return f"rollout_engine_server_{replica_rank}"
+
+
+def _data_url(image: Any) -> str:
+    """An image of PIL as the text of a PNG, which keeps all of its pixels."""
+    if not type(image).__module__.startswith("PIL."):
+        raise ValueError(f"image_data must hold images of PIL, as verl reads them, not {type(image).__name__}.")
+    file = BytesIO()
+    image.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _routed_experts(meta: dict[str, Any]) -> Any:

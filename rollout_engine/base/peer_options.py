@@ -21,8 +21,12 @@ _QUANTIZATION = (
     "quantized checkpoints are dequantized at load; quantization='int8' rounds the weights of layers at load, on a CPU"
 )
 
+_ALLOW_MEDIA = "the server alone fetches pictures: `rollout-engine serve --allow-media HOST --allow-media-dir DIR`"
+
 ENGINE_PEERS: Peers = {
     "vLLM's": {
+        "allowed_local_media_path": f"{_ALLOW_MEDIA}; in Python give paths, bytes or images",
+        "allowed_media_domains": f"{_ALLOW_MEDIA}; in Python give paths, bytes or images",
         "attention_backend": "attention is computed by our own kernels; leave it out",
         "compilation_config": "kernels are compiled already, and cuda_graphs=... replays steps; leave it out",
         "cpu_offload_gb": "weights stay where the model runs; leave it out",
@@ -38,6 +42,7 @@ ENGINE_PEERS: Peers = {
         "enable_lora": _ADD_LORA,
         "enable_return_routed_experts": "it belongs to one request: SamplingParams(return_routed_experts=True)",
         "enable_sleep_mode": _ALWAYS_ON,
+        "enable_tower_connector_lora": f"adapters of the vision tower are added as others are; {_ADD_LORA}",
         "enforce_eager": "on a CPU nothing is captured or compiled; on a device give cuda_graphs=False",
         "generation_config": "end ids come from the checkpoint's generation_config.json, sampling settings never do",
         "guided_decoding_backend": "grammars are llguidance's; leave it out",
@@ -50,6 +55,8 @@ ENGINE_PEERS: Peers = {
         "logprobs_mode": "it belongs to one request: SamplingParams(logprobs_mode=...)",
         "max_logprobs": "SamplingParams(logprobs=...) is bounded by itself; leave it out",
         "max_seq_len_to_capture": "leave it out",
+        "mm_processor_cache_gb": "give mm_cache_bytes, for pictures, and encoder_cache_bytes, for the tower's outputs",
+        "mm_processor_cache_type": "a picture crosses to each process once, by mm_cache_bytes; leave it out",
         "mm_processor_kwargs": "the checkpoint's files set how pictures are processed; leave it out",
         "model_impl": "models are transformers' own modules; leave it out",
         "num_gpu_blocks_override": "give num_kv_blocks",

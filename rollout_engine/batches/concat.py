@@ -49,9 +49,9 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
             different. "keep" leaves "group_id" unchanged: for parts of one rollout, whose groups may be split.
 
     Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated), those without ("masks", "forced") or
-    "pictures" none. The k of ("top_k", ...), and of teachers, becomes the largest, with -1 and -inf for tokens that
-    others did not ask for. Any other key must be in all batches or in none. Raises `RequestError` otherwise, for mixed
-    layouts, and for keys that cannot be concatenated.
+    "pictures" none, and no "picture_features" either. The k of ("top_k", ...), and of teachers, becomes the largest,
+    with -1 and -inf for tokens that others did not ask for. Any other key must be in all batches or in none. Raises
+    `RequestError` otherwise, for mixed layouts, and for keys that cannot be concatenated.
     """
     if group_ids not in get_args(GroupIds):
         raise RequestError.for_field("group_ids", group_ids, "'renumber' or 'keep'")
@@ -84,7 +84,7 @@ def _complete(parts: list[dict[Key, Any]]) -> list[dict[Key, Any]]:
         elif key == ("masks", "forced"):
             for part in parts:
                 part.setdefault(key, torch.zeros_like(part["masks", "all_assistant_mask"]))
-        elif key == "pictures":
+        elif key == "pictures" or (key == "picture_features" and not any(_shows_pictures(parts[i]) for i in without)):
             for part in parts:
                 part.setdefault(key, NonTensorStack(*(() for _ in part["group_id"])))
         elif _is_top_k(key) and not without:
@@ -96,6 +96,10 @@ def _complete(parts: list[dict[Key, Any]]) -> list[dict[Key, Any]]:
             hint = f"Add it to batches[{without[0]}], or leave it out of all with batch.exclude({key!r})."
             raise RequestError.for_field(f"batches[{without[0]}][{key!r}]", None, f"there, as in batches[{have}]", hint)
     return parts
+
+
+def _shows_pictures(part: dict[Key, Any]) -> bool:
+    return "pictures" in part and any(part["pictures"].tolist())
 
 
 def _joined_padded(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -> dict[Key, Any]:

@@ -55,7 +55,7 @@ PER_TURN: Key = ("rewards", "turn")
 RESERVED_KEYS = frozenset(
     "tokens masks log_probs kept_logprob_mass policy_version kv_min_version group_id sample_index seed "
     "num_prompt_tokens num_dropped truncated finish_reason text next rewards cu_seqlens routed_experts "
-    "pictures support entropy top_k hidden_states teacher".split()
+    "pictures picture_features support entropy top_k hidden_states teacher".split()
 )
 """Top-level keys that no column may take."""
 EPISODE_KEYS = frozenset("num_turns episode_id seat ended_by error messages info".split())

@@ -37,6 +37,8 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
                                                                     sequence's tokens in full; only if any has pictures
     "support"                                 [B]                   `Support` of the tokens of the response; only with
                                                                     return_support
+    "picture_features"                        [B]                   tuple of `EncodedPicture`, in the order of pictures;
+                                                                    only with `RolloutPolicy.add_picture_features`
     ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards. done: the sample
                                                                     was not cut off (finish_reason "stop")
     ("rewards", NAME)                         [B, 1]                float32, of each function if there is a list of

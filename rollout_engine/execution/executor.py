@@ -11,6 +11,7 @@ from torch import nn
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.pictures import EncodedPictures, Picture
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.execution.model_info import ModelInfo
@@ -167,6 +168,12 @@ class InlineExecutor:
 
     def reset_mm_cache(self) -> None:
         """Forget the pictures that crossed to other processes of the model: there are none."""
+
+    def encode_pictures(self, pictures: Sequence[Picture]) -> EncodedPictures:
+        """The features of pictures, between two steps, as `Backend.encode_pictures` gives them."""
+        self._wait_until_idle()
+        found: EncodedPictures = self.worker.backend.encode_pictures(pictures, self.updater.values)
+        return found
 
     def reset_encoder_cache(self) -> None:
         """Forget the vision tower's outputs, between two steps."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from rollout_engine.base.errors import RequestError, unknown_name
+from rollout_engine.base.metrics import CoreStats
 from rollout_engine.base.threads import run_in_thread
 from rollout_engine.engine import verbs
 from rollout_engine.engine.calls import CallFuture
@@ -218,6 +219,11 @@ class BlockingVerbs(Face):
     get_default_sampling_params = of_frontend(Frontend.get_default_sampling_params)
     get_supported_tasks = of_frontend(Frontend.get_supported_tasks)
     is_tracing_enabled = of_frontend(Frontend.is_tracing_enabled)
+
+    @property
+    def stats(self) -> CoreStats:
+        """Counters since start-up, as of now; over a fleet the sums of all replicas."""
+        return self.frontend.get_metrics().core.counters
 
 
 class AsyncVerbs(Face):

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor, UntypedStorage, nn
 
 from rollout_engine.base.config import EngineConfig
-from rollout_engine.base.pictures import SharedPictures
+from rollout_engine.base.pictures import EncodedPictures, Picture, SharedPictures
 from rollout_engine.base.pooling_params import PoolingInfo
 from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
@@ -142,6 +142,14 @@ class Backend(Protocol):
         step. `routed_experts`: of each sequence int16 [len - 1, L, k], the experts that
         its tokens go to; -1: as the routers choose. None without `routing`. `pictures`: of each sequence; None if the
         model takes none. Raises `ConfigError` for pictures that do not fit their spans.
+        """
+        ...
+
+    def encode_pictures(self, pictures: Sequence[Picture], values: Callable[[str], Tensor]) -> EncodedPictures:
+        """The features of pictures under the live weights, and no adapter.
+
+        One without arrays stands for its digest: its features are given if they are kept. `values`: gives the live
+        values of a weight by its name. Raises `ConfigError` for arrays that the model does not take as a picture.
         """
         ...
 

@@ -39,6 +39,7 @@ from rollout_engine.rollouts.evaluation.sweep import Sweep, as_sweep
 from rollout_engine.rollouts.evaluation.tasks import prepare_tasks
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners, OnGroup, log_rollout
 from rollout_engine.rollouts.log import RolloutLog
+from rollout_engine.rollouts.picture_features import PictureFeatureMethods
 from rollout_engine.rollouts.plan import Columns, RolloutArguments, as_int, row_tasks
 from rollout_engine.rollouts.scores import score_rollout
 from rollout_engine.rollouts.teachers import Teacher, TeacherColumns, TopK
@@ -48,7 +49,7 @@ _ALONE = (1, "processes", None)
 """`num_replicas`, `placement` and `ray_address` of an engine in this process."""
 
 
-class RolloutPolicy(ReplicaMethods, DistributionMethods, BlockingVerbs):
+class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, BlockingVerbs):
     """A language model that produces rollouts and follows a trainer's weights.
 
         policy = RolloutPolicy.from_pretrained(path)

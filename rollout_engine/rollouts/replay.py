@@ -8,6 +8,7 @@ of one turn that one version of the weights sampled, is made again separately: i
 """
 
 import itertools
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from rollout_engine.rollouts.episodes.episode import seed_of_turn
 from rollout_engine.rollouts.log import describe_engine, live_digest
 from rollout_engine.rollouts.policy import RolloutPolicy
 from rollout_engine.text.thinking_tags import ThinkingTags
+
+logger = logging.getLogger("rollout_engine")
 
 Sample = Mapping[str, Any]
 """One sample of a file, as `read_jsonl` returns it."""
@@ -104,8 +107,9 @@ def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[A
     keeps the last of them. Pieces of weights that are not among them are made under the live ones, and `causes` lists
     that.
 
-    Raises `RequestError` for a sample without its sampling settings, which `rollout(log_to=...)` writes, for one
-    of an adapter that the policy does not have, and for one whose pictures are not in the folder next to its file.
+    A sample with a picture whose file is missing, damaged, or another's is left out, with a warning: its report counts
+    its tokens under the error, which names the file. Raises `RequestError` for a sample without its sampling settings,
+    which `rollout(log_to=...)` writes, and for one of an adapter that the policy does not have.
     """
     if isinstance(samples, str | os.PathLike):
         bound = "samples: read_jsonl(path) reads those of a file"
@@ -117,7 +121,14 @@ def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[A
         require_log(sample)
         report = ReplayReport(sample["group_id"], sample["sample_index"])
         reports.append(report)
-        pictures = placed_pictures(sample, known)
+        try:
+            pictures = placed_pictures(sample, known)
+        except RequestError as problem:
+            if problem.field != "picture":
+                raise
+            logger.warning("replay: %s, is left out. %s", name_of(sample), problem)
+            report.left_out[str(problem)] = sum(version >= 0 for version in sample["policy_version"])
+            continue
         made = _pieces(sample, report, policy.frontend.inputs.thinking_tags)
         pieces += (piece._replace(pictures=pictures) for piece in made)
     _require_loras(policy, pieces)
@@ -141,7 +152,7 @@ def require_log(sample: Sample) -> None:
     bound = "a line of rollout(log_to=...)"
     if reason := sample_problem(sample):
         raise RequestError.for_field("samples", sample, bound, f"{reason}.")
-    where = f"group {sample['group_id']}, sample {sample['sample_index']}"
+    where = name_of(sample)
     for name in ("sampling", "weights", "engine", "kv_min_version"):
         if sample.get(name) is None:
             hint = "to_jsonl writes what a TensorDict holds, which is not what made it."
@@ -155,6 +166,11 @@ def require_log(sample: Sample) -> None:
         if [version >= 0 for version in sample[name]] != sampled:
             hint = "They are -1 for tokens that no turn sampled, and for no other."
             raise RequestError.for_field(f"{where}: {name}", sample[name], "the versions of its turns", hint)
+
+
+def name_of(sample: Sample) -> str:
+    """Name a sample by its group and its place there."""
+    return f"group {sample['group_id']}, sample {sample['sample_index']}"
 
 
 def _pieces(sample: Sample, report: ReplayReport, tags: ThinkingTags) -> Iterator[_Piece]:

@@ -29,7 +29,7 @@ from rollout_engine.grammars.trials import GrammarTrials
 from rollout_engine.text.default_params import read_default_params
 from rollout_engine.text.picture_parts import holds_pictures
 from rollout_engine.text.picture_processor import ReadPicture
-from rollout_engine.text.picture_prompts import PicturePrompts, images_in
+from rollout_engine.text.picture_prompts import PicturePrompts, images_in, refuse_pictures
 from rollout_engine.text.pooled_prompt import closed_conversation, pooled_tokens
 from rollout_engine.text.prompt_encoder import PromptEncoder
 from rollout_engine.text.prompt_room import resolve_max_tokens
@@ -280,9 +280,8 @@ class InputProcessor:
     def _check_pooling(self, prompt: Any, params: PoolingParams) -> CheckedPrompt:
         self._check_ids("step_token_ids", params.step_token_ids or ())
         fields = closed_conversation(as_fields(prompt))
-        text, token_ids, pictures = self._encoder.encode(fields, truncates=params.truncate_prompt_tokens is not None)
-        if pictures:
-            raise RequestError.for_field("pooling_params", params.kind, "absent for a prompt with pictures")
+        refuse_pictures(fields, "absent: prompts with pictures generate, and are not pooled")
+        text, token_ids, _ = self._encoder.encode(fields, truncates=params.truncate_prompt_tokens is not None)
         return CheckedPrompt(
             text=text,
             token_ids=pooled_tokens(token_ids, params, self._pooling, self._max_model_len),

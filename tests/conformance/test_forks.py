@@ -61,7 +61,7 @@ def methods_of(face, batch):
         if name.startswith("_") or name in ELSEWHERE | MAKES or not callable(getattr(type(face), name)):
             continue
         arguments = ARGUMENTS.get(name, tuple(SCENARIOS[name].arguments.values()) if name in SCENARIOS else ())
-        if isinstance(face, RolloutPolicy) and name == "score":
+        if isinstance(face, RolloutPolicy) and name in ("score", "add_picture_features"):
             arguments = (batch,)
         yield name, lambda name=name, arguments=arguments: getattr(face, name)(*arguments)
 

@@ -38,7 +38,7 @@ from rollout_engine.engine.verbs.model import (
     score,
     score_candidates,
 )
-from rollout_engine.engine.verbs.pictures import reset_encoder_cache, reset_mm_cache
+from rollout_engine.engine.verbs.pictures import get_picture_features, reset_encoder_cache, reset_mm_cache
 from rollout_engine.engine.verbs.reports import (
     check_health,
     check_integrity,
@@ -78,6 +78,7 @@ __all__ = [
     "save_sharded_state",
     "score",
     "score_candidates",
+    "get_picture_features",
     "reset_encoder_cache",
     "reset_mm_cache",
     "check_health",

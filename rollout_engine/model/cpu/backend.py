@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.base.pictures import PlacedPicture, SharedPictures
+from rollout_engine.base.pictures import EncodedPictures, Picture, PlacedPicture, SharedPictures
 from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels import linear
@@ -26,6 +26,7 @@ from rollout_engine.model.cpu.sequence_logprobs import sequence_logprobs
 from rollout_engine.model.cpu.shadow_memory import CpuShadowMemory
 from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
 from rollout_engine.model.kv_size import describe_pool, describe_states, size_pool, size_states
+from rollout_engine.model.modules.composites import PICTURES
 from rollout_engine.model.modules.heads import head_of, pooling_info
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.modules.placed_features import placing, take_placed_features
@@ -36,6 +37,7 @@ from rollout_engine.model.pictures.encoder import PictureEncoder
 from rollout_engine.model.pictures.scored_rows import features_of_rows
 from rollout_engine.model.pictures.step_inputs import SequencesWithPictures
 from rollout_engine.model.pictures.tower import attach_tower
+from rollout_engine.model.pictures.tower_digest import Values
 from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.ranks.seat import Seat, described_ranks, score_together
@@ -79,6 +81,8 @@ class CpuBackend(Backend):
         if self.is_deterministic:
             sizes = {"max_loras": config.max_loras, "max_rank": config.max_lora_rank}
             self.adapters = CpuAdapterPool(loaded.module, names=loaded.names, **sizes)
+        if pictures is not None:
+            pictures.encoder.adapters = self.adapters
         model = CpuModel(
             loaded.module,
             loaded.geometry,
@@ -153,7 +157,7 @@ class CpuBackend(Backend):
                     contexts.enter_context(self.runner.routing.replaying(given, num_columns))
                 if placed is not None:
                     ids, own = [sequences[index] for index in members], [placed[index] for index in members]
-                    contexts.enter_context(self._placing(ids, own, num_columns))
+                    contexts.enter_context(self._placing(ids, own, num_columns, adapter_slot))
                 yield
 
         yield from sequence_logprobs(
@@ -176,11 +180,15 @@ class CpuBackend(Backend):
         return shares if self._seat is None else self._seat.all_agree(shares)
 
     def _placing(
-        self, rows: list[list[int]], placed: list[list[PlacedPicture]], num_columns: int
+        self, rows: list[list[int]], placed: list[list[PlacedPicture]], num_columns: int, adapter_slot: int
     ) -> AbstractContextManager[None]:
         assert self.runner.pictures is not None, "a model without pictures is given none"
         take_placed_features(self.runner.model.module.base_model)
-        return placing(features_of_rows(self.runner.pictures, rows, placed, num_columns))
+        return placing(features_of_rows(self.runner.pictures, rows, placed, num_columns, adapter_slot))
+
+    def encode_pictures(self, pictures: Sequence[Picture], values: Values) -> EncodedPictures:
+        assert self.runner.pictures is not None, "a model without pictures is given none"
+        return self.runner.pictures.encoder.encode_arrays(pictures, lambda name: values(f"{PICTURES}.{name}"))
 
     def reset_encoder_cache(self) -> None:
         if self.runner.pictures is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.base.pictures import SharedPictures
+from rollout_engine.base.pictures import EncodedPictures, Picture, SharedPictures
 from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
 from rollout_engine.grammars.compiler import GrammarCompiler
@@ -137,6 +137,9 @@ class CudaBackend(Backend):
     def _score(self, *given: Any) -> Iterator[dict[int, TokenScores]]:
         *arguments, _, asked = given
         return sequence_logprobs(self.runner.model, *arguments, asked)
+
+    def encode_pictures(self, pictures: Sequence[Picture], values: Callable[[str], Tensor]) -> EncodedPictures:
+        raise AssertionError("refused on devices")
 
     def reset_encoder_cache(self) -> None:
         """Do nothing: pictures are not encoded on a device."""

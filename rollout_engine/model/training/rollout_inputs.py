@@ -50,7 +50,7 @@ def rollout_inputs(
     if missing := [key for key in (("tokens", "full"), mask) if key not in keys]:
         hint = "Give what RolloutPolicy.rollout returned, or input_ids and attention_mask."
         raise RequestError.for_field("batch.keys()", sorted(map(str, batch.keys())), f"with {missing[0]}", hint)
-    ids = batch["tokens", "full"]
+    ids = check_rows(batch["tokens", "full"])
     note = rollout_note(ids)
     if temperature is None:
         if note is None or note.temperature is None:
@@ -83,6 +83,14 @@ def sampled_temperature(batch: Any) -> float:
         hint = f"The batch does not say which, as {why}: give the one that sampled."
         raise RequestError.for_field("temperature", None, "a number", hint)
     return note.sampled_temperature
+
+
+def check_rows(input_ids: Tensor) -> Tensor:
+    """The token ids of a rollout, [B, T]. Raises `RequestError` for those of one row, as batch[i] has them."""
+    if input_ids.dim() != 2:
+        hint = "Give it before reshaping or stacking; one sequence alone is batch[i : i + 1]."
+        raise RequestError.for_field("batch['tokens', 'full'].shape", list(input_ids.shape), "[B, T]", hint)
+    return input_ids
 
 
 def pictures_of(batch: Any) -> list[tuple[TokenRun, Sequence[PlacedPicture]]]:

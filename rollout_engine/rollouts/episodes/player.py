@@ -42,6 +42,7 @@ class Player:
         self.max_tokens = min(plan.max_episode_tokens or longest, longest)
         self._codec: TextCodec = frontend.inputs.codec
         self._pictures, self._tags = frontend.inputs.pictures, frontend.inputs.thinking_tags
+        self.max_pictures = self._pictures.max_pictures
         self._plan, self._session, self._lora = plan, session, lora
         self._turns: dict[str, Turns] = {}
         """Tools, as JSON -> the prompts of conversations with these tools."""
