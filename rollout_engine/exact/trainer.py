@@ -21,7 +21,7 @@ from rollout_engine.base.provenance import (
 from rollout_engine.exact import routing
 from rollout_engine.kernels.token_logprobs import RowStatsKernel, row_blocks
 from rollout_engine.kernels.token_logprobs import token_logprobs as chosen_logprobs
-from rollout_engine.model.admission.tower_trial import tower_refusal
+from rollout_engine.model.admission.tower_trial import PictureTrial, try_pictures
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.backends import arithmetic_of
 from rollout_engine.model.cpu.backend import CpuBackend
@@ -84,7 +84,7 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
         if fp32_head is not None:
             set_float32_head(model, fp32_head)
         if is_composite(model):
-            make_pictures_exact(model, arithmetic.make_row_invariant, _pictures_refusal(model, device))
+            make_pictures_exact(model, arithmetic.make_row_invariant, *_try_pictures(model, device))
         if unproven := arithmetic.unproven_parts(model):
             raise ConfigError(
                 f"{type(model).__name__} cannot be exact: {len(unproven)} of its parts compute rows that may depend on "
@@ -348,9 +348,11 @@ def _refuse_dtypes(model: nn.Module) -> None:
             )
 
 
-def _pictures_refusal(composite: Any, device: torch.device) -> str:
-    """Why calls of a composite with pictures are refused, as a sentence; "" if they are computed."""
-    return tower_refusal(composite.config) if device.type == "cpu" else "pictures are served on a CPU only."
+def _try_pictures(composite: Any, device: torch.device) -> PictureTrial:
+    """Whether, and how, calls of a composite with pictures are computed."""
+    if device.type != "cpu":
+        return PictureTrial("pictures are served on a CPU only.")
+    return try_pictures(composite.config)
 
 
 def _compare_notes(model: nn.Module, ours: LogprobsNote, rollout: RolloutNote | None, positions: Tensor | None) -> None:

@@ -1,5 +1,7 @@
 """Prompts with pictures through the engine: transformers' tokens, and the same bits however they are computed."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -8,15 +10,17 @@ from torch.nn.functional import pad
 from rollout_engine import LLM, LoRARequest, ManifestMismatchError, RequestError, SpeculationConfig
 from rollout_engine import SamplingParams as Params
 from rollout_engine.base.pictures import Picture, PlacedPicture
+from rollout_engine.model.admission.tower_trial import PictureTrial
+from rollout_engine.model.loading import picture_tower
 from rollout_engine.testing.tiny_pictures import FAMILIES, random_picture, tiny_vision_checkpoint, tiny_vision_model
 
 OPTIONS = dict(num_kv_blocks=96, block_size=16, max_model_len=512, dtype="float32", log_stats=False)
 GREEDY = Params(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
 SCORED = Params(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 QUICK = {"qwen2_5_vl"}
-SERVED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llava", "idefics3", "smolvlm", "internvl")
+SERVED = "qwen2_5_vl qwen3_vl qwen3_5 mistral3 llava idefics3 smolvlm internvl gemma3 gemma4".split()
 KINDS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED]
-TAKEN = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+TAKEN = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
 
 
 def prompts_of(family):
@@ -71,8 +75,9 @@ def compare_with_transformers(model, output):
     axis = 1 if held and held["pixel_values"][0].dim() == 5 else 0
     given = {name: torch.cat(padded(arrays), axis) for name, arrays in held.items()}
     ids = torch.tensor([prompt])
-    if "image_grid_thw" in given:
-        given["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    names, types = inspect.signature(model.forward).parameters, (ids == model.config.image_token_id).int()
+    if given:
+        given |= {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in names}
     made = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -145,17 +150,19 @@ def test_a_sharded_state_and_dummy_weights_have_a_tower(tmp_path, checkpoints):
         assert generate(llm, prompts[:1]) == wanted
 
 
-def test_what_is_not_served_is_refused_with_the_reason(tmp_path, checkpoints):
+def test_what_is_not_served_is_refused_with_the_reason(tmp_path, checkpoints, monkeypatch):
     prompts = prompts_of("qwen3_vl")
     with LLM(checkpoints[0], max_prompt_pictures=0, **OPTIONS) as llm:
         assert not any(name.startswith("pictures.") for name in llm.get_model_metadata())
         assert len(generate(llm, prompts[2:])) == 1
         with pytest.raises(RequestError, match="max_prompt_pictures=0"):
             generate(llm, prompts)
-    with LLM(tiny_vision_checkpoint(tmp_path, "gemma3"), **OPTIONS) as llm:
-        assert len(generate(llm, prompts[2:])) == 1
-        with pytest.raises(RequestError, match="attention among the tokens of a picture in both directions"):
-            generate(llm, prompts_of("gemma3"))
+    with monkeypatch.context() as patches:
+        patches.setattr(picture_tower, "try_pictures", lambda config: PictureTrial("Its tower is of another kind."))
+        with LLM(tiny_vision_checkpoint(tmp_path, "gemma3"), **OPTIONS) as llm:
+            assert len(generate(llm, prompts[2:])) == 1
+            with pytest.raises(RequestError, match="Its tower is of another kind"):
+                generate(llm, prompts_of("gemma3"))
     eyes = {
         f"base_model.model.model.visual.blocks.0.attn.proj.{matrix}.weight": torch.ones(shape)
         for matrix, shape in {"lora_A": (2, 32), "lora_B": (32, 2)}.items()

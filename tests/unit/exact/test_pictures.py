@@ -19,6 +19,7 @@ from tests.unit.peft_layers import PeftModel
 FAMILY = "qwen3_vl"
 """With positions on three axes, and features for several layers."""
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llava", "idefics3", "smolvlm", "internvl"]
+FAMILIES += ["gemma3", "gemma4"]
 QUICK = {"qwen3_vl", "idefics3"}
 
 
