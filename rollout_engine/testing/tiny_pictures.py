@@ -189,6 +189,21 @@ FAMILIES: dict[str, Family] = {
         config=dict(image_seq_length=36),
         options=dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1),
     ),
+    "llava_next": Family(
+        text=TINY_SIZES | dict(model_type="llama"),
+        vision=_VISION | dict(model_type="clip_vision_model", image_size=16, num_hidden_layers=3),
+        images=dict(
+            image_processor_type="LlavaNextImageProcessor",
+            size=dict(shortest_edge=16),
+            crop_size=dict(height=16, width=16),
+            image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]],
+        ),
+        processor="LlavaNextProcessor",
+        tokens=dict(image="<image>"),
+        picture="<image>\n",
+        config=dict(image_seq_length=16, image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]]),
+        options=dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1),
+    ),
     "idefics3": _idefics("Idefics3"),
     "smolvlm": _idefics("SmolVLM"),
     "internvl": Family(

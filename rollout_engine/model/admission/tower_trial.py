@@ -10,6 +10,7 @@ those with a sliding window.
 import copy
 import inspect
 import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -55,6 +56,8 @@ _FIRST_ID = 101
 _LAYERS = 2
 _SIDE = 8
 """Patches of a side of a small copy's picture, if its size is fixed."""
+_GRIDS = ((1, 2), (2, 1), (2, 2))
+"""Grids of tiles that a small copy may cut a picture into, if its configuration names some."""
 
 
 class PictureTrial(NamedTuple):
@@ -193,6 +196,8 @@ def _shorten_tower(config: Any) -> None:
     size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
     if isinstance(size, int) and isinstance(patch, int):
         vision.image_size = min(size, patch * _SIDE)
+        if getattr(config, "image_grid_pinpoints", None):
+            config.image_grid_pinpoints = [[vision.image_size * each for each in grid] for grid in _GRIDS]
     elif isinstance(size, list | tuple) and isinstance(patch, list | tuple):
         vision.image_size = [min(one, each * _SIDE) for one, each in zip(size, patch, strict=True)]
 
@@ -219,6 +224,8 @@ def _sample_picture(whole: Any, seed: int) -> dict[str, Tensor]:
         size = channels * vision.temporal_patch_size * patch**2
         pixels = torch.randn(height * width, size, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
+    if "image_sizes" in names and getattr(whole.config, "image_grid_pinpoints", None):
+        return _sample_tiles(vision.image_size, whole.config.image_grid_pinpoints, channels, seed, generator)
     if "image_sizes" in names or vision.model_type == "pixtral":
         side = patch * getattr(whole.config, "spatial_merge_size", 1)
         pixels = torch.randn(1, channels, 2 * side, 3 * side, generator=generator)
@@ -230,6 +237,16 @@ def _sample_picture(whole: Any, seed: int) -> dict[str, Tensor]:
         pixels = torch.randn(1, 2, channels, size, size, generator=generator)
         return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, 2, size, size, dtype=torch.int64)}
     return {"pixel_values": torch.randn(1, channels, size, size, generator=generator)}
+
+
+def _sample_tiles(
+    size: int, grids: list[list[int]], channels: int, seed: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Random tiles of a picture that is less high than the grid it is cut into, and the whole as a further tile."""
+    height, width = sorted(grids, key=math.prod)[seed]
+    num_tiles = 1 + (height // size) * (width // size)
+    pixels = torch.randn(1, num_tiles, channels, size, size, generator=generator)
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[height - height // 4, width]])}
 
 
 def _sample_patches(pool: int, size: int, height: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -333,7 +350,7 @@ def _own_logits(whole: Any, ids: list[int], pictures: list[dict[str, Tensor]], i
     names = inspect.signature(whole.forward).parameters
     kinds = (tokens == image_token_id).int()
     given: dict[str, Tensor] = {
-        name: torch.cat([each[name] for each in pictures], 1 if pictures[0]["pixel_values"].dim() == 5 else 0)
+        name: torch.cat([each[name] for each in pictures], 1 if "pixel_attention_mask" in pictures[0] else 0)
         for name in pictures[0]
     }
     given |= {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in names}
