@@ -18,6 +18,10 @@ from rollout_engine.model.pictures.reach import reach_of
 from rollout_engine.model.pictures.tower_forward import PictureFeatures, encode_picture
 
 
+ATTENTION = "_exact_picture_attention"
+"""Attribute of a composite's base model: which layers let a token of a picture see the whole picture."""
+
+
 class TokenRun(NamedTuple):
     """The real tokens of one sequence of a batch [B, T]."""
 
@@ -66,13 +70,10 @@ def split_pictures(inputs: Mapping[str, Tensor]) -> list[Picture]:
 
 
 class PictureBatch:
-    """Places pictures in a batch of token ids, and encodes each different one once.
+    """Places pictures in a batch of token ids, and encodes each different one once."""
 
-    `attention`: which layers let a token of a picture see the whole picture.
-    """
-
-    def __init__(self, composite: Any, input_ids: Tensor, attention: PictureAttention) -> None:
-        self._composite, self._attention = composite, attention
+    def __init__(self, composite: Any, input_ids: Tensor) -> None:
+        self._composite = composite
         self._ids = input_ids
         self._token = int(self._composite.config.image_token_id)
         self._features: list[PictureFeatures] = []
@@ -80,6 +81,7 @@ class PictureBatch:
         self._num_rows = 0
         self._index = torch.full_like(input_ids, -1)
         self._reach = torch.zeros_like(input_ids, dtype=torch.int32)
+        self._attention: PictureAttention = getattr(composite.base_model, ATTENTION, "causal")
         self._placed: list[tuple[TokenRun, list[PlacedPicture]]] = []
 
     def place(self, sequence: TokenRun, pictures: Sequence[PlacedPicture]) -> None:

@@ -24,7 +24,13 @@ from rollout_engine.model.modules.placed_features import (
     take_placed_features,
 )
 from rollout_engine.model.pictures.tower_forward import make_tower_exact
-from rollout_engine.model.training.batch_pictures import PictureBatch, TokenRun, sequences_of, split_pictures
+from rollout_engine.model.training.batch_pictures import (
+    ATTENTION,
+    PictureBatch,
+    TokenRun,
+    sequences_of,
+    split_pictures,
+)
 
 _NO_TOWER = "it has no vision tower that was made exact."
 TYPES = "mm_token_type_ids"
@@ -60,7 +66,8 @@ def make_pictures_exact(
         if getattr(inner, "_exact_pictures_refused", None) is None:
             inner.register_forward_pre_hook(partial(_before, composite), with_kwargs=True)
             inner.register_forward_hook(_after, always_call=True)
-    inner._exact_pictures_refused, inner._exact_picture_attention = reason, attention
+    inner._exact_pictures_refused = reason
+    setattr(inner, ATTENTION, attention)
 
 
 def batch_features(
@@ -87,7 +94,7 @@ def batch_features(
         raise ValueError(refused_pictures(composite, reason))
     if not placed:
         return placed_inputs(composite, input_ids, real, position_ids, given)
-    batch = _empty_batch(composite, input_ids)
+    batch = PictureBatch(composite, input_ids)
     for run, pictures in placed:
         batch.place(run, pictures)
     return batch.features()
@@ -115,13 +122,9 @@ def placed_inputs(
     _check_types(types, input_ids, has_pictures=bool(pixels))
     if not pixels:
         return None
-    batch = _empty_batch(composite, input_ids)
+    batch = PictureBatch(composite, input_ids)
     batch.place_in_order(sequences_of(real, position_ids), types, split_pictures(pixels))
     return batch.features()
-
-
-def _empty_batch(composite: Any, input_ids: Tensor) -> PictureBatch:
-    return PictureBatch(composite, input_ids, getattr(composite.base_model, "_exact_picture_attention", "causal"))
 
 
 def _check_types(types: Any, input_ids: Tensor, *, has_pictures: bool) -> None:
