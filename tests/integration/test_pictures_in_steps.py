@@ -18,7 +18,7 @@ OPTIONS = dict(num_kv_blocks=96, block_size=16, max_model_len=512, dtype="float3
 GREEDY = Params(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
 SCORED = Params(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 QUICK = {"qwen2_5_vl"}
-SERVED = "qwen2_5_vl qwen3_vl qwen3_5 mistral3 llava idefics3 smolvlm internvl gemma3 gemma4".split()
+SERVED = "qwen2_5_vl qwen3_vl qwen3_5 mistral3 llava llava_next idefics3 smolvlm internvl gemma3 gemma4".split()
 KINDS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED]
 TAKEN = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
 
@@ -72,8 +72,8 @@ def compare_with_transformers(model, output):
         for name in (output.pictures[0].picture.arrays if output.pictures else ())
         if name in TAKEN
     }
-    axis = 1 if held and held["pixel_values"][0].dim() == 5 else 0
-    given = {name: torch.cat(padded(arrays), axis) for name, arrays in held.items()}
+    axis = 1 if "pixel_attention_mask" in held else 0
+    given = {name: torch.cat(arrays if axis else padded(arrays), axis) for name, arrays in held.items()}
     ids = torch.tensor([prompt])
     names, types = inspect.signature(model.forward).parameters, (ids == model.config.image_token_id).int()
     if given:
@@ -97,6 +97,9 @@ def padded(arrays):
     """Pictures in one shape, as transformers takes several; their sizes tell what is padding."""
     if arrays[0].dim() < 4 or len({each.shape[1:] for each in arrays}) == 1:
         return arrays
+    most = max(each.shape[1] for each in arrays)
+    if arrays[0].dim() == 5:  # of tiles
+        return [pad(each, (0, 0, 0, 0, 0, 0, 0, most - each.shape[1])) for each in arrays]
     height, width = (max(each.shape[dim] for each in arrays) for dim in (-2, -1))
     return [pad(each, (0, width - each.shape[-1], 0, height - each.shape[-2])) for each in arrays]
 
@@ -172,9 +175,10 @@ def test_what_is_not_served_is_refused_with_the_reason(tmp_path, checkpoints, mo
 
 
 @pytest.mark.slow
-def test_ranks_compute_the_bits_of_one_process(tmp_path):
-    old, new = (tiny_vision_checkpoint(tmp_path / str(seed), "mistral3", seed=seed) for seed in (0, 1))
-    prompts = prompts_of("mistral3")
+@pytest.mark.parametrize("family", ["mistral3", "gemma3", "gemma4"])
+def test_ranks_compute_the_bits_of_one_process(tmp_path, family):
+    old, new = (tiny_vision_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in (0, 1))
+    prompts = prompts_of(family)
     with LLM(new, **OPTIONS) as llm:
         wanted = generate(llm, prompts)
     with LLM(old, tensor_parallel_size=2, **OPTIONS) as llm:
