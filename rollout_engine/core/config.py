@@ -62,7 +62,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_scored_tokens(self) -> int:
-        """Most prompt tokens in one step whose log-probs were asked for."""
+        """Most prompt tokens in one step whose log-probs were asked for; a picture bends it as it does the budget."""
         return max(1, _MAX_PROMPT_LOGITS // self.vocab_size)
 
     def whole_pictures(self, request: EngineCoreRequest) -> Sequence[PlacedPicture]:

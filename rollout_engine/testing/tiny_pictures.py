@@ -129,8 +129,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3": Family(
         text=TINY_SIZES
-        | dict(query_pre_attn_scalar=24, sliding_window=19, layer_types=["sliding_attention", "full_attention"]),
-        vision=_VISION | dict(image_size=32),
+        | dict(query_pre_attn_scalar=24, sliding_window=11, layer_types=["sliding_attention", "full_attention"]),
+        vision=_VISION | dict(image_size=32, vision_use_head=False),
         images=dict(image_processor_type="Gemma3ImageProcessor", size=dict(height=32, width=32)) | _HALVES,
         processor="Gemma3Processor",
         tokens=dict(boi="<start_of_image>", eoi="<end_of_image>", image="<image_soft_token>"),
@@ -206,23 +206,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "idefics3": _idefics("Idefics3"),
     "smolvlm": _idefics("SmolVLM"),
-    "aya_vision": Family(
-        text=TINY_SIZES
-        | dict(model_type="cohere2", sliding_window=19, layer_types=["sliding_attention", "full_attention"]),
-        vision=_VISION | dict(model_type="siglip_vision_model", image_size=16, vision_use_head=False),
-        images=dict(
-            image_processor_type="GotOcr2ImageProcessor",
-            size=dict(height=16, width=16),
-            crop_to_patches=True,
-            min_patches=1,
-            max_patches=4,
-        ),
-        processor="AyaVisionProcessor",
-        tokens=dict(image="<|IMG_PATCH|>"),
-        picture="<image>",
-        options=dict(patch_size=4, img_size=16, downsample_factor=2),
-        others=("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
-    ),
     "internvl": Family(
         text=TINY_SIZES | dict(model_type="qwen2"),
         vision=_VISION | dict(image_size=16, patch_size=4),

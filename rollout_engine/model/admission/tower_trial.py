@@ -250,10 +250,10 @@ def _sample_tiles(
 
 
 def _sample_patches(pool: int, size: int, height: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random patches of a picture of `height` x 3 features, each of `pool` x `pool` patches, and padding behind."""
+    """Random patches of a picture of `height` x 3 features, each of `pool` x `pool` patches, with padding behind."""
     num_rows, num_columns = height * pool, 3 * pool
     places = torch.cartesian_prod(torch.arange(num_rows), torch.arange(num_columns)).flip(1)  # (x, y), row after row
-    padding = torch.full((3 * pool**2, 2), -1)
+    padding = torch.full(((4 - height) * 3 * pool**2, 2), -1)
     positions = torch.cat([places, padding])[None]
     pixels = torch.rand(1, positions.shape[1], size, generator=generator)
     return {"pixel_values": pixels * (positions[..., :1] >= 0), "image_position_ids": positions}
