@@ -80,6 +80,9 @@ def _check_pictures(request: EngineCoreRequest, config: CoreConfig) -> None:
         if not end <= placed.start < placed.end <= len(prompt):
             bound = f"within [{end}, {len(prompt)}], behind the picture before and inside the prompt"
             raise RequestError.for_field(f"pictures[{index}]", (placed.start, placed.end), bound)
+        if info.attention != "causal" and index and placed.start == end:
+            bound = f"behind {end}: this model takes pictures without a token between them for one"
+            raise RequestError.for_field(f"pictures[{index}]", (placed.start, placed.end), bound)
         end = placed.end
         if prompt[placed.start] != info.image_token_id or prompt[end - 1] != info.image_token_id:
             bound = f"token {info.image_token_id}, the placeholder of pictures, at both ends of its span"

@@ -7,7 +7,7 @@ from torch import nn
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.provenance import note_sent, sent_weights, weights_state
-from rollout_engine.model.admission.tower_trial import tower_refusal
+from rollout_engine.model.admission.tower_trial import PictureTrial, try_pictures
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.backends import arithmetic_of
 from rollout_engine.model.modules.composites import is_composite, text_parts
@@ -52,7 +52,7 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
         if fp32_head is not None:
             set_float32_head(model, fp32_head)
         if is_composite(model):
-            make_pictures_exact(model, arithmetic.make_row_invariant, _pictures_refusal(model, device))
+            make_pictures_exact(model, arithmetic.make_row_invariant, *_try_pictures(model, device))
         if unproven := arithmetic.unproven_parts(model):
             raise ConfigError(
                 f"{type(model).__name__} cannot be exact: {len(unproven)} of its parts compute rows that may depend on "
@@ -85,9 +85,11 @@ def _refuse_dtypes(model: nn.Module) -> None:
             )
 
 
-def _pictures_refusal(composite: Any, device: torch.device) -> str:
-    """Why calls of a composite with pictures are refused, as a sentence; "" if they are computed."""
-    return tower_refusal(composite.config) if device.type == "cpu" else "pictures are served on a CPU only."
+def _try_pictures(composite: Any, device: torch.device) -> PictureTrial:
+    """Whether, and how, calls of a composite with pictures are computed."""
+    if device.type != "cpu":
+        return PictureTrial("pictures are served on a CPU only.")
+    return try_pictures(composite.config)
 
 
 class Enabled(NamedTuple):

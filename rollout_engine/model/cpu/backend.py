@@ -204,7 +204,7 @@ def _sequences_with_pictures(config: EngineConfig, loaded: LoadedModel) -> Seque
         return None
     tower = attach_tower(loaded.module, loaded.tower, ARITHMETIC.make_row_invariant)
     encoder = PictureEncoder(tower, loaded.dtype, config.encoder_cache_bytes)
-    return SequencesWithPictures(encoder, loaded.picture_info.image_token_id)
+    return SequencesWithPictures(encoder, loaded.picture_info.image_token_id, loaded.picture_info.attention)
 
 
 def _described_dtype(loaded: LoadedModel) -> str:
