@@ -3,9 +3,11 @@
 //     x += attention(norm(x))        norm -> q, k, v in one product -> attention (norms q and k, rotates, writes KV) -> product
 //     x += mlp(norm(x))              norm -> gate, up in one product -> silu(gate) * up -> product
 //
-// or, of a layer with a state, norm -> products -> the gated delta rule (`delta_net.h`) -> product in place of attention;
+// or, of a layer with a state, norm -> products -> the gated delta rule (`delta_net.h`), Mamba 2's recurrence (`mamba.h`) or a
+// short convolution (`short_convolution.h`) -> product in place of attention;
 // or, of a mixture of experts, norm -> router -> the same for each expert and the rows that are sent to it -> weighted sum,
-// to which the output of a shared expert may be added, times the sigmoid of a product of its own.
+// to which the output of a shared expert may be added, times the sigmoid of a product of its own. What is added to x may be
+// multiplied by a number first.
 //
 // Before them it may look up embeddings and rotary rows, and behind them it may norm the rows that are wanted. Behind the
 // attention of the last layer only those are computed: of a prompt, one. Each product gets the adapters of those rows that
@@ -28,7 +30,9 @@
 #include "delta_net.h"
 #include "experts.h"
 #include "gemm.h"
+#include "mamba.h"
 #include "rows.h"
+#include "short_convolution.h"
 #include "turns.h"
 
 namespace {
@@ -71,15 +75,18 @@ struct Mixture {
 };
 
 struct DecoderLayer {
-    AttentionCall attention;  // all but the parts that a step brings; nothing of a layer with `delta`
+    AttentionCall attention;  // all but the parts that a step brings; nothing of a layer with a mixer
     Columns attended;         // of the heads of all ranks
     Norm attention_norm, mlp_norm;
     Product inputs[INPUTS];   // of attention one: q, k and v; `packed` null: no more
     int64_t sizes[INPUTS];    // columns of each
     Product out, gate_up, down;  // the last two are of no layer with a mixture
     const Mixture* mixture;      // or null
-    const DeltaNet* delta;       // or null: it has attention
+    const DeltaNet* delta;       // its mixer, or null, as the next two; with none it has attention
+    const Mamba* mamba;
+    const ShortConvolution* convolution;
     int32_t is_gated;            // behind each head of q is one of a gate, whose sigmoid multiplies its output
+    float factor;                // multiplies both results that are added to the residual stream
 
     int64_t num_projected() const {
         int64_t sum = 0;
@@ -109,6 +116,7 @@ struct DecoderEnds {
     void* states;                          // [num_rows, hidden_size], out: the rows that are wanted, behind the norm
     int64_t vocab_size, num_positions;
     Norm norm;
+    float factor;  // multiplies embeddings
 };
 
 struct DecoderCall {
@@ -128,7 +136,7 @@ struct DecoderCall {
     int64_t num_tokens, num_rows, num_mixtures;
     const StateChunks* chunks;  // of layers with a state; null without any
     Columns hidden_columns, intermediate;
-    int64_t rotary;             // channels of a head that are rotated
+    int64_t rotary;             // channels of a head that are rotated; 0: none
     int32_t num_layers, num_threads, is_bf16, num_ranks;
 
     // Whether rows that are not wanted end with the last layer's attention. Routes are of all rows.
@@ -168,6 +176,31 @@ struct MixtureSizes {
     }
 };
 
+// The largest sizes of all mixers.
+template <typename T>
+struct MixerSizes {
+    int64_t channels = 0, heads = 0, values = 0, scratch_bytes = 0;
+
+    // Whether the layer has one.
+    bool add(const DecoderLayer& layer) {
+        if (const DeltaNet* d = layer.delta) return add(d->num_channels, d->num_heads, 0, DeltaCall<T>{*d}.scratch_bytes());
+        if (const Mamba* m = layer.mamba) {
+            const int64_t size = (int64_t)m->num_heads * m->value_size;
+            return add(m->num_channels, m->num_heads, size, MambaCall<T>{*m}.scratch_bytes());
+        }
+        if (const ShortConvolution* s = layer.convolution)
+            return add(s->run.count, 0, 0, ShortConvolutionCall<T>{*s}.scratch_bytes());
+        return false;
+    }
+
+  private:
+    bool add(int64_t num_channels, int64_t num_heads, int64_t num_values, int64_t num_bytes) {
+        channels = std::max(channels, num_channels), heads = std::max(heads, num_heads);
+        values = std::max(values, num_values), scratch_bytes = std::max(scratch_bytes, num_bytes);
+        return true;
+    }
+};
+
 // Activations of one layer that all ranks read, used again by the next.
 template <typename T>
 struct Exchanged : Carved {
@@ -193,8 +226,9 @@ struct Buffers : Carved {
     T *hidden, *cos, *sin;    // as in the call, of a step with ends
     T *normed;                // [T, hidden_size], with row_stride()
     T *inputs;                // [T, columns of the products of the layer's input]
-    T *mixed;                 // [T, C]: of layers with a state, as the next two
+    T *mixed;                 // [T, C]: of layers with a state, as the next three
     float *decays, *betas;    // [T, H]
+    float *values;            // [T, H V], of Mamba 2
     T *gate_up;               // [MLP_ROWS, 2 intermediate_size]
     T *kept, *kept_attended;  // `hidden` and `attended` of the rows that are wanted, where others are dropped
     char *staging, *scratch;
@@ -207,19 +241,14 @@ struct Buffers : Carved {
     int32_t *left, *chosen, *experts, *places, *starts;  // [threads, E], [threads, k], [N], [N], [E + 1]
 
     explicit Buffers(const DecoderCall& c) : Carved(c.memory) {
-        int64_t inputs_size = 0, attended_size = 0, scratch_bytes = 0, channels = 0, heads = 0;
+        int64_t inputs_size = 0, attended_size = 0, scratch_bytes = 0;
+        MixerSizes<T> mixers;
         bool is_int8 = false;
         for (int i = 0; i < c.num_layers; i++) {
             const DecoderLayer& layer = c.layers[i];
             inputs_size = std::max(inputs_size, layer.num_projected());
             attended_size = std::max(attended_size, layer.attended.whole);
-            if (layer.delta) {
-                channels = std::max<int64_t>(channels, layer.delta->num_channels);
-                heads = std::max<int64_t>(heads, layer.delta->num_heads);
-                scratch_bytes = std::max(scratch_bytes, DeltaCall<T>{*layer.delta}.scratch_bytes());
-            } else {
-                scratch_bytes = std::max(scratch_bytes, attention_scratch(&layer.attention));
-            }
+            if (!mixers.add(layer)) scratch_bytes = std::max(scratch_bytes, attention_scratch(&layer.attention));
             is_int8 |= layer.inputs[0].scales != nullptr;
         }
         const int64_t mlp_rows = std::min(c.num_tokens, MLP_ROWS);
@@ -227,7 +256,8 @@ struct Buffers : Carved {
         const int64_t looked_up = c.ends ? c.num_tokens : 0, rotated = looked_up * c.rotary;
         take(hidden, looked_up * hidden_size), take(cos, rotated), take(sin, rotated);
         take(normed, c.num_tokens * row_stride<T>(hidden_size)), take(inputs, c.num_tokens * inputs_size);
-        take(mixed, c.num_tokens * channels), take(decays, c.num_tokens * heads), take(betas, c.num_tokens * heads);
+        take(mixed, c.num_tokens * mixers.channels), take(values, c.num_tokens * mixers.values);
+        take(decays, c.num_tokens * mixers.heads), take(betas, c.num_tokens * mixers.heads);
         const MixtureSizes sizes(c);
         take(gate_up, 2 * std::max(mlp_rows * c.intermediate.size, sizes.rows * sizes.own_shared));
         const int64_t num_kept = c.drops_rows() ? c.num_rows : 0;
@@ -238,7 +268,7 @@ struct Buffers : Carved {
         const int64_t before_mlp = staged(c.num_tokens, std::max(hidden_size, attended_size));
         take(staging, std::max({before_mlp, staged(mlp_rows, c.intermediate.whole), staged(sizes.rows, sizes.shared),
                                 staged(sizes.entries, std::max(hidden_size, sizes.intermediate))}));
-        take(scratch, scratch_bytes * c.num_threads);
+        take(scratch, std::max(scratch_bytes, mixers.scratch_bytes) * c.num_threads);
         take(low, low_size(c));
         const int64_t threads = sizes.entries ? c.num_threads : 0;
         take(logits, sizes.rows * sizes.experts), take(sent, sizes.entries * row_stride<T>(hidden_size));
@@ -273,7 +303,7 @@ struct Worker {
         for (int i = 0; i < last; i++) finish(i, attend(i));
         const Rows left = c.drops_rows() ? kept(attend(last)) : attend(last);
         finish(last, left);
-        add_and_norm(left, e.delta, nullptr);
+        add_and_norm(left, e.delta, c.layers[last].factor, nullptr);
         if (c.ends)
             leave(*c.ends, left);
         else if (c.drops_rows())
@@ -294,12 +324,12 @@ struct Worker {
         const AdapterRows* rows;
     };
 
-    // A layer up to its attention, or its gated delta rule, of all rows of the batch.
+    // A layer up to its attention, or its mixer, of all rows of the batch.
     Rows attend(int i) const {
         const Rows all = {c.ends ? b.hidden : (T*)c.hidden, e.attended, c.num_tokens, &c.adapter_rows};
-        add_and_norm(all, i ? e.delta : nullptr, &c.layers[i].attention_norm);
+        add_and_norm(all, i ? e.delta : nullptr, i ? c.layers[i - 1].factor : 1.0f, &c.layers[i].attention_norm);
         project(i, all);
-        c.layers[i].delta ? delta(c.layers[i]) : attention(c.layers[i]);
+        mix(c.layers[i]);
         return all;
     }
 
@@ -309,7 +339,7 @@ struct Worker {
         multiply(layer.out, adapters_of(i, &LayerAdapters::out, r), r.attended, row_stride<T>(layer.attended.whole),
                  e.delta, 0, r.count, layer.attended.whole, c.hidden_columns);
         meet_ranks();
-        add_and_norm(r, e.delta, &layer.mlp_norm);
+        add_and_norm(r, e.delta, layer.factor, &layer.mlp_norm);
         if (const Mixture* m = layer.mixture) {
             const int64_t rows = rows_at_once(*m, c.num_tokens);
             for (int64_t first = 0; first < r.count; first += rows)
@@ -351,6 +381,7 @@ struct Worker {
         for (int64_t row = 0; row < c.num_tokens; row++) {
             const int64_t token = ends.token_ids[row], position = ends.positions[row];
             memcpy(b.hidden + row * size, (const T*)ends.embedding + token * size, size * sizeof(T));
+            if (ends.factor != 1.0f) rows::multiply_row(b.hidden + row * size, ends.factor, size);
             memcpy(b.cos + row * rotary, (const T*)ends.cos + position * rotary, rotary * sizeof(T));
             memcpy(b.sin + row * rotary, (const T*)ends.sin + position * rotary, rotary * sizeof(T));
         }
@@ -372,13 +403,14 @@ struct Worker {
         team.meet();
     }
 
-    // hidden += delta; normed = norm(hidden).
-    void add_and_norm(Rows r, const T* delta, const Norm* norm) const {
+    // hidden += factor * delta; normed = norm(hidden).
+    void add_and_norm(Rows r, const T* delta, float factor, const Norm* norm) const {
         const int64_t size = c.hidden_columns.whole, stride = row_stride<T>(size);
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < r.count; row++) {
             T* x = r.hidden + row * size;
-            if (delta) rows::add_row(x, delta + row * size, size);
+            if (delta && factor == 1.0f) rows::add_row(x, delta + row * size, size);
+            if (delta && factor != 1.0f) rows::add_multiple_row(x, delta + row * size, factor, size);
             if (norm) norm_row(x, *norm, b.normed + row * stride);
         }
         team.meet();
@@ -411,7 +443,8 @@ struct Worker {
         a.out = e.attended + layer.attended.first;
         a.q_token = a.k_token = a.v_token = size, a.q_head = head, a.k_head = a.dk, a.v_head = a.dv;
         a.out_token = row_stride<T>(layer.attended.whole);
-        a.cos = c.ends ? b.cos : c.cos, a.sin = c.ends ? b.sin : c.sin, a.q_factors = c.q_factors, a.scratch = b.scratch;
+        if (c.rotary) a.cos = c.ends ? b.cos : c.cos, a.sin = c.ends ? b.sin : c.sin;
+        a.q_factors = c.q_factors, a.scratch = b.scratch;
         a.num_tokens = c.num_tokens, a.num_threads = c.num_threads, a.rotary = c.rotary;
         attention_in_team(a, team);
         if (layer.is_gated) gate(a, size);
@@ -427,10 +460,23 @@ struct Worker {
         team.meet();
     }
 
-    void delta(const DecoderLayer& layer) const {
-        DeltaCall<T>{*layer.delta, *c.chunks, b.inputs, b.mixed, b.decays, b.betas, e.attended, b.scratch,
-                     layer.num_projected(), row_stride<T>(layer.attended.whole), c.num_tokens, c.num_threads}
-            .run_in_team(team);
+    // The layer's mixer, or attention.
+    void mix(const DecoderLayer& layer) const {
+        const int64_t size = layer.num_projected(), stride = row_stride<T>(layer.attended.whole);
+        if (layer.delta)
+            DeltaCall<T>{*layer.delta, *c.chunks, b.inputs, b.mixed, b.decays, b.betas, e.attended, b.scratch, size, stride,
+                         c.num_tokens, c.num_threads}
+                .run_in_team(team);
+        else if (layer.mamba)
+            MambaCall<T>{*layer.mamba, *c.chunks, b.inputs, b.mixed, b.decays, b.betas, b.values, b.scratch, e.attended, size,
+                         stride, c.num_tokens, c.num_threads}
+                .run_in_team(team);
+        else if (layer.convolution)
+            ShortConvolutionCall<T>{*layer.convolution, *c.chunks, b.inputs, b.mixed, b.scratch, e.attended, size, stride,
+                                    c.num_tokens, c.num_threads}
+                .run_in_team(team);
+        else
+            attention(layer);
     }
 
     // Rows [first, first + count).

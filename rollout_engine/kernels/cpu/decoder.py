@@ -18,10 +18,17 @@ from rollout_engine.kernels.cpu.adapters import AdapterRows, AdapterTable, RowsC
 from rollout_engine.kernels.cpu.arguments import address
 from rollout_engine.kernels.cpu.delta_net import DeltaNet, DeltaOperand
 from rollout_engine.kernels.cpu.gemm import PackedWeight, addresses
+from rollout_engine.kernels.cpu.mamba import Mamba, MambaOperand
+from rollout_engine.kernels.cpu.short_convolution import ShortConvolution, ShortConvolutionOperand
 from rollout_engine.kernels.cpu.state_chunks import ChunkTable
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError, Turns
 from rollout_engine.kernels.routing_rule import Groups, RoutingRule
 from rollout_engine.kernels.state_chunks import StateChunks
+
+Mixer = DeltaNet | Mamba | ShortConvolution
+"""Stands in place of attention, and keeps a state."""
+MixerOperand = DeltaOperand | MambaOperand | ShortConvolutionOperand
+"""A mixer as C++ reads it."""
 
 _CACHE_LINE = 64
 NUM_INPUTS = 4
@@ -116,8 +123,10 @@ class LayerWeights(NamedTuple):
     attention_params: AttentionParams
     is_gated: bool = False
     """Whether a gate as large as the head follows each head of q, whose sigmoid multiplies the output of the head."""
-    delta: DeltaNet | None = None
-    """The gated delta rule in place of attention; None: the layer attends."""
+    mixer: Mixer | None = None
+    """In place of attention; None: the layer attends."""
+    factor: float = 1.0
+    """Multiplies the results of attention, or the mixer, and of the MLP before they are added."""
 
 
 class DecoderRanks(NamedTuple):
@@ -148,6 +157,8 @@ class DecoderEnds(NamedTuple):
     """[P, head_dim]."""
     norm: Norm
     """The model's last norm."""
+    factor: float = 1.0
+    """Multiplies embeddings."""
 
 
 class DecoderAdapters:
@@ -168,7 +179,7 @@ class Decoder:
     """Runs all layers over their KV pools. It keeps addresses: make a new one when a weight or pool is replaced.
 
     `pool`: that of each layer which attends; at least one does. `ranks`: this process's part, if there are several.
-    `rotary`: the first channels of a head, which are rotated; None: all. Raises `ValueError` if shapes or dtypes do not
+    `rotary`: the first channels of a head, which are rotated, or 0; None: all. Raises `ValueError` if shapes or dtypes do not
     fit together.
     """
 
@@ -197,15 +208,16 @@ class Decoder:
         rows = list(zip(layers, pools, attended, strict=True))
         for row in rows:
             self._check(*row)
-        self._deltas = [_delta(layer, self._dtype) for layer in layers if layer.delta is not None]
+        self._mixers = [_mixer(layer.mixer, layer, self._dtype) for layer in layers if layer.mixer is not None]
         mixed = [layer.mlp for layer in layers if isinstance(layer.mlp, Mixture)]
         self._mixtures = [_mixture(each, place) for place, each in enumerate(mixed)]
         mixtures = iter(self._mixtures)
         self._layers = (_Layer * len(layers))(*(_layer(*row) for row in rows))
-        deltas = iter(self._deltas)
+        mixers = iter(self._mixers)
         for each, layer in zip(self._layers, layers, strict=True):
             each.mixture = ctypes.addressof(next(mixtures).call) if isinstance(layer.mlp, Mixture) else None
-            each.delta = None if layer.delta is None else next(deltas).address
+            if layer.mixer is not None:
+                setattr(each, _FIELDS[type(layer.mixer)], next(mixers).address)
         self._memory, self._exchanged = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
         self._checked_adapters: DecoderAdapters | None = None
         self._call = _Call(
@@ -264,7 +276,8 @@ class Decoder:
         rows that are not there.
         """
         count, dtype, dim = (plan.num_tokens,), self._dtype, self._rotary
-        vocab_size, num_positions = ends.embedding.numel() // self._hidden_size, ends.cos.numel() // dim
+        vocab_size = ends.embedding.numel() // self._hidden_size
+        num_positions = ends.cos.numel() // dim if dim else len(ends.cos)
         states = torch.empty(rows.numel(), self._hidden_size, dtype=dtype)
         call = _Ends(
             address("token_ids", ends.token_ids, torch.int64, count),
@@ -276,6 +289,7 @@ class Decoder:
             vocab_size,
             num_positions,
             _norm(ends.norm, address("norm", ends.norm.weight, dtype, (self._hidden_size,))),
+            ends.factor,
         )
         self._call.hidden = self._call.cos = self._call.sin = None
         self._call.ends = ctypes.addressof(call)
@@ -322,12 +336,12 @@ class Decoder:
 
     def _chunk_table(self, chunks: StateChunks | None, num_tokens: int) -> ChunkTable | None:
         """The chunks as C++ reads them, and the weights of layers with states made ready."""
-        if not self._deltas:
+        if not self._mixers:
             return None
         if chunks is None:
             raise ValueError("Layers of this model keep states, and the batch names no slots of them.")
-        chunks.check(num_tokens, min(each.num_slots for each in self._deltas))
-        for each in self._deltas:
+        chunks.check(num_tokens, min(each.num_slots for each in self._mixers))
+        for each in self._mixers:
             each.read_vectors()
         return ChunkTable.of(chunks)
 
@@ -399,7 +413,7 @@ class Decoder:
         qkv = layer.num_heads * of_q + call.num_kv_heads * (call.dk + call.dv)
         (product,) = layer.inputs
         _check_product("qkv", product, (qkv, self._hidden_size), self._dtype)
-        if self._rotary % 2 or not 0 < self._rotary <= call.dk or (layer.is_gated and call.dk != call.dv):
+        if self._rotary % 2 or not 0 <= self._rotary <= call.dk or (layer.is_gated and call.dk != call.dv):
             raise ValueError(
                 f"{self._rotary} channels of a head should be rotated, an even number up to {call.dk}, and gates be as "
                 f"large as heads, {call.dv}."
@@ -499,6 +513,10 @@ class _Mixture(NamedTuple):
     products: tuple[ctypes.Array[_Product], ctypes.Array[_Product]]
 
 
+_FIELDS: dict[type, str] = {DeltaNet: "delta", Mamba: "mamba", ShortConvolution: "convolution"}
+"""Fields of `_Layer` that point to mixers, by the kinds of these."""
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("attention", attention.AttentionCall),
@@ -508,8 +526,9 @@ class _Layer(ctypes.Structure):
         ("inputs", _Product * NUM_INPUTS),
         ("sizes", c_int64 * NUM_INPUTS),
         *((name, _Product) for name in ("out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("mixture", "delta")),
+        *((name, c_void_p) for name in ("mixture", *_FIELDS.values())),
         ("is_gated", c_int32),
+        ("factor", c_float),
     ]
 
 
@@ -518,6 +537,7 @@ class _Ends(ctypes.Structure):
         *((name, c_void_p) for name in ("token_ids", "positions", "embedding", "cos", "sin", "states")),
         *((name, c_int64) for name in ("vocab_size", "num_positions")),
         ("norm", _Norm),
+        ("factor", c_float),
     ]
 
 
@@ -540,7 +560,7 @@ class _Call(ctypes.Structure):
 def _by_layer(layers: Sequence[LayerWeights], pool: Sequence[attention.KVLayer]) -> list[attention.KVLayer | None]:
     """The pool of each layer; None: it does not attend."""
     own = iter(pool)
-    found = [next(own) if layer.delta is None else None for layer in layers]
+    found = [next(own) if layer.mixer is None else None for layer in layers]
     if next(own, None) is not None:
         raise ValueError(f"{len(pool)} KV pools should be those of the layers that attend, and are more.")
     return found
@@ -548,15 +568,21 @@ def _by_layer(layers: Sequence[LayerWeights], pool: Sequence[attention.KVLayer])
 
 def _num_attended(layer: LayerWeights, kv: attention.KVLayer | None) -> int:
     """Columns that a layer gives its product `out`."""
-    if layer.delta is not None:
-        return layer.delta.attended
+    if layer.mixer is not None:
+        return layer.mixer.attended
     assert kv is not None, "a layer without another mixer attends"
     return int(layer.num_heads * kv.call.dv)
 
 
-def _delta(layer: LayerWeights, dtype: torch.dtype) -> DeltaOperand:
-    assert layer.delta is not None, "the layer keeps a state"
-    return DeltaOperand(layer.delta, dtype, sum(each.weight.out_features for each in layer.inputs))
+def _mixer(mixer: Mixer, layer: LayerWeights, dtype: torch.dtype) -> MixerOperand:
+    num_columns = sum(each.weight.out_features for each in layer.inputs)
+    match mixer:
+        case DeltaNet():
+            return DeltaOperand(mixer, dtype, num_columns)
+        case Mamba():
+            return MambaOperand(mixer, dtype, num_columns)
+        case ShortConvolution():
+            return ShortConvolutionOperand(mixer, dtype, num_columns)
 
 
 def _layer(layer: LayerWeights, kv: attention.KVLayer | None, attended: Columns) -> _Layer:
@@ -575,7 +601,7 @@ def _layer(layer: LayerWeights, kv: attention.KVLayer | None, attended: Columns)
     for number, product in enumerate(layer.inputs):
         made.inputs[number], made.sizes[number] = _product(product), product.weight.out_features
     made.out, made.gate_up, made.down = map(_product, (layer.out, *of_mlp))
-    made.is_gated = layer.is_gated
+    made.is_gated, made.factor = layer.is_gated, layer.factor
     return made
 
 

@@ -13,11 +13,15 @@ from rollout_engine.kernels.cpu.convolution import ChannelRun
 
 
 class GatedNorm(NamedTuple):
-    """round(weight * round(x / rms(x))) * silu(gate); with `is_rounded` False only the end is rounded."""
+    """round(weight * round(x / rms(x))) * silu(gate); with `is_rounded` False only the end is rounded.
+
+    With `is_gate_first` x * silu(gate) stands in place of x, and nothing behind the norm.
+    """
 
     weight: Tensor
     epsilon: float
     is_rounded: bool
+    is_gate_first: bool = False
 
 
 class DeltaColumns(NamedTuple):

@@ -23,7 +23,7 @@ from rollout_engine.kernels.cpu.decoder import (
 from rollout_engine.kernels.cpu.gemm import PackedWeight
 from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.model.cpu.adapters import CpuAdapterPool
-from rollout_engine.model.cpu.decoder_deltas import delta_net, delta_owners
+from rollout_engine.model.cpu.decoder_mixers import mixer_operands, mixer_owners
 from rollout_engine.model.cpu.experts import RowInvariantExperts, RowInvariantRouter
 from rollout_engine.model.cpu.ranked_decoder import SharedColumns, decoder_ranks, shared_columns
 from rollout_engine.model.cpu.row_invariance import (
@@ -72,7 +72,8 @@ class CpuDecoder:
         self._ranks = None if cut is None else decoder_ranks(cut, self._structure)
         self._shared_columns = [shared_columns(cut, layer.mlp) for layer in self._structure.layers]
         self._vocab_size = module.config.vocab_size
-        self._rotary = RotaryTable(self._structure.rotary, rotary_limit(module.config))
+        rotary = self._structure.rotary
+        self._rotary = None if rotary is None else RotaryTable(rotary, rotary_limit(module.config))
         embedding, head = self._structure.embedding, self._structure.head
         require(type(embedding) in (nn.Embedding, PackedEmbedding), "its embedding is more than a table")
         require(head is None or type(head) is RowInvariantLinear, "lm_head was not replaced by RowInvariantLinear")
@@ -95,7 +96,7 @@ class CpuDecoder:
                 self._owners += [mlp.module._parameters, mlp.module._buffers, mlp.router._buffers]
             parts = [mlp.module, *mlp.module.modules()]
             self._owners += [child._parameters for child in (*norms, *layer.qkv, layer.out, *parts)]
-            self._owners += [] if layer.delta is None else delta_owners(layer.delta)
+            self._owners += [] if layer.mixer is None else mixer_owners(layer.mixer)
         self._stamp: list[int] = []
         self._decoder: Decoder | None = None
         self._pool_of_adapters = adapters
@@ -128,14 +129,29 @@ class CpuDecoder:
         wanted = torch.cat([rows, state_rows]) if len(state_rows) else rows
         if parts.head is not None and axes is None and (ends := self._ends(token_ids, positions)) is not None:
             states = decoder.run_between(ends, wanted, plan, adapters, routed, factors, chunks)
-            return LogitRows(states[: len(rows)], parts.head, self._vocab_size), states[len(rows) :]
+            return LogitRows(states[: len(rows)], self._head, self._vocab_size), states[len(rows) :]
         hidden = parts.embedding(token_ids)
-        cos, sin = self._rotary.rows(positions, hidden) if axes is None else self._rotary.rows_on_axes(axes, hidden)
+        hidden = hidden if parts.embedding_factor == 1.0 else hidden * parts.embedding_factor
+        cos, sin = self._rotations(positions, axes, hidden)
         decoder.run(hidden, cos, sin, wanted, plan, adapters, routed, factors, chunks)
         states = parts.norm(hidden.index_select(0, state_rows)) if len(state_rows) else hidden[:0]
         if parts.head is None:
             return LogitRows.of(states[:0]), states
-        return LogitRows(parts.norm(hidden.index_select(0, rows)), parts.head, self._vocab_size), states
+        return LogitRows(parts.norm(hidden.index_select(0, rows)), self._head, self._vocab_size), states
+
+    def _head(self, states: Tensor) -> Tensor:
+        """Logits [n, V] of states [n, H] behind the norm."""
+        head, divisor = self._structure.head, self._structure.logit_divisor
+        assert head is not None, "a model without a head has no logits"
+        logits: Tensor = head(states)
+        return logits if divisor == 1.0 else logits / divisor
+
+    def _rotations(self, positions: Tensor, axes: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, rotary], of no channels if nothing is rotated."""
+        if self._rotary is None:
+            none = like.new_empty(len(positions), 0)
+            return none, none
+        return self._rotary.rows(positions, like) if axes is None else self._rotary.rows_on_axes(axes, like)
 
     def _ends(self, token_ids: Tensor, positions: Tensor) -> DecoderEnds | None:
         """Arguments of `Decoder.run_between`; None if modules have to compute embeddings, rotations or the norm."""
@@ -144,11 +160,12 @@ class CpuDecoder:
         if not self._has_plain_ends or has_hooks or not len(token_ids):
             return None
         assert isinstance(embedding, nn.Embedding), "it is a table"
-        weight = embedding.weight.detach()
-        table = self._rotary.table(int(positions.numpy().max()) + 1, weight)
+        weight, count = embedding.weight.detach(), int(positions.numpy().max()) + 1
+        none = weight.new_empty(count, 0)
+        table = (none, none) if self._rotary is None else self._rotary.table(count, weight)
         if table is None:
             return None
-        return DecoderEnds(token_ids, positions, weight, *table, _norm(norm))
+        return DecoderEnds(token_ids, positions, weight, *table, _norm(norm), self._structure.embedding_factor)
 
     def release(self) -> None:
         """Release packed weights and the memory of activations until the next step."""
@@ -183,7 +200,7 @@ _NORMS = (RowInvariantRMSNorm, RowInvariantOffsetNorm)
 
 def _first_inputs(layer: DecoderLayer) -> list[nn.Module]:
     """One linear of each product of the layer's input: attention has one product, of q, k and v."""
-    return layer.qkv[:1] if layer.delta is None else layer.qkv
+    return layer.qkv[:1] if layer.mixer is None else layer.qkv
 
 
 def _check_replaced(layer: DecoderLayer) -> None:
@@ -192,8 +209,8 @@ def _check_replaced(layer: DecoderLayer) -> None:
     for norm in (layer.attention_norm, layer.mlp_norm, *layer.head_norms):
         require(type(norm) in _NORMS, f"{type(norm).__name__} was not replaced by {_NORMS[0].__name__}")
     expected: dict[nn.Module, type[nn.Module]] = {}
-    if layer.delta is not None:
-        expected[layer.delta.norm] = RowInvariantGatedNorm
+    if layer.mixer is not None and layer.mixer.norm is not None:
+        expected[layer.mixer.norm] = RowInvariantGatedNorm
     expected.update(dict.fromkeys((*layer.qkv, layer.out), RowInvariantLinear))
     dense = mlp.shared if isinstance(mlp, Mixture) else mlp
     if isinstance(mlp, Mixture):
@@ -204,7 +221,7 @@ def _check_replaced(layer: DecoderLayer) -> None:
         expected.update(dict.fromkeys((*dense.gate_up, dense.down), RowInvariantLinear))
     for child, kind in expected.items():
         require(type(child) is kind, f"{type(child).__name__} was not replaced by {kind.__name__}")
-    if layer.delta is None:
+    if layer.mixer is None:
         require(_group(layer.qkv[0]).children == layer.qkv, "q_proj, k_proj and v_proj are not fused")
     if dense is not None:
         require(_group(dense.gate_up[0]).children == dense.gate_up, "gate_proj and up_proj are not fused")
@@ -228,7 +245,8 @@ def _weights(layer: DecoderLayer, shared_columns: SharedColumns | None, states: 
         num_heads=layer.geometry.num_heads,
         attention_params=layer.geometry.attention_params,
         is_gated=layer.is_gated,
-        delta=None if layer.delta is None else delta_net(layer.delta, states),
+        mixer=None if layer.mixer is None else mixer_operands(layer.mixer, states),
+        factor=layer.factor,
     )
 
 

@@ -31,9 +31,10 @@ from rollout_engine.model.modules.latent_attention import LatentProjection, cach
 from rollout_engine.model.modules.mixers import MixerConvolution, mixers_of, swap_mixers
 from rollout_engine.model.modules.module_patterns import (
     SILU_CLASSES,
+    MLPNames,
     children_of_one_dtype,
+    gated_mlp_names,
     gated_norm_options,
-    is_gated_mlp,
     is_gelu_tanh,
     offset_norm_epsilon,
     rms_norm_epsilon,
@@ -64,8 +65,8 @@ def make_row_invariant(module: nn.Module) -> None:
     for child in children_of_one_dtype(module):
         if isinstance(child, OwnForward):
             continue
-        if is_gated_mlp(child):
-            child.__class__ = RowInvariantMLP
+        if (names := gated_mlp_names(child)) is not None:
+            become(child, RowInvariantMLP)._names = names
         elif (epsilon := rms_norm_epsilon(child)) is not None:
             become(child, RowInvariantRMSNorm)._epsilon = epsilon
         elif (epsilon := offset_norm_epsilon(child)) is not None:
@@ -103,14 +104,14 @@ class RowInvariantActivation(nn.Module):
 
 
 class RowInvariantMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) of three linears."""
+    """down(silu(gate(x)) * up(x)) of two or three linears."""
 
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
+    _names: MLPNames
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+        gate_up = [getattr(self, name)(x) for name in self._names.gate_up]
+        gate, up = gate_up if len(gate_up) == 2 else gate_up[0].chunk(2, dim=-1)
+        out: Tensor = getattr(self, self._names.down)(gated_silu(gate, up))
         return out
 
 

@@ -96,6 +96,8 @@ def parts_of(module: PreTrainedModel, geometry: Sequence[LayerGeometry], num_pos
     require(type(found.embedding) is nn.Embedding, "its embedding is more than a table")
     if found.head is None:
         raise UnsupportedStructure("it has no output head")
+    if found.rotary is None:
+        raise UnsupportedStructure("it rotates nothing")
     weight, factors = tensor_of(found.embedding).detach(), found.query_factors
     positions = torch.arange(num_positions, device=weight.device)
     cos, sin = found.rotary(weight[:1, None], position_ids=positions[None])

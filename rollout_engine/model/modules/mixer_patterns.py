@@ -8,9 +8,7 @@ The functions over tokens, the norm and the linears are replaced by known ones. 
 different show which column each of them reads.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
-from types import FunctionType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +24,19 @@ from rollout_engine.model.modules.forward_trial import (
     unmatched_reason,
     waves,
 )
-from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
+from rollout_engine.model.modules.mixer_trial import (
+    CONVOLUTION,
+    check_convolution,
+    projection,
+    require_harmless,
+    with_functions,
+)
 from rollout_engine.model.modules.mixers import Mixer
-from rollout_engine.model.modules.module_patterns import copy_with
 from rollout_engine.model.modules.state_geometry import StateGeometry
 
 _INPUTS = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"))
 """Names of the linears of a mixer's input."""
 _OTHERS = {"conv1d", "norm", "out_proj"}
-_HARMLESS = HARMLESS_TENSORS | {"cu_seqlens"}
 _RECURRENCE = "torch_chunk_gated_delta_rule"
 
 
@@ -66,27 +68,11 @@ def delta_pattern(mixer: nn.Module, state: StateGeometry) -> DeltaPattern:
     if {name for name, _ in mixer.named_parameters(recurse=False)} != {"A_log", "dt_bias"} or mixer._buffers:
         return DeltaPattern(f"{kind} has other tensors of its own")
     trial = _Trial(inputs, mixer, state.recurrence)
-    reason = unmatched_reason("delta rule", _with_own_globals(mixer, trial), trial.run)
+    functions = {CONVOLUTION: trial.convolve, _RECURRENCE: trial.recur}
+    reason = unmatched_reason("delta rule", with_functions(mixer, functions), trial.run)
     if reason is not None:
         return DeltaPattern(reason)
     return DeltaPattern(None, inputs, trial.num_groups, trial.convolved, trial.gates, trial.betas, trial.decays)
-
-
-def _with_own_globals(mixer: nn.Module, trial: "_Trial") -> nn.Module:
-    """A copy of `mixer` whose class calls the trial's functions over tokens."""
-    forward: Any = inspect.unwrap(type(mixer).forward)
-    own = FunctionType(
-        forward.__code__,
-        {**forward.__globals__, "causal_conv1d_fn": trial.convolve, _RECURRENCE: trial.recur},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    own.__kwdefaults__ = forward.__kwdefaults__
-    kind: Any = type(mixer)
-    copy = copy_with(mixer)
-    copy.__class__ = type(kind.__name__, (kind,), {"forward": own, "__module__": kind.__module__})
-    return copy
 
 
 class _Trial:
@@ -150,13 +136,6 @@ class _Trial:
         self._given = {"mixed": mixed, "core": core}
         seen.clear()
 
-        def project(part: Tensor) -> Callable[[Tensor], Tensor]:
-            def run(x: Tensor) -> Tensor:
-                require_same(x, hidden, "projects another input than its own")
-                return part.clone()
-
-            return run
-
         def norm(x: Tensor, gate: Tensor) -> Tensor:
             require_same(x, core.flatten(0, 2), "norms something else than its recurrence")
             seen["gate"] = gate.reshape(NUM_TOKENS, -1)
@@ -167,7 +146,8 @@ class _Trial:
             return result
 
         parts: dict[str, object] = {"norm": norm, "out_proj": leave, "A_log": rates, "dt_bias": biases}
-        parts |= zip(self._inputs, map(project, projected.split(self._widths, 2)), strict=True)
+        linears = (projection(hidden, part) for part in projected.split(self._widths, 2))
+        parts |= zip(self._inputs, linears, strict=True)
         require(forward(parts, hidden) is result, "changes its result")
         require(seen.keys() == {"gate", "convolved", "beta", "decay"}, "leaves a part out")
 
@@ -181,12 +161,8 @@ class _Trial:
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
     ) -> Tensor:
         """Replaces `causal_conv1d_fn`: x [1, C, T]."""
-        own = self._mixer.conv1d
         require(activation in ("silu", "swish"), "has no SiLU behind its convolution")
-        is_own = weight.data_ptr() == own.weight.data_ptr() and weight.shape == own.weight.squeeze(1).shape
-        require(is_own, "convolves with another weight")
-        require(bias is own.bias, "convolves with another bias")
-        _require_harmless(others)
+        check_convolution(self._mixer.conv1d, weight, bias, others)
         require("convolved" not in self._seen, "convolves twice")
         self._seen["convolved"] = x[0].t()
         return self._given["mixed"]
@@ -204,7 +180,7 @@ class _Trial:
     ) -> tuple[Tensor, None]:
         """Replaces the gated delta rule: q and k [1, T, G, K], v [1, T, H, V], g and beta [1, T, H]."""
         require(use_qk_l2norm_in_kernel, "does not normalise queries and keys")
-        _require_harmless({name: given for name, given in others.items() if name != "chunk_size"})
+        require_harmless({name: given for name, given in others.items() if name != "chunk_size"})
         mixed, keys = self._given["mixed"][0].t(), self._key_channels()
         parts = mixed.split([keys, keys, mixed.shape[1] - 2 * keys], 1)
         for name, given, part in zip("qkv", (query, key, value), parts, strict=True):
@@ -215,8 +191,3 @@ class _Trial:
         self.num_groups = query.shape[2]
         self._seen["beta"], self._seen["decay"] = beta[0], g[0]
         return self._given["core"], None
-
-
-def _require_harmless(others: dict[str, Any]) -> None:
-    strangers = [name for name, given in others.items() if given not in (None, False) and name not in _HARMLESS]
-    require(not strangers, f"passes {', '.join(strangers)} to a function over tokens")
