@@ -3,6 +3,7 @@
 //     x += attention(norm(x))        norm -> q, k, v in one product -> attention (norms q and k, rotates, writes KV) -> product
 //     x += mlp(norm(x))              norm -> gate, up in one product -> silu(gate) * up -> product
 //
+// or one of the two alone (Nemotron-H), or max(up, 0)^2 in place of silu(gate) * up;
 // or, of a layer with a state, norm -> products -> the gated delta rule (`delta_net.h`), Mamba 2's recurrence (`mamba.h`) or a
 // short convolution (`short_convolution.h`) -> product in place of attention;
 // or, of a mixture of experts, norm -> router -> the same for each expert and the rows that are sent to it -> weighted sum,
@@ -52,9 +53,10 @@ struct Product {
 extern "C" {
 
 struct Norm {
-    const void* weight;  // [hidden_size]
+    const void* weight;  // [hidden_size]; null: there is none
     float epsilon;
-    int32_t has_offset;  // 1 is added to the weight
+    int32_t has_offset;   // 1 is added to the weight
+    int32_t rounds_once;  // behind the weight alone, as with an offset
 };
 
 // Columns [first, first + size) of `whole`: those that this rank computes.
@@ -72,6 +74,7 @@ struct Mixture {
     int64_t place;  // of the layer, among those that have experts
     Product shared_gate_up, shared_down, shared_gate;  // of the expert of all rows; `packed` null: none
     Columns shared, shared_out;                        // columns of this rank: of half the first, and of the second
+    int32_t is_plain;                                  // experts, and the shared one, have no gates, as `DecoderLayer`
 };
 
 struct DecoderLayer {
@@ -80,13 +83,17 @@ struct DecoderLayer {
     Norm attention_norm, mlp_norm;
     Product inputs[INPUTS];   // of attention one: q, k and v; `packed` null: no more
     int64_t sizes[INPUTS];    // columns of each
-    Product out, gate_up, down;  // the last two are of no layer with a mixture
+    Product out, gate_up, down;  // the last two are of no layer with a mixture; `out.packed` null: it has an MLP alone
     const Mixture* mixture;      // or null
     const DeltaNet* delta;       // its mixer, or null, as the next two; with none it has attention
     const Mamba* mamba;
     const ShortConvolution* convolution;
     int32_t is_gated;            // behind each head of q is one of a gate, whose sigmoid multiplies its output
     float factor;                // multiplies both results that are added to the residual stream
+    int32_t is_plain;            // its MLP has no gates: `gate_up` is up alone
+
+    bool mixes() const { return out.packed; }
+    bool feeds() const { return mlp_norm.weight; }
 
     int64_t num_projected() const {
         int64_t sum = 0;
@@ -248,7 +255,7 @@ struct Buffers : Carved {
             const DecoderLayer& layer = c.layers[i];
             inputs_size = std::max(inputs_size, layer.num_projected());
             attended_size = std::max(attended_size, layer.attended.whole);
-            if (!mixers.add(layer)) scratch_bytes = std::max(scratch_bytes, attention_scratch(&layer.attention));
+            if (layer.mixes() && !mixers.add(layer)) scratch_bytes = std::max(scratch_bytes, attention_scratch(&layer.attention));
             is_int8 |= layer.inputs[0].scales != nullptr;
         }
         const int64_t mlp_rows = std::min(c.num_tokens, MLP_ROWS);
@@ -303,7 +310,7 @@ struct Worker {
         for (int i = 0; i < last; i++) finish(i, attend(i));
         const Rows left = c.drops_rows() ? kept(attend(last)) : attend(last);
         finish(last, left);
-        add_and_norm(left, e.delta, c.layers[last].factor, nullptr);
+        if (c.layers[last].feeds()) add_and_norm(left, e.delta, c.layers[last].factor, nullptr);
         if (c.ends)
             leave(*c.ends, left);
         else if (c.drops_rows())
@@ -326,20 +333,27 @@ struct Worker {
 
     // A layer up to its attention, or its mixer, of all rows of the batch.
     Rows attend(int i) const {
+        const DecoderLayer& layer = c.layers[i];
         const Rows all = {c.ends ? b.hidden : (T*)c.hidden, e.attended, c.num_tokens, &c.adapter_rows};
-        add_and_norm(all, i ? e.delta : nullptr, i ? c.layers[i - 1].factor : 1.0f, &c.layers[i].attention_norm);
+        const bool has_delta = i && c.layers[i - 1].feeds();
+        add_and_norm(all, has_delta ? e.delta : nullptr, has_delta ? c.layers[i - 1].factor : 1.0f,
+                     layer.mixes() ? &layer.attention_norm : nullptr);
+        if (!layer.mixes()) return all;
         project(i, all);
-        mix(c.layers[i]);
+        mix(layer);
         return all;
     }
 
-    // The rest of the layer; its output waits in `delta`.
+    // The rest of the layer; the output of its MLP waits in `delta`.
     void finish(int i, Rows r) const {
         const DecoderLayer& layer = c.layers[i];
-        multiply(layer.out, adapters_of(i, &LayerAdapters::out, r), r.attended, row_stride<T>(layer.attended.whole),
-                 e.delta, 0, r.count, layer.attended.whole, c.hidden_columns);
-        meet_ranks();
-        add_and_norm(r, e.delta, layer.factor, &layer.mlp_norm);
+        if (layer.mixes()) {
+            multiply(layer.out, adapters_of(i, &LayerAdapters::out, r), r.attended, row_stride<T>(layer.attended.whole),
+                     e.delta, 0, r.count, layer.attended.whole, c.hidden_columns);
+            meet_ranks();
+        }
+        add_and_norm(r, layer.mixes() ? e.delta : nullptr, layer.factor, layer.feeds() ? &layer.mlp_norm : nullptr);
+        if (!layer.feeds()) return;
         if (const Mixture* m = layer.mixture) {
             const int64_t rows = rows_at_once(*m, c.num_tokens);
             for (int64_t first = 0; first < r.count; first += rows)
@@ -417,7 +431,9 @@ struct Worker {
     }
 
     void norm_row(const T* x, const Norm& norm, T* out) const {
-        const auto row = norm.has_offset ? rows::offset_norm_row<T> : rows::norm_row<T>;
+        const auto row = norm.has_offset    ? rows::offset_norm_row<T>
+                         : norm.rounds_once ? rows::single_norm_row<T>
+                                            : rows::norm_row<T>;
         row(x, (const T*)norm.weight, out, c.hidden_columns.whole, norm.epsilon);
     }
 
@@ -482,33 +498,39 @@ struct Worker {
     // Rows [first, first + count).
     void mlp(int i, Rows r, int64_t first, int64_t count) const {
         const DecoderLayer& layer = c.layers[i];
-        gated_products(i, layer.gate_up, layer.down, c.intermediate, r, first, count,
+        dense_products(i, layer.gate_up, layer.down, layer.is_plain, c.intermediate, r, first, count,
                        e.delta + first * c.hidden_columns.whole, c.hidden_columns);
         meet_ranks();
     }
 
-    // down(silu(gate(x)) * up(x)) of rows [first, first + count), these columns of it.
-    void gated_products(int i, const Product& gate_up, const Product& down, Columns inner, Rows r, int64_t first,
-                        int64_t count, T* out, Columns columns) const {
-        const int64_t size = inner.size, hidden_size = c.hidden_columns.whole;
+    // down(silu(gate(x)) * up(x)), or down(max(up(x), 0)^2), of rows [first, first + count), these columns of it.
+    void dense_products(int i, const Product& gate_up, const Product& down, bool is_plain, Columns inner, Rows r,
+                        int64_t first, int64_t count, T* out, Columns columns) const {
+        const int64_t size = inner.size, projected = is_plain ? size : 2 * size, hidden_size = c.hidden_columns.whole;
         const int64_t x_stride = row_stride<T>(hidden_size), inner_stride = row_stride<T>(inner.whole);
         multiply(gate_up, adapters_of(i, &LayerAdapters::gate_up, r), b.normed + first * x_stride, x_stride,
-                 b.gate_up, first, count, hidden_size, {0, 2 * size, 2 * size});
+                 b.gate_up, first, count, hidden_size, {0, projected, projected});
 #pragma omp for schedule(static) nowait
-        for (int64_t row = 0; row < count; row++) {
-            const T* gate = b.gate_up + row * 2 * size;
-            rows::activate_row(gate, gate + size, e.activated + row * inner_stride + inner.first, size);
-        }
+        for (int64_t row = 0; row < count; row++)
+            activate(b.gate_up + row * projected, e.activated + row * inner_stride + inner.first, size, is_plain);
         team.meet();
         meet_ranks();
         multiply(down, adapters_of(i, &LayerAdapters::down, r), e.activated, inner_stride, out, first, count,
                  inner.whole, columns);
     }
 
+    // silu(gate) * up of [gate, up], or of up alone max(up, 0)^2.
+    void activate(const T* projected, T* out, int64_t size, bool is_plain) const {
+        if (is_plain)
+            rows::squared_relu_row(projected, out, size);
+        else
+            rows::activate_row(projected, projected + size, out, size);
+    }
+
     // The output of the expert of all rows, of rows [first, first + count), in `shared`; threads have met behind it.
     void shared_expert(int layer, const Mixture& m, Rows r, int64_t first, int64_t count) const {
         const int64_t size = c.hidden_columns.whole, x_stride = row_stride<T>(size);
-        gated_products(layer, m.shared_gate_up, m.shared_down, m.shared, r, first, count, b.shared, m.shared_out);
+        dense_products(layer, m.shared_gate_up, m.shared_down, m.is_plain, m.shared, r, first, count, b.shared, m.shared_out);
         if (!m.shared_gate.packed) return;
         multiply(m.shared_gate, adapters_of(layer, &LayerAdapters::shared_gate, r), b.normed + first * x_stride, x_stride,
                  b.shared_gates, first, count, size, {0, 1, 1});
@@ -542,12 +564,11 @@ struct Worker {
             if (start <= place && place < stop) memcpy(b.sent + place * x_stride, x + i / k * x_stride, size * sizeof(T));
         }
         team.meet();
-        products(m, m.gate_up, b.sent, b.projected, size, 2 * inner_size);
+        const int64_t projected = m.is_plain ? inner_size : 2 * inner_size;
+        products(m, m.gate_up, b.sent, b.projected, size, projected);
 #pragma omp for schedule(static) nowait
-        for (int64_t i = start; i < stop; i++) {
-            const T* gate = b.projected + i * 2 * inner_size;
-            rows::activate_row(gate, gate + inner_size, b.inner + i * inner_stride, inner_size);
-        }
+        for (int64_t i = start; i < stop; i++)
+            activate(b.projected + i * projected, b.inner + i * inner_stride, inner_size, m.is_plain);
         team.meet();
         products(m, m.down, b.inner, e.outputs, inner_size, size);
         meet_ranks();

@@ -36,11 +36,15 @@ NUM_INPUTS = 4
 
 
 class Norm(NamedTuple):
-    """RMSNorm: weight * round(x / rms(x)); with an offset round((1 + weight) * x / rms(x))."""
+    """RMSNorm: weight * round(x / rms(x)); with an offset round((1 + weight) * x / rms(x)).
+
+    With `rounds_once` it is round(weight * x / rms(x)).
+    """
 
     weight: Tensor
     epsilon: float
     has_offset: bool = False
+    rounds_once: bool = False
 
 
 class Product(NamedTuple):
@@ -51,10 +55,12 @@ class Product(NamedTuple):
 
 
 class MLP(NamedTuple):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), or down(max(up(x), 0)^2)."""
 
     gate_up: Product
     down: Product
+    is_plain: bool = False
+    """Whether `gate_up` is up alone."""
 
 
 class Routing(NamedTuple):
@@ -109,16 +115,19 @@ class Mixture(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """One layer: attention, with RMSNorm of each q and k head if given, then an MLP or a mixture of experts."""
+    """One layer: attention, with RMSNorm of each q and k head if given, then an MLP or a mixture of experts.
 
-    attention_norm: Norm
+    Either may be left out: of attention then its norm and products, of the MLP its norm.
+    """
+
+    attention_norm: Norm | None
     inputs: Sequence[Product]
     """Products of the layer's input, side by side: of attention one, q, k and v."""
     q_norm: Norm | None
     k_norm: Norm | None
-    out: Product
-    mlp_norm: Norm
-    mlp: MLP | Mixture
+    out: Product | None
+    mlp_norm: Norm | None
+    mlp: MLP | Mixture | None
     num_heads: int
     attention_params: AttentionParams
     is_gated: bool = False
@@ -127,6 +136,11 @@ class LayerWeights(NamedTuple):
     """In place of attention; None: the layer attends."""
     factor: float = 1.0
     """Multiplies the results of attention, or the mixer, and of the MLP before they are added."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention."""
+        return self.out is not None and self.mixer is None
 
 
 class DecoderRanks(NamedTuple):
@@ -193,15 +207,17 @@ class Decoder:
         self._held = (layers, pool)
         self._ranks = ranks
         self._pools = {(layer.num_blocks, layer.block_size) for layer in pool}
-        self._dtype = layers[0].attention_norm.weight.dtype
-        self._hidden_size = layers[0].attention_norm.weight.numel()
+        norms = [norm for norm in (layers[0].attention_norm, layers[0].mlp_norm) if norm is not None]
+        if not norms:
+            raise ValueError("A layer should have attention, a mixer or an MLP, and the first has none.")
+        self._dtype, self._hidden_size = norms[0].weight.dtype, norms[0].weight.numel()
         self._head_dim = pool[0].call.dk
         self._rotary = self._head_dim if rotary is None else rotary
         pools = _by_layer(layers, pool)
         if ranks is None:
             self._hidden = Columns.all(self._hidden_size)
             mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, MLP)]
-            self._intermediate = Columns.all(mlps[0].gate_up.weight.out_features // 2 if mlps else 0)
+            self._intermediate = Columns.all(mlps[0].down.weight.in_features if mlps else 0)
             attended = [Columns.all(_num_attended(*pair)) for pair in zip(layers, pools, strict=True)]
         else:
             self._hidden, self._intermediate, attended = ranks.hidden, ranks.intermediate, list(ranks.attended)
@@ -391,16 +407,19 @@ class Decoder:
         if kv is not None:
             norms |= {"q_norm": kv.call.dk, "k_norm": kv.call.dk}
             self._check_attention(layer, kv)
-        elif len(layer.inputs) > NUM_INPUTS or layer.out.weight.in_features != attended.whole:
+        elif len(layer.inputs) > NUM_INPUTS:
             raise ValueError(f"A layer with states should have {NUM_INPUTS} inputs at most, not {len(layer.inputs)}.")
+        if (layer.out is None) != (layer.attention_norm is None) or (layer.mlp is None) != (layer.mlp_norm is None):
+            raise ValueError("Attention or a mixer, and an MLP, should each have a norm before it, and only then.")
         for each in layer.inputs:
             _check_product("an input", each, (each.weight.out_features, hidden), self._dtype)
-        _check_product("out", layer.out, (self._hidden.size, attended.whole), self._dtype)
+        if layer.out is not None:
+            _check_product("out", layer.out, (self._hidden.size, attended.whole), self._dtype)
         if isinstance(layer.mlp, Mixture):
             _check_mixture(layer.mlp, self._hidden, self._dtype)
-        else:
+        elif layer.mlp is not None:
             inner = self._intermediate
-            _check_product("gate_up", layer.mlp.gate_up, (2 * inner.size, hidden), self._dtype)
+            _check_product("gate_up", layer.mlp.gate_up, (_num_projected(layer.mlp, inner.size), hidden), self._dtype)
             _check_product("down", layer.mlp.down, (self._hidden.size, inner.whole), self._dtype)
         for name, size in norms.items():
             norm = getattr(layer, name)
@@ -411,6 +430,8 @@ class Decoder:
         call = kv.call
         of_q = 2 * call.dk if layer.is_gated else call.dk
         qkv = layer.num_heads * of_q + call.num_kv_heads * (call.dk + call.dv)
+        if any(norm is not None and norm.rounds_once for norm in (layer.q_norm, layer.k_norm)):
+            raise ValueError("Norms of heads should round before the weight too, or have an offset.")
         (product,) = layer.inputs
         _check_product("qkv", product, (qkv, self._hidden_size), self._dtype)
         if self._rotary % 2 or not 0 <= self._rotary <= call.dk or (layer.is_gated and call.dk != call.dv):
@@ -423,6 +444,11 @@ class Decoder:
                 f"The KV pool should be {self._dtype}, with heads of {self._head_dim} channels whose "
                 f"number divides {layer.num_heads}; it is {kv.dtype} with {call.num_kv_heads} heads of {call.dk}."
             )
+
+
+def _num_projected(mlp: MLP, size: int) -> int:
+    """Columns of an MLP's first product, of which `size` are up's."""
+    return size if mlp.is_plain else 2 * size
 
 
 def _check_product(name: str, product: Product, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -448,10 +474,13 @@ def _check_mixture(mixture: Mixture, hidden_columns: Columns, dtype: torch.dtype
         _check_shared(mixture.shared, hidden_columns, dtype)
     _check_product("router", mixture.router, (count, hidden), dtype)
     for expert in mixture.experts:
-        _check_product("gate_up", expert.gate_up, (2 * inner, hidden), dtype)
+        _check_product("gate_up", expert.gate_up, (_num_projected(expert, inner), hidden), dtype)
         _check_product("down", expert.down, (hidden, inner), dtype)
-    if any(product.bias is not None for expert in mixture.experts for product in expert):
+    if any(product.bias is not None for expert in mixture.experts for product in (expert.gate_up, expert.down)):
         raise ValueError("Experts should have no bias.")
+    mlps = [*mixture.experts, *([] if mixture.shared is None else [mixture.shared.mlp])]
+    if len({mlp.is_plain for mlp in mlps}) != 1:
+        raise ValueError("All experts of a mixture should have gates, or none.")
 
 
 def _check_routing(routing: Routing, num_experts: int) -> None:
@@ -466,14 +495,14 @@ def _check_routing(routing: Routing, num_experts: int) -> None:
 def _check_shared(shared: SharedExpert, hidden: Columns, dtype: torch.dtype) -> None:
     if shared.outer not in (hidden, Columns.all(hidden.whole)):
         raise ValueError(f"A shared expert should have all columns or {hidden}, and has {shared.outer}.")
-    _check_product("gate_up", shared.mlp.gate_up, (2 * shared.inner.size, hidden.whole), dtype)
+    _check_product("gate_up", shared.mlp.gate_up, (_num_projected(shared.mlp, shared.inner.size), hidden.whole), dtype)
     _check_product("down", shared.mlp.down, (shared.outer.size, shared.inner.whole), dtype)
     if shared.gate is not None:
         _check_product("shared_gate", shared.gate, (1, hidden.whole), dtype)
 
 
 class _Norm(ctypes.Structure):
-    _fields_ = [("weight", c_void_p), ("epsilon", c_float), ("has_offset", c_int32)]
+    _fields_ = [("weight", c_void_p), ("epsilon", c_float), ("has_offset", c_int32), ("rounds_once", c_int32)]
 
 
 class _Product(ctypes.Structure):
@@ -503,6 +532,7 @@ class _MixtureCall(ctypes.Structure):
         ("place", c_int64),
         *((name, _Product) for name in ("shared_gate_up", "shared_down", "shared_gate")),
         *((name, _Columns) for name in ("shared", "shared_out")),
+        ("is_plain", c_int32),
     ]
 
 
@@ -529,6 +559,7 @@ class _Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("mixture", *_FIELDS.values())),
         ("is_gated", c_int32),
         ("factor", c_float),
+        ("is_plain", c_int32),
     ]
 
 
@@ -560,7 +591,7 @@ class _Call(ctypes.Structure):
 def _by_layer(layers: Sequence[LayerWeights], pool: Sequence[attention.KVLayer]) -> list[attention.KVLayer | None]:
     """The pool of each layer; None: it does not attend."""
     own = iter(pool)
-    found = [next(own) if layer.mixer is None else None for layer in layers]
+    found = [next(own) if layer.attends else None for layer in layers]
     if next(own, None) is not None:
         raise ValueError(f"{len(pool)} KV pools should be those of the layers that attend, and are more.")
     return found
@@ -570,6 +601,8 @@ def _num_attended(layer: LayerWeights, kv: attention.KVLayer | None) -> int:
     """Columns that a layer gives its product `out`."""
     if layer.mixer is not None:
         return layer.mixer.attended
+    if layer.out is None:
+        return 0
     assert kv is not None, "a layer without another mixer attends"
     return int(layer.num_heads * kv.call.dv)
 
@@ -595,19 +628,23 @@ def _layer(layer: LayerWeights, kv: attention.KVLayer | None, attended: Columns)
         setattr(call, f"{name}_weight", norm and norm.weight.data_ptr())
         setattr(call, f"{name}_epsilon", norm.epsilon if norm else 0.0)
         setattr(call, f"{name}_offset", norm.has_offset if norm else False)
-    norms = (_norm(norm, norm.weight.data_ptr()) for norm in (layer.attention_norm, layer.mlp_norm))
-    of_mlp = (None, None) if isinstance(layer.mlp, Mixture) else layer.mlp
+    norms = (
+        _Norm() if norm is None else _norm(norm, norm.weight.data_ptr())
+        for norm in (layer.attention_norm, layer.mlp_norm)
+    )
+    of_mlp = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else (None, None)
     made = _Layer(call, _Columns(*attended), *norms)
     for number, product in enumerate(layer.inputs):
         made.inputs[number], made.sizes[number] = _product(product), product.weight.out_features
     made.out, made.gate_up, made.down = map(_product, (layer.out, *of_mlp))
     made.is_gated, made.factor = layer.is_gated, layer.factor
+    made.is_plain = isinstance(layer.mlp, MLP) and layer.mlp.is_plain
     return made
 
 
 def _norm(norm: Norm, weight: int) -> _Norm:
     """`weight`: the address of its weight."""
-    return _Norm(weight, norm.epsilon, norm.has_offset)
+    return _Norm(weight, norm.epsilon, norm.has_offset, norm.rounds_once)
 
 
 def _products_of(layer: LayerWeights) -> Iterator[Product | None]:
@@ -616,11 +653,12 @@ def _products_of(layer: LayerWeights) -> Iterator[Product | None]:
     yield from _mlp_products(layer.mlp)
 
 
-def _mlp_products(mlp: MLP | Mixture) -> tuple[Product | None, Product | None, Product | None]:
+def _mlp_products(mlp: MLP | Mixture | None) -> tuple[Product | None, Product | None, Product | None]:
     """The products gate_up and down of a layer's MLP, or of a mixture's shared expert, and that one's gate."""
     if isinstance(mlp, MLP):
-        return *mlp, None
-    return (None, None, None) if mlp.shared is None else (*mlp.shared.mlp, mlp.shared.gate)
+        return mlp.gate_up, mlp.down, None
+    shared = None if mlp is None else mlp.shared
+    return (None, None, None) if shared is None else (shared.mlp.gate_up, shared.mlp.down, shared.gate)
 
 
 def _product(product: Product | None) -> _Product:
@@ -642,9 +680,11 @@ def _mixture(mixture: Mixture, place: int) -> _Mixture:
         intermediate_size=mixture.experts[0].down.weight.in_features,
         routing=_routing(mixture.routing, mixture.router.weight.out_features),
         place=place,
+        is_plain=mixture.experts[0].is_plain,
     )
     if (shared := mixture.shared) is not None:
-        call.shared_gate_up, call.shared_down, call.shared_gate = map(_product, (*shared.mlp, shared.gate))
+        products = (shared.mlp.gate_up, shared.mlp.down, shared.gate)
+        call.shared_gate_up, call.shared_down, call.shared_gate = map(_product, products)
         call.shared, call.shared_out = _Columns(*shared.inner), _Columns(*shared.outer)
     return _Mixture(call, (gate_up, down))
 

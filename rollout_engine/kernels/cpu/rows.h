@@ -84,6 +84,13 @@ void offset_norm_row(const T* x, const T* weight, T* out, int64_t size, float ep
     map(x, weight, out, size, [=](F v, F w) LAMBDA_INLINE { return vec::product(vec::product(v, scale), 1.0f + w); });
 }
 
+// weight * x / sqrt(mean(x^2) + epsilon), rounded once: the formula of Nemotron-H and OLMo 2 in transformers.
+template <typename T>
+void single_norm_row(const T* x, const T* weight, T* out, int64_t size, float epsilon) {
+    const F scale = vec::set1(inverse_rms(x, size, epsilon));
+    map(x, weight, out, size, [=](F v, F w) LAMBDA_INLINE { return vec::product(vec::product(v, scale), w); });
+}
+
 // Gradients of y = (offset + w) n, n = x s, s = 1 / rms, with w for the first factor: dx = s (w dy - n mean(n w dy)), and
 // dw += dy n. Either may be null.
 template <typename T>
@@ -245,6 +252,15 @@ void activate_row(const T* x, const T* other, T* out, int64_t size) {
 
 VEC_INLINE F product(F a, F b, const float*) { return vec::product(a, b); }
 VEC_INLINE F product(F a, F b, const bf16* type) { return rounded(a * b, type); }
+
+// max(x, 0)^2, rounded.
+template <typename T>
+void squared_relu_row(const T* x, T* out, int64_t size) {
+    map(x, x, out, size, [](F v, F) LAMBDA_INLINE {
+        const F positive = vec::max(F{}, v);  // NaN stays
+        return vec::product(positive, positive);
+    });
+}
 
 // x + y, rounded, over `x`.
 template <typename T>

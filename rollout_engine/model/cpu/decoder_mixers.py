@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from rollout_engine.kernels.cpu import delta_net, mamba, short_convolution
 from rollout_engine.kernels.cpu.decoder import Mixer as Operands
 from rollout_engine.model.cpu.row_invariance import RowInvariantGatedNorm
-from rollout_engine.model.modules.decoder_structure import Mixer, require
+from rollout_engine.model.modules.decoder_structure import Mixer
 from rollout_engine.model.modules.mamba_patterns import MambaPattern
 from rollout_engine.model.modules.mixer_functions import KEY_EPSILON, LayerStates
 from rollout_engine.model.modules.mixer_patterns import DeltaPattern
 from rollout_engine.model.modules.short_convolution_patterns import ConvolutionPattern
+from rollout_engine.model.modules.structure_checks import require
 from rollout_engine.model.packing.module_types import tensor_of
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rollout_engine.kernels.activation import gated_silu, gelu_tanh, silu
 from rollout_engine.kernels.adapters import added
-from rollout_engine.kernels.norm import gated_rms_norm, offset_rms_norm, rms_norm
+from rollout_engine.kernels.norm import gated_rms_norm, offset_rms_norm, rms_norm, single_rms_norm
 from rollout_engine.kernels.token_logprobs import row_stats
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.cpu.experts import (
@@ -38,6 +38,7 @@ from rollout_engine.model.modules.module_patterns import (
     is_gelu_tanh,
     offset_norm_epsilon,
     rms_norm_epsilon,
+    single_norm_epsilon,
 )
 from rollout_engine.model.modules.own_forwards import OwnForward, names_a_gate, names_an_activation, swap_calls
 from rollout_engine.model.modules.routers import routers_of
@@ -71,6 +72,8 @@ def make_row_invariant(module: nn.Module) -> None:
             become(child, RowInvariantRMSNorm)._epsilon = epsilon
         elif (epsilon := offset_norm_epsilon(child)) is not None:
             become(child, RowInvariantOffsetNorm)._epsilon = epsilon
+        elif (epsilon := single_norm_epsilon(child)) is not None:
+            become(child, RowInvariantSingleNorm)._epsilon = epsilon
         elif isinstance(child, RowInvariantRouter | RowInvariantExperts):
             continue
         elif (pattern := router_pattern(child)) is not None and has_product(pattern, child):
@@ -134,6 +137,16 @@ class RowInvariantOffsetNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
             return offset_rms_norm(x, self.weight, self._epsilon)
+
+
+class RowInvariantSingleNorm(nn.Module):
+    """`kernels.norm.single_rms_norm` as a module."""
+
+    weight: Tensor
+    _epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return single_rms_norm(hidden_states, self.weight, self._epsilon)
 
 
 class RowInvariantGatedNorm(nn.Module):

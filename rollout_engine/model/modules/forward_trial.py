@@ -31,12 +31,12 @@ _KNOWN = {
     "mixture": _ANYWHERE
     | {"gate", "router", "experts", "shared_expert", "shared_experts", "shared_expert_gate", "e_score_correction_bias"}
     | {"num_experts", "top_k", "hidden_dim", "ffn_dim", "input_size", "jitter_noise", "input_jitter_noise"}
-    | {"enable_moe_fp32_combine", "routed_scaling_factor"},
+    | {"enable_moe_fp32_combine", "routed_scaling_factor", "fc1_latent_proj", "fc2_latent_proj"},
     "layer": _ANYWHERE
     | {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "residual_multiplier", "residual_dropout"}
     | {"layer_type", "attention_type", "gradient_checkpointing", "linear_attn", "block_type"}
     | {"operator_norm", "ffn_norm", "feed_forward", "conv", "is_attention_layer"}
-    | {"mamba", "pre_ff_layernorm", "block_sparse_moe", "shared_mlp", "has_experts"},
+    | {"mamba", "pre_ff_layernorm", "block_sparse_moe", "shared_mlp", "has_experts", "norm", "mixer"},
     "delta rule": _ANYWHERE
     | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj", "norm"}
     | {"conv1d", "activation", "conv_kernel_size", "A_log", "dt_bias", "fix_query_key_value_ordering"}
@@ -49,6 +49,7 @@ _KNOWN = {
     "base": _ANYWHERE
     | {"embed_tokens", "layers", "norm", "rotary_emb", "gradient_checkpointing", "has_sliding_layers"}
     | {"embedding_multiplier", "embedding_norm", "pos_emb", "final_layernorm", "config.layers_block_type"}
+    | {"embeddings", "norm_f"}
     | {"config._attn_implementation", "config.is_causal", "config.layer_types", "config.num_hidden_layers"}
     | {"config.sliding_window"},
     "head": _ANYWHERE

@@ -6,7 +6,7 @@ A module is run with known weights, so a norm that multiplies by (1 + weight), o
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from rollout_engine.kernels.activation import gated_silu, gelu_tanh
-from rollout_engine.kernels.norm import gated_rms_norm, offset_rms_norm, rms_norm
+from rollout_engine.kernels.norm import gated_rms_norm, offset_rms_norm, rms_norm, single_rms_norm
 from rollout_engine.model.packing.module_types import tensor_of
 
 SILU_CLASSES = (nn.SiLU, SiLUActivation)
@@ -89,6 +89,34 @@ def gated_mlp_names(child: nn.Module) -> MLPNames | None:
     return names if agree(trial, compute, x) and agree(trial, compute, x * LARGE) else None
 
 
+def is_squared_relu_mlp(child: nn.Module) -> bool:
+    """Whether `child` computes down(max(up(x), 0)^2), tried with small linears."""
+    children = dict(child.named_children())
+    linears = [children.get(name) for name in ("up_proj", "down_proj")]
+    own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+    if own or children.keys() != {"up_proj", "down_proj", "act_fn"} or not _are_linears(linears):
+        return False
+    small = {"up_proj": _small_linear(8, 16), "down_proj": _small_linear(16, 8)}
+    trial = copy_with(child, _modules=small | {"act_fn": children["act_fn"]})
+    x = torch.linspace(-4, 4, 24).view(3, 8)
+
+    def compute(x: Tensor) -> Tensor:
+        out: Tensor = small["down_proj"](small["up_proj"](x).relu().square())
+        return out
+
+    return agree(trial, compute, x) and agree(trial, compute, x * LARGE)
+
+
+def is_squared_relu(child: object) -> bool:
+    """Whether a module computes max(x, 0)^2 of each element."""
+    x = torch.linspace(-6, 6, 301)
+    return isinstance(child, nn.Module) and agree(child, lambda x: x.relu().square(), x)
+
+
+def _are_linears(children: Sequence[nn.Module | None]) -> bool:
+    return all(isinstance(child, nn.Linear) for child in children)
+
+
 def rms_norm_epsilon(child: nn.Module) -> float | None:
     """The epsilon of a module that computes `kernels.norm.rms_norm`, tried with another weight; None of others."""
     return _epsilon_of(child, rms_norm)
@@ -97,6 +125,11 @@ def rms_norm_epsilon(child: nn.Module) -> float | None:
 def offset_norm_epsilon(child: nn.Module) -> float | None:
     """The epsilon of a module that computes `kernels.norm.offset_rms_norm`, found in the same way."""
     return _epsilon_of(child, offset_rms_norm)
+
+
+def single_norm_epsilon(child: nn.Module) -> float | None:
+    """The epsilon of a module that computes `kernels.norm.single_rms_norm`, found in the same way."""
+    return _epsilon_of(child, single_rms_norm)
 
 
 def gated_norm_options(child: nn.Module) -> dict[str, Any] | None:

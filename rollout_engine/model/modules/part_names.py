@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 _ROLES = {
     # of a base model
-    "embed_tokens": "embedding",
+    **dict.fromkeys(("embed_tokens", "embeddings"), "embedding"),
     "layers": "layers",
-    **dict.fromkeys(("norm", "embedding_norm", "final_layernorm"), "last_norm"),
+    **dict.fromkeys(("norm", "embedding_norm", "final_layernorm", "norm_f"), "norm"),
     **dict.fromkeys(("rotary_emb", "pos_emb"), "rotary"),
     # of a layer
     **dict.fromkeys(("input_layernorm", "operator_norm"), "attention_norm"),
@@ -16,6 +16,8 @@ _ROLES = {
     **dict.fromkeys(("mlp", "feed_forward"), "mlp"),
     "block_sparse_moe": "mixture",
     "shared_mlp": "shared_mlp",
+    # of a layer that is one of the two halves of others (Nemotron-H), and has a norm alone before it
+    "mixer": "half",
     # of attention
     "q_proj": "q",
     "k_proj": "k",

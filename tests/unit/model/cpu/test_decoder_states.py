@@ -48,6 +48,10 @@ MODELS = {
     "bamba with limits": dict(time_step_limit=(0.3, 0.9), mamba_conv_bias=False, mamba_proj_bias=True),
     "granitemoehybrid": dict(embedding_multiplier=12, attention_multiplier=0.1),
     "granitemoehybrid without experts and rotations": dict(num_local_experts=0, position_embedding_type="nope"),
+    "nemotron_h": {},
+    "nemotron_h that ends with an MLP": dict(
+        num_hidden_layers=4, layers_block_type=["mlp", "linear_attention", "full_attention", "moe"]
+    ),
 }
 NUM_SLOTS = 40
 
@@ -167,7 +171,12 @@ def test_the_next_step_sees_every_tensor_of_other_mixers_too(name):
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("name", "targets"), [("lfm2", ["in_proj", "w1", "w2"]), ("granitemoehybrid", ["in_proj", "out_proj", "input_linear"])]
+    ("name", "targets"),
+    [
+        ("lfm2", ["in_proj", "w1", "w2"]),
+        ("granitemoehybrid", ["in_proj", "out_proj", "input_linear"]),
+        ("nemotron_h", ["in_proj", "q_proj", "up_proj", "down_proj"]),
+    ],
 )
 def test_adapters_of_other_mixers_change_the_same_bits(name, targets, dtype):
     module, geometry = prepared(name, dtype)
