@@ -396,6 +396,7 @@ struct Worker {
             const int64_t token = ends.token_ids[row], position = ends.positions[row];
             memcpy(b.hidden + row * size, (const T*)ends.embedding + token * size, size * sizeof(T));
             if (ends.factor != 1.0f) rows::multiply_row(b.hidden + row * size, ends.factor, size);
+            if (!rotary) continue;
             memcpy(b.cos + row * rotary, (const T*)ends.cos + position * rotary, rotary * sizeof(T));
             memcpy(b.sin + row * rotary, (const T*)ends.sin + position * rotary, rotary * sizeof(T));
         }

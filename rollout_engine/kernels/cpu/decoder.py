@@ -519,7 +519,7 @@ class _Routing(ctypes.Structure):
         ("bias", c_void_p),
         *((name, c_float) for name in ("scaling", "added", "least")),
         *((name, c_int32) for name in ("is_sigmoid", "is_precise", "is_normalised", "is_rounded")),
-        *((name, c_int32) for name in ("is_bias_bf16", "sums_two")),
+        *((name, c_int32) for name in ("is_bias_bf16", "sums_two", "is_stepwise")),
     ]
 
 
@@ -696,7 +696,7 @@ def _routing(routing: Routing, num_experts: int) -> _Routing:
         None if bias is None else bias.data_ptr(),
         *(rule.scaling, rule.added, rule.least),
         *(rule.sigmoid, rule.precise, rule.normalised, rule.rounded),
-        *(bias is not None and bias.dtype == torch.bfloat16, groups.sums_two),
+        *(bias is not None and bias.dtype == torch.bfloat16, groups.sums_two, rule.stepwise),
     )
 
 

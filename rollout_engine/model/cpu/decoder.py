@@ -92,7 +92,9 @@ class CpuDecoder:
                 self._groups += [part._groups[0] for part in _mixture_parts(mlp)]
                 self._owners += [mlp.module._parameters, mlp.module._buffers, mlp.router._buffers]
             owners = [*norms, *layer.qkv, *_some(layer.out)]
-            owners += [] if mlp is None else [mlp.module, *mlp.module.modules()]
+            shared = mlp.shared if isinstance(mlp, Mixture) else None
+            for each in (mlp, shared):
+                owners += [] if each is None else [each.module, *each.module.modules()]
             self._owners += [child._parameters for child in owners]
             self._owners += [] if layer.mixer is None else mixer_owners(layer.mixer)
         self._stamp: list[int] = []

@@ -76,7 +76,7 @@ def make_row_invariant(module: nn.Module) -> None:
             become(child, RowInvariantSingleNorm)._epsilon = epsilon
         elif isinstance(child, RowInvariantRouter | RowInvariantExperts):
             continue
-        elif (pattern := router_pattern(child)) is not None and has_product(pattern, child):
+        elif (pattern := router_pattern(child, takes_steps=True)) is not None and has_product(pattern, child):
             swap_router(child, pattern)
         elif (form := expert_form(child)) is not None:
             swap_experts(child, form)

@@ -31,7 +31,8 @@ _KNOWN = {
     "mixture": _ANYWHERE
     | {"gate", "router", "experts", "shared_expert", "shared_experts", "shared_expert_gate", "e_score_correction_bias"}
     | {"num_experts", "top_k", "hidden_dim", "ffn_dim", "input_size", "jitter_noise", "input_jitter_noise"}
-    | {"enable_moe_fp32_combine", "routed_scaling_factor", "fc1_latent_proj", "fc2_latent_proj"},
+    | {"enable_moe_fp32_combine", "routed_scaling_factor", "fc1_latent_proj", "fc2_latent_proj"}
+    | {"use_expert_bias", "expert_bias"},
     "layer": _ANYWHERE
     | {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "residual_multiplier", "residual_dropout"}
     | {"layer_type", "attention_type", "gradient_checkpointing", "linear_attn", "block_type"}

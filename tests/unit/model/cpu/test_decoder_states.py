@@ -42,6 +42,7 @@ MODELS = {
     "qwen3_5_moe_text": {},
     "lfm2": {},
     "lfm2 of odd sizes": ODD_HEADS | dict(conv_L_cache=4, conv_bias=False, hidden_size=57),
+    "lfm2_moe": {},
     "bamba": {},
     "bamba of odd sizes": ODD_HEADS
     | dict(mamba_n_heads=7, mamba_d_head=18, mamba_n_groups=1, mamba_d_state=19, mamba_d_conv=3, hidden_size=63),
