@@ -3,7 +3,7 @@
 //     x += attention(norm(x))        norm -> q, k, v in one product -> attention (norms q and k, rotates, writes KV) -> product
 //     x += mlp(norm(x))              norm -> gate, up in one product -> silu(gate) * up -> product
 //
-// or one of the two alone (Nemotron-H), or max(up, 0)^2 in place of silu(gate) * up;
+// or one of the two alone (Nemotron-H), or max(up, 0)^2 in place of silu(gate) * up, or norms of what is added instead (OLMo);
 // or, of a layer with a state, norm -> products -> the gated delta rule (`delta_net.h`), Mamba 2's recurrence (`mamba.h`) or a
 // short convolution (`short_convolution.h`) -> product in place of attention;
 // or, of a mixture of experts, norm -> router -> the same for each expert and the rows that are sent to it -> weighted sum,
@@ -91,6 +91,8 @@ struct DecoderLayer {
     int32_t is_gated;            // behind each head of q is one of a gate, whose sigmoid multiplies its output
     float factor;                // multiplies both results that are added to the residual stream
     int32_t is_plain;            // its MLP has no gates: `gate_up` is up alone
+    int32_t norms_behind;        // both norms are of what is added, instead of the inputs
+    Norm q_norm, k_norm;         // of all heads together, or none
 
     bool mixes() const { return out.packed; }
     bool feeds() const { return mlp_norm.weight; }
@@ -310,7 +312,7 @@ struct Worker {
         for (int i = 0; i < last; i++) finish(i, attend(i));
         const Rows left = c.drops_rows() ? kept(attend(last)) : attend(last);
         finish(last, left);
-        if (c.layers[last].feeds()) add_and_norm(left, e.delta, c.layers[last].factor, nullptr);
+        add_and_norm(left, pending(last), {});
         if (c.ends)
             leave(*c.ends, left);
         else if (c.drops_rows())
@@ -335,9 +337,7 @@ struct Worker {
     Rows attend(int i) const {
         const DecoderLayer& layer = c.layers[i];
         const Rows all = {c.ends ? b.hidden : (T*)c.hidden, e.attended, c.num_tokens, &c.adapter_rows};
-        const bool has_delta = i && c.layers[i - 1].feeds();
-        add_and_norm(all, has_delta ? e.delta : nullptr, has_delta ? c.layers[i - 1].factor : 1.0f,
-                     layer.mixes() ? &layer.attention_norm : nullptr);
+        add_and_norm(all, i ? pending(i - 1) : Added{}, layer.mixes() ? ahead(layer, layer.attention_norm) : Input{});
         if (!layer.mixes()) return all;
         project(i, all);
         mix(layer);
@@ -352,7 +352,8 @@ struct Worker {
                      e.delta, 0, r.count, layer.attended.whole, c.hidden_columns);
             meet_ranks();
         }
-        add_and_norm(r, layer.mixes() ? e.delta : nullptr, layer.factor, layer.feeds() ? &layer.mlp_norm : nullptr);
+        add_and_norm(r, layer.mixes() ? added(layer, layer.attention_norm) : Added{},
+                     layer.feeds() ? ahead(layer, layer.mlp_norm) : Input{});
         if (!layer.feeds()) return;
         if (const Mixture* m = layer.mixture) {
             const int64_t rows = rows_at_once(*m, c.num_tokens);
@@ -407,7 +408,7 @@ struct Worker {
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < c.num_rows; i++) {
             const int64_t row = c.drops_rows() ? i : c.rows[i];
-            norm_row(r.hidden + row * size, ends.norm, (T*)ends.states + i * size);
+            norm_row(r.hidden + row * size, ends.norm, (T*)ends.states + i * size, size);
         }
     }
 
@@ -418,24 +419,50 @@ struct Worker {
         team.meet();
     }
 
-    // hidden += factor * delta; normed = norm(hidden).
-    void add_and_norm(Rows r, const T* delta, float factor, const Norm* norm) const {
+    // What is added to the residual stream: factor * delta, or factor * norm(delta).
+    struct Added {
+        T* delta;  // or null: nothing; the norm of it is written over it
+        float factor;
+        const Norm* norm;  // or null
+    };
+
+    // The next input, `normed`: norm(hidden), or a copy of it.
+    struct Input {
+        const Norm* norm;  // or null
+        bool is_copied;
+    };
+
+    Added added(const DecoderLayer& layer, const Norm& norm) const {
+        return {e.delta, layer.factor, layer.norms_behind ? &norm : nullptr};
+    }
+
+    // The output of a layer's MLP.
+    Added pending(int i) const { return c.layers[i].feeds() ? added(c.layers[i], c.layers[i].mlp_norm) : Added{}; }
+
+    static Input ahead(const DecoderLayer& layer, const Norm& norm) {
+        return {layer.norms_behind ? nullptr : &norm, layer.norms_behind != 0};
+    }
+
+    void add_and_norm(Rows r, Added a, Input input) const {
         const int64_t size = c.hidden_columns.whole, stride = row_stride<T>(size);
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < r.count; row++) {
             T* x = r.hidden + row * size;
-            if (delta && factor == 1.0f) rows::add_row(x, delta + row * size, size);
-            if (delta && factor != 1.0f) rows::add_multiple_row(x, delta + row * size, factor, size);
-            if (norm) norm_row(x, *norm, b.normed + row * stride);
+            T* delta = a.delta ? a.delta + row * size : nullptr;
+            if (delta && a.norm) norm_row(delta, *a.norm, delta, size);
+            if (delta && a.factor == 1.0f) rows::add_row(x, delta, size);
+            if (delta && a.factor != 1.0f) rows::add_multiple_row(x, delta, a.factor, size);
+            if (input.norm) norm_row(x, *input.norm, b.normed + row * stride, size);
+            if (input.is_copied) memcpy(b.normed + row * stride, x, size * sizeof(T));
         }
         team.meet();
     }
 
-    void norm_row(const T* x, const Norm& norm, T* out) const {
+    static void norm_row(const T* x, const Norm& norm, T* out, int64_t size) {
         const auto row = norm.has_offset    ? rows::offset_norm_row<T>
                          : norm.rounds_once ? rows::single_norm_row<T>
                                             : rows::norm_row<T>;
-        row(x, (const T*)norm.weight, out, c.hidden_columns.whole, norm.epsilon);
+        row(x, (const T*)norm.weight, out, size, norm.epsilon);
     }
 
     // The products of a layer's input, side by side.
@@ -455,6 +482,7 @@ struct Worker {
         AttentionCall a = layer.attention;
         const int64_t head = layer.is_gated ? 2 * a.dk : a.dk;
         const int64_t q_size = a.num_heads * head, k_size = a.num_kv_heads * a.dk, size = layer.num_projected();
+        if (layer.q_norm.weight) norm_heads(layer, q_size, k_size, size);
         a.plan = c.plan;
         a.q = b.inputs, a.k = b.inputs + q_size, a.v = b.inputs + q_size + k_size;
         a.out = e.attended + layer.attended.first;
@@ -466,6 +494,17 @@ struct Worker {
         attention_in_team(a, team);
         if (layer.is_gated) gate(a, size);
         meet_ranks();
+    }
+
+    // Norms the queries of each row, and its keys.
+    void norm_heads(const DecoderLayer& layer, int64_t q_size, int64_t k_size, int64_t stride) const {
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < c.num_tokens; row++) {
+            T *q = b.inputs + row * stride, *k = q + q_size;
+            norm_row(q, layer.q_norm, q, q_size);
+            norm_row(k, layer.k_norm, k, k_size);
+        }
+        team.meet();
     }
 
     // The outputs of attention times the sigmoids of their gates, which lie behind the queries.

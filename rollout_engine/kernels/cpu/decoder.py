@@ -115,7 +115,7 @@ class Mixture(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """One layer: attention, with RMSNorm of each q and k head if given, then an MLP or a mixture of experts.
+    """One layer: attention, with RMSNorm of each q and k head, or of all together, if given, then an MLP or a mixture.
 
     Either may be left out: of attention then its norm and products, of the MLP its norm.
     """
@@ -136,6 +136,8 @@ class LayerWeights(NamedTuple):
     """In place of attention; None: the layer attends."""
     factor: float = 1.0
     """Multiplies the results of attention, or the mixer, and of the MLP before they are added."""
+    norms_behind: bool = False
+    """Whether norms are of these results, instead of the inputs."""
 
     @property
     def attends(self) -> bool:
@@ -405,7 +407,7 @@ class Decoder:
             raise ValueError(f"{num_attended} outputs of heads and {hidden} are not {attended} and {self._hidden}.")
         norms = {"attention_norm": hidden, "mlp_norm": hidden}
         if kv is not None:
-            norms |= {"q_norm": kv.call.dk, "k_norm": kv.call.dk}
+            norms |= dict(zip(("q_norm", "k_norm"), self._sizes_of_norms(layer, kv), strict=True))
             self._check_attention(layer, kv)
         elif len(layer.inputs) > NUM_INPUTS:
             raise ValueError(f"A layer with states should have {NUM_INPUTS} inputs at most, not {len(layer.inputs)}.")
@@ -426,11 +428,21 @@ class Decoder:
             if norm is not None:
                 address(name, norm.weight, self._dtype, (size,))
 
+    def _sizes_of_norms(self, layer: LayerWeights, kv: attention.KVLayer) -> tuple[int, int]:
+        """Channels that the norms of q and k should have: those of a head, or of all if q's has more than one head's."""
+        dim, norm = kv.call.dk, layer.q_norm
+        if norm is None or norm.weight.numel() <= dim:
+            return dim, dim
+        return layer.num_heads * dim, kv.call.num_kv_heads * dim
+
     def _check_attention(self, layer: LayerWeights, kv: attention.KVLayer) -> None:
         call = kv.call
         of_q = 2 * call.dk if layer.is_gated else call.dk
         qkv = layer.num_heads * of_q + call.num_kv_heads * (call.dk + call.dv)
-        if any(norm is not None and norm.rounds_once for norm in (layer.q_norm, layer.k_norm)):
+        heads = self._sizes_of_norms(layer, kv) == (call.dk, call.dk)
+        if not heads and layer.is_gated:
+            raise ValueError("Queries with gates should be normed by heads.")
+        if heads and any(norm is not None and norm.rounds_once for norm in (layer.q_norm, layer.k_norm)):
             raise ValueError("Norms of heads should round before the weight too, or have an offset.")
         (product,) = layer.inputs
         _check_product("qkv", product, (qkv, self._hidden_size), self._dtype)
@@ -559,7 +571,8 @@ class _Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("mixture", *_FIELDS.values())),
         ("is_gated", c_int32),
         ("factor", c_float),
-        ("is_plain", c_int32),
+        *((name, c_int32) for name in ("is_plain", "norms_behind")),
+        *((name, _Norm) for name in ("q_norm", "k_norm")),
     ]
 
 
@@ -623,14 +636,16 @@ def _layer(layer: LayerWeights, kv: attention.KVLayer | None, attended: Columns)
     call.lse = call.sinks = None
     call.num_heads = layer.num_heads
     call.scale, call.sliding_window, call.softcap = layer.attention_params
+    is_whole = kv is not None and layer.q_norm is not None and layer.q_norm.weight.numel() > kv.call.dk
     for name in ("q", "k"):
-        norm = getattr(layer, f"{name}_norm")
+        norm = None if is_whole else getattr(layer, f"{name}_norm")
         setattr(call, f"{name}_weight", norm and norm.weight.data_ptr())
         setattr(call, f"{name}_epsilon", norm.epsilon if norm else 0.0)
         setattr(call, f"{name}_offset", norm.has_offset if norm else False)
-    norms = (
+    whole = (layer.q_norm, layer.k_norm) if is_whole else (None, None)
+    *norms, q_norm, k_norm = (
         _Norm() if norm is None else _norm(norm, norm.weight.data_ptr())
-        for norm in (layer.attention_norm, layer.mlp_norm)
+        for norm in (layer.attention_norm, layer.mlp_norm, *whole)
     )
     of_mlp = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else (None, None)
     made = _Layer(call, _Columns(*attended), *norms)
@@ -638,7 +653,8 @@ def _layer(layer: LayerWeights, kv: attention.KVLayer | None, attended: Columns)
         made.inputs[number], made.sizes[number] = _product(product), product.weight.out_features
     made.out, made.gate_up, made.down = map(_product, (layer.out, *of_mlp))
     made.is_gated, made.factor = layer.is_gated, layer.factor
-    made.is_plain = isinstance(layer.mlp, MLP) and layer.mlp.is_plain
+    made.is_plain, made.norms_behind = isinstance(layer.mlp, MLP) and layer.mlp.is_plain, layer.norms_behind
+    made.q_norm, made.k_norm = q_norm, k_norm
     return made
 
 

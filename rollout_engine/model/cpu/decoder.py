@@ -209,8 +209,8 @@ def _some(child: nn.Module | None) -> list[nn.Module]:
 
 
 def _first_inputs(layer: DecoderLayer) -> list[nn.Module]:
-    """One linear of each product of the layer's input: attention has one product, of q, k and v."""
-    return layer.qkv[:1] if layer.attends else layer.qkv
+    """The first linear of each product of the layer's input: attention has one product, of q, k and v."""
+    return [child for child in layer.qkv if _group(child).children[0] is child]
 
 
 def _check_replaced(layer: DecoderLayer) -> None:
@@ -232,8 +232,9 @@ def _check_replaced(layer: DecoderLayer) -> None:
         expected.update(dict.fromkeys((*dense.gate_up, dense.down), RowInvariantLinear))
     for child, kind in expected.items():
         require(type(child) is kind, f"{type(child).__name__} was not replaced by {kind.__name__}")
-    if layer.attends:
-        require(_group(layer.qkv[0]).children == layer.qkv, "q_proj, k_proj and v_proj are not fused")
+    stacked = [child for first in _first_inputs(layer) for child in _group(first).children]
+    is_one = not layer.attends or len(_first_inputs(layer)) == 1
+    require(is_one and stacked == layer.qkv, "q_proj, k_proj and v_proj are not fused")
     if dense is not None:
         require(_group(dense.gate_up[0]).children == dense.gate_up, "gate_proj and up_proj are not fused")
 
@@ -258,6 +259,7 @@ def _weights(layer: DecoderLayer, shared_columns: SharedColumns | None, states: 
         is_gated=layer.is_gated,
         mixer=None if layer.mixer is None else mixer_operands(layer.mixer, states),
         factor=layer.factor,
+        norms_behind=layer.norms_behind,
     )
 
 

@@ -49,6 +49,7 @@ def _delta_net(mixer: Mixer, pattern: DeltaPattern, states: LayerStates) -> delt
         norm=norm,
         num_groups=pattern.num_groups,
         key_epsilon=KEY_EPSILON,
+        beta_factor=pattern.beta_factor,
         tails=states.convolutions[0],
         states=_recurrence(states),
     )

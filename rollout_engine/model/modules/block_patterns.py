@@ -1,7 +1,7 @@
 """Recognises layers, bases and heads whose forwards put their parts together as Llama's do, by trial.
 
     layer    x + f attention(norm(x)), or a mixer in its place, then x + f mlp(norm(x)); f a number (Granite), or 1;
-             or one of the two (Nemotron-H)
+             or one of the two (Nemotron-H); or x + norm(attention(x)), then x + norm(mlp(x)) (OLMo)
     base     embed tokens, times a number or 1, rotate by positions or not at all, run all layers, norm
     head     one product of the states that are asked for, divided by a number or 1
 
@@ -97,7 +97,7 @@ def _run_layer(forward: Forward, factor: float) -> None:
     def mix(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         return hidden_states.roll(1, dims=1) * 0.5
 
-    known = {
+    known: dict[str, Callable[..., Any]] = {
         "attention_norm": lambda x: x.flip(2) * 1.25,
         "attention": attend,
         "mixer": mix,
@@ -105,6 +105,7 @@ def _run_layer(forward: Forward, factor: float) -> None:
         "mlp": lambda x: x.flip(1) * 1.5,
         "mixture": lambda x: x.flip(1) * 1.5,
         "shared_mlp": lambda x: x.flip(2) * 0.7,
+        "norm_behind": lambda x: x.roll(2, dims=2) * 1.1,
     }
     require(names.keys() <= known.keys() and ("attention" in names) != ("mixer" in names), "has other parts")
     added = [known[role] for role in ("mlp", "mixture", "shared_mlp") if role in names]
@@ -112,9 +113,12 @@ def _run_layer(forward: Forward, factor: float) -> None:
     for scale in SCALES:
         x = waves(1, NUM_TOKENS, 8, phase=0.3) * scale
         result = forward(parts, x, **layer_inputs(rotations))
-        middle = x + x.flip(2).mul(1.25).roll(1, dims=1) * 0.5 * factor
-        normed = middle.roll(1, dims=2).mul(0.75)
-        wanted = middle + sum((part(normed) for part in added), torch.zeros(())) * factor  # type: ignore[operator]
+        if "norm_behind" in names:
+            middle = x + known["mlp_norm"](x.roll(1, dims=1) * 0.5) * factor
+            wanted = middle + known["norm_behind"](sum(part(middle) for part in added)) * factor
+        else:
+            middle = x + known["attention_norm"](x).roll(1, dims=1) * 0.5 * factor
+            wanted = middle + sum(part(known["mlp_norm"](middle)) for part in added) * factor
         require_same(result[0] if isinstance(result, tuple) else result, wanted, "adds its parts otherwise")
     require(all(each is rotations for each in seen), "changes rotary embeddings")
 
@@ -173,7 +177,14 @@ def _run_base(forward: Forward, factor: float, *, are_tuples: bool = False) -> N
         for _ in range(count):
             wanted = wanted.roll(1, dims=2) * 0.9
         require_same(output.last_hidden_state, wanted.flip(1), "does more than embed, run its layers and norm")
-        require(seen == [given] * count, "changes rotary embeddings")
+        wrong = [each for each, real in zip(seen, layers, strict=True) if each is not given and _attends(real)]
+        require(len(seen) == count and not wrong, "changes rotary embeddings")
+
+
+def _attends(layer: nn.Module) -> bool:
+    """Whether a layer has attention, or parts of other names."""
+    names = names_by_role(dict(layer.named_children()))
+    return names is None or "mixer" not in names
 
 
 def _run_head(forward: Forward, divisor: float, dtypes: list[torch.dtype]) -> None:

@@ -67,6 +67,8 @@ class DecoderLayer(NamedTuple):
     """Stands in place of attention; None: the layer attends."""
     factor: float = 1.0
     """Multiplies the results of attention, or the mixer, and of the MLP before they are added."""
+    norms_behind: bool = False
+    """Whether the norms are of these results, instead of the inputs."""
 
     @property
     def attends(self) -> bool:
@@ -158,6 +160,7 @@ def _rotary_size(rotary: nn.Module, like: Tensor) -> int:
             cos, _ = rotary(like[None, None], position_ids=positions)
     except Exception as problem:  # foreign modules may fail in any way
         raise UnsupportedStructure(f"{kind_of(rotary)} does not run as Llama's does ({problem})") from None
+    require(cos.dtype == like.dtype, "its rotations have another dtype than its weights")
     return int(cos.shape[-1])
 
 
@@ -200,24 +203,26 @@ def _layer(layer: nn.Module, geometry: LayerGeometry, form: _Form) -> DecoderLay
     if children.keys() == {"norm", "half"}:
         return _half_layer(layer, children, geometry, form)
     role = "mixer" if "mixer" in children else "attention"
-    others = children.keys() - {role, "attention_norm", "mlp_norm"}
+    first, second = norms = ("mlp_norm", "norm_behind") if "norm_behind" in children else ("attention_norm", "mlp_norm")
+    others = children.keys() - {role, *norms}
     require(len(children) - len(others) == 3 and others in _FEED_FORWARDS, f"{kind_of(layer)} has other parts")
     require(form.takes_mixers or role == "attention", "some of its layers keep states")
-    require(form.takes_mixers or others == {"mlp"}, f"{kind_of(layer)} has other parts")
+    require(form.takes_mixers or (others == {"mlp"} and second == "mlp_norm"), f"{kind_of(layer)} has other parts")
     mlp = feed_forward({name: children[name] for name in others})
     require_no_tensors(layer)
     mixing = _attention(layer, children[role], geometry, form)
     return DecoderLayer(
-        attention_norm=children["attention_norm"],
+        attention_norm=children[first],
         qkv=mixing.inputs,
         head_norms=[*mixing.head_norms],
         out=mixing.out,
-        mlp_norm=children["mlp_norm"],
+        mlp_norm=children[second],
         mlp=mlp,
         geometry=geometry,
         query_factors=mixing.query_factors,
         is_gated=mixing.is_gated,
         mixer=mixing.mixer,
+        norms_behind=second == "norm_behind",
         factor=_matched(block_patterns.layer_pattern(layer)).number,
     )
 
@@ -259,7 +264,11 @@ def _attention(layer: nn.Module, attention: nn.Module, geometry: LayerGeometry, 
     check_linears(inner.values())
     is_partial = form.rotary_size != geometry.head_dim_k
     sizes = (form.rotary_size,) if is_partial else ()
-    pattern = layer_patterns.attention_pattern(attention, geometry, form.positions, *sizes)
+    whole = [tensor_of(norm).numel() for norm in head_norms] == [
+        heads * geometry.head_dim_k for heads in (geometry.num_heads, geometry.num_kv_heads)
+    ] and geometry.num_heads > 1
+    require(form.takes_mixers or not whole, "its norms of queries span more than one head")
+    pattern = layer_patterns.attention_pattern(attention, geometry, form.positions, *sizes, norms_whole=whole)
     require_pattern(pattern.reason)
     require(form.takes_mixers or not pattern.is_gated, "its attention has gates")
     inputs = [inner[role] for role in ("q", "k", "v")]
@@ -279,11 +288,12 @@ def _mixer(layer: nn.Module, module: nn.Module, geometry: LayerGeometry) -> _Mix
         pattern = delta_pattern(module, state)
         inputs = [*pattern.inputs]
     require_pattern(pattern.reason)
-    norm = inner.get("norm")
+    norm_name, out = (pattern.norm, pattern.out) if isinstance(pattern, DeltaPattern) else ("norm", "out_proj")
+    norm = inner.get(norm_name)
     own = [*module.parameters(recurse=False), *(() if norm is None else norm.parameters())]  # read as float32
     others = {parameter.dtype for parameter in layer.parameters() if not any(parameter is each for each in own)}
     require(len(others) == 1, "its weights have several dtypes")
     linears = [inner[name] for name in inputs]
-    check_linears([*linears, inner["out_proj"]])
+    check_linears([*linears, inner[out]])
     convolution = inner["conv" if state.recurrence is None else "conv1d"]
-    return _Mixing(linears, inner["out_proj"], mixer=Mixer(module, convolution, norm, pattern))
+    return _Mixing(linears, inner[out], mixer=Mixer(module, convolution, norm, pattern))

@@ -37,11 +37,13 @@ _KNOWN = {
     | {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "residual_multiplier", "residual_dropout"}
     | {"layer_type", "attention_type", "gradient_checkpointing", "linear_attn", "block_type"}
     | {"operator_norm", "ffn_norm", "feed_forward", "conv", "is_attention_layer"}
-    | {"mamba", "pre_ff_layernorm", "block_sparse_moe", "shared_mlp", "has_experts", "norm", "mixer"},
+    | {"mamba", "pre_ff_layernorm", "block_sparse_moe", "shared_mlp", "has_experts", "norm", "mixer"}
+    | {"post_feedforward_layernorm"},
     "delta rule": _ANYWHERE
     | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj", "norm"}
     | {"conv1d", "activation", "conv_kernel_size", "A_log", "dt_bias", "fix_query_key_value_ordering"}
-    | {"head_k_dim", "head_v_dim", "key_dim", "value_dim", "num_k_heads", "num_v_heads"},
+    | {"head_k_dim", "head_v_dim", "key_dim", "value_dim", "num_k_heads", "num_v_heads"}
+    | {"q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "o_norm", "o_proj", "allow_neg_eigval"},
     "short convolution": _ANYWHERE | {"in_proj", "out_proj", "conv", "conv_kernel_size"},
     "Mamba 2": _ANYWHERE
     | {"in_proj", "out_proj", "norm", "conv1d", "A_log", "dt_bias", "D", "activation", "conv_kernel_size"}

@@ -55,17 +55,25 @@ class AttentionForm(NamedTuple):
     """The first channels of a head, which are rotated, or 0; None: all."""
     is_gated: bool = False
     """Whether a gate follows each head of the queries (`AttentionPattern.is_gated`)."""
+    norms_whole: bool = False
+    """Whether norms of q and k are over all heads together."""
 
 
 def attention_pattern(
-    attention: nn.Module, geometry: LayerGeometry, positions: Tensor, rotary: int | None = None
+    attention: nn.Module,
+    geometry: LayerGeometry,
+    positions: Tensor,
+    rotary: int | None = None,
+    *,
+    norms_whole: bool = False,
 ) -> AttentionPattern:
     """The pattern of `attention`. `positions` int64 [T]: those at which factors of queries are tried.
 
-    `rotary`: the first channels of a head, which are to be rotated, or 0; None: all.
+    `rotary`: the first channels of a head, which are to be rotated, or 0; None: all. `norms_whole`: norms of q and k
+    are to be over all heads together.
     """
     queries = getattr(dict(attention.named_children()).get("q_proj"), "out_features", 0)
-    form = AttentionForm(rotary, queries == 2 * geometry.num_heads * geometry.head_dim_k)
+    form = AttentionForm(rotary, queries == 2 * geometry.num_heads * geometry.head_dim_k, norms_whole)
     reason = unmatched_reason("attention", attention, lambda trial: _attend(trial, geometry, form))
     if reason is None or READS_POSITIONS not in reason or form != AttentionForm():
         return AttentionPattern(reason, None, form.is_gated)
@@ -146,7 +154,11 @@ def _attend(
             names["out"]: project
         }
         if "q_norm" in names:
-            parts |= {names[role]: partial(_norm, geometry.head_dim_k, factor) for role, factor in _NORMS.items()}
+            counts = dict(zip(_NORMS, _counts(geometry), strict=False)) if form.norms_whole else dict.fromkeys(_NORMS, 1)
+            parts |= {
+                names[role]: partial(_norm, counts[role] * geometry.head_dim_k, factor)
+                for role, factor in _NORMS.items()
+            }
         result, call = _called(forward, parts, hidden, rotations, positions)
         require(len(inputs) == 1 and result[0] is projected, "projects otherwise")
         wanted = call.out.flatten(2) if gates is None else call.out.flatten(2) * torch.sigmoid(gates)

@@ -16,6 +16,7 @@ _ROLES = {
     **dict.fromkeys(("mlp", "feed_forward"), "mlp"),
     "block_sparse_moe": "mixture",
     "shared_mlp": "shared_mlp",
+    "post_feedforward_layernorm": "norm_behind",  # and "mlp_norm" is behind attention
     # of a layer that is one of the two halves of others (Nemotron-H), and has a norm alone before it
     "mixer": "half",
     # of attention
