@@ -75,6 +75,8 @@ struct Mixture {
     Product shared_gate_up, shared_down, shared_gate;  // of the expert of all rows; `packed` null: none
     Columns shared, shared_out;                        // columns of this rank: of half the first, and of the second
     int32_t is_plain;                                  // experts, and the shared one, have no gates, as `DecoderLayer`
+    Product latent_in, latent_out;  // before all experts but the shared one, and behind their sum; `packed` null: none
+    int64_t expert_size;            // of the inputs and outputs of experts: hidden_size without latents
 };
 
 struct DecoderLayer {
@@ -107,11 +109,12 @@ struct DecoderLayer {
 // Of the products of a layer.
 struct LayerAdapters {
     AdapterTable inputs[INPUTS], out, gate_up, down, shared_gate;  // of a mixture the last three are of its shared expert
+    AdapterTable latent_in, latent_out;                            // of a mixture
 
     int64_t low_size() const {
         int64_t size = 0;
         for (const AdapterTable& table : inputs) size = std::max(size, table.num_parts * table.max_rank);
-        for (const AdapterTable* table : {&out, &gate_up, &down, &shared_gate})
+        for (const AdapterTable* table : {&out, &gate_up, &down, &shared_gate, &latent_in, &latent_out})
             size = std::max(size, table->num_parts * table->max_rank);
         return size;
     }
@@ -170,7 +173,7 @@ int64_t row_stride(int64_t size) {
 
 // The largest sizes of all mixtures.
 struct MixtureSizes {
-    int64_t rows = 0, entries = 0, experts = 0, top_k = 0, intermediate = 0, shared = 0, own_shared = 0;
+    int64_t rows = 0, entries = 0, experts = 0, top_k = 0, intermediate = 0, shared = 0, own_shared = 0, latents = 0;
 
     explicit MixtureSizes(const DecoderCall& c) {
         for (int i = 0; i < c.num_layers; i++) {
@@ -181,6 +184,7 @@ struct MixtureSizes {
             experts = std::max(experts, m->routing.num_experts), top_k = std::max(top_k, m->routing.top_k);
             intermediate = std::max(intermediate, m->intermediate_size);
             shared = std::max(shared, m->shared.whole), own_shared = std::max(own_shared, m->shared.size);
+            if (m->latent_in.packed) latents = std::max(latents, m->expert_size);
         }
     }
 };
@@ -225,7 +229,7 @@ struct Exchanged : Carved {
         const MixtureSizes sizes(c);
         take(activated, std::max(std::min(c.num_tokens, MLP_ROWS) * row_stride<T>(c.intermediate.whole),
                                  sizes.rows * row_stride<T>(sizes.shared)));
-        take(outputs, sizes.entries * c.hidden_columns.whole);
+        take(outputs, sizes.entries * std::max(c.hidden_columns.whole, sizes.latents));
     }
 };
 
@@ -246,6 +250,7 @@ struct Buffers : Carved {
     float* logits;                // [rows, E], in the type of the model unless they are precise
     T *sent, *projected, *inner;  // [N, hidden_size], [N, 2 I], [N, I]; two with row_stride()
     T *shared, *shared_gates;     // [rows, hidden_size], [rows]
+    T *latents, *latent_sums;     // [rows, L], the second with row_stride()
     float *scores, *choices, *weights;                   // [threads, E], [threads, E], [N]
     int32_t *left, *chosen, *experts, *places, *starts;  // [threads, E], [threads, k], [N], [N], [E + 1]
 
@@ -276,15 +281,16 @@ struct Buffers : Carved {
         };
         const int64_t before_mlp = staged(c.num_tokens, std::max(hidden_size, attended_size));
         take(staging, std::max({before_mlp, staged(mlp_rows, c.intermediate.whole), staged(sizes.rows, sizes.shared),
-                                staged(sizes.entries, std::max(hidden_size, sizes.intermediate))}));
+                                staged(sizes.entries, std::max({hidden_size, sizes.intermediate, sizes.latents}))}));
         take(scratch, std::max(scratch_bytes, mixers.scratch_bytes) * c.num_threads);
         take(low, low_size(c));
         const int64_t threads = sizes.entries ? c.num_threads : 0;
-        take(logits, sizes.rows * sizes.experts), take(sent, sizes.entries * row_stride<T>(hidden_size));
+        take(logits, sizes.rows * sizes.experts), take(sent, sizes.entries * row_stride<T>(std::max(hidden_size, sizes.latents)));
         take(projected, sizes.entries * 2 * sizes.intermediate);
         take(inner, sizes.entries * row_stride<T>(sizes.intermediate));
         const int64_t shared_rows = sizes.shared ? sizes.rows : 0;
         take(shared, shared_rows * hidden_size), take(shared_gates, shared_rows);
+        take(latents, sizes.rows * sizes.latents), take(latent_sums, sizes.latents ? sizes.rows * row_stride<T>(sizes.latents) : 0);
         take(scores, threads * sizes.experts), take(choices, threads * sizes.experts), take(weights, sizes.entries);
         take(left, threads * sizes.experts), take(chosen, threads * sizes.top_k);
         take(experts, sizes.entries), take(places, sizes.entries), take(starts, sizes.experts + 1);
@@ -598,25 +604,52 @@ struct Worker {
         if (omp_get_thread_num() == 0) experts::sort(b.experts, num_entries, num_experts, b.places, b.starts);
         team.meet();
         const int32_t start = b.starts[m.first_expert], stop = b.starts[m.first_expert + m.num_own];
+        const int64_t expert_size = m.expert_size, sent_stride = row_stride<T>(expert_size);
+        const T* input = x;
+        int64_t input_stride = x_stride;
+        if (m.latent_in.packed) {
+            multiply(m.latent_in, adapters_of(layer, &LayerAdapters::latent_in, r), x, x_stride, b.latents, first, count, size,
+                     {0, expert_size, expert_size});
+            input = b.latents, input_stride = expert_size;
+        }
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < num_entries; i++) {
             const int32_t place = b.places[i];
-            if (start <= place && place < stop) memcpy(b.sent + place * x_stride, x + i / k * x_stride, size * sizeof(T));
+            if (start <= place && place < stop)
+                memcpy(b.sent + place * sent_stride, input + i / k * input_stride, expert_size * sizeof(T));
         }
         team.meet();
         const int64_t projected = m.is_plain ? inner_size : 2 * inner_size;
-        products(m, m.gate_up, b.sent, b.projected, size, projected);
+        products(m, m.gate_up, b.sent, b.projected, expert_size, projected);
 #pragma omp for schedule(static) nowait
         for (int64_t i = start; i < stop; i++)
             activate(b.projected + i * projected, b.inner + i * inner_stride, inner_size, m.is_plain);
         team.meet();
-        products(m, m.down, b.inner, e.outputs, inner_size, size);
+        products(m, m.down, b.inner, e.outputs, inner_size, expert_size);
         meet_ranks();
+        if (m.latent_in.packed) return leave_latents(layer, m, r, first, count);
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < count; row++)
             add_experts(m, row, out + row * size);
         team.meet();
         meet_ranks();
+    }
+
+    // The product of the weighted sums of experts over latents, and the shared expert, of a model that is not cut.
+    void leave_latents(int layer, const Mixture& m, Rows r, int64_t first, int64_t count) const {
+        const int64_t size = c.hidden_columns.whole, k = m.routing.top_k, stride = row_stride<T>(m.expert_size);
+        T* out = e.delta + first * size;
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < count; row++)
+            experts::add_row(e.outputs, b.places + row * k, b.weights + row * k, k, b.latent_sums + row * stride, m.expert_size,
+                             m.expert_size);
+        team.meet();
+        multiply(m.latent_out, adapters_of(layer, &LayerAdapters::latent_out, r), b.latent_sums, stride, out, first, count,
+                 m.expert_size, c.hidden_columns);
+        if (!m.shared_gate_up.packed) return;
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < count; row++) rows::add_row(out + row * size, b.shared + row * size, size);
+        team.meet();
     }
 
     // The weighted sum of the experts of a row, and of the shared one, in this rank's columns.

@@ -102,6 +102,13 @@ class SharedExpert(NamedTuple):
     """The rank's columns of down: its own of the hidden size, or all."""
 
 
+class Latents(NamedTuple):
+    """Products before all experts but the shared one, and behind their weighted sum."""
+
+    enter: Product
+    leave: Product
+
+
 class Mixture(NamedTuple):
     """A mixture of such MLPs, its experts; of their outputs a weighted sum."""
 
@@ -112,6 +119,8 @@ class Mixture(NamedTuple):
     """The number of the first of them."""
     routing: Routing
     shared: SharedExpert | None = None
+    latents: Latents | None = None
+    """Of experts whose inputs are not the layer's; of a model that is not cut."""
 
 
 class LayerWeights(NamedTuple):
@@ -178,10 +187,10 @@ class DecoderEnds(NamedTuple):
 
 
 class DecoderAdapters:
-    """The adapters of a decoder's linears, eight tables a layer: four inputs, out, gate_up, down, shared_gate.
+    """The adapters of a decoder's linears, ten tables a layer: four inputs, out, gate_up, down, shared_gate, latents.
 
-    None: no adapter, or no such product; attention has one input, qkv. Of a layer with a mixture the last three are of
-    its shared expert. It keeps addresses: make a new one when a table is set.
+    None: no adapter, or no such product; attention has one input, qkv. Of a layer with a mixture gate_up, down and
+    shared_gate are of its shared expert, and the last two of its latents. It keeps addresses: make a new one when a table is set.
     """
 
     def __init__(self, tables: Sequence[AdapterTable | None]) -> None:
@@ -485,9 +494,17 @@ def _check_mixture(mixture: Mixture, hidden_columns: Columns, dtype: torch.dtype
     if mixture.shared is not None:
         _check_shared(mixture.shared, hidden_columns, dtype)
     _check_product("router", mixture.router, (count, hidden), dtype)
+    size = mixture.experts[0].down.weight.out_features
+    if mixture.latents is not None:
+        _check_product("enter", mixture.latents.enter, (size, hidden), dtype)
+        _check_product("leave", mixture.latents.leave, (hidden, size), dtype)
+    elif size != hidden:
+        raise ValueError(f"Experts should have {hidden} outputs, as the layer, and have {size}.")
+    if mixture.latents is not None and hidden_columns != Columns.all(hidden):
+        raise ValueError("Experts with latents should not be cut.")
     for expert in mixture.experts:
-        _check_product("gate_up", expert.gate_up, (_num_projected(expert, inner), hidden), dtype)
-        _check_product("down", expert.down, (hidden, inner), dtype)
+        _check_product("gate_up", expert.gate_up, (_num_projected(expert, inner), size), dtype)
+        _check_product("down", expert.down, (size, inner), dtype)
     if any(product.bias is not None for expert in mixture.experts for product in (expert.gate_up, expert.down)):
         raise ValueError("Experts should have no bias.")
     mlps = [*mixture.experts, *([] if mixture.shared is None else [mixture.shared.mlp])]
@@ -545,6 +562,8 @@ class _MixtureCall(ctypes.Structure):
         *((name, _Product) for name in ("shared_gate_up", "shared_down", "shared_gate")),
         *((name, _Columns) for name in ("shared", "shared_out")),
         ("is_plain", c_int32),
+        *((name, _Product) for name in ("latent_in", "latent_out")),
+        ("expert_size", c_int64),
     ]
 
 
@@ -669,12 +688,13 @@ def _products_of(layer: LayerWeights) -> Iterator[Product | None]:
     yield from _mlp_products(layer.mlp)
 
 
-def _mlp_products(mlp: MLP | Mixture | None) -> tuple[Product | None, Product | None, Product | None]:
-    """The products gate_up and down of a layer's MLP, or of a mixture's shared expert, and that one's gate."""
+def _mlp_products(mlp: MLP | Mixture | None) -> tuple[Product | None, ...]:
+    """The products gate_up and down of a layer's MLP, or of a mixture's shared expert, that one's gate, and latents."""
     if isinstance(mlp, MLP):
-        return mlp.gate_up, mlp.down, None
-    shared = None if mlp is None else mlp.shared
-    return (None, None, None) if shared is None else (shared.mlp.gate_up, shared.mlp.down, shared.gate)
+        return mlp.gate_up, mlp.down, None, None, None
+    shared, latents = (None, None) if mlp is None else (mlp.shared, mlp.latents)
+    of_shared = (None, None, None) if shared is None else (shared.mlp.gate_up, shared.mlp.down, shared.gate)
+    return *of_shared, *((None, None) if latents is None else latents)
 
 
 def _product(product: Product | None) -> _Product:
@@ -697,7 +717,10 @@ def _mixture(mixture: Mixture, place: int) -> _Mixture:
         routing=_routing(mixture.routing, mixture.router.weight.out_features),
         place=place,
         is_plain=mixture.experts[0].is_plain,
+        expert_size=mixture.experts[0].down.weight.out_features,
     )
+    if mixture.latents is not None:
+        call.latent_in, call.latent_out = map(_product, mixture.latents)
     if (shared := mixture.shared) is not None:
         products = (shared.mlp.gate_up, shared.mlp.down, shared.gate)
         call.shared_gate_up, call.shared_down, call.shared_gate = map(_product, products)

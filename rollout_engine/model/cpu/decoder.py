@@ -78,7 +78,7 @@ class CpuDecoder:
         self._groups: list[LinearGroup] = []
         """Groups whose `packs` are compared at every step; one stands for all experts of a layer."""
         self._adapted: list[LinearGroup | None] = []
-        """Groups that may have adapters, eight of each layer, as tables of `DecoderAdapters`; None: no such product."""
+        """Groups that may have adapters, ten of each layer, as tables of `DecoderAdapters`; None: no such product."""
         self._owners: list[Mapping[str, Tensor | None]] = []
         for layer in self._structure.layers:
             _check_replaced(layer)
@@ -227,6 +227,7 @@ def _check_replaced(layer: DecoderLayer) -> None:
         expected |= {mlp.router: RowInvariantRouter}
         expected |= {mlp.experts: ExpertsWithGate if mlp.is_plain else RowInvariantExperts}
         expected |= {} if mlp.shared_gate is None else {mlp.shared_gate: RowInvariantLinear}
+        expected |= dict.fromkeys(mlp.latents or (), RowInvariantLinear)
     if dense is not None:
         expected |= {} if dense.is_plain else {dense.module: RowInvariantMLP}
         expected.update(dict.fromkeys((*dense.gate_up, dense.down), RowInvariantLinear))
@@ -279,7 +280,9 @@ def _mlp_groups(mlp: MLP | Mixture | None) -> list[LinearGroup | None]:
     dense = mlp.shared if isinstance(mlp, Mixture) else mlp
     gate = mlp.shared_gate if isinstance(mlp, Mixture) else None
     of_dense = [None, None] if dense is None else [_group(dense.gate_up[0]), _group(dense.down)]
-    return [*of_dense, None if gate is None else _group(gate)]
+    latents = mlp.latents if isinstance(mlp, Mixture) else None
+    of_latents = [None, None] if latents is None else [_group(child) for child in latents]
+    return [*of_dense, None if gate is None else _group(gate), *of_latents]
 
 
 def _mlp(mlp: MLP | Mixture, shared_columns: SharedColumns | None) -> compiled.MLP | compiled.Mixture:
@@ -292,7 +295,8 @@ def _mlp(mlp: MLP | Mixture, shared_columns: SharedColumns | None) -> compiled.M
     pairs = [compiled.MLP(*pair, mlp.is_plain) for pair in halves]
     first = 0 if own is None else own.share.first
     shared = None if mlp.shared is None else _shared_expert(mlp.shared, mlp.shared_gate, shared_columns)
-    return compiled.Mixture(_operand(router._groups[0]), pairs, first, _routing(mlp, router), shared)
+    latents = None if mlp.latents is None else compiled.Latents(*(_product(child) for child in mlp.latents))
+    return compiled.Mixture(_operand(router._groups[0]), pairs, first, _routing(mlp, router), shared, latents)
 
 
 def _shared_expert(mlp: MLP, gate: nn.Module | None, columns: SharedColumns | None) -> compiled.SharedExpert:

@@ -28,6 +28,7 @@ def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
     outs = [layer.out for layer in structure.layers if layer.out is not None]
     hidden = {linears[id(child)].share for child in (*outs, *downs)}
     require(len(hidden) == len(intermediate) == 1, "its layers differ in their sizes")
+    require(all(mixture.latents is None for mixture in mixtures), "its experts have latents")
     experts = {id(child) for child, _ in cut.experts}
     require(all(id(mixture.experts) in experts for mixture in mixtures), "its experts are not cut as wholes")
     exchange = cut.seat.exchange

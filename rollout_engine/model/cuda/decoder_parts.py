@@ -153,6 +153,7 @@ def _mixture(mixture: feed_forwards.Mixture, place: int) -> Mixture:
     kind, pattern = type(mixture.module).__name__, router_pattern(mixture.router)
     if pattern is None:
         raise UnsupportedStructure(f"{type(mixture.router).__name__} weights experts by a formula that no kernel has")
+    require(mixture.latents is None, f"{kind} has latents")
     are_gated = are_gated_experts(mixture.experts)
     require(are_gated, f"{kind} does not weight and add down(silu(gate(x)) * up(x)) of its experts")
     gate_up, down = (tensor_of(mixture.experts, name).detach() for name in ("gate_up_proj", "down_proj"))

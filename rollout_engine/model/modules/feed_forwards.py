@@ -17,6 +17,7 @@ from rollout_engine.model.modules.structure_checks import (
 )
 
 _ROUTERS = {"gate", "router"}
+_LATENTS = ("fc1_latent_proj", "fc2_latent_proj")
 _EXPERTS = "experts"
 
 
@@ -45,6 +46,8 @@ class Mixture(NamedTuple):
     """A linear with one output, whose sigmoid multiplies the shared MLP's; None: nothing does."""
     is_plain: bool = False
     """Whether its experts are down(max(up(x), 0)^2)."""
+    latents: tuple[nn.Module, nn.Module] | None = None
+    """Linears before all experts but the shared one, and behind their sum; None: there are none."""
 
 
 def feed_forward(children: dict[str, nn.Module]) -> MLP | Mixture:
@@ -93,7 +96,9 @@ def _mixture(mixture: nn.Module, children: dict[str, nn.Module]) -> Mixture:
     experts = children[names.experts]
     is_plain = "up_proj" in experts._parameters and is_squared_relu(getattr(experts, "act_fn", None))
     require(shared is None or shared.is_plain == is_plain, "some of its experts have gates, and others none")
-    return Mixture(mixture, children[names.router], experts, pattern.bias_name, shared, gate, is_plain)
+    latents = None if names.latents is None else (children[names.latents[0]], children[names.latents[1]])
+    check_linears(latents or ())
+    return Mixture(mixture, children[names.router], experts, pattern.bias_name, shared, gate, is_plain, latents)
 
 
 def _names_of(mixture: nn.Module, children: dict[str, nn.Module]) -> MixtureParts:
@@ -104,11 +109,14 @@ def _names_of(mixture: nn.Module, children: dict[str, nn.Module]) -> MixturePart
         for name, child in children.items()
         if name not in (*_ROUTERS, _EXPERTS) and type(child) is not nn.Identity
     }
+    has_latents = others.keys() >= {*_LATENTS}
+    others = {name: child for name, child in others.items() if not (has_latents and name in _LATENTS)}
     shared = [name for name, child in others.items() if _has_linears(child) or is_squared_relu_mlp(child)]
     gates = [name for name, child in others.items() if isinstance(child, nn.Linear) and child.out_features == 1]
     is_known = len(routers) == 1 and len(gates) <= len(shared) <= 1 and len(shared) + len(gates) == len(others)
     require(is_known, f"{kind_of(mixture)} has other parts")
-    return MixtureParts(routers[0], _EXPERTS, next(iter(shared), None), next(iter(gates), None))
+    latents = _LATENTS if has_latents else None
+    return MixtureParts(routers[0], _EXPERTS, next(iter(shared), None), next(iter(gates), None), latents)
 
 
 def _has_linears(child: nn.Module) -> bool:

@@ -52,6 +52,7 @@ MODELS = {
     "olmo_hybrid without rotations": dict(rope_parameters=None),
     "olmo_hybrid of odd sizes": ODD_SIZES | dict(rope_parameters=None, linear_allow_neg_eigval=False),
     "nemotron_h": {},
+    "nemotron_h with latents": dict(moe_latent_size=24),
     "nemotron_h that ends with an MLP": dict(
         num_hidden_layers=4, layers_block_type=["mlp", "linear_attention", "full_attention", "moe"]
     ),
