@@ -109,9 +109,10 @@ def _check_sizes(net: Mamba, num_columns: int) -> None:
     columns = net.columns
     covered = [channel for first, _, count in columns.runs for channel in range(first, first + count)]
     starts = [column for _, column, _ in columns.runs]
-    last = max(columns.gates + size, *(column + count for _, column, count in columns.runs), *columns.steps) - 1
+    ends = [columns.gates + size, *(column + count for _, column, count in columns.runs)]
+    last = max(max(ends) - 1, *columns.steps)
     is_whole = sorted(covered) == list(range(num_channels)) and len(columns.steps) == num_heads
-    if not is_whole or min(*starts, columns.gates, *columns.steps) < 0 or max(last, *columns.steps) >= num_columns:
+    if not is_whole or min(*starts, columns.gates, *columns.steps) < 0 or last >= num_columns:
         raise ValueError(
             f"columns should name those of {num_channels} channels and {num_heads} heads among {num_columns}, and are "
             f"{columns}."

@@ -277,7 +277,7 @@ def test_swapped_weights_are_seen_and_weights_being_gathered_are_not():
 @pytest.fixture
 def no_patterns(monkeypatch):
     """The trial alone decides, as for a fault that no pattern has."""
-    monkeypatch.setattr(layer_patterns, "attention_pattern", lambda *_: layer_patterns.AttentionPattern(None))
+    monkeypatch.setattr(layer_patterns, "attention_pattern", lambda *_, **__: layer_patterns.AttentionPattern(None))
     for name in ("layer_pattern", "base_pattern", "head_pattern"):
         monkeypatch.setattr(block_patterns, name, lambda *_: block_patterns.BlockPattern(None))
 
