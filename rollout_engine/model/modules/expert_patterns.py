@@ -267,6 +267,7 @@ def expert_form(child: nn.Module) -> ExpertForm | None:
     num_first, num_second = (len(tensor_of(child, name)) for name in EXPERT_MATRICES)
     activations = [each for each in child.children() if type(each) is not nn.Identity]
     is_silu = len(activations) == 1 and type(activations[0]) in SILU_CLASSES
+    is_silu = is_silu or (not activations and getattr(child, "act_fn", None) is F.silu)
     gates = [None] * is_silu + [gate for gate in [getattr(type(child), "_apply_gate", None)] if gate is not None]
     forms = (
         ExpertForm(is_transposed, has_bias, gate, has_identities=num_first > num_second)

@@ -33,6 +33,7 @@ from rollout_engine.model.modules.mixers import Mixer
 from rollout_engine.model.modules.state_geometry import StateGeometry
 
 _PARTS = {"in_proj", "conv1d", "norm", "out_proj"}
+"""And perhaps an activation "act", which no forward reads: it names one to the convolution."""
 _VECTORS = ("A_log", "D", "dt_bias")
 _RECURRENCE = "mamba2_chunk_scan"
 
@@ -57,7 +58,7 @@ class MambaPattern(NamedTuple):
 def mamba_pattern(mixer: nn.Module, state: StateGeometry) -> MambaPattern:
     """The pattern of `mixer`, which keeps `state` of a sequence."""
     names, kind = dict(mixer.named_children()).keys(), type(mixer).__name__
-    if names != _PARTS or not isinstance(mixer, Mixer) or state.recurrence is None or len(state.convolutions) != 1:
+    if names - {"act"} != _PARTS or not isinstance(mixer, Mixer) or state.recurrence is None or len(state.convolutions) != 1:
         return MambaPattern(f"{kind} has other parts")
     if {name for name, _ in mixer.named_parameters(recurse=False)} != {*_VECTORS} or mixer._buffers:
         return MambaPattern(f"{kind} has other tensors of its own")

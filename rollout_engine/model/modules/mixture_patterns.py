@@ -71,7 +71,7 @@ def _run_mixture(forward: Forward, parts: MixtureParts, given: list[object]) -> 
             require_same(rows.reshape(-1, 8), x[0], "gives its shared expert other rows than its own")
             return rows.roll(1, dims=-1) * 0.5
 
-        children: dict[str, object] = {parts.router: choose, parts.experts: mix}
+        children: dict[str, object] = {parts.router: choose, parts.experts: mix, "input_size": x.shape[2]}
         wanted, added = entered[None].flip(2) * 1.25, x.roll(1, dims=2) * 0.5
         if parts.latents is not None:
             children |= zip(parts.latents, (lambda rows: rows.roll(2, dims=-1) * 0.8, lambda rows: rows * 1.1), strict=True)

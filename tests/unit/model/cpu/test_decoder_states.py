@@ -49,8 +49,8 @@ MODELS = {
     "bamba with limits": dict(time_step_limit=(0.3, 0.9), mamba_conv_bias=False, mamba_proj_bias=True),
     "granitemoehybrid": dict(embedding_multiplier=12, attention_multiplier=0.1),
     "granitemoehybrid without experts and rotations": dict(num_local_experts=0, position_embedding_type="nope"),
-    "olmo_hybrid without rotations": dict(rope_parameters=None),
-    "olmo_hybrid of odd sizes": ODD_SIZES | dict(rope_parameters=None, linear_allow_neg_eigval=False),
+    "olmo_hybrid without rotations": dict(rope_parameters=dict(rope_type="default", rope_theta=None)),
+    "olmo_hybrid of odd sizes": ODD_SIZES | dict(rope_parameters=dict(rope_type="default", rope_theta=None), linear_allow_neg_eigval=False),
     "nemotron_h": {},
     "nemotron_h with latents": dict(moe_latent_size=24),
     "nemotron_h that ends with an MLP": dict(
