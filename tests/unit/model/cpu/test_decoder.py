@@ -45,7 +45,8 @@ MODELS = {
     "qwen2_moe with a gated shared expert": SIZES["qwen2_moe"] | dict(shared_expert_intermediate_size=56),
     "dots1 with groups and a shared expert": SIZES["dots1"],
     "hy_v3 with a bias of its mixture": SIZES["hy_v3"],
-    "olmo2 with norms behind": SIZES["olmo2"],
+    "minimax_m2 with norms of all heads": SIZES["minimax_m2"],
+    "arcee without gates": SIZES["llama"],
     "granite with numbers": dict(
         residual_multiplier=0.22, embedding_multiplier=12, logits_scaling=6.5, attention_multiplier=0.1
     ),
@@ -120,6 +121,14 @@ def test_every_bit_is_that_of_the_modules(name, dtype):
     assert decoder_trial.unsupported_reason(module, geometry) is None
     rng = random.Random(f"{name} {dtype}")
     assert_same_bits(module, geometry, rng, rng.choice([16, 64]))
+
+
+def test_norms_behind_are_computed_but_rotations_in_float32_are_not():
+    module, geometry = prepared("olmo2", **SIZES["olmo2"])
+    assert decoder_trial.unsupported_reason(module, geometry) is None
+    assert_same_bits(module, geometry, random.Random(0), 16)
+    reason = decoder_trial.unsupported_reason(*prepared("olmo2", torch.bfloat16, **SIZES["olmo2"]))
+    assert reason == "its rotations have another dtype than its weights"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe of odd sizes"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
-from rollout_engine.model.modules.block_patterns import base_pattern, head_pattern, layer_pattern
+from rollout_engine.model.modules.block_patterns import BlockPattern, base_pattern, head_pattern, layer_pattern
 from rollout_engine.model.modules.construct import construct
 from rollout_engine.model.modules.geometry import probe_geometry
 from rollout_engine.model.modules.layer_patterns import attention_pattern
@@ -99,9 +99,9 @@ def test_layers_with_mixers_add_their_parts_as_llamas_do(architecture):
 
 def test_numbers_of_layers_bases_and_heads_are_found():
     module = build("granite", residual_multiplier=0.22, embedding_multiplier=12, logits_scaling=6.5)
-    assert layer_pattern(module.model.layers[0]) == (None, 0.22)
-    assert base_pattern(module.model) == (None, 12)
-    assert head_pattern(module) == (None, 6.5)
+    assert layer_pattern(module.model.layers[0]) == BlockPattern(None, 0.22)
+    assert base_pattern(module.model) == BlockPattern(None, 12)
+    assert head_pattern(module) == BlockPattern(None, 6.5)
     module.model.layers[0].residual_multiplier = "0.22"
     assert "does not run" in layer_reason(module.model.layers[0])
     llama = build()

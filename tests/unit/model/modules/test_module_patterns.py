@@ -60,7 +60,9 @@ def test_norms_that_round_once_are_recognised():
 def test_gated_mlps_of_other_names_are_recognised():
     small = dict(hidden_size=16, intermediate_size=32)
     lfm2 = Lfm2MLP(Lfm2Config(**small, block_auto_adjust_ff_dim=False))
-    granite = GraniteMoeHybridMLP(GraniteMoeHybridConfig(hidden_size=16, shared_intermediate_size=32))
+    granite = GraniteMoeHybridMLP(
+        GraniteMoeHybridConfig(hidden_size=16, shared_intermediate_size=32, mamba_n_heads=4, mamba_d_head=8)
+    )
     assert gated_mlp_names(lfm2).gate_up == ("w1", "w3")
     assert gated_mlp_names(granite).gate_up == ("input_linear",)
     assert not is_gated_mlp(lfm2) and not is_gated_mlp(granite)
