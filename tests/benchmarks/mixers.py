@@ -2,8 +2,8 @@
 
     python tests/benchmarks/mixers.py lfm2 bamba --rounds 5
 
-Models of eight layers without trained weights in bfloat16, 1, 16 and 64 sequences. Engines take turns, in one process by
-one thread; seconds are CPU seconds, which other processes disturb less than the clock.
+Models of eight layers without trained weights in bfloat16, 1, 16 and 64 sequences. Engines take turns, in one process
+by one thread; seconds are CPU seconds, which other processes disturb less than the clock.
 """
 
 import argparse
@@ -55,7 +55,10 @@ TYPES: dict[str, dict[str, Any]] = {
         position_embedding_type="nope",
     ),
     "nemotron_h": dict(
-        layers_block_type=["linear_attention", "moe", "linear_attention", "moe", "full_attention", "moe", *["linear_attention", "mlp"]],
+        layers_block_type=[
+            *["linear_attention", "moe", "linear_attention", "moe"],
+            *["full_attention", "moe", "linear_attention", "mlp"],
+        ],
         ssm_state_size=64,
         mamba_num_heads=16,
         mamba_head_dim=64,
@@ -137,7 +140,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             engines = Engines(model_type, Path(directory))
             for num_sequences in NUM_SEQUENCES:
-                print(model_type, num_sequences, json.dumps(engines.decode(prompts, num_sequences, args.rounds)), flush=True)
+                print(
+                    model_type,
+                    num_sequences,
+                    json.dumps(engines.decode(prompts, num_sequences, args.rounds)),
+                    flush=True,
+                )
             engines.close()
 
 

@@ -190,7 +190,8 @@ class DecoderAdapters:
     """The adapters of a decoder's linears, ten tables a layer: four inputs, out, gate_up, down, shared_gate, latents.
 
     None: no adapter, or no such product; attention has one input, qkv. Of a layer with a mixture gate_up, down and
-    shared_gate are of its shared expert, and the last two of its latents. It keeps addresses: make a new one when a table is set.
+    shared_gate are of its shared expert, and the last two of its latents. It keeps addresses: make a new one when a
+    table is set.
     """
 
     def __init__(self, tables: Sequence[AdapterTable | None]) -> None:
@@ -204,8 +205,8 @@ class Decoder:
     """Runs all layers over their KV pools. It keeps addresses: make a new one when a weight or pool is replaced.
 
     `pool`: that of each layer which attends; at least one does. `ranks`: this process's part, if there are several.
-    `rotary`: the first channels of a head, which are rotated, or 0; None: all. Raises `ValueError` if shapes or dtypes do not
-    fit together.
+    `rotary`: the first channels of a head, which are rotated, or 0; None: all. Raises `ValueError` if shapes or dtypes
+    do not fit together.
     """
 
     def __init__(
@@ -438,7 +439,7 @@ class Decoder:
                 address(name, norm.weight, self._dtype, (size,))
 
     def _sizes_of_norms(self, layer: LayerWeights, kv: attention.KVLayer) -> tuple[int, int]:
-        """Channels that the norms of q and k should have: those of a head, or of all if q's has more than one head's."""
+        """Channels that the norms of q and k should have: those of a head, or of all if q's has more than a head's."""
         dim, norm = kv.call.dk, layer.q_norm
         if norm is None or norm.weight.numel() <= dim:
             return dim, dim

@@ -86,12 +86,11 @@ def supports(x: Tensor, other: Tensor | None = None) -> bool:
     return x.dtype in DTYPES and same_dtype and x.is_cpu and build.load_kernels() is not None
 
 
-def norm(
-    x: Tensor, weight: Tensor, epsilon: float, *, has_offset: bool = False, rounds_once: bool = False
-) -> Tensor:
+def norm(x: Tensor, weight: Tensor, epsilon: float, *, has_offset: bool = False, rounds_once: bool = False) -> Tensor:
     """C++ side of `kernels.norm.rms_norm` of x [..., D], `weight` [D].
 
-    With `has_offset` it is that of `offset_rms_norm`, with `rounds_once` that of `single_rms_norm`. Raises `ValueError` for unreadable tensors.
+    With `has_offset` it is that of `offset_rms_norm`, with `rounds_once` that of `single_rms_norm`. Raises `ValueError`
+    for unreadable tensors.
     """
     check_floats("x", x)
     weight = weight.contiguous()

@@ -43,7 +43,11 @@ class ShortConvolutionOperand:
         (num_channels, width), self.num_slots = net.weight.shape, len(net.tails)
         columns = net.values, net.inputs, net.gates
         apart = sorted(columns)
-        if apart[0] < 0 or apart[-1] + num_channels > num_columns or min(b - a for a, b in _pairs(apart)) < num_channels:
+        if (
+            apart[0] < 0
+            or apart[-1] + num_channels > num_columns
+            or min(b - a for a, b in _pairs(apart)) < num_channels
+        ):
             raise ValueError(
                 f"values, inputs and gates should be three blocks of {num_channels} among {num_columns} columns, and "
                 f"begin at {columns}."

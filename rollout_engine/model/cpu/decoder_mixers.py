@@ -39,9 +39,7 @@ def _delta_net(mixer: Mixer, pattern: DeltaPattern, states: LayerStates) -> delt
     norm, group_size = _gated_norm(mixer.norm)
     require(group_size == len(norm.weight) and not norm.is_gate_first, "the norm of its mixers has another gate")
     return delta_net.DeltaNet(
-        columns=delta_net.DeltaColumns(
-            list(_runs(pattern.convolved)), pattern.gates, pattern.betas, pattern.decays
-        ),
+        columns=delta_net.DeltaColumns(list(_runs(pattern.convolved)), pattern.gates, pattern.betas, pattern.decays),
         conv_weight=_weight(mixer.convolution),
         conv_bias=_bias(mixer.convolution),
         a_log=tensor_of(mixer.module, "A_log"),

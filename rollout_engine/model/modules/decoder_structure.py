@@ -1,7 +1,8 @@
 """The parts of a Hugging Face module built as Llama is. Only such modules have layers that a fused decoder can run.
 
-Some decoders also run layers with a mixer in place of attention, gates of attention, partial rotations or none, and the
-numbers by which Granite multiplies residuals and embeddings and divides logits, and layers with attention or an MLP alone.
+Some decoders also run layers with a mixer in place of attention, gates of attention, partial rotations or none, norms
+of results, numbers by which Granite multiplies residuals and embeddings and divides logits, and layers with attention
+or an MLP alone.
 """
 
 from collections.abc import Sequence
@@ -227,9 +228,7 @@ def _layer(layer: nn.Module, geometry: LayerGeometry, form: _Form) -> DecoderLay
     )
 
 
-def _half_layer(
-    layer: nn.Module, children: dict[str, nn.Module], geometry: LayerGeometry, form: _Form
-) -> DecoderLayer:
+def _half_layer(layer: nn.Module, children: dict[str, nn.Module], geometry: LayerGeometry, form: _Form) -> DecoderLayer:
     """A layer with attention, a mixer, an MLP or a mixture alone."""
     require(form.takes_mixers, f"{kind_of(layer)} has other parts")
     require_no_tensors(layer)

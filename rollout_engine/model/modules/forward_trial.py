@@ -63,7 +63,12 @@ _KNOWN = {
     | {"index_topk", "layer_idx"},
 }
 """Names that a forward may read: its parts, sizes, and numbers that act on every token alike."""
-_MODELS = {"indexer": "DeepSeek-V3.2's", "short convolution": "LFM2's", "Mamba 2": "Bamba's", "delta rule": "Qwen3-Next's"}
+_MODELS = {
+    "indexer": "DeepSeek-V3.2's",
+    "short convolution": "LFM2's",
+    "Mamba 2": "Bamba's",
+    "delta rule": "Qwen3-Next's",
+}
 """The owner of the forward that each kind is compared with; "Llama's" for all others."""
 
 

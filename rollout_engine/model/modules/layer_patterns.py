@@ -154,7 +154,9 @@ def _attend(
             names["out"]: project
         }
         if "q_norm" in names:
-            counts = dict(zip(_NORMS, _counts(geometry), strict=False)) if form.norms_whole else dict.fromkeys(_NORMS, 1)
+            counts = (
+                dict(zip(_NORMS, _counts(geometry), strict=False)) if form.norms_whole else dict.fromkeys(_NORMS, 1)
+            )
             parts |= {
                 names[role]: partial(_norm, counts[role] * geometry.head_dim_k, factor)
                 for role, factor in _NORMS.items()

@@ -58,7 +58,12 @@ class MambaPattern(NamedTuple):
 def mamba_pattern(mixer: nn.Module, state: StateGeometry) -> MambaPattern:
     """The pattern of `mixer`, which keeps `state` of a sequence."""
     names, kind = dict(mixer.named_children()).keys(), type(mixer).__name__
-    if names - {"act"} != _PARTS or not isinstance(mixer, Mixer) or state.recurrence is None or len(state.convolutions) != 1:
+    if (
+        names - {"act"} != _PARTS
+        or not isinstance(mixer, Mixer)
+        or state.recurrence is None
+        or len(state.convolutions) != 1
+    ):
         return MambaPattern(f"{kind} has other parts")
     if {name for name, _ in mixer.named_parameters(recurse=False)} != {*_VECTORS} or mixer._buffers:
         return MambaPattern(f"{kind} has other tensors of its own")
@@ -106,7 +111,9 @@ class _Trial:
         hidden, seen, result = waves(1, NUM_TOKENS, 7, phase=0.8), self._seen, object()
         core = waves(1, NUM_TOKENS, self._num_heads, self._value_size, phase=0.2) * scale
         mixed = waves(1, len(self._mixer.conv1d.weight), NUM_TOKENS, phase=0.1) * scale
-        vectors = {name: waves(self._num_heads, phase=phase) for name, phase in zip(_VECTORS, (0.5, 0.6, 0.7), strict=True)}
+        vectors = {
+            name: waves(self._num_heads, phase=phase) for name, phase in zip(_VECTORS, (0.5, 0.6, 0.7), strict=True)
+        }
         self._given = {"mixed": mixed, "core": core} | vectors
         normed = waves(1, NUM_TOKENS, self._size, phase=0.4) * scale
         seen.clear()

@@ -53,5 +53,7 @@ def check_convolution(own: Any, weight: Tensor, bias: Tensor | None, others: dic
 
 def require_harmless(others: dict[str, Any]) -> None:
     """Raise `Mismatch` if a function over tokens is given more than it can compute with."""
-    strangers = [name for name, given in others.items() if given is not None and given is not False and name not in _HARMLESS]
+    strangers = [
+        name for name, given in others.items() if given is not None and given is not False and name not in _HARMLESS
+    ]
     require(not strangers, f"passes {', '.join(strangers)} to a function over tokens")

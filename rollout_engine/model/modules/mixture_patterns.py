@@ -74,7 +74,9 @@ def _run_mixture(forward: Forward, parts: MixtureParts, given: list[object]) -> 
         children: dict[str, object] = {parts.router: choose, parts.experts: mix, "input_size": x.shape[2]}
         wanted, added = entered[None].flip(2) * 1.25, x.roll(1, dims=2) * 0.5
         if parts.latents is not None:
-            children |= zip(parts.latents, (lambda rows: rows.roll(2, dims=-1) * 0.8, lambda rows: rows * 1.1), strict=True)
+            children |= zip(
+                parts.latents, (lambda rows: rows.roll(2, dims=-1) * 0.8, lambda rows: rows * 1.1), strict=True
+            )
             wanted = wanted * 1.1
         if parts.shared is not None:
             children[parts.shared] = share

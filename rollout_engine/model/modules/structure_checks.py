@@ -1,4 +1,4 @@
-"""Checks of the parts of a module that a fused decoder is to run: each raises `UnsupportedStructure` with its reason."""
+"""Checks of the parts of a module that a fused decoder is to run; each raises `UnsupportedStructure` with a reason."""
 
 from collections.abc import Iterable
 

@@ -34,6 +34,7 @@ ODD_SIZES = ODD_HEADS | dict(
     linear_value_head_dim=70,
     linear_conv_kernel_dim=3,
 )
+NOT_ROTATED = dict(rope_parameters=dict(rope_type="default", rope_theta=None))
 MODELS = {
     "qwen3_5_text": {},
     "qwen3_5_text of odd sizes": ODD_SIZES,
@@ -49,8 +50,8 @@ MODELS = {
     "bamba with limits": dict(time_step_limit=(0.3, 0.9), mamba_conv_bias=False, mamba_proj_bias=True),
     "granitemoehybrid": dict(embedding_multiplier=12, attention_multiplier=0.1),
     "granitemoehybrid without experts and rotations": dict(num_local_experts=0, position_embedding_type="nope"),
-    "olmo_hybrid without rotations": dict(rope_parameters=dict(rope_type="default", rope_theta=None)),
-    "olmo_hybrid of odd sizes": ODD_SIZES | dict(rope_parameters=dict(rope_type="default", rope_theta=None), linear_allow_neg_eigval=False),
+    "olmo_hybrid without rotations": NOT_ROTATED,
+    "olmo_hybrid of odd sizes": ODD_SIZES | NOT_ROTATED | dict(linear_allow_neg_eigval=False),
     "nemotron_h": {},
     "nemotron_h with latents": dict(moe_latent_size=24),
     "nemotron_h that ends with an MLP": dict(
@@ -58,7 +59,13 @@ MODELS = {
     ),
 }
 NUM_SLOTS = 40
-QUICK = ["qwen3_5_text", "qwen3_next of odd sizes", "lfm2 of odd sizes", "bamba of odd sizes", "nemotron_h with latents"]
+QUICK = [
+    "qwen3_5_text",
+    "qwen3_next of odd sizes",
+    "lfm2 of odd sizes",
+    "bamba of odd sizes",
+    "nemotron_h with latents",
+]
 """The others are as many variants of the same layers."""
 
 
@@ -183,7 +190,9 @@ def test_the_next_step_sees_every_tensor_of_other_mixers_too(name):
     [
         ("lfm2", ["in_proj", "w1", "w2"]),
         pytest.param("granitemoehybrid", ["in_proj", "out_proj", "input_linear"], marks=pytest.mark.slow),
-        pytest.param("nemotron_h with latents", ["in_proj", "q_proj", "up_proj", "fc1_latent_proj"], marks=pytest.mark.slow),
+        pytest.param(
+            "nemotron_h with latents", ["in_proj", "q_proj", "up_proj", "fc1_latent_proj"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_adapters_of_other_mixers_change_the_same_bits(name, targets, dtype):

@@ -6,12 +6,12 @@ from torch import nn
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
-from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
-from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.granitemoehybrid.configuration_granitemoehybrid import GraniteMoeHybridConfig
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMLP
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
+from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
