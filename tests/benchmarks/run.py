@@ -6,6 +6,7 @@ python tests/benchmarks/run.py costs updates memory startup host balancer capaci
 python tests/benchmarks/run.py latents --rounds 8                    a layer of DeepSeek over latents and expanded keys
 python tests/benchmarks/run.py recurrences                           layers with a state against steps in torch
 python tests/benchmarks/run.py hybrids                               models with states beside dense ones, and training
+python tests/benchmarks/run.py mixers                                their layers as one call against modules
 python tests/benchmarks/run.py episodes                              how busy environments keep the engine
 python tests/benchmarks/run.py http                                  what the HTTP server adds to the engine
 python tests/benchmarks/run.py speculation --rounds 7                what drafted tokens bring
@@ -41,6 +42,7 @@ import hybrids
 import latents
 import loras
 import memory
+import mixers
 import own_process
 import psutil
 import recurrences
@@ -194,6 +196,16 @@ def measure_hybrids(run: Run) -> None:
         run.keep(name, lambda p=paths["hybrid"]: training.measure(p, torch.bfloat16, run.rounds))
 
 
+def measure_mixers(run: Run) -> None:
+    prompts = FreshPrompts(mixers.VOCABULARY)
+    for model_type in mixers.TYPES:
+        engines = mixers.Engines(model_type, run.models / model_type)
+        for count in mixers.NUM_SEQUENCES:
+            name = f"one call / modules, {model_type}, {count} sequence{'s' if count > 1 else ''}"
+            run.keep(name, lambda e=engines, n=count: e.decode(prompts, n, run.rounds))
+        engines.close()
+
+
 def measure_training(run: Run) -> None:
     for name, (shape, dtype) in training.CASES.items():
         run.keep(f"training step, {name}", lambda s=shape, d=dtype: training.measure(run.directory(s), d, run.rounds))
@@ -329,6 +341,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "latents": measure_latents,
     "recurrences": measure_recurrences,
     "hybrids": measure_hybrids,
+    "mixers": measure_mixers,
     "training": measure_training,
     "own_process": measure_own_process,
     "fleet": measure_fleet,
