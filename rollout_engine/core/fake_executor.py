@@ -18,8 +18,8 @@ from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.base.pooling_params import PoolingParams
 from rollout_engine.base.seeds import mix
 from rollout_engine.base.sequence_error import SequenceError
-from rollout_engine.core.fake_columns import fake_states, prompt_columns, with_columns
 from rollout_engine.base.thinking import ThinkingState
+from rollout_engine.core.fake_columns import fake_states, prompt_columns, with_columns
 from rollout_engine.core.fake_states import FakeKVError, FakeState, FakeStates
 
 

@@ -13,8 +13,8 @@ from rollout_engine.base.hidden_states import as_float32
 from rollout_engine.base.messages import SequenceEnd
 from rollout_engine.base.outputs import CompletionOutput, FinishReason, Quantization, RequestMetrics, VersionSpan
 from rollout_engine.base.sampling_params import SamplingParams
-from rollout_engine.results.support_column import SupportColumn
 from rollout_engine.base.thinking import Thinking, ThinkingState
+from rollout_engine.results.support_column import SupportColumn
 from rollout_engine.text.detokenizer import Detokenizer
 
 _T = TypeVar("_T")

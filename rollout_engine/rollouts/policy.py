@@ -367,13 +367,14 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
     ) -> Tensor:
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
 
-        float32, 0 of tokens that were neither sampled nor forced by a budget. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
-        as the weights are the same and the engine is deterministic. `provenance.rollout_note(result)` describes them:
-        with `quantization`, they are those of rounded weights. `candidate_ids`: integers [B, T, K], or [1, N, K] of a
-        packed batch; the result has this shape then, and holds the log-probs of these tokens in place of the sampled
-        ones, from the same log-softmax. `lora`: the adapter that scores; None: the base model alone. `replay_routing`:
-        send tokens to the experts of batch["routed_experts"], which `return_routed_experts` gives. Raises
-        `CallTimeoutError` after `timeout` seconds, and `RequestError` for anything but a rollout, and for other ids.
+        float32, 0 of tokens that were neither sampled nor forced by a budget. Equal to ("log_probs", "full") bit for
+        bit at the temperature that sampled, as long as the weights are the same and the engine is deterministic.
+        `provenance.rollout_note(result)` describes them: with `quantization`, they are those of rounded weights.
+        `candidate_ids`: integers [B, T, K], or [1, N, K] of a packed batch; the result has this shape then, and holds
+        the log-probs of these tokens in place of the sampled ones, from the same log-softmax. `lora`: the adapter that
+        scores; None: the base model alone. `replay_routing`: send tokens to the experts of batch["routed_experts"],
+        which `return_routed_experts` gives. Raises `CallTimeoutError` after `timeout` seconds, and `RequestError` for
+        anything but a rollout, and for other ids.
         """
         options = dict(temperature=temperature, lora=lora, timeout=timeout)
         logprobs = score_rollout(self, batch, candidate_ids, replay_routing=replay_routing, **options)
