@@ -163,9 +163,7 @@ def _sample_whole_rows(logits: Tensor, batch: SamplingBatch, edits: RowEdits) ->
     return ModelRunnerOutput(tokens, stats.logprobs.tolist() if batch.wants_logprobs else None)
 
 
-def _add_truncated(
-    supports: Supports, logits: Tensor, batch: SamplingBatch, edits: RowEdits, kept: KeptTokens
-) -> None:
+def _add_truncated(supports: Supports, logits: Tensor, batch: SamplingBatch, edits: RowEdits, kept: KeptTokens) -> None:
     """Add the tokens that rules kept of the rows that are drawn from no edited copy."""
     is_cut = batch.truncates.copy()
     is_cut[list(edits.copied)] = False
