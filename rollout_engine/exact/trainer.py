@@ -97,8 +97,8 @@ def token_entropy(
 
     Entry `[:, i]` is the entropy of softmax(logits_i / temperature), from which token i + 1 was drawn; 0 at the same
     places as `token_logprobs`. It equals `batch["entropy", "full"][:, i + 1]` of a rollout with
-    `SamplingParams(entropy=True)` bit for bit. Arguments, errors and warnings are those of `token_logprobs`; without a temperature it is the one at
-    which the batch was sampled.
+    `SamplingParams(entropy=True)` bit for bit. Arguments, errors and warnings are those of `token_logprobs`; without a
+    temperature it is the one at which the batch was sampled.
     """
     if temperature is None and isinstance(input_ids, TensorDictBase):
         temperature = sampled_temperature(input_ids)

@@ -31,9 +31,7 @@ def row_figures(logits: Tensor, rows: Tensor, temperatures: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _sums_kernel(
-    logits_ptr, rows_ptr, temperatures_ptr, sums_ptr, stride, vocab_size, num_rows, BLOCK: tl.constexpr
-):
+def _sums_kernel(logits_ptr, rows_ptr, temperatures_ptr, sums_ptr, stride, vocab_size, num_rows, BLOCK: tl.constexpr):
     index = tl.program_id(0)
     logits_ptr += tl.load(rows_ptr + index) * stride
     inverse = 1.0 / tl.load(temperatures_ptr + index).to(tl.float64)
