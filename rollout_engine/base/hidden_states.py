@@ -1,7 +1,7 @@
 """Hidden states that requests ask for: how they are carried, and the most that one may return; no torch.
 
-    carried     int16 [n, H], the bits of bfloat16, or float32 [n, H]: the model's own dtype
-    returned    float32 [n, H], the same values
+carried     int16 [n, H], the bits of bfloat16, or float32 [n, H]: the model's own dtype
+returned    float32 [n, H], the same values
 """
 
 import numpy as np

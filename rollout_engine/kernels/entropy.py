@@ -31,9 +31,7 @@ _LOWEST = -708.0
 """Lowest x; e^x is still a normal number, and nothing next to the smallest float32."""
 
 
-def token_entropies(
-    logits: Tensor, temperature: float | Tensor = 1.0, kernel: FiguresKernel | None = None
-) -> Tensor:
+def token_entropies(logits: Tensor, temperature: float | Tensor = 1.0, kernel: FiguresKernel | None = None) -> Tensor:
     """Entropies of softmax(logits / temperature) in nats -> float32 [N], differentiable with respect to the logits.
 
     `logits` [N, V] of any floating dtype, `temperature` a number or [N]; 0 counts as 1. A row that holds NaN or +inf,
