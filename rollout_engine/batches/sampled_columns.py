@@ -32,10 +32,9 @@ def sampled_columns(samples: Sequence[CompletionOutput]) -> Iterator[tuple[Key, 
     tops = [top_of(sample) for sample in samples]
     if any(top is not None for top in tops):
         shape = (max(top[0].shape[1] for top in tops if top is not None),)
-        for place, (name, dtype) in enumerate((("ids", np.dtype(np.int64)), ("log_probs", np.dtype(np.float32)))):
-            key = "top_k", name
-            parts = [None if top is None else top[place] for top in tops]
-            yield key, _joined(parts, counts, shape, dtype, FILL[key])
+        ids, logprobs = ([None if top is None else top[place] for top in tops] for place in range(2))
+        yield ("top_k", "ids"), _joined(ids, counts, shape, np.dtype(np.int64), -1)
+        yield ("top_k", "log_probs"), _joined(logprobs, counts, shape, np.dtype(np.float32), -np.inf)
 
 
 def hidden_states(outputs: Sequence[RequestOutput]) -> np.ndarray | None:

@@ -77,7 +77,8 @@ def compare_distributions(
     temperature, lora = _settings(batch, temperature)
     ids, assistant = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
     differences, kl = torch.full(ids.shape, torch.nan), torch.full(ids.shape, torch.nan, dtype=torch.float64)
-    vocab_size = plain_model(model).config.get_text_config().vocab_size
+    own: Any = plain_model(model)
+    vocab_size = own.config.get_text_config().vocab_size
     for run in _runs(batch):
         sampled = assistant[run.row, run.columns].nonzero()[:, 0]
         places, token_ids = sampled[sampled > 0].cpu(), ids[run.row, run.columns].tolist()

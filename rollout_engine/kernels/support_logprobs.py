@@ -27,14 +27,14 @@ def support_logprobs(logits: Tensor, token_ids: Tensor, temperature: float, supp
     if len(support.starts) != len(logits) + 1:
         raise argument_error("support.starts", support.starts, f"of {len(logits) + 1} places for {len(logits)} rows")
     if build.load_kernels() is None:
-        return token_logprobs(_masked(logits, support), token_ids, temperature)
+        return token_logprobs(_mask_logits(logits, support), token_ids, temperature)
     result: Tensor = _SupportLogprobs.apply(
         logits, token_ids.long(), row_temperatures(temperature, logits), support.starts, support.ids
     )
     return result
 
 
-def _masked(logits: Tensor, support: TokenSets) -> Tensor:
+def _mask_logits(logits: Tensor, support: TokenSets) -> Tensor:
     """`logits` as float32, -inf outside of the support."""
     counts = support.starts.diff()
     is_in = torch.zeros(logits.shape, dtype=torch.bool)

@@ -6,7 +6,7 @@ from rollout_engine.base.support import Support, too_many_support_ids
 
 
 class SupportColumn:
-    """One row of ids for each token of a sample, up to its share of what a request may return."""
+    """One row of ids for each token of a sample, up to its share of the ids of a request."""
 
     def __init__(self, num_samples: int) -> None:
         """`num_samples`: of the request."""

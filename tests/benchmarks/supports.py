@@ -18,7 +18,7 @@ from works import KV_POOL_BYTES, SHAPES, write_config
 
 from rollout_engine import LLM, SamplingParams
 
-NUM_ROUNDS, NUM_PROMPT_TOKENS, NUM_TOKENS = 7, 16, 64
+NUM_ROUNDS, NUM_PROMPT_TOKENS, NUM_TOKENS = 5, 16, 32
 RULES = {
     "top_p=0.9": dict(top_p=0.9),
     "top_p=0.9, temperature=0.1": dict(top_p=0.9, temperature=0.1),
@@ -27,7 +27,7 @@ RULES = {
 }
 
 
-def main(shape: str = "M", num_sequences: int = 64) -> None:
+def main(shape: str = "M", num_sequences: int = 32) -> None:
     """Print one row for each rule."""
     prompts = FreshPrompts(SHAPES[shape]["vocab_size"]).draw(num_sequences, NUM_PROMPT_TOKENS)
     with tempfile.TemporaryDirectory() as directory:

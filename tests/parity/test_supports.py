@@ -1,6 +1,6 @@
 """Processed log-probs over supports, of engine and trainer: groups, drafts, chunks, preemption, a negative control.
 
-    SUPPORT_FUZZ_TOKENS=50000 python -m pytest tests/parity/test_supports.py -m slow -s
+SUPPORT_FUZZ_TOKENS=50000 python -m pytest tests/parity/test_supports.py -m slow -s
 """
 
 import os
@@ -25,7 +25,7 @@ RULES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rules", RULES)
 def test_no_token_differs(sized_checkpoint, rules, dtype):
-    directory = sized_checkpoint("qwen3", dtype, std=0.06)
+    directory = sized_checkpoint("qwen3", dtype, std=0.06 if dtype == torch.float32 else 0.2)  # flat, and sharp
     rng = random.Random(f"{rules} {dtype}")
     trainer = exact.enable(AutoModelForCausalLM.from_pretrained(directory, dtype=dtype))
     params = SamplingParams(

@@ -18,9 +18,17 @@
 
 namespace {
 
-using truncation::D;
+// As many doubles as a register holds: compilers compare wider vectors one number at a time.
+#ifdef __AVX512F__
+constexpr int DOUBLES = 8;
+#else
+constexpr int DOUBLES = 4;
+#endif
+typedef double D __attribute__((vector_size(8 * DOUBLES)));
+typedef uint64_t Bits __attribute__((vector_size(8 * DOUBLES)));
+typedef float Narrow __attribute__((vector_size(4 * DOUBLES)));
 
-constexpr int BLOCK = 256, DOUBLES = 8;
+constexpr int BLOCK = 256;
 constexpr double LOWEST = -708.0;  // e^LOWEST is a normal number, and nothing next to the smallest float32
 
 struct Rows {
@@ -52,10 +60,9 @@ int read(const T* logits, int64_t size, int64_t start, float* x) {
     return n;
 }
 
-// (logit - maximum) / temperature of eight tokens, LOWEST at least; NaN stays.
+// (logit - maximum) / temperature of a few tokens, LOWEST at least; NaN stays.
 VEC_INLINE D depth_of(const float* x, double maximum, double inverse_temperature) {
-    typedef float Eight __attribute__((vector_size(32)));
-    Eight narrow;
+    Narrow narrow;
     memcpy(&narrow, x, sizeof narrow);
     const D depth = (__builtin_convertvector(narrow, D) - maximum) * inverse_temperature;
     return depth < LOWEST ? D{} + LOWEST : depth;
@@ -66,7 +73,7 @@ __attribute__((noinline)) void add_block(const float* x, double maximum, double 
     D ties = sums.ties, rest = sums.rest, weighted = sums.weighted;
     for (int i = 0; i < BLOCK; i += DOUBLES) {
         const D depth = depth_of(x + i, maximum, inverse_temperature);
-        const D weight = truncation::exp_nonpositive(depth);
+        const D weight = truncation::exp_nonpositive<D, Bits>(depth);
         ties += depth == 0.0 ? D{} + 1.0 : D{};
         rest += depth == 0.0 ? D{} : weight;
         weighted -= weight * depth;
@@ -99,15 +106,14 @@ void compute_row(const Rows& a, int64_t i) {
     if (figures[2] != figures[2]) figures[0] = figures[1] = figures[2] = std::numeric_limits<double>::quiet_NaN();
 }
 
-// Of eight tokens: -probability * (log-prob + entropy) * scale.
+// Of a few tokens: -probability * (log-prob + entropy) * scale.
 VEC_INLINE D slope_of(D depth, double log_total, double entropy, double scale) {
     const D logprob = depth - log_total;
-    return truncation::exp_nonpositive(logprob) * (logprob + entropy) * -scale;
+    return truncation::exp_nonpositive<D, Bits>(logprob) * (logprob + entropy) * -scale;
 }
 
 template <typename T>
 void gradient_row(const Rows& a, int64_t i) {
-    typedef float Eight __attribute__((vector_size(32)));
     const T* logits = (const T*)a.logits + a.row[i] * a.stride;
     T* out = (T*)a.grad_logits + i * a.vocab_size;
     const double *figures = a.figures + 3 * i, inverse_temperature = 1.0 / a.temperature[i];
@@ -117,7 +123,7 @@ void gradient_row(const Rows& a, int64_t i) {
         const int n = read(logits, a.vocab_size, start, x);
         for (int k = 0; k < BLOCK; k += DOUBLES) {
             const D depth = depth_of(x + k, figures[0], inverse_temperature);
-            const Eight slope = __builtin_convertvector(slope_of(depth, figures[1], figures[2], scale), Eight);
+            const Narrow slope = __builtin_convertvector(slope_of(depth, figures[1], figures[2], scale), Narrow);
             memcpy(x + k, &slope, sizeof slope);
         }
         for (int k = 0; k < n; k += vec::LANES) {

@@ -39,9 +39,9 @@ def _sums_kernel(logits_ptr, rows_ptr, temperatures_ptr, sums_ptr, stride, vocab
     for start in range(0, vocab_size, BLOCK):
         top = tl.maximum(top, _tile(logits_ptr, start, vocab_size, BLOCK))  # ignores NaN, which the sums show
     maximum = tl.max(top).to(tl.float64)
-    ties = tl.zeros([BLOCK], tl.float64)
-    rest = tl.zeros([BLOCK], tl.float64)
-    weighted = tl.zeros([BLOCK], tl.float64)
+    ties = tl.full([BLOCK], 0.0, tl.float64)
+    rest = tl.full([BLOCK], 0.0, tl.float64)
+    weighted = tl.full([BLOCK], 0.0, tl.float64)
     for start in range(0, vocab_size, BLOCK):
         depth = (_tile(logits_ptr, start, vocab_size, BLOCK).to(tl.float64) - maximum) * inverse
         depth = tl.where(depth < _LOWEST, _LOWEST, depth)  # NaN stays

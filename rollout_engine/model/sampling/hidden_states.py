@@ -79,20 +79,20 @@ class StateRecorder:
         self._fill_drawn(out, states)
         for piece in self._pieces:
             prompt = self._prompts[piece.sequence_id]
-            prompt.parts.append(states[piece.start : piece.start + piece.count])
+            prompt.parts.append(states[piece.start : piece.start + piece.num_rows])
             if sum(map(len, prompt.parts)) == prompt.num_tokens:
-                out.prompt_hidden_states[piece.index] = np.concatenate(prompt.parts)
+                out.prompt_hidden_states[piece.place] = np.concatenate(prompt.parts)
                 del self._prompts[piece.sequence_id]
 
     def _fill_drawn(self, out: ModelRunnerOutput, states: np.ndarray) -> None:
-        if not any(each.count for each in self._drawn):
+        if not any(each.num_rows for each in self._drawn):
             return
         num_drawn: Sequence[int] = out.num_drawn or [1] * len(self._drawn)
         out.hidden_states = np.zeros((sum(num_drawn), states.shape[1]), states.dtype)
         end = 0
         for each, num in zip(self._drawn, num_drawn, strict=True):
             end += num
-            if each.count:
+            if each.num_rows:
                 out.hidden_states[end - num : end] = states[each.start : each.start + num]
 
 
@@ -107,17 +107,17 @@ class _Drawn(NamedTuple):
     """States of one sample task among those of the step: one, and one more for each drafted token; 0: none asked."""
 
     start: int
-    count: int
+    num_rows: int
 
 
 class _Piece(NamedTuple):
     """States of the part of a prompt that a step computes."""
 
-    index: int
-    """Into `scheduled`."""
+    place: int
+    """Index into `scheduled`."""
     sequence_id: int
     start: int
-    count: int
+    num_rows: int
 
 
 def _carried(states: Tensor) -> np.ndarray:

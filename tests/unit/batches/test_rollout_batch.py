@@ -196,7 +196,7 @@ def test_every_key_it_writes_is_reserved():
     options = {"rewards": rewards, "function_rewards": {"exact": rewards}, "oversampled": True, "layout": "packed"}
     batch = rollout_batch(two_groups(), pad_token_id=PAD, **options)
     others = {"kept_logprob_mass", "routed_experts", "pictures", "entropy", "top_k", "hidden_states", "support"}
-    others.add("teacher")
+    others |= {"teacher", "picture_features"}
     assert set(batch.keys()) | others == RESERVED_KEYS
 
 

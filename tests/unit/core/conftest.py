@@ -147,7 +147,8 @@ class Rig:
         self.works.append(work)
         before = {name: state.num_scored for name, state in self.executor.sequences.items()}
         result = self.executor.execute(work)
-        scored = {row.sequence_id for row in work.scheduled if row.num_scheduled_tokens > 1}
+        asks = {name for name, state in self.executor.sequences.items() if state.params.prompt_logprobs is not None}
+        scored = asks & {row.sequence_id for row in work.scheduled if row.num_scheduled_tokens > 1}
         after = {name: state.num_scored for name, state in self.executor.sequences.items() if name in scored}
         num_scored = sum(count - before.get(name, 0) for name, count in after.items())
         assert num_scored < self.config.max_scored_tokens + max(1, largest)
