@@ -137,7 +137,7 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
             columns: name -> one value per prompt. They reach the result and, repeated per sample, the reward function.
             reward_fn: `reward_fn(prompts, completions, completion_ids, **columns)` gives one number per completion, or
                 None if it does not apply; called per group as it finishes, with the arguments that it names
-                (`batches.reward_functions`). May be async. Completions are texts, or lists of one message where the
+                (`batches.reward_functions`). May be async. Completions are texts, or lists of one message if the
                 prompt was a plain list of messages. A list of functions gives the sum, weighted by `reward_weights` or
                 1.0, and ("rewards", NAME) for each.
             seed: sample i of prompt p is drawn with sequence seed child_seed(mix(seed, p), i), both functions of
@@ -154,7 +154,7 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
         Works inside a running event loop too, and blocks it. Whatever is raised, its requests are aborted first and the
         engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as soon as one sequence fails,
         `RewardError` naming the prompt. `LifecycleError` while paused or asleep; if another thread pauses later, it
-        waits for the resume, or raises `RetryableError` where that (sleep, update) aborts a group: none is cut short.
+        waits for the resume, or raises `RetryableError` if that (sleep, update) aborts a group: none is cut short.
         """
         given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         self.frontend.require_running("rollout")
