@@ -42,7 +42,7 @@ from rollout_engine.rollouts.log import RolloutLog
 from rollout_engine.rollouts.picture_features import PictureFeatureMethods
 from rollout_engine.rollouts.plan import Columns, RolloutArguments, as_int, row_tasks
 from rollout_engine.rollouts.scores import score_rollout
-from rollout_engine.rollouts.teachers import Teacher, TeacherColumns, TopK
+from rollout_engine.rollouts.teachers import Teacher, TeacherColumns, TopK, with_teachers
 from rollout_engine.text.conversations import ChatOptions
 
 _ALONE = (1, "processes", None)
@@ -131,52 +131,41 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
         """Sample every prompt and return all sequences, group-major, with the keys of `batches.rollout_batch`.
 
         Args:
-            prompts: one prompt or a list of them, of any kind that the engine takes: text, token ids, conversations.
+            prompts: one or a list, of any kind that the engine takes: text, token ids, conversations.
+            num_samples, layout: samples per prompt, in place of `n`; "padded" or "packed". use_tqdm: show progress.
             sampling_params: one for all, or one per prompt; a dict of their fields will do. Log-probs are always on.
-            num_samples: samples per prompt; overrides `n`.
             columns: name -> one value per prompt. They reach the result and, repeated per sample, the reward function.
             reward_fn: `reward_fn(prompts, completions, completion_ids, **columns)` gives one number per completion, or
-                None if it does not apply; called per group as it finishes, with the prompt as it was given. It gets
-                those arguments that it names, as in TRL (`rollout_engine.batches.reward_functions`). May be async.
-                Completions are texts; if the prompt was a plain list of messages, they are lists of one message. A list
-                of functions gives the sum, and ("rewards", NAME) for each. reward_weights: one per function, or 1.0.
+                None if it does not apply; called per group as it finishes, with the arguments that it names
+                (`batches.reward_functions`). May be async. Completions are texts, or lists of one message if the
+                prompt was a plain list of messages. A list of functions gives the sum, weighted by `reward_weights` or
+                1.0, and ("rewards", NAME) for each.
             seed: sample i of prompt p is drawn with sequence seed child_seed(mix(seed, p), i), both functions of
                 `rollout_engine.base.seeds`; None leaves seeds to the sampling params and the engine.
-            oversample: samples to start per prompt; the first `num_samples` to end are returned, and the others aborted
-                ("num_dropped" counts them). This is biased: short answers end first, and a policy trained on those
-                learns to be brief. `collect` is not biased. None: off.
+            oversample: samples to start per prompt; the first `num_samples` to end are returned, the others aborted
+                ("num_dropped"). Biased, unlike `collect`: short answers end first, and a policy learns to be brief.
             session_id, lora_request: as in `LLM.generate`; prompts of one session go to the replica that has their KV.
             on_group: called with the TensorDict of each group as soon as it is complete.
             log_to: a file to append each group to, with its settings (`rollout_engine.rollouts.log`) for `replay`.
-            teachers: models that score the sampled tokens, once all are there: columns ("teacher", NAME, "log_probs").
-                `on_group` and `log_to` get the groups without them.
-            teacher_top_k: k: also ids and log-probs of each teacher's k most likely tokens at each place (("teacher",
-                NAME, "top_ids" | "top_log_probs")). "student": the teacher's log-probs of the policy's most likely
-                tokens, those of `SamplingParams(logprobs=k)`.
-            layout, use_tqdm: "padded" or "packed"; show a progress bar, or print nothing.
-            options: for conversations, as in `ChatOptions`, such as chat_template_kwargs={"enable_thinking": False};
-                and for environments in place of prompts, `rollout(None, params, env=...)`, as in `EpisodeOptions`.
+            teachers, teacher_top_k: models that score the sampled tokens once all are there, and their k most likely
+                tokens or the policy's ("student"): columns `TeacherColumns`. `on_group` and `log_to` get none.
+            options: `ChatOptions` of conversations, `EpisodeOptions` of episodes (`rollout(None, params, env=...)`).
 
-        Works inside a running event loop too (it blocks that loop). Whatever is raised, its requests are aborted first
-        and the engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as soon as one
-        sequence fails, `RewardError` naming the prompt. `LifecycleError` while paused or asleep; paused by another
-        thread once it has begun, it waits for the resume, or raises `RetryableError` if that pause (sleep, update)
-        aborts a group: none is returned cut short.
+        Works inside a running event loop too, and blocks it. Whatever is raised, its requests are aborted first and the
+        engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as soon as one sequence fails,
+        `RewardError` naming the prompt. `LifecycleError` while paused or asleep; if another thread pauses later, it
+        waits for the resume, or raises `RetryableError` if that (sleep, update) aborts a group: none is cut short.
         """
         given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         self.frontend.require_running("rollout")
-        start = time.perf_counter()
-        listeners = self._listeners(on_group, log_to, lora_request)
+        start, listeners = time.perf_counter(), self._listeners(on_group, log_to, lora_request)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
         arguments = RolloutArguments(*given, session_id, lora_request, options, columns_of)
         run = begin_run(arguments, self.frontend, self._kept_workers, self.rollout)
         groups = run_to_end(run, lambda group: self._batcher.tell(listeners, group, layout), shown=use_tqdm)
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
         self._batcher.count_staleness(groups)
-        batch = self._batcher.batch(groups, layout)
-        if columns_of is not None:
-            columns_of.add_to(batch, groups)
-        return batch
+        return with_teachers(columns_of, self._batcher.batch(groups, layout), groups)
 
     async def arollout(
         self,
@@ -225,9 +214,7 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
                         await run_in_thread(self._batcher.tell, listeners, group, layout)
                     self._batcher.count_staleness([group])
                     batch = self._batcher.batch([group], layout)
-                    if columns_of is not None:
-                        await run_in_thread(columns_of.add_to, batch, [group])
-                    yield batch
+                    yield await run_in_thread(with_teachers, columns_of, batch, [group]) if teachers else batch
         finally:
             if step is not None and not step.done():  # cancelled in mid-step: let that step end
                 run.stop_waiting()
@@ -280,8 +267,7 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
                 while the trainer works. None: no bound.
             max_in_flight: groups that run at once; None: all that `max_staleness` lets start, or without a bound twice
                 `groups_per_batch`.
-            on_group, log_to: as in `rollout`. Groups are complete, and rewards computed, while `next` waits.
-            teachers, teacher_top_k: as in `rollout`; they score each batch before it is returned.
+            on_group, log_to, teachers, teacher_top_k: as in `rollout`; rewards and teachers are awaited by `next`.
         The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; `next` raises
         the errors of `rollout`, except that groups cut short by an abort are started again.
         """
@@ -292,15 +278,9 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
         if columns_of is not None:
             columns_of.check([as_sampling_params(sampling_params)], None)
         arguments = RolloutArguments(*given, None, lora_request, chat, columns_of)
-        return RolloutCollector(
-            self.frontend,
-            self._batcher,
-            arguments,
-            row_tasks(arguments),
-            staleness_control(groups_per_batch, max_staleness, max_in_flight),
-            self._listeners(on_group, log_to, lora_request),
-            columns_of,
-        )
+        control = staleness_control(groups_per_batch, max_staleness, max_in_flight)
+        state = (row_tasks(arguments), control, self._listeners(on_group, log_to, lora_request))
+        return RolloutCollector(self.frontend, self._batcher, arguments, *state, columns_of)
 
     def evaluate(
         self,
@@ -368,7 +348,7 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
 
         float32, 0 of tokens that were neither sampled nor forced by a budget. Equal to ("log_probs", "full") bit for
-        bit at the temperature that sampled, as long as the weights are the same and the engine is deterministic.
+        bit at the temperature that sampled, if the weights are the same and the engine is deterministic.
         `provenance.rollout_note(result)` describes them: with `quantization`, they are those of rounded weights.
         `candidate_ids`: integers [B, T, K], or [1, N, K] of a packed batch; the result has this shape then, and holds
         the log-probs of these tokens in place of the sampled ones, from the same log-softmax. `lora`: the adapter that

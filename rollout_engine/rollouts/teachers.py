@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, RequestError, RolloutEngineError, TeacherError
@@ -301,6 +301,13 @@ class TeacherColumns(NamedTuple):
         if not ids:
             raise RequestError.for_field(f"{field}, for prompts[{task.index}]", made, "at least one token long")
         return ids
+
+
+def with_teachers(teachers: TeacherColumns | None, batch: TensorDict, groups: Sequence[AnyGroup]) -> TensorDict:
+    """The batch of these groups, with the teachers' columns if there are teachers."""
+    if teachers is not None:
+        teachers.add_to(batch, groups)
+    return batch
 
 
 def _columns(found: TokenScores, candidates: np.ndarray | None) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ def tokenizer_difference(ours: TextCodec, theirs: TextCodec) -> str:
         by_id = {token_id: token for token, token_id in other.items()}
         token_id, token = min((i, t) for t, i in own.items() if other.get(t) != i)
         return f"id {token_id} is {token!r} here and {by_id.get(token_id)!r} there"
-    own_added, other_added = _added(ours), _added(theirs)
+    own_added, other_added = _added_tokens_of(ours), _added(theirs)
     if own_added != other_added:
         token_id, how = min(own_added.items() ^ other_added.items())
         state = "special" if how[1] else "added"
@@ -24,6 +24,6 @@ def tokenizer_difference(ours: TextCodec, theirs: TextCodec) -> str:
     return ""
 
 
-def _added(codec: TextCodec) -> dict[int, tuple[str, bool]]:
+def _added_tokens_of(codec: TextCodec) -> dict[int, tuple[str, bool]]:
     """Id of each added token -> its text, and whether it is special."""
     return {token_id: (token.content, token.special) for token_id, token in codec.hf.added_tokens_decoder.items()}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from envs_adapters import Observation
 from rollout_engine import LLM, AsyncLLM, RolloutPolicy, SamplingParams, Teacher
 from rollout_engine.base.errors import ConfigError, LifecycleError, RequestError, TeacherError
 from rollout_engine.batches.layout import full_places
@@ -161,8 +162,6 @@ def test_teachers_score_episodes(policy, big, scorer):
             return "first"
 
         def step(self, action):
-            from envs_adapters import Observation
-
             self.turns += 1
             return Observation("again", reward=1.0, terminated=self.turns == 2)
 

@@ -24,7 +24,8 @@ def shares_prefixes(model: nn.Module) -> bool:
 
 
 def _is_equal(model: nn.Module) -> bool:
-    device = next(model.parameters()).device
+    # An engine's packed weights are left on "meta".
+    device = next((weight.device for weight in model.parameters() if not weight.is_meta), torch.device("cpu"))
     longest = max(map(len, _ROWS))
     real = torch.tensor([[place < len(row) for place in range(longest)] for row in _ROWS], device=device)
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in _ROWS], device=device)

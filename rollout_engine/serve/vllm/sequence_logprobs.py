@@ -84,16 +84,16 @@ def _as_arrays(scores: TokenScores, completions: Sequence[list[int]]) -> dict[st
     shape = len(lengths), max(lengths, default=0)
     real = np.arange(shape[1]) < np.array(lengths)[:, None]
 
-    def padded(values: np.ndarray, fill: float) -> str:
+    def encode_padded(values: np.ndarray, fill: float) -> str:
         made = np.full((*shape, *values.shape[1:]), fill, values.dtype)
         made[real] = values
         return base64.b64encode(made.tobytes()).decode("ascii")
 
     return {
-        "logprobs_b64": padded(_without_nan(scores.top_logprobs), -np.inf),
-        "token_ids_b64": padded(scores.top_ids, 0),
-        "actual_logprobs_b64": padded(_without_nan(scores.logprobs)[:, None], -np.inf),
-        "actual_token_ids_b64": padded(own[:, None], 0),
+        "logprobs_b64": encode_padded(_without_nan(scores.top_logprobs), -np.inf),
+        "token_ids_b64": encode_padded(scores.top_ids, 0),
+        "actual_logprobs_b64": encode_padded(_without_nan(scores.logprobs)[:, None], -np.inf),
+        "actual_token_ids_b64": encode_padded(own[:, None], 0),
         "shape": [*shape, scores.top_ids.shape[1]],
         "completion_lengths": lengths,
     }
