@@ -12,7 +12,7 @@
     log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 if it was neither sampled
                                                   nor forced
     kept_logprob_mass                             the same, with top-k, top-p or min-p
-    forced                                        with a budget of thinking: whether it forced each token of the response
+    forced                                        with a budget of thinking: whether it forced each response token
     reward, done                                  with a reward function; of episodes also `terminated`: the
                                                   environment ended it, and no limit or fault
     rewards                                       {name: number} with a list of them; null if one does not apply
