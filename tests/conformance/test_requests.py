@@ -42,6 +42,7 @@ PARAMS = {
     "edited logits": dict(seed=9, presence_penalty=1.0, logit_bias={9: 2.0}, bad_words=["a"], repetition_penalty=1.2),
     "ids only": dict(seed=10, detokenize=False, ignore_eos=True),
     "truncated prompt": dict(seed=11, truncate_prompt_tokens=2),
+    "thinking": dict(seed=13, thinking_budget=3, thinking_start="o", thinking_end="!)", logit_bias={81: 3.0}, n=2),
 }
 REFUSED = {
     "too long": ([5] * 40_000, {}, "max_model_len=32768"),
@@ -53,6 +54,7 @@ REFUSED = {
     "bad conversation": ([{"role": "user"}], {}, "content|messages"),
     "bad value": ("x", dict(top_p=0), "top_p=0"),
     "unknown parameter": ("x", dict(max_token=3), "max_token"),
+    "bad budget": ("x", dict(thinking_budget=1, thinking_end=""), "thinking_end"),
     "bad regex": ("x", dict(stop_regex=["("]), r"stop_regex\[0\]"),
     "bias outside the vocabulary": ("x", dict(logit_bias={999: 1.0}), "logit_bias"),
     "too many log-probs": ("x", dict(logprobs=-1, n=512, max_tokens=4000), "log-probs a request"),
