@@ -19,7 +19,7 @@
     entropy                                       one per token of the response, 0 if it was not sampled; with entropy
     top_k                                         with logprobs=k: per token [id, log-prob] of the k most likely ones,
                                                   null for a log-prob of -inf; [] if it was not sampled
-    forced                                        with a budget of thinking: whether it forced each token of the response
+    forced                                        with a budget of thinking: whether it forced each response token
     reward, done                                  with a reward function; of episodes also `terminated`: the
                                                   environment ended it, and no limit or fault
     rewards                                       {name: number} with a list of them; null if one does not apply

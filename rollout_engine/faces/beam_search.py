@@ -163,7 +163,7 @@ class _Search:
         """Whether the best beam may still become better than the worst of the finished ones."""
         penalty, best = self._params.length_penalty, self.beams[0]
         length = self._params.max_tokens if penalty > 0 else len(best.token_ids) + 1
-        return best.cumulative / length**penalty > self._score(self._finished[-1])
+        return bool(best.cumulative / length**penalty > self._score(self._finished[-1]))
 
     def output(self, frontend: Frontend) -> BeamSearchOutput:
         """The result."""

@@ -118,5 +118,5 @@ def told(output):
 def told_of_sample(sample):
     """What a sample says, but for its versions."""
     fields = "index text token_ids finish_reason stop_reason seed error logprobs top_logprobs kept_logprob_mass"
-    more = "sampled_ranks token_id_logprobs routed_experts support entropies hidden_states"
+    more = "sampled_ranks token_id_logprobs routed_experts support entropies hidden_states forced"
     return [plain(getattr(sample, name)) for name in f"{fields} {more}".split()]

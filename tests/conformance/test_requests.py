@@ -44,6 +44,7 @@ PARAMS = {
     "ids only": dict(seed=10, detokenize=False, ignore_eos=True),
     "truncated prompt": dict(seed=11, truncate_prompt_tokens=2),
     "support": dict(seed=13, return_support=True, top_k=9, top_p=0.9, bad_words=["a"], logprobs_mode="processed"),
+    "thinking": dict(seed=13, thinking_budget=3, thinking_start="o", thinking_end="!)", logit_bias={81: 3.0}, n=2),
 }
 REFUSED = {
     "too long": ([5] * 40_000, {}, "max_model_len=32768"),
@@ -55,6 +56,7 @@ REFUSED = {
     "bad conversation": ([{"role": "user"}], {}, "content|messages"),
     "bad value": ("x", dict(top_p=0), "top_p=0"),
     "unknown parameter": ("x", dict(max_token=3), "max_token"),
+    "bad budget": ("x", dict(thinking_budget=1, thinking_end=""), "thinking_end"),
     "bad regex": ("x", dict(stop_regex=["("]), r"stop_regex\[0\]"),
     "bias outside the vocabulary": ("x", dict(logit_bias={999: 1.0}), "logit_bias"),
     "too large a support": ("x", dict(return_support=True, top_k=100, n=512, max_tokens=9000), "return_support=True"),

@@ -57,7 +57,12 @@ def theirs(checkpoint, llm, prompt, width, max_tokens, length_penalty, ignore_eo
 
 @pytest.mark.parametrize(
     "width, max_tokens, length_penalty, ignore_eos",
-    [(4, 8, 1.0, True), (3, 12, 0.0, False), (4, 12, 1.0, False), (2, 6, -1.0, False)],
+    [
+        (4, 8, 1.0, True),
+        (3, 12, 0.0, False),
+        (4, 12, 1.0, False),
+        pytest.param(2, 6, -1.0, False, marks=pytest.mark.slow),
+    ],
 )
 def test_sequences_and_scores_are_those_of_transformers(checkpoint, llm, width, max_tokens, length_penalty, ignore_eos):
     params = BeamSearchParams(

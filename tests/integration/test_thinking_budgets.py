@@ -115,7 +115,7 @@ def test_stops_and_ends_hold_for_forced_tokens(llm):
     [
         dict(max_num_batched_tokens=5),
         dict(num_kv_blocks=10, block_size=8, max_model_len=72),
-        dict(async_scheduling=False, enable_prefix_caching=False),
+        pytest.param(dict(async_scheduling=False, enable_prefix_caching=False), marks=pytest.mark.slow),
         dict(speculation=SpeculationConfig()),
         pytest.param(dict(tensor_parallel_size=2), marks=pytest.mark.slow),
     ],

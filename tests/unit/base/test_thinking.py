@@ -60,7 +60,7 @@ rules = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rule=rules, drawn=tokens)
 def test_no_more_than_the_budget_is_ever_sampled_inside(rule, drawn):
     out, marks = played(rule, drawn)
@@ -72,7 +72,7 @@ def test_no_more_than_the_budget_is_ever_sampled_inside(rule, drawn):
         )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rule=rules, drawn=tokens, num_unknown=st.integers(0, 4))
 def test_what_may_be_forced_is_known_before_the_last_tokens_are(rule, drawn, num_unknown):
     out, marks = played(rule, drawn)

@@ -16,6 +16,7 @@ pytestmark = [
     ),
 ]
 BRACKETS = dict(thinking_start="(", thinking_end="))", logprobs=1, max_tokens=8, ignore_eos=True, thinking_budget=2)
+DRAFTS = dict(deterministic=True, speculation=SpeculationConfig(), async_scheduling=False)
 PROMPTS = [[7, 8, 10], [7, 8, 9], [20, 10], [10, 30]]  # "(" is 10
 
 
@@ -32,7 +33,7 @@ def rows_on_host(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("options", [{}, {"speculation": SpeculationConfig()}], ids=["plain", "drafts"])
+@pytest.mark.parametrize("options", [{}, DRAFTS], ids=["plain", "drafts"])
 def test_forced_tokens_are_those_of_the_cpu(engine_on, options):
     params = [
         SamplingParams(seed=1, **BRACKETS),
