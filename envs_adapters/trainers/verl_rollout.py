@@ -19,6 +19,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
 from envs_adapters.trainers.verl_server import ENGINE_KWARGS, ServerClient, ServerProcess, ServerSettings
+from envs_adapters.trainers.verl_teacher import is_scoring, scored_fields, scoring_body
 
 _KV, _WEIGHTS = "kv_cache", "weights"
 
@@ -82,6 +83,8 @@ class EngineActor:
             raise ValueError("The checkpoint's files set how images are processed: mm_processor_kwargs must be empty.")
         if self._is_paused and self._rejects:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self._global_steps})
+        if is_scoring(sampling_params):
+            return await self._score(prompt_ids, sampling_params, request_id)
         settings = self._sampling(dict(sampling_params), len(prompt_ids))
         body = {
             "input_ids": [int(token) for token in prompt_ids],
@@ -105,8 +108,21 @@ class EngineActor:
             extra_fields=self._versions(meta) | {"num_cached_tokens": meta.get("cached_tokens")},
         )
 
+    async def _score(self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str) -> TokenOutput:
+        """Answer a request of a distillation teacher: log-probs of its prompt."""
+        answer = await self.server.score(scoring_body(prompt_ids, sampling_params, request_id))
+        [choice] = answer["choices"]
+        return TokenOutput(
+            token_ids=choice["token_ids"],
+            stop_reason="completed",
+            extra_fields=scored_fields(answer, prompt_ids, sampling_params) | {"global_steps": self._global_steps},
+        )
+
     def _sampling(self, given: dict[str, Any], num_prompt: int) -> dict[str, Any]:
         """verl's sampling settings as the server takes them."""
+        for name in ("thinking_budget", "thinking_token_budget", "custom_params"):
+            if given.get(name) is not None:
+                raise ValueError(f"{name} is not served to verl, which would train on the tokens that a budget forces.")
         config = self._config
         room = config.max_model_len - num_prompt if config.max_model_len else None
         if room is not None and room < 1:

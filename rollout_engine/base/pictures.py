@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from rollout_engine.base.errors import RequestError
+
+PictureAttention = Literal["causal", "all", "windows"]
+"""Which layers let a token of a picture see the whole picture: none, all of them, or those with a sliding window."""
 
 
 class Picture(msgspec.Struct, frozen=True, eq=False):
@@ -70,6 +73,24 @@ class PictureInfo(msgspec.Struct, frozen=True):
     """Id of the placeholder tokens that stand for a picture's features."""
     unsupported_reason: str = ""
     """Why pictures are refused, though the checkpoint has a vision tower, as a sentence; "": they are served."""
+    attention: PictureAttention = "causal"
+    """Which layers let a token of a picture see the whole picture; then no step computes a part of one."""
+
+
+def end_between_pictures(placed: Sequence[PlacedPicture], start: int, end: int) -> int:
+    """The end of a chunk of tokens from `start`, which is inside no picture, up to `end`, that splits none of them.
+
+    It is beyond `end` if the chunk begins with a picture that ends there.
+    """
+    for each in placed:
+        if each.start < end < each.end:
+            return each.start if each.start > start else each.end
+    return end
+
+
+def start_between_pictures(placed: Sequence[PlacedPicture], position: int) -> int:
+    """`position`, or the start of the picture that it is inside of."""
+    return next((each.start for each in placed if each.start < position < each.end), position)
 
 
 def shift_pictures(pictures: Sequence[PlacedPicture], offset: int) -> list[PlacedPicture]:

@@ -24,7 +24,7 @@ def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str,
         advantages                          [B] float32; if given, or if the batch has a key "advantage"
         num_items_in_batch                  [] int64, tokens that count in the loss
         tool_mask                           [B, R] int64, 0 on response tokens outside all_assistant_mask; only if
-                                            there are any
+                                            there are any: of an environment, or forced by a budget
         pixel_values, image_grid_thw, ...   the pictures of all sequences in order, as the model's forward takes them;
                                             the next two as well only if there are any
         mm_token_type_ids                   [B, P + R] int64, 1 at the tokens that stand for a picture's features

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from rollout_engine.base.config import read_dtype
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.exact.trainer import enable
+from rollout_engine.exact.enabling import enable
 from rollout_engine.model.loading.loader import load_trainable
 
 _DTYPES = ("auto", "float32", "bfloat16")

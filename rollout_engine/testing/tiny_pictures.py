@@ -130,8 +130,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3": Family(
         text=TINY_SIZES
-        | dict(query_pre_attn_scalar=24, sliding_window=19, layer_types=["sliding_attention", "full_attention"]),
-        vision=_VISION | dict(image_size=32),
+        | dict(query_pre_attn_scalar=24, sliding_window=11, layer_types=["sliding_attention", "full_attention"]),
+        vision=_VISION | dict(image_size=32, vision_use_head=False),
         images=dict(image_processor_type="Gemma3ImageProcessor", size=dict(height=32, width=32)) | _HALVES,
         processor="Gemma3Processor",
         tokens=dict(boi="<start_of_image>", eoi="<end_of_image>", image="<image_soft_token>"),
@@ -188,6 +188,21 @@ FAMILIES: dict[str, Family] = {
         tokens=dict(image="<image>"),
         picture="<image>\n",
         config=dict(image_seq_length=36),
+        options=dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1),
+    ),
+    "llava_next": Family(
+        text=TINY_SIZES | dict(model_type="llama"),
+        vision=_VISION | dict(model_type="clip_vision_model", image_size=16, num_hidden_layers=3),
+        images=dict(
+            image_processor_type="LlavaNextImageProcessor",
+            size=dict(shortest_edge=16),
+            crop_size=dict(height=16, width=16),
+            image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]],
+        ),
+        processor="LlavaNextProcessor",
+        tokens=dict(image="<image>"),
+        picture="<image>\n",
+        config=dict(image_seq_length=16, image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]]),
         options=dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1),
     ),
     "idefics3": _idefics("Idefics3"),

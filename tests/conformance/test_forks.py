@@ -35,6 +35,7 @@ ARGUMENTS = {
     "rollout": (["hello"],),
     "scale": (2,),
     "score": ([[5]], [[6]]),
+    "score_candidates": ([[5]], [[6]]),
     "update_weights": (weights(1),),
 }
 ELSEWHERE = {

@@ -108,6 +108,20 @@ def test_a_training_step_over_pictures_is_exact_before_and_after(policy, trainer
     assert not any(report.is_equal for report in replay(policy, read_jsonl(log)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "llava_next"])
+def test_images_of_other_families_are_exact_from_the_message_to_the_trainer(family, tmp_path):
+    path = tiny_vision_checkpoint(tmp_path, family)
+    trainer = exact.enable(AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32))
+    with RolloutPolicy.from_pretrained(str(path), dtype="float32", max_num_batched_tokens=16, max_num_seqs=9) as policy:
+        batch = policy.rollout(PROMPTS, PARAMS, num_samples=3, seed=1, use_tqdm=False)
+        packed = policy.rollout(PROMPTS, PARAMS, num_samples=3, seed=1, use_tqdm=False, layout="packed")
+        assert differing(trainer, batch) == differing(trainer, packed) == 0
+        scored = policy.score(batch)
+    sampled = batch["masks", "all_assistant_mask"]
+    assert torch.equal(scored[sampled], batch["log_probs", "full"][sampled])
+
+
 def test_episodes_whose_observations_are_pictures_are_exact_and_are_replayed(policy, trainer, trace, tmp_path):
     log = tmp_path / "rollouts.jsonl"
     batch = policy.rollout(None, PARAMS, env=Album, num_episodes=2, num_samples=2, seed=4, use_tqdm=False, log_to=log)

@@ -36,6 +36,7 @@ from rollout_engine.engine.verbs.model import (
     get_unused_names,
     save_sharded_state,
     score,
+    score_candidates,
 )
 from rollout_engine.engine.verbs.pictures import get_picture_features, reset_encoder_cache, reset_mm_cache
 from rollout_engine.engine.verbs.reports import (
@@ -76,6 +77,7 @@ __all__ = [
     "get_unused_names",
     "save_sharded_state",
     "score",
+    "score_candidates",
     "get_picture_features",
     "reset_encoder_cache",
     "reset_mm_cache",

@@ -31,10 +31,11 @@ def features_of_rows(
         given = ids, own, pictures.image_token_id, adapter_slot
         held = SequencePictures.of(pictures.encoder, *given) if own else None
         chunks += [ChunkPictures(held, 0, len(ids)), ChunkPictures(None, 0, length - len(ids))]
-    found = inputs_of(chunks, pictures.encoder)
+    found = inputs_of(chunks, pictures.encoder, pictures.attention)
     if found is None:
         return None
     index = torch.full((len(rows) * length,), -1)
     index[found.rows] = torch.arange(len(found.rows))
     positions = None if found.positions is None else found.positions.view(3, len(rows), length)
-    return PlacedFeatures(found.features, tuple(found.deepstack), index.view(len(rows), length), positions)
+    reach = found.reach and found.reach._replace(tokens=found.reach.tokens.view(len(rows), length))
+    return PlacedFeatures(found.features, tuple(found.deepstack), index.view(len(rows), length), positions, reach)

@@ -97,6 +97,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _matmul(input: Tensor, other: Tensor, **kwargs: Any) -> Any:
+    if input.dim() == other.dim() == 3 and len(input) == len(other) and not kwargs:
+        return torch.stack([multiply(one.contiguous(), two.t()) for one, two in zip(input, other, strict=True)])
     if other.dim() != 2 or input.dim() < 2 or kwargs:
         return NotImplemented
     return _linear(input, other.t())

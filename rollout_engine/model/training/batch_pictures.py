@@ -8,12 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.base.pictures import Picture, PlacedPicture
+from rollout_engine.base.pictures import Picture, PictureAttention, PlacedPicture
+from rollout_engine.kernels.attention_params import Reach
 from rollout_engine.kernels.cpu.arguments import argument_error
 from rollout_engine.model.modules.packed_rows import starts_of
 from rollout_engine.model.modules.placed_features import PlacedFeatures
 from rollout_engine.model.pictures.positions import picture_positions
+from rollout_engine.model.pictures.reach import reach_of
 from rollout_engine.model.pictures.tower_forward import PictureFeatures, encode_picture, picture_parts
+
+ATTENTION = "_exact_picture_attention"
+"""Attribute of a composite's base model: which layers let a token of a picture see the whole picture."""
 
 
 class TokenRun(NamedTuple):
@@ -97,6 +102,8 @@ class PictureBatch:
         self._rows: dict[bytes, tuple[int, int]] = {}
         self._num_rows = 0
         self._index = torch.full_like(input_ids, -1)
+        self._reach = torch.zeros_like(input_ids, dtype=torch.int32)
+        self._attention: PictureAttention = getattr(composite.base_model, ATTENTION, "causal")
         self._placed: list[tuple[TokenRun, list[PlacedPicture]]] = []
 
     def place(self, sequence: TokenRun, pictures: Sequence[PlacedPicture]) -> None:
@@ -153,6 +160,7 @@ class PictureBatch:
             deepstack=tuple(torch.cat(layer) for layer in deepstack),
             row_of=self._index,
             positions=self._positions(),
+            reach=None if self._attention == "causal" else Reach(self._reach, self._attention == "windows"),
         )
 
     def _encode(self, picture: Picture) -> tuple[int, int]:
@@ -172,7 +180,14 @@ class PictureBatch:
     def _put(self, sequence: TokenRun, at: Tensor, picture: Picture) -> None:
         first, size = self._encode(picture)
         rows = torch.arange(first, first + size, device=self._index.device)
+        before = int(at[0]) - 1
+        if self._attention != "causal" and before >= 0 and self._index[sequence.row, sequence.columns[before]] >= 0:
+            raise ValueError(
+                f"{sequence}: a picture begins at its token {before + 1}, right behind another one, and this model "
+                "takes both for one picture: put a token between them, as its processor does."
+            )
         self._index[sequence.row, sequence.columns[at]] = rows
+        self._reach[sequence.row, sequence.columns[at]] = torch.from_numpy(reach_of(at.numpy()))
 
     def _positions(self) -> Tensor | None:
         """Rotary positions int64 [3, B, T]; None if the model has one axis."""

@@ -14,11 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.base.pictures import PlacedPicture
+from rollout_engine.base.pictures import PictureAttention, PlacedPicture
 from rollout_engine.model.modules.composites import TextPart, is_composite
-from rollout_engine.model.modules.placed_features import PlacedFeatures, place, take_placed_features
+from rollout_engine.model.modules.placed_features import (
+    OrdinaryTokens,
+    PlacedFeatures,
+    note_ordinary_tokens,
+    place,
+    take_placed_features,
+)
 from rollout_engine.model.pictures.tower_forward import make_tower_exact
-from rollout_engine.model.training.batch_pictures import PictureBatch, TokenRun, sequences_of, split_pictures
+from rollout_engine.model.training.batch_pictures import (
+    ATTENTION,
+    PictureBatch,
+    TokenRun,
+    sequences_of,
+    split_pictures,
+)
 from rollout_engine.model.training.engine_features import FEATURES, features_by_digest
 
 _NO_TOWER = "it has no vision tower that was made exact."
@@ -36,11 +48,17 @@ def picture_inputs(composite: nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters) - settings
 
 
-def make_pictures_exact(composite: Any, make_row_invariant: Callable[[nn.Module], None], reason: str) -> None:
+def make_pictures_exact(
+    composite: Any,
+    make_row_invariant: Callable[[nn.Module], None],
+    reason: str,
+    attention: PictureAttention = "causal",
+) -> None:
     """Make the vision tower of a composite exact, in place, and allow calls with pictures; or have them refused.
 
-    `make_row_invariant`: that of the device. `reason`: why they are refused, as a sentence; "": they are not. Calling
-    it twice is harmless. Call it before `install_checks`.
+    `make_row_invariant`: that of the device. `reason`: why they are refused, as a sentence; "": they are not.
+    `attention`: which layers let a token of a picture see the whole picture. Calling it twice is harmless. Call it
+    before `install_checks`.
     """
     inner = composite.base_model
     if not reason:
@@ -50,6 +68,7 @@ def make_pictures_exact(composite: Any, make_row_invariant: Callable[[nn.Module]
             inner.register_forward_pre_hook(partial(_before, composite), with_kwargs=True)
             inner.register_forward_hook(_after, always_call=True)
     inner._exact_pictures_refused = reason
+    setattr(inner, ATTENTION, attention)
 
 
 def batch_features(
@@ -138,9 +157,10 @@ def _before(
     composite: Any, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
     given = dict(zip(inspect.signature(inner.forward).parameters, args, strict=False)) | kwargs
+    note_ordinary_tokens(_ordinary_tokens(composite, given.get("input_ids")))
     names = (picture_inputs(inner) | {FEATURES}) & given.keys()
     found = {name: given.pop(name) for name in names if given[name] is not None}
-    if not found and not isinstance(given.get(TYPES), Tensor):
+    if not found and not any(isinstance(given.get(name), Tensor) for name in (TYPES, _OLD_TYPES)):
         return None
     found |= {name: given.pop(name) for name in (TYPES, _OLD_TYPES) if isinstance(given.get(name), Tensor)}
     ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
@@ -159,7 +179,17 @@ def _before(
     return (), given
 
 
+def _ordinary_tokens(composite: Any, input_ids: Any) -> OrdinaryTokens | None:
+    """The ids of a call, among which those of placeholders are tokens like any other; pictures are placed later."""
+    if not isinstance(input_ids, Tensor):
+        return None
+    names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+    ids = [found for name in names if isinstance(found := getattr(composite.config, name, None), int)]
+    return OrdinaryTokens(input_ids, torch.tensor(ids, device=input_ids.device))
+
+
 def _after(inner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    note_ordinary_tokens(None)
     if getattr(_state, "placed", False):
         _state.placed = False
         place(None)

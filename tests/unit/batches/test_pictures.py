@@ -212,6 +212,18 @@ def test_a_picture_is_named_by_a_digest_alone(name, tmp_path):
         read_jsonl(tmp_path / "b.jsonl")
 
 
+def test_patches_of_gemma4_and_the_whole_tile_of_llava_next_are_shown(tmp_path):
+    for family, width, height in (("gemma4", 80, 56), ("llava_next", 16, 16)):  # 70 features of 8 x 8; one tile
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(FAMILIES[family].images))
+        processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+        image = random_picture(3, width, height)
+        made = processor(image, return_tensors="np")
+        names = ("pixel_values", "image_position_ids", "image_sizes")
+        found = Picture.of({name: np.asarray(made[name]) for name in names if name in made})
+        shown = np.asarray(Image.open(io.BytesIO(png_of(found))))
+        assert np.array_equal(shown, np.asarray(image)), family
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl"])
 def test_an_image_of_the_size_that_a_tower_takes_is_shown_as_it_was(family, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(FAMILIES[family].images))
