@@ -9,7 +9,6 @@ import numpy as np
 
 from rollout_engine.base.errors import RequestError
 
-
 PictureAttention = Literal["causal", "all", "windows"]
 """Which layers let a token of a picture see the whole picture: none, all of them, or those with a sliding window."""
 

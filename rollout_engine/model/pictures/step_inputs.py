@@ -83,9 +83,7 @@ class SequencesWithPictures:
         attention: which layers let a token of a picture see the whole picture.
     """
 
-    def __init__(
-        self, encoder: PictureEncoder, image_token_id: int, attention: PictureAttention = "causal"
-    ) -> None:
+    def __init__(self, encoder: PictureEncoder, image_token_id: int, attention: PictureAttention = "causal") -> None:
         self.encoder, self.image_token_id, self.attention = encoder, image_token_id, attention
         self._of: dict[int, SequencePictures | Exception] = {}
         """An exception: the sequence cannot be computed."""

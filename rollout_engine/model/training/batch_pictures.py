@@ -17,7 +17,6 @@ from rollout_engine.model.pictures.positions import picture_positions
 from rollout_engine.model.pictures.reach import reach_of
 from rollout_engine.model.pictures.tower_forward import PictureFeatures, encode_picture
 
-
 ATTENTION = "_exact_picture_attention"
 """Attribute of a composite's base model: which layers let a token of a picture see the whole picture."""
 

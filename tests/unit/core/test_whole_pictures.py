@@ -1,4 +1,4 @@
-"""Pictures whose tokens see one another: no step splits one, whatever the budgets, the prefix cache or preemption say."""
+"""Pictures whose tokens see one another: no step splits one, for any budget, prefix hit or preemption."""
 
 import pytest
 
@@ -80,7 +80,9 @@ def test_samples_of_a_prompt_that_ends_with_a_picture_share_it(make_rig):
 
 def test_pictures_without_a_token_between_them_are_refused(make_rig):
     touching = prompt_of(1, (A, [IMAGE] * 3), (B, [IMAGE] * 3), 5)
-    with pytest.raises(RequestError, match=r"pictures\[1\]=\(4, 7\).*behind 4: this model takes pictures without a token"):
+    with pytest.raises(
+        RequestError, match=r"pictures\[1\]=\(4, 7\).*behind 4: this model takes pictures without a token"
+    ):
         make_rig(**WHOLE).add("a", touching[0], pictures=touching[1])
     assert num_cached(make_rig(), "a", touching) == 0
 
