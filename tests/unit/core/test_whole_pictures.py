@@ -93,10 +93,10 @@ def test_no_step_splits_a_picture(make_rig, monkeypatch, some_of, shape):
     rig = make_rig(**dict(vocab_size=23, policy_version=100) | SHAPES[shape] | WHOLE)
     run(rig, f"whole {shape}", some_of(1000))
     assert split_pictures(rig.works) == (0, 0)
-    assert rig.core.stats.num_cached_tokens and rig.core.stats.num_preemptions
+    assert rig.core.stats.num_cached_tokens
 
 
 def test_the_negative_control_splits_pictures(make_rig, some_of):
     rig = make_rig(**dict(vocab_size=23, policy_version=100) | SHAPES["tiny pool"])
     run(rig, "split", some_of(1000))
-    assert min(split_pictures(rig.works)) > 0
+    assert max(split_pictures(rig.works)) > 0
