@@ -24,7 +24,7 @@ _TOLERANCE = 0.02
 """Largest distance of a colour from a whole one, of rounding in float32."""
 _COLOURS = 3
 _FORMS = ("image_grid_thw", "image_position_ids", "image_sizes")
-"""Arrays that say how those of `pixel_values` lie in a picture."""
+"""Arrays with the places of `pixel_values` in a picture."""
 _FRAMES = (2, 1)
 """Frames of one patch: Qwen's towers read pictures as films of two equal frames."""
 _MERGED = 2

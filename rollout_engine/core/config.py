@@ -27,7 +27,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     """Most sequences that run at the same time."""
     max_num_batched_tokens: int
-    """Most tokens computed in one step, unless a picture that must not be split is larger than what is left of them."""
+    """Most tokens computed in one step, unless a picture that must not be split needs more."""
     vocab_size: int
     max_prefill_beside_decode: int = sys.maxsize
     """Most tokens, in chunks of more than one, of a step in which other sequences decode and wait for all of it."""

@@ -61,7 +61,7 @@ _GRIDS = ((1, 2), (2, 1), (2, 2))
 
 
 class PictureTrial(NamedTuple):
-    """What the trial of a composite's pictures has found."""
+    """The result of the trial of a composite's pictures."""
 
     refusal: str
     """Why they cannot be computed exactly, as a sentence; "": they can."""

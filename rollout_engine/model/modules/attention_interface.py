@@ -135,7 +135,7 @@ def _check_strangers(module: nn.Module, given: dict[str, Any]) -> None:
 def _checked_reach(module: nn.Module, reach: Reach | None, params: AttentionParams) -> Tensor | None:
     """How far queries of a trainer's batch see past their own position in a layer, int32 [B, T]; None: no farther.
 
-    Raises `ConfigError` if the batch has pictures whose tokens see one another, and the layer was not told.
+    Raises `ConfigError` if the batch has pictures whose tokens see one another, and the layer was not given it.
     """
     features = current_features()
     if reach is None and features is not None and features.reach is not None:

@@ -120,7 +120,7 @@ class OrdinaryTokens(NamedTuple):
 
 
 def note_ordinary_tokens(tokens: OrdinaryTokens | None) -> None:
-    """Set the tokens of this thread's next forward of a composite; None: its text model is called by itself."""
+    """Set the tokens of this thread's next forward of a composite; None: they are forgotten."""
     _state.ordinary = tokens
 
 

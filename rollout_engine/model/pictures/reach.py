@@ -34,7 +34,7 @@ def reach_of_chunk(places: Sequence[np.ndarray], first: int, size: int) -> np.nd
     beyond = reach > np.arange(size)[::-1]
     if beyond.any():
         raise ConfigError(
-            f"Tokens [{first}, {first + size}) of a sequence end inside a picture, whose tokens see all of it: they have "
-            "to be computed together."
+            f"Tokens [{first}, {first + size}) of a sequence end inside a picture, whose tokens see all of it: they "
+            "have to be computed together."
         )
     return reach

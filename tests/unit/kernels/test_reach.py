@@ -117,7 +117,9 @@ def test_chunks_over_blocks_have_the_bits_of_whole_sequences(heads, dtype, threa
             step = [(s, *left[s].pop(0)) for s in range(3) if left[s] and rng.random() < 0.8]
             if not step:
                 continue
-            plan = AttentionPlan([Chunk(a, b - a, tables[s]) for s, a, b in step], block_size=block_size, num_kv_heads=2)
+            plan = AttentionPlan(
+                [Chunk(a, b - a, tables[s]) for s, a, b in step], block_size=block_size, num_kv_heads=2
+            )
             flat = [torch.cat([x[s, :, a:b] for s, a, b in step], 1).transpose(0, 1) for x in (q, k, v)]
             seen = torch.cat([reach[s, a:b] for s, a, b in step])
             parts = layer.attend(plan, *flat, params, reach=seen).split([b - a for _, a, b in step])

@@ -69,6 +69,8 @@ def test_other_features_than_those_of_transformers_are_refused(monkeypatch):
 
 def test_attention_of_another_kind_and_composites_without_a_tower_are_refused(monkeypatch):
     monkeypatch.setattr(Reach, "of", lambda reach, params: None)
-    assert "whether their tokens see one another in both directions or not" in refusal_of("gemma3", intermediate_size=80)
+    assert "whether their tokens see one another in both directions or not" in refusal_of(
+        "gemma3", intermediate_size=80
+    )
     config = CONFIG_MAPPING["gemma4"](**COMPOSITES["gemma4"])
     assert "it has no vision tower" in tower_refusal(config)
