@@ -37,7 +37,7 @@ class BlockPattern(NamedTuple):
     reason: str | None
     """Why it does so in another way; None if it does not."""
     number: float = 1.0
-    """Multiplies what a layer adds to its input, or the embeddings of a base; divides the logits of a head."""
+    """Multiplies results that a layer adds to its input, or embeddings of a base; divides logits of a head."""
     is_precise: bool = False
     """Whether logits become float32 at last."""
 

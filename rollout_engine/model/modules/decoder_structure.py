@@ -104,7 +104,7 @@ def decoder_structure(
 ) -> DecoderStructure:
     """The parts of `module`, whose weights are loaded. Raises `UnsupportedStructure` if it is not built as Llama is.
 
-    `takes_mixers`: it may differ from Llama as the head of this file says.
+    `takes_mixers`: it may differ from Llama in the ways at the head of this file.
     """
     base = getattr(module, module.base_model_prefix)
     children = _parts(base)
@@ -112,8 +112,8 @@ def decoder_structure(
     layers, rotary = list(children["layers"].children()), children.get("rotary")
     require(len(layers) == len(geometry), f"{len(geometry)} of its {len(layers)} layers have attention")
     head = module.get_output_embeddings()
-    embedding_factor = _matched(block_patterns.base_pattern(base)).number
-    of_head = block_patterns.BlockPattern(None) if head is None else _matched(block_patterns.head_pattern(module))
+    embedding_factor = _require_match(block_patterns.base_pattern(base)).number
+    of_head = block_patterns.BlockPattern(None) if head is None else _require_match(block_patterns.head_pattern(module))
     positions = _tried_positions(module)
     dims = {one.head_dim_k for one in geometry if one.attends}
     require(len(dims) == 1, "its layers do not attend, or with heads of several sizes")
@@ -147,7 +147,7 @@ def _parts(module: nn.Module) -> dict[str, nn.Module]:
     return {role: children[name] for role, name in names.items()}
 
 
-def _matched(pattern: block_patterns.BlockPattern) -> block_patterns.BlockPattern:
+def _require_match(pattern: block_patterns.BlockPattern) -> block_patterns.BlockPattern:
     """The pattern itself. Raises `UnsupportedStructure` if it is not matched."""
     require_pattern(pattern.reason)
     return pattern
@@ -224,7 +224,7 @@ def _layer(layer: nn.Module, geometry: LayerGeometry, form: _Form) -> DecoderLay
         is_gated=mixing.is_gated,
         mixer=mixing.mixer,
         norms_behind=second == "norm_behind",
-        factor=_matched(block_patterns.layer_pattern(layer)).number,
+        factor=_require_match(block_patterns.layer_pattern(layer)).number,
     )
 
 
@@ -245,7 +245,7 @@ def _half_layer(layer: nn.Module, children: dict[str, nn.Module], geometry: Laye
         query_factors=None if mixing is None else mixing.query_factors,
         is_gated=mixing is not None and mixing.is_gated,
         mixer=None if mixing is None else mixing.mixer,
-        factor=_matched(block_patterns.layer_pattern(layer)).number,
+        factor=_require_match(block_patterns.layer_pattern(layer)).number,
     )
 
 

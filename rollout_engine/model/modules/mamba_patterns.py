@@ -8,6 +8,7 @@ The functions over tokens, the norm and the linears are replaced by known ones. 
 different show which column each of them reads.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ def mamba_pattern(mixer: nn.Module, state: StateGeometry) -> MambaPattern:
     if {name for name, _ in mixer.named_parameters(recurse=False)} != {*_VECTORS} or mixer._buffers:
         return MambaPattern(f"{kind} has other tensors of its own")
     trial = _Trial(mixer, state.recurrence)
-    functions = {CONVOLUTION: trial.convolve, _RECURRENCE: trial.recur}
+    functions: dict[str, Callable[..., Any]] = {CONVOLUTION: trial.convolve, _RECURRENCE: trial.recur}
     reason = unmatched_reason("Mamba 2", with_functions(mixer, functions), trial.run)
     if reason is not None:
         return MambaPattern(reason)

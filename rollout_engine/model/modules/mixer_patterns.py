@@ -8,7 +8,7 @@ The functions over tokens, the norm and the linears are replaced by known ones. 
 different show which column each of them reads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +88,7 @@ def delta_pattern(mixer: nn.Module, state: StateGeometry) -> DeltaPattern:
     if {name for name, _ in mixer.named_parameters(recurse=False)} != {"A_log", "dt_bias"} or mixer._buffers:
         return DeltaPattern(f"{kind} has other tensors of its own")
     trial = _Trial(names, mixer, state.recurrence)
-    functions = {CONVOLUTION: trial.convolve, _RECURRENCE: trial.recur}
+    functions: dict[str, Callable[..., Any]] = {CONVOLUTION: trial.convolve, _RECURRENCE: trial.recur}
     reason = unmatched_reason("delta rule", with_functions(mixer, functions), trial.run)
     if reason is not None:
         return DeltaPattern(reason)

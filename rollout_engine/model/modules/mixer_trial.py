@@ -1,4 +1,4 @@
-"""What the trials of mixers have in common: functions over tokens that are replaced, and checks of their arguments."""
+"""Common parts of the trials of mixers: functions over tokens that are replaced, and checks of their arguments."""
 
 import inspect
 from collections.abc import Callable

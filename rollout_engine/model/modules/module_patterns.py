@@ -50,7 +50,7 @@ class MLPNames(NamedTuple):
         """Names of all linears."""
         return *self.gate_up, self.down
 
-    def activated(self, linears: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    def activate(self, linears: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
         """silu(gate(x)) * up(x) by these linears."""
         gate, up = torch.cat([linears[name](x) for name in self.gate_up], -1).chunk(2, dim=-1)
         return gated_silu(gate, up)
@@ -83,7 +83,7 @@ def gated_mlp_names(child: nn.Module) -> MLPNames | None:
     x = torch.linspace(-4, 4, 24).view(3, 8)
 
     def compute(x: Tensor) -> Tensor:
-        out: Tensor = small[names.down](names.activated(small, x))
+        out: Tensor = small[names.down](names.activate(small, x))
         return out
 
     return names if agree(trial, compute, x) and agree(trial, compute, x * LARGE) else None
