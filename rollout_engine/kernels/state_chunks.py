@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 _ARRAYS = ("token_starts", "sources", "write_starts", "write_ends", "write_slots")
 
@@ -43,6 +45,8 @@ class StateChunks:
     """Address of the five arrays, which lie end to end, as C++ reads them (`cpu/state_chunks.h`)."""
     num_slots: int = field(init=False, repr=False)
     """Slots that a pool needs to have: one more than the highest that is named."""
+    _tables: dict[torch.device, Tensor] = field(init=False, repr=False, default_factory=dict)
+    """Copies that `table_on` has made."""
 
     def __post_init__(self) -> None:
         arrays = [np.asarray(getattr(self, name)) for name in _ARRAYS]
@@ -68,6 +72,15 @@ class StateChunks:
         none = np.zeros(0, np.int64)
         return cls(starts, np.full(count, -1), np.zeros(count + 1, np.int64), none, none)
 
+    @classmethod
+    def in_place(
+        cls, sizes: Sequence[int] | np.ndarray, first_positions: Sequence[int] | np.ndarray, slots: Sequence[int]
+    ) -> "StateChunks":
+        """Chunks of these sizes and positions of their first tokens, each of which continues in a slot of its own."""
+        starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)))
+        sources = np.where(np.asarray(first_positions) > 0, slots, -1)
+        return cls(starts, sources, np.arange(len(starts)), starts[1:], np.asarray(slots))
+
     def write_every(self, interval: int) -> "StateChunks":
         """The same chunks, whose states are written after every `interval` tokens inside a chunk, to slots 0, 1, ..."""
         spans = zip(self.token_starts[:-1].tolist(), self.token_starts[1:].tolist(), strict=True)
@@ -75,6 +88,20 @@ class StateChunks:
         counts = np.cumsum([0, *map(len, ends)])
         flat = np.fromiter((end for each in ends for end in each), np.int64, counts[-1])
         return StateChunks(self.token_starts, self.sources, counts, flat, np.arange(len(flat)))
+
+    def table_on(self, device: torch.device) -> Tensor:
+        """int64 on `device`: the five arrays end to end, then the chunk of each token [T].
+
+        It is copied there once, and nothing waits for that.
+        """
+        if device not in self._tables:
+            owners = np.repeat(np.arange(self.num_chunks), np.diff(self.token_starts))
+            arrays = [getattr(self, name) for name in _ARRAYS]
+            table = torch.from_numpy(np.concatenate((*arrays, owners), dtype=np.int64))
+            if device.type == "cuda":
+                table = table.pin_memory().to(device, non_blocking=True)
+            self._tables[device] = table
+        return self._tables[device]
 
     @property
     def num_chunks(self) -> int:

@@ -25,7 +25,7 @@ from rollout_engine.model.sampling.module_logits import module_logits
 
 
 class CudaModel:
-    """A module built with `ATTENTION_NAME`, on a device, and its KV pool.
+    """A module built with `ATTENTION_NAME`, on a device, and its pools of KV and of states.
 
     `fused`: its layers run by our kernels, not as modules, unless `layer_watch` has watchers; raises
     `UnsupportedStructure` if they cannot. `deterministic`: a row's bits do not depend on its batch, if layers are fused
@@ -42,6 +42,7 @@ class CudaModel:
         block_size: int,
         limits: Limits,
         fused: bool,
+        num_state_slots: int = 0,
         deterministic: bool = False,
         adapters: CudaAdapterPool | None = None,
         routing: RoutingInfo | None = None,
@@ -55,7 +56,7 @@ class CudaModel:
             "routing": routing,
         }
         self.make_pool = partial(CudaKVPool, geometry, **shape)
-        self.kv = self.make_pool(num_blocks=num_blocks)
+        self.kv = self.make_pool(num_blocks=num_blocks, num_state_slots=num_state_slots)
         self.attention = CudaAttention(
             *(geometry, limits, weight.dtype, weight.device),
             deterministic=deterministic,
@@ -93,7 +94,8 @@ class CudaModel:
             )
 
         def forward(rows: Tensor) -> Any:
-            with attending(ModuleStep(pool, self.attention, batch)), self._route_tokens(batch, pool):
+            attention, states = ModuleStep(pool, self.attention, batch), pool.states.step(batch.states)
+            with attending(attention), states, self._route_tokens(batch, pool):
                 return self.module(
                     input_ids=batch.token_ids[None],
                     position_ids=batch.positions[None],

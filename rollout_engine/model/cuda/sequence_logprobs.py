@@ -1,4 +1,4 @@
-"""Log-probs of given sequences, by the kernels of steps (on a device). KV is written to a pool of its own."""
+"""Log-probs of given sequences, by the kernels of steps (on a device). KV and states are in a pool of its own."""
 
 from collections.abc import Generator, Iterator, Sequence
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.kernels.token_logprobs import row_temperatures
 from rollout_engine.kernels.triton import sampling
 from rollout_engine.kernels.triton.paged_attention import Batch
@@ -31,7 +32,8 @@ def sequence_logprobs(
     [len - 1, L, k], experts that its tokens are sent to; -1: by their routers' choice.
     """
     longest = max(map(len, sequences), default=0)
-    pool = model.make_pool(num_blocks=-(-longest // model.kv.block_size))
+    num_slots = 0 if model.kv.states.is_empty else 1
+    pool = model.make_pool(num_blocks=-(-longest // model.kv.block_size), num_state_slots=num_slots)
     for i, (tokens, first) in enumerate(zip(sequences, num_prompt, strict=True)):
         experts = None if routed_experts is None else routed_experts[i]
         yield {i: (yield from _score_sequence(model, pool, tokens, first, temperature, adapter_slot, experts))}
@@ -78,4 +80,5 @@ def _chunk(ids: Tensor, start: int, end: int, pool: CudaKVPool, width: int) -> C
     bounds = torch.tensor([0, end - start], dtype=torch.int32, device=ids.device)
     lens = torch.tensor([end], dtype=torch.int32, device=ids.device)
     attention = Batch(bounds, lens, table[None], num_decodes=int(end - start == 1))
-    return CudaBatch(ids[start:end], positions, positions, attention)
+    states = None if pool.states.is_empty else StateChunks.in_place([end - start], [start], [0])
+    return CudaBatch(ids[start:end], positions, positions, attention, states=states)

@@ -1,0 +1,170 @@
+"""Layers that keep a state on a device: engine and exact trainer agree bit for bit, and slots hold what they should."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_engine import exact
+from rollout_engine.base.errors import ConfigError
+from rollout_engine.kernels.triton import tiling
+from rollout_engine.model.cuda import state_layers
+from rollout_engine.model.loading import loader
+from rollout_engine.model.modules.mixers import mixers_of
+from rollout_engine.testing import tiny_model
+from rollout_engine.testing.architectures import HYBRID_SIZES
+from rollout_engine.testing.models import tiny_checkpoint
+from tests.unit.model.cuda.test_engine import GREEDY, assert_alike, run, runner_of
+from tests.unit.model.cuda.test_exact import DRAWN, LONG, OPTIONS, SHORT, assert_those_of
+from tests.unit.model.cuda.test_exact import run as run_drawn
+
+# Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning",
+    "ignore:invalid value encountered:RuntimeWarning",
+    "ignore:divide by zero encountered in log:RuntimeWarning",
+)
+DTYPES = ["float32", "bfloat16"]
+QUICK = ("qwen3_5_text", "float32")
+CASES = [
+    pytest.param(name, dtype, marks=[] if (name, dtype) == QUICK else pytest.mark.slow)
+    for name in HYBRID_SIZES
+    for dtype in DTYPES
+]
+ADVANCED = DRAWN.clone(max_tokens=3)
+
+
+def sizes_of(architecture):
+    """Sizes of a model of two layers, one of which keeps a state, or as many as the type needs for that."""
+    sizes = HYBRID_SIZES[architecture]
+    lists = {name: sizes[name][:2] for name in ("layer_types", "mlp_layer_types") if name in sizes}
+    is_short = lists or architecture in ("bamba", "falcon_h1")
+    return sizes | lists | ({"num_hidden_layers": 2} if is_short else {})
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """A function from an architecture to a checkpoint of few layers; made once."""
+    made = {}
+
+    def get(architecture):
+        if architecture not in made:
+            path = tmp_path_factory.mktemp(architecture)
+            made[architecture] = tiny_checkpoint(path, architecture, **sizes_of(architecture))
+        return made[architecture]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    """Two of attention's to a short context, a tile each."""
+    monkeypatch.setattr(tiling, "_DETERMINISTIC_UNIT", 16)
+    monkeypatch.setattr(tiling, "_tile", lambda *_: 16)
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), CASES)
+def test_logprobs_are_the_trainers(engine_on, trainer_of, architecture, dtype):
+    llm = engine_on("device", architecture, dtype=dtype, **OPTIONS)
+    runner = runner_of(llm)
+    assert runner.model.decoder is None and runner.graphs is None
+    assert_those_of(trainer_of(architecture, dtype), run_drawn(llm, LONG, SHORT, params=ADVANCED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", HYBRID_SIZES)
+def test_tokens_and_logprobs_are_those_of_the_cpu(engine_on, architecture):
+    ours = engine_on("device", architecture, num_kv_blocks=23, deterministic=False)
+    assert_alike(run(ours, GREEDY), run(engine_on("cpu", architecture), GREEDY))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "bamba", "lfm2"])
+def test_chunks_forks_snapshots_and_preempted_samples_have_the_trainers_bits(engine_on, trainer_of, architecture):
+    """States of a prompt are found again by its next turn, and slots are as scarce as they may be."""
+    options = OPTIONS | {"num_kv_blocks": 9, "max_num_batched_tokens": 7, "state_cache_bytes": 1 << 14}
+    llm = engine_on("device", architecture, dtype="bfloat16", **options)
+    first = run_drawn(llm, LONG, SHORT)
+    (prompt, tokens, _), *_ = first
+    turn = prompt[:16] + [5, 6]
+    outputs = llm.generate([{"prompt_token_ids": turn}], ADVANCED, use_tqdm=False)
+    again = [(turn, list(c.token_ids), np.array(c.logprobs)) for c in outputs[0].outputs]
+    assert outputs[0].num_cached_tokens > 0
+    assert llm.llm_engine.stats.num_preemptions > 0
+    assert_those_of(trainer_of(architecture, "bfloat16"), first + again)
+
+
+@pytest.mark.slow
+def test_a_score_has_the_bits_of_the_samples(engine_on):
+    llm = engine_on("device", *QUICK[:1], dtype="float32", **OPTIONS)
+    for prompt, tokens, logprobs in run_drawn(llm, SHORT, params=ADVANCED):
+        (found,) = llm.score([prompt], [tokens], temperature=ADVANCED.temperature)
+        np.testing.assert_array_equal(found, logprobs)
+
+
+@pytest.mark.slow
+def test_memory_of_states_is_given_back_and_taken_again(engine_on):
+    llm = engine_on("device", *QUICK[:1], dtype="float32", **OPTIONS)
+    states = runner_of(llm).model.kv.states
+    assert states.num_slots > llm.llm_engine.frontend.client.driver.core.config.max_num_seqs
+    before = run_drawn(llm, SHORT, params=ADVANCED)
+    llm.sleep(level=1)
+    assert not any(tensor.untyped_storage().nbytes() for tensor in states.tensors())
+    llm.wake_up()
+    after = run_drawn(llm, SHORT, params=ADVANCED)
+    assert all(np.array_equal(one[2], other[2]) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.slow
+def test_new_weights_reach_mixers_and_their_norms(engine_on, enable):
+    llm = engine_on("device", *QUICK[:1], dtype="float32", **OPTIONS)
+    trainer = tiny_model(QUICK[0], seed=1, **sizes_of(QUICK[0]))
+    llm.update_weights(trainer)
+    assert_those_of(enable(trainer), run_drawn(llm, SHORT, params=ADVANCED))
+    llm.update_weights(tiny_model(QUICK[0], **sizes_of(QUICK[0])))  # other tests have it too
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", HYBRID_SIZES)
+def test_values_and_gradients_are_those_of_eager_modules(enable, device, architecture):
+    """Up to the round-off of transformers' chunked formulas."""
+    options = {"std": 0.05, "attn_implementation": "eager"}
+    reference = tiny_model(architecture, **options, **sizes_of(architecture)).requires_grad_(True).to(device)
+    trainer = enable(copy.deepcopy(reference))
+    ids = torch.randint(3, 259, (2, 9), generator=torch.Generator().manual_seed(0)).to(device)
+    weights = torch.randn(2, 8, generator=torch.Generator().manual_seed(1)).to(device)
+    ours = exact.token_logprobs(trainer, ids)
+    logits = reference(input_ids=ids, use_cache=False).logits[:, :-1]
+    theirs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    (ours * weights).sum().backward()
+    (theirs * weights).sum().backward()
+    for (name, p), (_, q) in zip(reference.named_parameters(), trainer.named_parameters(), strict=True):
+        if p.grad is not None:
+            assert (p.grad - q.grad).norm() <= 1e-3 * p.grad.norm() + 1e-6, name
+
+
+@pytest.mark.slow
+def test_packed_rows_have_the_bits_of_rows(trainer_of, device):
+    trainer = trainer_of(*QUICK)
+    rows = [LONG[:9], SHORT[3:8]]
+    edges, packed = torch.tensor([0, 9, 14], device=device), torch.tensor([sum(rows, [])], device=device)
+    with torch.no_grad():
+        together = exact.token_logprobs(trainer, packed, cu_seqlens=edges)[0]
+        for row, start in zip(rows, (0, 9), strict=True):
+            alone = exact.token_logprobs(trainer, torch.tensor([row], device=device))[0]
+            assert torch.equal(together[start : start + len(alone)], alone)
+
+
+def test_every_part_of_a_mixer_is_replaced(enable):
+    trainer = enable(tiny_model(QUICK[0], **sizes_of(QUICK[0])))
+    (mixer,) = mixers_of(trainer)
+    assert mixer._state_kernels is state_layers.STATE_KERNELS
+    assert type(mixer.norm).__name__ == "_GatedNorm" and type(trainer.model.norm) is state_layers.OffsetNorm
+
+
+def test_layers_that_keep_states_are_not_cut_over_devices():
+    module = tiny_model(QUICK[0], **sizes_of(QUICK[0]))
+    with pytest.raises(ConfigError, match="layers that keep a state, which one device computes. Leave tensor_parallel"):
+        loader._admit(module, module.config, torch.device("cuda"), has_ranks=True)
