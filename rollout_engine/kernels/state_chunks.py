@@ -22,6 +22,21 @@ class StateChunk(NamedTuple):
     """Flat index behind a token -> slot that takes the state behind that token."""
 
 
+class ChunkTensors(NamedTuple):
+    """The chunks of a step on a device: int64 tensors, those of `StateChunks` and `owners`.
+
+    A captured step may have a chunk that writes slot -1: none.
+    """
+
+    token_starts: Tensor
+    sources: Tensor
+    write_starts: Tensor
+    write_ends: Tensor
+    write_slots: Tensor
+    owners: Tensor
+    """[T]: the chunk of each token."""
+
+
 @dataclass(frozen=True, eq=False)
 class StateChunks:
     """N chunks, end to end in T tokens. A chunk reads a state from one slot, or starts from zeros, and writes states.
@@ -45,8 +60,8 @@ class StateChunks:
     """Address of the five arrays, which lie end to end, as C++ reads them (`cpu/state_chunks.h`)."""
     num_slots: int = field(init=False, repr=False)
     """Slots that a pool needs to have: one more than the highest that is named."""
-    _tables: dict[torch.device, Tensor] = field(init=False, repr=False, default_factory=dict)
-    """Copies that `table_on` has made."""
+    _on: dict[torch.device, ChunkTensors] = field(init=False, repr=False, default_factory=dict)
+    """Copies that `on` has made."""
 
     def __post_init__(self) -> None:
         arrays = [np.asarray(getattr(self, name)) for name in _ARRAYS]
@@ -89,19 +104,19 @@ class StateChunks:
         flat = np.fromiter((end for each in ends for end in each), np.int64, counts[-1])
         return StateChunks(self.token_starts, self.sources, counts, flat, np.arange(len(flat)))
 
-    def table_on(self, device: torch.device) -> Tensor:
-        """int64 on `device`: the five arrays end to end, then the chunk of each token [T].
-
-        It is copied there once, and nothing waits for that.
-        """
-        if device not in self._tables:
-            owners = np.repeat(np.arange(self.num_chunks), np.diff(self.token_starts))
+    def on(self, device: torch.device) -> ChunkTensors:
+        """The chunks on `device`; they are copied there once, and nothing waits for that."""
+        if device not in self._on:
             arrays = [getattr(self, name) for name in _ARRAYS]
-            table = torch.from_numpy(np.concatenate((*arrays, owners), dtype=np.int64))
-            if device.type == "cuda":
-                table = table.pin_memory().to(device, non_blocking=True)
-            self._tables[device] = table
-        return self._tables[device]
+            arrays.append(np.repeat(np.arange(self.num_chunks), np.diff(self.token_starts)))
+            ends = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)]).tolist()  # multiples of 16 bytes
+            packed = torch.zeros(ends[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
+            parts = [slice(start, start + len(array)) for start, array in zip(ends, arrays, strict=False)]
+            for part, array in zip(parts, arrays, strict=True):
+                packed.numpy()[part] = array
+            packed = packed.to(device, non_blocking=True)
+            self._on[device] = ChunkTensors(*(packed[part] for part in parts))
+        return self._on[device]
 
     @property
     def num_chunks(self) -> int:

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_engine.kernels.state_chunks import StateChunks
+from rollout_engine.kernels.state_chunks import ChunkTensors, StateChunks
 from rollout_engine.kernels.triton.launches import Launcher
+from rollout_engine.kernels.triton.recurrence import tensors_of
 from rollout_engine.kernels.triton.rounding import narrow
 from rollout_engine.kernels.triton.tiling import next_power_of_2
 
@@ -20,28 +21,34 @@ _CHANNELS = 128
 
 
 def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool, chunks: StateChunks, states: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    silu: bool,
+    chunks: StateChunks | ChunkTensors,
+    states: Tensor | None,
 ) -> Tensor:
     """[T, C] in `x.dtype`: see `kernels.convolution.causal_convolution`, which has checked the arguments."""
     (num_tokens, num_channels), width = x.shape, weight.shape[1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
-    x, weight, table = x if x.stride(1) == 1 else x.contiguous(), weight.contiguous(), chunks.table_on(x.device)
-    counts = num_tokens, chunks.num_chunks, len(chunks.write_slots), num_channels, x.stride(0)
+    x, weight, on_device = x if x.stride(1) == 1 else x.contiguous(), weight.contiguous(), tensors_of(chunks, x)
+    starts, sources, *writes, owners = on_device
     pool, blocks = x if states is None else states, -(-num_channels // _CHANNELS)
     _convolve.launch(
         (-(-num_tokens // _TOKENS), blocks),
-        (x, weight, weight if bias is None else bias, pool, out, table),
-        counts,
-        (width, bias is not None, silu, _TOKENS, _CHANNELS),
+        (x, weight, weight if bias is None else bias, pool, out, starts, sources, owners),
+        (num_tokens,),
+        (num_channels, x.stride(0), width, bias is not None, silu, _TOKENS, _CHANNELS),
     )
     if states is not None and width > 1:
         _keep.launch(
-            (chunks.num_chunks, blocks),
-            (x, states, table),
-            counts[1:],
-            (width - 1, next_power_of_2(width - 1), _CHANNELS),
+            (len(sources), blocks),
+            (x, states, starts, sources, *writes),
+            (),
+            (num_channels, x.stride(0), width - 1, next_power_of_2(width - 1), _CHANNELS),
         )
     return out
 
@@ -50,9 +57,8 @@ def find_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor, *, silu: bool, chunks: StateChunks
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, `weight` and `bias`, float32, for sequences from their start; sums before SiLU are made again."""
-    table, count = chunks.table_on(x.device), chunks.num_chunks
-    owners = table[len(table) - len(x) :]
-    place = torch.arange(len(x), device=x.device) - table[: count + 1][owners]
+    on_device = chunks.on(x.device)
+    place = torch.arange(len(x), device=x.device) - on_device.token_starts[on_device.owners]
     x32, taps, of_sum = x.float(), weight.float().t(), grad.float()
     reaches = [(place >= back).unsqueeze(1) for back in reversed(range(len(taps)))]
     inputs = [x32.roll(len(taps) - 1 - j, 0).where(inside, 0.0) for j, inside in enumerate(reaches)]
@@ -79,17 +85,17 @@ def _load_inputs(x_ptr, states_ptr, at, first, source, channel, keep, num_channe
     return own
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_chunks", "num_writes", "num_channels", "x_token"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _convolve_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
     states_ptr,
     out_ptr,
-    table_ptr,
+    starts_ptr,
+    sources_ptr,
+    owners_ptr,
     num_tokens,
-    num_chunks,
-    num_writes,
     num_channels,
     x_token,
     WIDTH: tl.constexpr,
@@ -101,10 +107,8 @@ def _convolve_kernel(
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     in_batch, in_row = token < num_tokens, channel < num_channels
-    sources = table_ptr + num_chunks + 1
-    owners = sources + 2 * num_chunks + 1 + 2 * num_writes
-    chunk = tl.load(owners + token, mask=in_batch, other=0)
-    first, source = tl.load(table_ptr + chunk)[:, None], tl.load(sources + chunk)[:, None]
+    chunk = tl.load(owners_ptr + token, mask=in_batch, other=0)
+    first, source = tl.load(starts_ptr + chunk)[:, None], tl.load(sources_ptr + chunk)[:, None]
     total = tl.zeros((TOKENS, CHANNELS), tl.float32)
     if HAS_BIAS:
         total += tl.load(bias_ptr + channel, mask=in_row, other=0.0).to(tl.float32)[None, :]
@@ -120,13 +124,15 @@ def _convolve_kernel(
     tl.store(place, narrow(total, out_ptr.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_writes", "num_channels", "x_token"])
+@triton.jit
 def _keep_kernel(
     x_ptr,
     states_ptr,
-    table_ptr,
-    num_chunks,
-    num_writes,
+    starts_ptr,
+    sources_ptr,
+    write_starts_ptr,
+    ends_ptr,
+    slots_ptr,
     num_channels,
     x_token,
     BEFORE: tl.constexpr,
@@ -136,23 +142,22 @@ def _keep_kernel(
     """Write the inputs before each position that is asked for; the slot that the chunk reads comes last."""
     chunk, row = tl.program_id(0), tl.arange(0, BLOCK)[:, None]
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
-    write_starts = table_ptr + 2 * num_chunks + 1
-    ends = write_starts + num_chunks + 1
-    first, source = tl.load(table_ptr + chunk), tl.load(table_ptr + num_chunks + 1 + chunk)
+    first, source = tl.load(starts_ptr + chunk), tl.load(sources_ptr + chunk)
     keep = (row < BEFORE) & (channel < num_channels)
-    start, stop = tl.load(write_starts + chunk), tl.load(write_starts + chunk + 1)
+    start, stop = tl.load(write_starts_ptr + chunk), tl.load(write_starts_ptr + chunk + 1)
     for turn in tl.static_range(2):
         for write in range(start, stop):
-            slot = tl.load(ends + num_writes + write)
+            slot = tl.load(slots_ptr + write)
             if turn == 0:
                 is_due = slot != source
             else:
                 is_due = slot == source
             if is_due:
-                at = tl.load(ends + write) - BEFORE + row
+                at = tl.load(ends_ptr + write) - BEFORE + row
                 x = _load_inputs(x_ptr, states_ptr, at, first, source, channel, keep, num_channels, x_token, BEFORE)
                 tl.debug_barrier()  # threads read all rows before one writes any
-                tl.store(states_ptr + (slot * BEFORE + row) * num_channels + channel, x, mask=keep)
+                place = states_ptr + (slot * BEFORE + row) * num_channels + channel
+                tl.store(place, x, mask=keep & (slot >= 0))
 
 
 _convolve = Launcher(_convolve_kernel, enable_fp_fusion=False)

@@ -14,26 +14,24 @@ _TILE = 2048
 """Elements per program, for rows shorter than this."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, *, has_offset: bool = False) -> Tensor:
     """Write weight * round(x / sqrt(mean(x^2) + epsilon)) into `out`, over the last of at most three dimensions.
 
-    Rows are contiguous, other strides are free. `out` may be `x`.
+    With `has_offset` the weight is 1 + weight, and only the result is rounded. Rows are contiguous, other strides are
+    free. `out` may be `x`.
     """
-    return _run(x, None, weight, epsilon, out)
+    return _run(x, None, weight, epsilon, out, has_offset)
 
 
-def offset_rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    """Do as `rms_norm`, with 1 + weight for the weight, and rounded once, at the end."""
-    return _run(x, None, weight, epsilon, out, has_offset=True)
-
-
-def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+def add_rms_norm(
+    residual: Tensor, delta: Tensor, weight: Tensor, epsilon: float, out: Tensor, *, has_offset: bool = False
+) -> Tensor:
     """Set `residual` [R, D] to round(residual + delta), and `out` to its `rms_norm`, bit for bit; it may be `delta`."""
-    return _run(residual, delta, weight, epsilon, out)
+    return _run(residual, delta, weight, epsilon, out, has_offset)
 
 
 def _run(
-    x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: Tensor, *, has_offset: bool = False
+    x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: Tensor, has_offset: bool
 ) -> Tensor:
     (*outer, size), strides = x.shape, tuple(_strides(one) for one in (x, x if delta is None else delta, out))
     num_rows, inner = math.prod(outer), outer[-1] if outer else 1

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_engine.kernels.state_chunks import StateChunks
+from rollout_engine.kernels.state_chunks import ChunkTensors, StateChunks
 from rollout_engine.kernels.triton.launches import Launcher
 from rollout_engine.kernels.triton.rounding import narrow
 from rollout_engine.kernels.triton.tiling import next_power_of_2
@@ -31,7 +31,7 @@ def recur(
     *,
     delta: bool,
     scale: float,
-    chunks: StateChunks,
+    chunks: StateChunks | ChunkTensors,
     states: Tensor | None,
 ) -> Tensor:
     """[T, H, V] in `v.dtype`: see `kernels.recurrence.gated_recurrence`, which has checked the arguments."""
@@ -40,16 +40,21 @@ def recur(
     if not out.numel():
         return out
     block = min(next_power_of_2(value_size), _COLUMNS)
-    inputs = ready_inputs(q, k, v, log_decay, beta, skip)
+    inputs, on_device = ready_inputs(q, k, v, log_decay, beta, skip), tensors_of(chunks, v)
     pool = v.new_empty(1, dtype=torch.float32) if states is None else states
     _recur.launch(
-        (chunks.num_chunks * num_heads, -(-value_size // block)),
-        (*inputs, pool, out, chunks.table_on(v.device)),
-        (chunks.num_chunks, len(chunks.write_slots), num_heads, num_heads // num_groups, *strides_of(inputs)),
+        (len(on_device.sources) * num_heads, -(-value_size // block)),
+        (*inputs, pool, out, *on_device[:-1]),
+        (num_heads, num_heads // num_groups, *strides_of(inputs)),
         (scale, key_size, value_size, log_decay.dim() == 3, delta, skip is not None, next_power_of_2(key_size), block),
         num_warps=1,
     )
     return out
+
+
+def tensors_of(chunks: StateChunks | ChunkTensors, like: Tensor) -> ChunkTensors:
+    """The chunks on the device of a tensor."""
+    return chunks if isinstance(chunks, ChunkTensors) else chunks.on(like.device)
 
 
 def ready_inputs(
@@ -89,11 +94,12 @@ def load_decay(decay_ptr, token_head, row, KEY: tl.constexpr, BY_CHANNEL: tl.con
 
 @triton.jit(
     do_not_specialize=[
-        *("num_chunks", "num_writes", "num_heads", "group_size"),
+        *("num_heads", "group_size"),
         *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"),
     ],
     do_not_specialize_on_alignment=[
-        *("q_ptr", "k_ptr", "v_ptr", "decay_ptr", "beta_ptr", "skip_ptr", "out_ptr", "table_ptr")
+        *("q_ptr", "k_ptr", "v_ptr", "decay_ptr", "beta_ptr", "skip_ptr", "out_ptr"),
+        *("starts_ptr", "sources_ptr", "write_starts_ptr", "ends_ptr", "slots_ptr"),
     ],
 )
 def _recur_kernel(
@@ -105,9 +111,11 @@ def _recur_kernel(
     skip_ptr,
     states_ptr,
     out_ptr,
-    table_ptr,
-    num_chunks,
-    num_writes,
+    starts_ptr,
+    sources_ptr,
+    write_starts_ptr,
+    ends_ptr,
+    slots_ptr,
     num_heads,
     group_size,
     q_token,
@@ -130,16 +138,12 @@ def _recur_kernel(
     inside = (row < KEY)[:, None] & (column < VALUE)[None, :]
     group, pointers = head // group_size, (q_ptr, k_ptr, v_ptr, beta_ptr)
     strides = (q_token, q_head, k_token, k_head, v_token, v_head)
-    sources = table_ptr + num_chunks + 1
-    write_starts = sources + num_chunks
-    ends = write_starts + num_chunks + 1
-    slots = ends + num_writes
-    first, end, source = tl.load(table_ptr + chunk), tl.load(table_ptr + chunk + 1), tl.load(sources + chunk)
-    write, last_write = tl.load(write_starts + chunk), tl.load(write_starts + chunk + 1)
+    first, end, source = tl.load(starts_ptr + chunk), tl.load(starts_ptr + chunk + 1), tl.load(sources_ptr + chunk)
+    write, last_write = tl.load(write_starts_ptr + chunk), tl.load(write_starts_ptr + chunk + 1)
     place = states_ptr + head * (KEY * VALUE) + row[:, None] * VALUE + column[None, :]
     slot_size = num_heads * (KEY * VALUE)
     state = tl.load(place + source * slot_size, mask=inside & (source >= 0), other=0.0)
-    next_end = tl.load(ends + write, mask=write < last_write, other=-1)
+    next_end = tl.load(ends_ptr + write, mask=write < last_write, other=-1)
     skip = 0.0
     if HAS_SKIP:
         skip = tl.load(skip_ptr + head)
@@ -156,9 +160,10 @@ def _recur_kernel(
         here = out_ptr + (t * num_heads + head) * VALUE + column
         tl.store(here, narrow(out, out_ptr.dtype.element_ty), mask=column < VALUE)
         if next_end == t + 1:
-            tl.store(place + tl.load(slots + write) * slot_size, state, mask=inside)
+            slot = tl.load(slots_ptr + write)
+            tl.store(place + slot * slot_size, state, mask=inside & (slot >= 0))
             write += 1
-            next_end = tl.load(ends + write, mask=write < last_write, other=-1)
+            next_end = tl.load(ends_ptr + write, mask=write < last_write, other=-1)
 
 
 _recur = Launcher(_recur_kernel, enable_fp_fusion=False)  # however the loop is unrolled, a token has the same bits

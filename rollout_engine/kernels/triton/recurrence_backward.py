@@ -49,12 +49,12 @@ def find_gradients(
     made = parts(key_size), parts(key_size), parts(*[key_size] * by_channel), parts(), parts()
     grad_v = torch.empty_like(v, dtype=torch.float32, memory_format=torch.contiguous_format)
     if num_tokens and num_items:
-        inputs = ready_inputs(q, k, v, log_decay, beta, skip)
+        inputs, on_device = ready_inputs(q, k, v, log_decay, beta, skip), chunks.on(v.device)
         scratch = v.new_empty(num_programs * GRID * block_k * block, dtype=torch.float32)
         _backward.launch(
             (num_programs,),
-            (*inputs, kept, grad.contiguous(), grad_v, *made, scratch, chunks.table_on(v.device)),
-            (num_items, num_tokens, chunks.num_chunks, num_heads, num_heads // num_groups, *strides_of(inputs)),
+            (*inputs, kept, grad.contiguous(), grad_v, *made, scratch, on_device.token_starts, on_device.write_starts),
+            (num_items, num_tokens, num_heads, num_heads // num_groups, *strides_of(inputs)),
             (scale, GRID, key_size, value_size, by_channel, delta, skip is not None, block_k, block),
             num_warps=4,
         )
@@ -65,7 +65,7 @@ def find_gradients(
 
 @triton.jit(
     do_not_specialize=[
-        *("num_items", "num_tokens", "num_chunks", "num_heads", "group_size"),
+        *("num_items", "num_tokens", "num_heads", "group_size"),
         *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"),
     ]
 )
@@ -85,10 +85,10 @@ def _backward_kernel(
     grad_beta_ptr,
     grad_skip_ptr,
     scratch_ptr,
-    table_ptr,
+    starts_ptr,
+    write_starts_ptr,
     num_items,
     num_tokens,
-    num_chunks,
     num_heads,
     group_size,
     q_token,
@@ -117,8 +117,8 @@ def _backward_kernel(
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         block, head = item % blocks, item // blocks % num_heads
         chunk, column = item // blocks // num_heads, block * BLOCK_V + lane
-        first, end = tl.load(table_ptr + chunk), tl.load(table_ptr + chunk + 1)
-        write = tl.load(table_ptr + 2 * num_chunks + 1 + chunk)
+        first, end = tl.load(starts_ptr + chunk), tl.load(starts_ptr + chunk + 1)
+        write = tl.load(write_starts_ptr + chunk)
         inside = (row < KEY)[:, None] & (column < VALUE)[None, :]
         kept = kept_ptr + head * (KEY * VALUE) + row[:, None] * VALUE + column[None, :]
         skip = 0.0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.kernels.attention_params import AttentionParams
-from rollout_engine.kernels.state_chunks import StateChunks
+from rollout_engine.kernels.state_chunks import ChunkTensors, StateChunks
 from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.kernels.triton.layout import KVLayer
@@ -36,8 +36,9 @@ class CudaBatch(NamedTuple):
     """The rows that have an adapter; None: none has."""
     routed: Tensor | None = None
     """int32 [T, layers with experts, k], experts to send tokens to; -1: those that routers choose. None: all those."""
-    states: StateChunks | None = None
-    """The slots of states that its sequences read and write; None: no layer keeps any."""
+    states: StateChunks | ChunkTensors | None = None
+    """The slots of states that its sequences read and write, on the device for a captured batch; None: no layer keeps
+    any."""
 
 
 class CudaKVPool:

@@ -1,4 +1,4 @@
-"""The weights of a module built as Llama is, as the Triton kernels of a fused decoder take them."""
+"""The weights of a module built as Llama is, or as Qwen3.5 is, as the Triton kernels of a fused decoder take them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,13 +9,14 @@ from transformers import PreTrainedModel
 
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.triton.matmul import Tile, tile_for
-from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary
+from rollout_engine.kernels.triton.rotary import Rotary
+from rollout_engine.model.cuda.delta_net import DeltaNet, delta_operands
 from rollout_engine.model.cuda.experts import Experts
 from rollout_engine.model.modules import decoder_structure as structure
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure, require
 from rollout_engine.model.modules.expert_patterns import RouterPattern, are_gated_experts, router_pattern
-from rollout_engine.model.modules.geometry import LayerGeometry
-from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
+from rollout_engine.model.modules.geometry import LayerGeometry, keeps_states
+from rollout_engine.model.modules.module_patterns import is_gated_mlp, offset_norm_epsilon, rms_norm_epsilon
 from rollout_engine.model.packing.linear_groups import stacked
 from rollout_engine.model.packing.module_types import tensor_of
 from rollout_engine.model.ranks.cut import outputs_of
@@ -42,6 +43,8 @@ class Norm(NamedTuple):
 
     weight: Tensor
     epsilon: float
+    has_offset: bool
+    """Whether it multiplies by 1 + weight."""
 
 
 class MLP(NamedTuple):
@@ -62,17 +65,34 @@ class Mixture(NamedTuple):
     """Its one output's sigmoid multiplies that of `shared`."""
 
 
+class Attention(NamedTuple):
+    """Attention of a layer."""
+
+    qkv: Linear
+    head_norms: tuple[Norm, Norm] | None
+    """Of the heads of q and k."""
+    is_gated: bool
+    """Whether each head of q is followed by a gate, whose sigmoid multiplies the head's output."""
+    geometry: LayerGeometry
+    params: AttentionParams
+
+
+class Mixer(NamedTuple):
+    """A gated delta rule in place of attention."""
+
+    inputs: list[Linear]
+    """Their outputs, side by side, have the columns that `delta` reads."""
+    delta: DeltaNet
+
+
 class Layer(NamedTuple):
     """One decoder layer."""
 
     attention_norm: Norm
-    qkv: Linear
-    head_norms: HeadNorms | None
+    mixing: Attention | Mixer
     out: Linear
     mlp_norm: Norm
     mlp: MLP | Mixture
-    geometry: LayerGeometry
-    attention_params: AttentionParams
 
 
 class Parts(NamedTuple):
@@ -91,8 +111,11 @@ class Parts(NamedTuple):
 
 
 def parts_of(module: PreTrainedModel, geometry: Sequence[LayerGeometry], num_positions: int) -> Parts:
-    """Parts of `module`, whose weights will not move. Raises `UnsupportedStructure` if it is not built as Llama is."""
-    found = structure.decoder_structure(module, geometry)
+    """Parts of `module`, whose weights will not move. Raises `UnsupportedStructure` if it is not built as Llama is.
+
+    If layers keep states, it may be built as Qwen3-Next and Qwen3.5 are.
+    """
+    found = structure.decoder_structure(module, geometry, takes_mixers=keeps_states(geometry))
     require(type(found.embedding) is nn.Embedding, "its embedding is more than a table")
     if found.head is None:
         raise UnsupportedStructure("it has no output head")
@@ -120,22 +143,28 @@ def _layers(layers: Sequence[structure.DecoderLayer]) -> list[Layer]:
 
 def _layer(layer: structure.DecoderLayer, place: int) -> Layer:
     """`place`: its number among layers with experts, if it has some."""
-    head_norms = None
-    if layer.head_norms:
-        q, k = map(_norm, layer.head_norms)
-        require(q.epsilon == k.epsilon, "the norms of its queries and keys have different epsilons")
-        require(len(q.weight) == layer.geometry.head_dim_k, "the norms of its queries span more than one head")
-        head_norms = HeadNorms(q.weight, k.weight, q.epsilon)
+    mixing: Attention | Mixer
+    if layer.delta is None:
+        mixing = _attention(layer)
+    else:
+        mixing = Mixer([_linear([each]) for each in layer.qkv], delta_operands(layer.delta, layer.geometry))
     return Layer(
         attention_norm=_norm(layer.attention_norm),
-        qkv=_linear(layer.qkv),
-        head_norms=head_norms,
+        mixing=mixing,
         out=_linear([layer.out]),
         mlp_norm=_norm(layer.mlp_norm),
         mlp=_mlp(layer.mlp) if isinstance(layer.mlp, structure.MLP) else _mixture(layer.mlp, place),
-        geometry=layer.geometry,
-        attention_params=layer.geometry.attention_params,
     )
+
+
+def _attention(layer: structure.DecoderLayer) -> Attention:
+    head_norms = None
+    if layer.head_norms:
+        q, k = head_norms = _norm(layer.head_norms[0]), _norm(layer.head_norms[1])
+        require(q[1:] == k[1:], "the norms of its queries and keys have different epsilons or offsets")
+        require(len(q.weight) == layer.geometry.head_dim_k, "the norms of its queries span more than one head")
+    params = layer.geometry.attention_params
+    return Attention(_linear(layer.qkv), head_norms, layer.is_gated, layer.geometry, params)
 
 
 def _mlp(mlp: structure.MLP) -> MLP:
@@ -176,9 +205,10 @@ def _bias(mixture: structure.Mixture, pattern: RouterPattern) -> Tensor | None:
 
 def _norm(child: nn.Module) -> Norm:
     epsilon = rms_norm_epsilon(child)
-    if epsilon is None:
+    found = offset_norm_epsilon(child) if epsilon is None else epsilon
+    if found is None:
         raise UnsupportedStructure(f"{type(child).__name__} does not compute RMSNorm")
-    return Norm(tensor_of(child).detach(), epsilon)
+    return Norm(tensor_of(child).detach(), found, epsilon is None)
 
 
 def _linear(modules: Sequence[nn.Module]) -> Linear:

@@ -13,7 +13,7 @@ from rollout_engine.kernels.triton import experts as grouped
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.experts import Groups
 from rollout_engine.kernels.triton.matmul import Tile, matmul, tile_for
-from rollout_engine.kernels.triton.norm import offset_rms_norm, rms_norm
+from rollout_engine.kernels.triton.norm import rms_norm
 from rollout_engine.kernels.triton.routers import choose
 
 _MOST_SCORES = 4096
@@ -115,4 +115,4 @@ def norm_rows(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def offset_norm_rows(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm of x [..., D] by 1 + weight, without gradients: the forward of `kernels.norm.offset_rms_norm`."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return offset_rms_norm(rows, weight, epsilon, torch.empty_like(rows)).view(x.shape)
+    return rms_norm(rows, weight, epsilon, torch.empty_like(rows), has_offset=True).view(x.shape)

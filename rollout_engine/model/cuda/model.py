@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.routed_experts import RoutingInfo
+from rollout_engine.kernels.state_chunks import ChunkTensors
 from rollout_engine.kernels.triton.paged_attention import Limits
 from rollout_engine.model.cuda.adapters import CudaAdapterPool
 from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKVPool, ModuleStep
@@ -94,8 +95,9 @@ class CudaModel:
             )
 
         def forward(rows: Tensor) -> Any:
-            attention, states = ModuleStep(pool, self.attention, batch), pool.states.step(batch.states)
-            with attending(attention), states, self._route_tokens(batch, pool):
+            assert not isinstance(batch.states, ChunkTensors), "batches of modules are not captured"
+            states = pool.states.step(batch.states)
+            with attending(ModuleStep(pool, self.attention, batch)), states, self._route_tokens(batch, pool):
                 return self.module(
                     input_ids=batch.token_ids[None],
                     position_ids=batch.positions[None],

@@ -207,7 +207,7 @@ class CudaRunner:
             return None
         in_order = asked.takes_all_in_order(len(flat.rows))
         plain = draws.plain if in_order else None
-        found = self.graphs.run(DecodeStep(flat, plain, step.prefixes, step.changes, step.adapters))
+        found = self.graphs.run(DecodeStep(flat, plain, step.prefixes, step.changes, step.adapters, step.states))
         if found is None:
             return None
         logits, drawn = found

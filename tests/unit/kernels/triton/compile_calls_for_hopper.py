@@ -34,7 +34,7 @@ from rollout_engine.kernels.triton.latent import absorb, expand
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.logit_edits import edit
 from rollout_engine.kernels.triton.matmul import matmul
-from rollout_engine.kernels.triton.norm import add_rms_norm, offset_rms_norm, rms_norm
+from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
 from rollout_engine.kernels.triton.outcome import write_edited_outcomes, write_outcomes
 from rollout_engine.kernels.triton.recurrence import recur
 from rollout_engine.kernels.triton.recurrence_backward import find_gradients
@@ -130,7 +130,8 @@ def call_state_layers(dtype: torch.dtype) -> None:
         find_gradients(*given, empty(0, heads, key, value), v, **rule, chunks=kept)
     z = empty(256, 32, 128, dtype=dtype)
     l2_normalise(z, 1e-6)
-    offset_rms_norm(z, z[0, 0], 1e-6, z)
+    rms_norm(z, z[0, 0], 1e-6, z, has_offset=True)
+    add_rms_norm(z[0], z[1], z[0, 0], 1e-6, z[1], has_offset=True)
     for size, gate_first, is_sigmoid in ((128, False, False), (128, False, True), (8192, True, False)):
         x = empty(256, size, dtype=dtype)
         how = {"group_size": size, "gate_first": gate_first, "is_sigmoid": is_sigmoid, "rounds_norm": True}

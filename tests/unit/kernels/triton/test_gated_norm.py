@@ -7,7 +7,7 @@ import torch
 
 from rollout_engine.kernels.norm import gated_rms_norm, offset_rms_norm
 from rollout_engine.kernels.triton.gated_norm import gated_norm
-from rollout_engine.kernels.triton.norm import offset_rms_norm as offset_norm
+from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 # Of the interpreter.
@@ -58,11 +58,19 @@ def test_gradients_are_those_of_the_twin(device, gate_first):
         torch.testing.assert_close(mine, right)
 
 
+def offset_norm(x, weight):
+    return rms_norm(x, weight, 1e-6, torch.empty_like(x), has_offset=True)
+
+
 @DTYPES
 @pytest.mark.parametrize("size", [1, 96, 2500])
 def test_a_norm_with_an_offset_is_its_twin_and_a_row_has_the_same_bits_in_any_batch(device, dtype, size):
     x, weight = draw(device, dtype, 41, size) * 3, draw(device, dtype, size, seed=1)
-    together = offset_norm(x, weight, 1e-6, torch.empty_like(x))
+    together = offset_norm(x, weight)
     assert_alike(together, offset_rms_norm(x, weight, 1e-6))
     for rows in (slice(0, 1), slice(40, 41), slice(3, 30)):
-        assert torch.equal(offset_norm(x[rows], weight, 1e-6, torch.empty_like(x[rows])), together[rows])
+        assert torch.equal(offset_norm(x[rows], weight), together[rows])
+    total, delta = x.clone(), draw(device, dtype, 41, size, seed=2)
+    wanted = x + delta
+    out = add_rms_norm(total, delta, weight, 1e-6, delta, has_offset=True)
+    assert torch.equal(total, wanted) and torch.equal(out, offset_norm(wanted, weight))

@@ -1,6 +1,7 @@
 """Layers that keep a state on a device: engine and exact trainer agree bit for bit, and slots hold what they should."""
 
 import copy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from rollout_engine.kernels.triton import tiling
 from rollout_engine.model.cuda import state_layers
 from rollout_engine.model.loading import loader
 from rollout_engine.model.modules.mixers import mixers_of
-from rollout_engine.testing import tiny_model
+from rollout_engine.testing import random_adapter, tiny_model
 from rollout_engine.testing.architectures import HYBRID_SIZES
 from rollout_engine.testing.models import tiny_checkpoint
-from tests.unit.model.cuda.test_engine import GREEDY, assert_alike, run, runner_of
+from tests.unit.model.cuda.test_engine import GREEDY, Rerun, assert_alike, graphs_by, run, runner_of
 from tests.unit.model.cuda.test_exact import DRAWN, LONG, OPTIONS, SHORT, assert_those_of
 from tests.unit.model.cuda.test_exact import run as run_drawn
 
@@ -33,6 +34,8 @@ CASES = [
     for dtype in DTYPES
 ]
 ADVANCED = DRAWN.clone(max_tokens=3)
+FUSED = {"qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"}
+"""Whose layers our kernels run; those of others run as modules."""
 
 
 def sizes_of(architecture):
@@ -67,8 +70,7 @@ def small_units(monkeypatch):
 @pytest.mark.parametrize(("architecture", "dtype"), CASES)
 def test_logprobs_are_the_trainers(engine_on, trainer_of, architecture, dtype):
     llm = engine_on("device", architecture, dtype=dtype, **OPTIONS)
-    runner = runner_of(llm)
-    assert runner.model.decoder is None and runner.graphs is None
+    assert (runner_of(llm).model.decoder is not None) == (architecture in FUSED)
     assert_those_of(trainer_of(architecture, dtype), run_drawn(llm, LONG, SHORT, params=ADVANCED))
 
 
@@ -76,6 +78,7 @@ def test_logprobs_are_the_trainers(engine_on, trainer_of, architecture, dtype):
 @pytest.mark.parametrize("architecture", HYBRID_SIZES)
 def test_tokens_and_logprobs_are_those_of_the_cpu(engine_on, architecture):
     ours = engine_on("device", architecture, num_kv_blocks=23, deterministic=False)
+    assert (runner_of(ours).model.decoder is not None) == (architecture in FUSED)
     assert_alike(run(ours, GREEDY), run(engine_on("cpu", architecture), GREEDY))
 
 
@@ -93,6 +96,36 @@ def test_chunks_forks_snapshots_and_preempted_samples_have_the_trainers_bits(eng
     assert outputs[0].num_cached_tokens > 0
     assert llm.llm_engine.stats.num_preemptions > 0
     assert_those_of(trainer_of(architecture, "bfloat16"), first + again)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_next"])
+def test_steps_by_graphs_have_the_bits_of_those_without(engine_on, architecture):
+    """Graphs of one and of four sequences: a padded row reads and writes no slot."""
+    llm = engine_on("device", architecture, dtype="float32", **OPTIONS)
+    prompts, found, replays = [[7, 8, 9], SHORT], [], []
+
+    def capture(compute):
+        return Rerun(lambda: replays.append(len(replays)) or compute())
+
+    for way in (nullcontext(), graphs_by(capture, runner_of(llm), [1, 4])):
+        llm.reset_prefix_cache()
+        with way:
+            found.append(run(llm, ADVANCED.clone(n=1, max_tokens=5), prompts))
+    assert replays
+    assert_alike(*found, bound=0)
+
+
+@pytest.mark.slow
+def test_adapters_of_fused_layers_with_states_are_those_of_the_cpu(engine_on, checkpoints):
+    ours, cpu = engine_on("device", QUICK[0], num_kv_blocks=23, deterministic=False), engine_on("cpu", QUICK[0])
+    base, found = tiny_model(QUICK[0], **sizes_of(QUICK[0])), []
+    for llm in (ours, cpu):
+        llm.llm_engine.add_lora(random_adapter(base, "a", seed=1))
+        outputs = llm.generate([{"prompt_token_ids": SHORT}], GREEDY, lora_request="a", use_tqdm=False)
+        found.append([(list(c.token_ids), np.array(c.logprobs)) for c in outputs[0].outputs])
+        llm.llm_engine.remove_lora("a")
+    assert_alike(*found)
 
 
 @pytest.mark.slow
