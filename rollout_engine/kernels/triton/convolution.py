@@ -36,19 +36,20 @@ def convolve(
         return out
     x, weight, on_device = x if x.stride(1) == 1 else x.contiguous(), weight.contiguous(), tensors_of(chunks, x)
     starts, sources, *writes, owners = on_device
+    x_token = x.stride(0) if num_tokens > 1 else num_channels  # any number is the stride of a lone row
     pool, blocks = x if states is None else states, -(-num_channels // _CHANNELS)
     _convolve.launch(
         (-(-num_tokens // _TOKENS), blocks),
         (x, weight, weight if bias is None else bias, pool, out, starts, sources, owners),
         (num_tokens,),
-        (num_channels, x.stride(0), width, bias is not None, silu, _TOKENS, _CHANNELS),
+        (num_channels, x_token, width, bias is not None, silu, _TOKENS, _CHANNELS),
     )
     if states is not None and width > 1:
         _keep.launch(
             (len(sources), blocks),
             (x, states, starts, sources, *writes),
             (),
-            (num_channels, x.stride(0), width - 1, next_power_of_2(width - 1), _CHANNELS),
+            (num_channels, x_token, width - 1, next_power_of_2(width - 1), _CHANNELS),
         )
     return out
 

@@ -1,6 +1,7 @@
 """RMSNorm with a gate, and rows of length one, on a device; a row has the same bits in any batch.
 
-Twins: `kernels.norm.gated_rms_norm` and `kernels.recurrence.l2_normalised`.
+Twins: `kernels.norm.gated_rms_norm` and `kernels.recurrence.l2_normalised`. The compiler sees no alignment: a single
+row of a wider buffer is read in place, and would else be summed by other code than the same row among others.
 """
 
 import torch
@@ -56,7 +57,9 @@ def l2_normalise(x: Tensor, epsilon: float) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_ptr", "gate_ptr", "weight_ptr", "out_ptr"]
+)
 def _gated_norm_kernel(
     x_ptr,
     gate_ptr,
@@ -96,7 +99,7 @@ def _gated_norm_kernel(
     tl.store(out_ptr + place, narrow(result, dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_ptr", "out_ptr"])
 def _l2_kernel(x_ptr, out_ptr, num_rows, epsilon, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
