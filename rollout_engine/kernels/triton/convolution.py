@@ -1,4 +1,4 @@
-"""Depthwise causal convolutions on a device, and the inputs that are kept for the next chunk. Twin: `kernels.convolution`.
+"""Depthwise causal convolutions on a device, and the inputs kept for the next chunk. Twin: `kernels.convolution`.
 
 program     (16 tokens, block of channels), then (chunk, block of channels) for the states behind its tokens
 

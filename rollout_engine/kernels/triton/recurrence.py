@@ -2,9 +2,9 @@
 
 program     (chunk and head, block of columns of its state)
 
-The block stays in registers for the length of a chunk: it is read from its slot before the first token and written to
-slots behind any. Decode, prefill and trainer run one compiled kernel: whether there are slots is data, and no number that
-depends on the step is a constant. So the bits of a state depend on the tokens before it in its sequence alone.
+The block stays in registers for the length of a chunk: it is read from its slot before the first token, and written to
+slots behind any. Decode, prefill and trainer run one compiled kernel: whether there are slots is data, and no number
+that depends on the step is a constant. So the bits of a state depend on the tokens before it in its sequence alone.
 """
 
 import torch
@@ -73,7 +73,9 @@ def strides_of(inputs: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 
 @triton.jit
-def load_token(pointers, strides, t, head, group, num_heads, scale, row, column, KEY: tl.constexpr, VALUE: tl.constexpr):
+def load_token(
+    pointers, strides, t, head, group, num_heads, scale, row, column, KEY: tl.constexpr, VALUE: tl.constexpr
+):
     """q times its scale [BLOCK_K], k [BLOCK_K], v [BLOCK_V] and beta of token `t` and a head, float32."""
     q_ptr, k_ptr, v_ptr, beta_ptr = pointers
     q = tl.load(q_ptr + t * strides[0] + group * strides[1] + row, mask=row < KEY, other=0.0).to(tl.float32) * scale
