@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout_engine.kernels import recurrence as twin
-from rollout_engine.kernels.recurrence import GRID, gated_recurrence, l2_normalised
+from rollout_engine.kernels.recurrence import gated_recurrence, l2_normalised
 from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.kernels.state_kernels import TokenKernel
 from rollout_engine.kernels.triton import recurrence, recurrence_backward
@@ -43,6 +43,18 @@ def test_outputs_and_states_are_those_of_the_formula(device, form, dtype):
     for slot, token in {0: 1, 1: 3, 3: 4, 4: 7}.items():
         assert_close(pool[slot], states[token], 5e-6)
     assert torch.equal(pool[[2, 5]], before[[2, 5]])
+
+
+@pytest.mark.slow
+@FORMS
+def test_gradients_of_groups_and_of_a_whole_grid_step_are_those_of_the_twin(device, form):
+    lengths = [65, 1]
+    inputs, rule = inputs_on(device, form, 66, groups=2, heads=4, key=3, value=2)
+    grad = torch.randn(66, 4, 2, generator=torch.Generator().manual_seed(1)).to(device)
+    found = gradients(lambda x: recur(**x, **rule, chunks=StateChunks.whole(lengths)), inputs, grad)
+    wanted = gradients(lambda x: gated_recurrence(**x, **rule, chunks=StateChunks.whole(lengths)), inputs, grad)
+    for mine, right in zip(found, wanted, strict=True):
+        assert_close(mine, right, 2e-5)
 
 
 @pytest.mark.slow
@@ -95,17 +107,16 @@ def gradients(compute, inputs, grad):
     return torch.autograd.grad(compute(leaves), list(leaves.values()), grad)
 
 
-@FORMS
-@pytest.mark.parametrize("grid", [3, pytest.param(GRID, marks=pytest.mark.slow)])
-def test_gradients_are_those_of_the_formula(device, monkeypatch, form, grid):
+@pytest.mark.parametrize("form", ["delta", *(pytest.param(x, marks=pytest.mark.slow) for x in ("delta by channel", "mamba"))])
+def test_gradients_are_those_of_the_formula(device, monkeypatch, form, grid=3):
     """Of sequences of less than a grid step, of whole ones, and of one token more, by fewer programs than work."""
     for module in (recurrence_backward, twin):
         monkeypatch.setattr(module, "GRID", grid)
     monkeypatch.setattr(recurrence_backward, "_PROGRAMS", 3)
     monkeypatch.setattr(recurrence_backward, "_COLUMNS", 8)
     lengths = [grid - 1, grid, 2 * grid + 1, 0, 1]
-    inputs, rule = inputs_on(device, form, sum(lengths), groups=2, heads=4)
-    grad = torch.randn(sum(lengths), 4, 11, generator=torch.Generator().manual_seed(1)).to(device)
+    inputs, rule = inputs_on(device, form, sum(lengths))
+    grad = torch.randn(sum(lengths), 2, 11, generator=torch.Generator().manual_seed(1)).to(device)
     found = gradients(lambda x: recur(**x, **rule, chunks=StateChunks.whole(lengths)), inputs, grad)
     wide = {name: x.double().cpu() for name, x in inputs.items()}
     wanted = gradients(lambda x: loop(**x, **rule, lengths=lengths)[0], wide, grad.double().cpu())
