@@ -56,7 +56,7 @@ def find_gradients(
             (*inputs, kept, grad.contiguous(), grad_v, *made, scratch, on_device.token_starts, on_device.write_starts),
             (num_items, num_tokens, num_heads, num_heads // num_groups, *strides_of(inputs)),
             (scale, GRID, key_size, value_size, by_channel, delta, skip is not None, block_k, block),
-            num_warps=4,
+            num_warps=8,
         )
     of_q, of_k, of_decay, of_beta, of_skip = (x.sum(0) for x in made)
     grad_q, grad_k = (x.unflatten(1, (num_groups, -1)).sum(2) for x in (of_q, of_k))

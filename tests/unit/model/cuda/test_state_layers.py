@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from rollout_engine import exact
-from rollout_engine.base.errors import ConfigError
-from rollout_engine.kernels.triton import tiling
+from rollout_engine.kernels.triton import recurrence, tiling
 from rollout_engine.model.cuda import state_layers
-from rollout_engine.model.loading import loader
 from rollout_engine.model.modules.mixers import mixers_of
 from rollout_engine.testing import random_adapter, tiny_model
 from rollout_engine.testing.architectures import HYBRID_SIZES
@@ -26,13 +24,10 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning",
     "ignore:divide by zero encountered in log:RuntimeWarning",
 )
-DTYPES = ["float32", "bfloat16"]
-QUICK = ("qwen3_5_text", "float32")
-CASES = [
-    pytest.param(name, dtype, marks=[] if (name, dtype) == QUICK else pytest.mark.slow)
-    for name in HYBRID_SIZES
-    for dtype in DTYPES
-]
+TYPES = ["qwen3_5_text", "bamba", "lfm2", "kimi_linear"]
+"""One with each of the functions over tokens."""
+TYPE = TYPES[0]
+CASES = [*((name, "float32") for name in TYPES), *((name, "bfloat16") for name in HYBRID_SIZES)]
 ADVANCED = DRAWN.clone(max_tokens=3)
 FUSED = {"qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"}
 """Whose layers our kernels run; those of others run as modules."""
@@ -62,11 +57,13 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
-    """Two of attention's to a short context, a tile each."""
+    """Two of attention's to a short context, a tile each; all columns of a state are one block."""
     monkeypatch.setattr(tiling, "_DETERMINISTIC_UNIT", 16)
     monkeypatch.setattr(tiling, "_tile", lambda *_: 16)
+    monkeypatch.setattr(recurrence, "_COLUMNS", 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "dtype"), CASES)
 def test_logprobs_are_the_trainers(engine_on, trainer_of, architecture, dtype):
     llm = engine_on("device", architecture, dtype=dtype, **OPTIONS)
@@ -75,7 +72,7 @@ def test_logprobs_are_the_trainers(engine_on, trainer_of, architecture, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", HYBRID_SIZES)
+@pytest.mark.parametrize("architecture", ["qwen3_next", *TYPES])
 def test_tokens_and_logprobs_are_those_of_the_cpu(engine_on, architecture):
     ours = engine_on("device", architecture, num_kv_blocks=23, deterministic=False)
     assert (runner_of(ours).model.decoder is not None) == (architecture in FUSED)
@@ -118,8 +115,8 @@ def test_steps_by_graphs_have_the_bits_of_those_without(engine_on, architecture)
 
 @pytest.mark.slow
 def test_adapters_of_fused_layers_with_states_are_those_of_the_cpu(engine_on, checkpoints):
-    ours, cpu = engine_on("device", QUICK[0], num_kv_blocks=23, deterministic=False), engine_on("cpu", QUICK[0])
-    base, found = tiny_model(QUICK[0], **sizes_of(QUICK[0])), []
+    ours, cpu = engine_on("device", TYPE, num_kv_blocks=23, deterministic=False), engine_on("cpu", TYPE)
+    base, found = tiny_model(TYPE, **sizes_of(TYPE)), []
     for llm in (ours, cpu):
         llm.llm_engine.add_lora(random_adapter(base, "a", seed=1))
         outputs = llm.generate([{"prompt_token_ids": SHORT}], GREEDY, lora_request="a", use_tqdm=False)
@@ -130,7 +127,7 @@ def test_adapters_of_fused_layers_with_states_are_those_of_the_cpu(engine_on, ch
 
 @pytest.mark.slow
 def test_a_score_has_the_bits_of_the_samples(engine_on):
-    llm = engine_on("device", *QUICK[:1], dtype="float32", **OPTIONS)
+    llm = engine_on("device", TYPE, dtype="float32", **OPTIONS)
     for prompt, tokens, logprobs in run_drawn(llm, SHORT, params=ADVANCED):
         (found,) = llm.score([prompt], [tokens], temperature=ADVANCED.temperature)
         np.testing.assert_array_equal(found, logprobs)
@@ -138,7 +135,7 @@ def test_a_score_has_the_bits_of_the_samples(engine_on):
 
 @pytest.mark.slow
 def test_memory_of_states_is_given_back_and_taken_again(engine_on):
-    llm = engine_on("device", *QUICK[:1], dtype="float32", **OPTIONS)
+    llm = engine_on("device", TYPE, dtype="float32", **OPTIONS)
     states = runner_of(llm).model.kv.states
     assert states.num_slots > llm.llm_engine.frontend.client.driver.core.config.max_num_seqs
     before = run_drawn(llm, SHORT, params=ADVANCED)
@@ -151,15 +148,15 @@ def test_memory_of_states_is_given_back_and_taken_again(engine_on):
 
 @pytest.mark.slow
 def test_new_weights_reach_mixers_and_their_norms(engine_on, enable):
-    llm = engine_on("device", *QUICK[:1], dtype="float32", **OPTIONS)
-    trainer = tiny_model(QUICK[0], seed=1, **sizes_of(QUICK[0]))
+    llm = engine_on("device", TYPE, dtype="float32", **OPTIONS)
+    trainer = tiny_model(TYPE, seed=1, **sizes_of(TYPE))
     llm.update_weights(trainer)
     assert_those_of(enable(trainer), run_drawn(llm, SHORT, params=ADVANCED))
-    llm.update_weights(tiny_model(QUICK[0], **sizes_of(QUICK[0])))  # other tests have it too
+    llm.update_weights(tiny_model(TYPE, **sizes_of(TYPE)))  # other tests have it too
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", HYBRID_SIZES)
+@pytest.mark.parametrize("architecture", ["qwen3_next", *TYPES])
 def test_values_and_gradients_are_those_of_eager_modules(enable, device, architecture):
     """Up to the round-off of transformers' chunked formulas."""
     options = {"std": 0.05, "attn_implementation": "eager"}
@@ -180,7 +177,7 @@ def test_values_and_gradients_are_those_of_eager_modules(enable, device, archite
 
 @pytest.mark.slow
 def test_packed_rows_have_the_bits_of_rows(trainer_of, device):
-    trainer = trainer_of(*QUICK)
+    trainer = trainer_of(TYPE, "float32")
     rows = [LONG[:9], SHORT[3:8]]
     edges, packed = torch.tensor([0, 9, 14], device=device), torch.tensor([sum(rows, [])], device=device)
     with torch.no_grad():
@@ -191,13 +188,7 @@ def test_packed_rows_have_the_bits_of_rows(trainer_of, device):
 
 
 def test_every_part_of_a_mixer_is_replaced(enable):
-    trainer = enable(tiny_model(QUICK[0], **sizes_of(QUICK[0])))
+    trainer = enable(tiny_model(TYPE, **sizes_of(TYPE)))
     (mixer,) = mixers_of(trainer)
     assert mixer._state_kernels is state_layers.STATE_KERNELS
     assert type(mixer.norm).__name__ == "_GatedNorm" and type(trainer.model.norm) is state_layers.OffsetNorm
-
-
-def test_layers_that_keep_states_are_not_cut_over_devices():
-    module = tiny_model(QUICK[0], **sizes_of(QUICK[0]))
-    with pytest.raises(ConfigError, match="layers that keep a state, which one device computes. Leave tensor_parallel"):
-        loader._admit(module, module.config, torch.device("cuda"), has_ranks=True)
