@@ -84,7 +84,7 @@ def size_states(config: EngineConfig, loaded: LoadedModel, num_blocks: int, devi
 
 
 def bytes_of_states(config: EngineConfig, loaded: LoadedModel, room: int, device_bytes: int) -> int:
-    """Bytes that states take of `room`, which they share with a KV pool that takes the rest. `device_bytes` as `size_pool`.
+    """Bytes that states take of `room`, which they share with a KV pool that takes the rest; other arguments as above.
 
     By default states of the prefix cache get a third of it at most, which is half of the pool's share.
     """

@@ -30,9 +30,7 @@ def add_rms_norm(
     return _run(residual, delta, weight, epsilon, out, has_offset)
 
 
-def _run(
-    x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: Tensor, has_offset: bool
-) -> Tensor:
+def _run(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: Tensor, has_offset: bool) -> Tensor:
     (*outer, size), strides = x.shape, tuple(_strides(one) for one in (x, x if delta is None else delta, out))
     num_rows, inner = math.prod(outer), outer[-1] if outer else 1
     block = next_power_of_2(size)

@@ -1,7 +1,7 @@
 """The gated delta rule of a fused layer: the kernels that modules on a device call, in the order of their forward.
 
-    columns of q, k, v -> convolution, SiLU -> q / |q|, k / |k|, v -> recurrence -> norm with the gate z
-    columns of b, a    -> sigmoid(b), -exp(A_log) softplus(a + dt_bias)
+columns of q, k, v -> convolution, SiLU -> q / |q|, k / |k|, v -> recurrence -> norm with the gate z
+columns of b, a    -> sigmoid(b), -exp(A_log) softplus(a + dt_bias)
 """
 
 from collections.abc import Sequence

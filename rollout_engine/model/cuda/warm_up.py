@@ -73,7 +73,9 @@ def _step(
     has_states = not runner.model.kv.states.is_empty
     moves = [StateMove(-1, slot) if has_states else None for slot in range(len(ids))]
     scheduled = zip(ids, moves, strict=True)
-    work.scheduled = [ScheduledSequence(each, num_computed, num_scheduled, blocks, state=move) for each, move in scheduled]
+    work.scheduled = [
+        ScheduledSequence(each, num_computed, num_scheduled, blocks, state=move) for each, move in scheduled
+    ]
     work.samples = [SampleTask(each, row) for row, each in enumerate(ids)]
     return work
 

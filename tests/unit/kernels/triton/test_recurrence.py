@@ -1,4 +1,4 @@
-"""Recurrences on a device: those of the twin, the same bits however sequences are cut, batched and forked, gradients."""
+"""Recurrences on a device: right, the same bits however sequences are cut, batched and forked, and differentiable."""
 
 from functools import partial
 
@@ -14,6 +14,7 @@ from rollout_engine.kernels.triton.gated_norm import l2_normalise
 from tests.unit.kernels.test_recurrence import DTYPES, FORMS, assert_close, chunks_of, draw, loop, part
 
 recur = partial(gated_recurrence, kernel=TokenKernel(recurrence.recur, recurrence_backward.find_gradients))
+OTHER_FORMS = ("delta by channel", "mamba")
 SMALL = dict(groups=1, heads=2, key=5, value=11)
 """Two blocks of columns, the second cut short."""
 
@@ -107,7 +108,7 @@ def gradients(compute, inputs, grad):
     return torch.autograd.grad(compute(leaves), list(leaves.values()), grad)
 
 
-@pytest.mark.parametrize("form", ["delta", *(pytest.param(x, marks=pytest.mark.slow) for x in ("delta by channel", "mamba"))])
+@pytest.mark.parametrize("form", ["delta", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHER_FORMS)])
 def test_gradients_are_those_of_the_formula(device, monkeypatch, form, grid=3):
     """Of sequences of less than a grid step, of whole ones, and of one token more, by fewer programs than work."""
     for module in (recurrence_backward, twin):
