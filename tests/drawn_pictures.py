@@ -94,8 +94,8 @@ def made_batch(ids, rows, others):
 
 def plain_logits(model, batch):
     """Logits [B, T, V] of a padded batch by transformers' own forward."""
-    given = exact.inputs(batch)
-    if "image_grid_thw" not in given:
-        given.pop("mm_token_type_ids", None)
+    given, names = exact.inputs(batch), inspect.signature(model.forward).parameters
+    types = given.pop("mm_token_type_ids", None)
+    given |= {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in names and types is not None}
     mask = batch["masks", "all_attention_mask"].long()
     return model(input_ids=batch["tokens", "full"], attention_mask=mask, use_cache=False, **given).logits

@@ -57,7 +57,7 @@ def _read_template(value: Any) -> Any:
     return text
 
 
-def _read_dtype(value: Any) -> Any:
+def read_dtype(value: Any) -> Any:
     """Read a dtype as its full name, from a name, a short name, or a dtype of torch or numpy."""
     if value is None or isinstance(value, bool | int | float):
         return value
@@ -107,7 +107,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         "chat_template": _read_template,
         "profiler_dir": _read_path,
         "step_trace": _read_path,
-        "dtype": _read_dtype,
+        "dtype": read_dtype,
         "device": _read_device,
         "speculation": _read_speculation,
         "logits_processors": _read_classes("logits_processors"),
@@ -157,7 +157,8 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 256
     """Most sequences in one step."""
     max_num_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)] = 8192
-    """Most tokens computed in one step; longer prompts are computed in chunks."""
+    """Most tokens computed in one step; longer prompts are computed in chunks. If tokens of a picture see one another
+    in both directions (Gemma 3), a chunk that begins with a picture goes beyond this to its end."""
     async_scheduling: bool | Literal["auto"] = "auto"
     """Prepare the next step while one runs: same tokens, same log-probs. "auto": on for a device, unless tokens are
     drafted there (`speculation`); off on a CPU, which computes on the cores that would prepare (decisions/0004)."""

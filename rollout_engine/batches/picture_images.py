@@ -23,6 +23,8 @@ _SCALES = (
 _TOLERANCE = 0.02
 """Largest distance of a colour from a whole one, of rounding in float32."""
 _COLOURS = 3
+_FORMS = ("image_grid_thw", "image_position_ids", "image_sizes")
+"""Arrays that say how those of `pixel_values` lie in a picture."""
 _FRAMES = (2, 1)
 """Frames of one patch: Qwen's towers read pictures as films of two equal frames."""
 _MERGED = 2
@@ -43,17 +45,21 @@ def png_of(picture: Picture, num_features: int | None = None) -> bytes | None:
 
 
 def _pixels(picture: Picture, num_features: int | None) -> np.ndarray | None:
-    """Values [H, W, 3] as the tower gets them; of several tiles the last, which shows the whole picture."""
-    values, grid = picture.arrays.get("pixel_values"), picture.arrays.get("image_grid_thw")
+    """Values [H, W, 3] as the tower gets them; of several tiles the one that shows the whole picture."""
+    values, grid, places, sizes = map(picture.arrays.get, ("pixel_values", *_FORMS))
     if values is None or not values.size:
         return None
     if values.ndim == 2 and grid is not None and grid.shape == (1, 3):
         frames, rows, columns = map(int, grid[0])
         return _join_patches(values, frames, rows, columns, num_features)
-    values = values.reshape(-1, *values.shape[-3:])[-1] if values.ndim > 3 else values
+    if places is not None and places.shape == (1, *values.shape[1:2], 2) and values.ndim == 3:
+        return _place_patches(values[0], places[0])
+    if values.ndim > 3:
+        is_first = values.ndim == 5 and sizes is not None  # LLaVA-NeXT
+        values = values.reshape(-1, *values.shape[-3:])[0 if is_first else -1]
+        sizes = None if is_first else sizes
     if values.ndim != 3 or values.shape[0] != _COLOURS:
         return None
-    sizes = picture.arrays.get("image_sizes")
     if sizes is not None and sizes.shape == (1, 2):  # the rest is padding
         values = values[:, : max(1, int(sizes[0, 0])), : max(1, int(sizes[0, 1]))]
     return values.transpose(1, 2, 0)
@@ -74,6 +80,17 @@ def _join_patches(
             first = values.reshape(blocks)[0, :, :, :, :, :, 0]
             return first.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * side, columns * side, _COLOURS)
     return None
+
+
+def _place_patches(values: np.ndarray, places: np.ndarray) -> np.ndarray | None:
+    """Put patches [n, D] of Gemma 4's processor at their columns and rows [n, 2], which are -1 for padding."""
+    side, is_real = math.isqrt(values.shape[1] // _COLOURS), (places >= 0).all(1)
+    columns, rows = (places[is_real].max(0, initial=0) + 1).tolist()
+    if columns * rows != is_real.sum() or side * side * _COLOURS != values.shape[1]:
+        return None
+    pixels = np.zeros((rows, columns, side, side, _COLOURS), values.dtype)
+    pixels[places[is_real, 1], places[is_real, 0]] = values[is_real].reshape(-1, side, side, _COLOURS)
+    return pixels.transpose(0, 2, 1, 3, 4).reshape(rows * side, columns * side, _COLOURS)
 
 
 def _colours(pixels: np.ndarray) -> np.ndarray:

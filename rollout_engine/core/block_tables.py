@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
 from rollout_engine.base.messages import ScheduledSequence, StateMove
+from rollout_engine.base.pictures import start_between_pictures
 from rollout_engine.core.block_pool import BlockPool
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.prefix_cache import PrefixBlock, PrefixCache
@@ -22,7 +23,7 @@ class BlockTables:
     def __init__(self, config: CoreConfig, policy_version: int) -> None:
         self.policy_version = policy_version
         """Policy version that computes KV now; only its blocks are published and found."""
-        self.block_size = config.block_size
+        self._config, self.block_size = config, config.block_size
         self.caching = config.enable_prefix_caching
         """Whether blocks are published and found again."""
         self._pool = BlockPool(config.num_blocks)
@@ -83,6 +84,7 @@ class BlockTables:
     def attach_prefix(self, sequence: Sequence) -> bool:
         """Start `sequence` on the known blocks of its prefix; at least one token is left to compute.
 
+        It begins inside no picture that must not be split: then known blocks serve it up to the picture's start.
         Returns False, and does nothing, if a sequence with the same prefix computes the next of its blocks now.
         """
         if not self.caching:
@@ -105,6 +107,7 @@ class BlockTables:
         found = self._cache.find_tail(self._identify(sequence, len(sequence.prefix), end))
         if found is not None:
             self._attach(sequence, *found)
+        self._leave_picture(sequence)
         return True
 
     def publish(self, sequence: Sequence, end: int) -> None:
@@ -294,6 +297,20 @@ class BlockTables:
         sequence.block_ids.append(block)
         sequence.num_computed_tokens += identity.num_tokens
         sequence.kv_min_version = self.policy_version
+
+    def _leave_picture(self, sequence: Sequence) -> None:
+        """Give up the known blocks behind the start of a picture that they end in, if it must not be split."""
+        whole = self._config.whole_pictures(sequence.request.source)
+        start = start_between_pictures(whole, sequence.num_computed_tokens)
+        if start == sequence.num_computed_tokens:
+            return
+        num_kept = -(-start // self.block_size)
+        for block in reversed(sequence.block_ids[num_kept:]):
+            self._release(block)
+        del sequence.block_ids[num_kept:], sequence.prefix[start // self.block_size :]
+        sequence.num_computed_tokens = start
+        if not start:
+            sequence.kv_min_version = None
 
     def _writes_shared_block(self, sequence: Sequence) -> bool:
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)

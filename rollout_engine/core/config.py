@@ -1,11 +1,13 @@
 """Options of the core."""
 
 import sys
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from rollout_engine.base.pictures import PictureInfo
+from rollout_engine.base.messages import EngineCoreRequest
+from rollout_engine.base.pictures import PictureInfo, PlacedPicture
 from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
 from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.base.speculation_config import DraftInfo, SpeculationConfig
@@ -25,7 +27,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     """Most sequences that run at the same time."""
     max_num_batched_tokens: int
-    """Most tokens computed in one step."""
+    """Most tokens computed in one step, unless a picture that must not be split is larger than what is left of them."""
     vocab_size: int
     max_prefill_beside_decode: int = sys.maxsize
     """Most tokens, in chunks of more than one, of a step in which other sequences decode and wait for all of it."""
@@ -60,8 +62,12 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_scored_tokens(self) -> int:
-        """Most prompt tokens in one step whose log-probs were asked for."""
+        """Most prompt tokens in one step whose log-probs were asked for; a picture bends it as it does the budget."""
         return max(1, _MAX_PROMPT_LOGITS // self.vocab_size)
+
+    def whole_pictures(self, request: EngineCoreRequest) -> Sequence[PlacedPicture]:
+        """The pictures of a request that no step may split: their tokens see one another in both directions."""
+        return () if self.pictures is None or self.pictures.attention == "causal" else request.pictures
 
     def pools_beyond_last(self, params: PoolingParams | None) -> bool:
         """Whether a request pools hidden states of tokens before the last: the prefix cache must not skip any."""

@@ -5,6 +5,7 @@ from bisect import bisect_left, insort
 
 from rollout_engine.base.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
 from rollout_engine.base.metrics import CoreStats
+from rollout_engine.base.pictures import end_between_pictures
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.request import Request, Sequence
@@ -54,6 +55,7 @@ class Scheduler:
     def schedule(self, num_in_flight: int = 0) -> Step:
         """One token budget: running sequences first, then parked and waiting ones by (priority, arrival).
 
+        A chunk that begins with a picture that must not be split goes beyond it, if need be, to the picture's end.
         Behind `num_in_flight` steps no sequence loses blocks: those that end there may free enough. The step may be
         empty.
         """
@@ -185,7 +187,7 @@ class Scheduler:
                 if end > sequence.num_writable_tokens and not self._make_room(sequence, end):
                     break
                 self._schedule_tokens(step, sequence, num_tokens)
-                budget -= num_tokens
+                budget = max(0, budget - num_tokens)
         return budget
 
     def _schedule_waiting(self, step: Step, budget: int) -> int:
@@ -201,7 +203,7 @@ class Scheduler:
                 break
             num_tokens = self._take_tokens(sequence, budget)
             self._schedule_tokens(step, sequence, num_tokens)
-            budget -= num_tokens
+            budget = max(0, budget - num_tokens)
         return budget
 
     def _running_fit(self) -> bool:
@@ -220,13 +222,19 @@ class Scheduler:
         """Take tokens for `sequence` from the budgets of this step; 0 if it must wait for another step, or will end."""
         if sequence.awaits_last_token:
             return 0
-        num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
-        if num_tokens > 1:
+        start = sequence.num_computed_tokens
+        num_tokens = min(budget, sequence.num_tokens - start)
+        is_decode = num_tokens == 1
+        if not is_decode:
             num_tokens = min(num_tokens, self._prefill_budget)
             if sequence.scores_prompt:
                 num_tokens = min(num_tokens, self._scored_budget)
-                self._scored_budget -= num_tokens
-            self._prefill_budget -= num_tokens
+        if start < sequence.num_prompt_tokens and (whole := self._config.whole_pictures(sequence.request.source)):
+            num_tokens = end_between_pictures(whole, start, start + num_tokens) - start
+        if not is_decode:
+            if sequence.scores_prompt:
+                self._scored_budget = max(0, self._scored_budget - num_tokens)
+            self._prefill_budget = max(0, self._prefill_budget - num_tokens)
         return num_tokens
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
@@ -243,7 +251,7 @@ class Scheduler:
         return True
 
     def _looks_up(self, sequence: Sequence) -> bool:
-        if sequence.scores_prompt or self._config.pools_beyond_last(sequence.pooling):
+        if sequence.returns_prompt or self._config.pools_beyond_last(sequence.pooling):
             return False
         return sequence.queue is self.waiting and self.tables.caching
 
@@ -317,6 +325,7 @@ class Scheduler:
                 pooling=request.source.pooling,
                 adapter_slot=-1 if request.adapter is None else request.adapter.slot,
                 pictures=request.source.pictures,
+                thinking=request.source.thinking,
             )
         )
         sequence.in_runner = True

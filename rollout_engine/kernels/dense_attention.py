@@ -46,7 +46,8 @@ class DenseAttention(torch.autograd.Function):
 
     Every batch row is a sequence at positions 0..T-1. With `lengths`, which add up to B * T, the tokens row after row
     are sequences of these lengths instead, each starting at position 0 and seeing only itself (packed rows).
-    `sinks` [H]: one extra logit per head in the softmax. `kernel` replaces the CPU's forward.
+    `sinks` [H]: one extra logit per head in the softmax. `kernel` replaces the CPU's forward, and takes no `reach`
+    int32 [B, T]: how many positions behind its own each query sees (`Reach.tokens`).
     """
 
     @staticmethod
@@ -59,24 +60,28 @@ class DenseAttention(torch.autograd.Function):
         sinks: Tensor | None = None,
         kernel: DenseKernel | None = None,
         lengths: Sequence[int] | None = None,
+        reach: Tensor | None = None,
     ) -> Tensor:
-        if kernel is None:
-            kernel = compiled.attend_dense if q.is_cpu and compiled.supports(q.dtype) else _attend_dense
-        out, lse = kernel(q, k, v, params, sinks, lengths)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        if kernel is not None:
+            assert reach is None, "pictures are computed on a CPU alone"
+            out, lse = kernel(q, k, v, params, sinks, lengths)
+        else:
+            own = compiled.attend_dense if q.is_cpu and compiled.supports(q.dtype) else _attend_dense
+            out, lse = own(q, k, v, params, sinks, lengths, reach)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, reach)
         ctx.params, ctx.lengths = params, lengths
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """FlashAttention's backward: weights are recomputed tile by tile from the saved log-sum-exp."""
-        q, k, v, out, lse, sinks = ctx.saved_tensors
+        q, k, v, out, lse, sinks, reach = ctx.saved_tensors
         params: AttentionParams = ctx.params
         grad_sinks = None if sinks is None else _grad_of_sinks(grad, out, lse, sinks)
         is_compiled = q.is_cpu and compiled.supports(q.dtype)
         find = attention_gradients if is_compiled else _attention_gradients
-        grads = find(q, k, v, out, lse, grad, params, ctx.lengths)
-        return *(x.to(q.dtype) for x in grads), None, grad_sinks, None, None
+        grads = find(q, k, v, out, lse, grad, params, ctx.lengths, reach)
+        return *(x.to(q.dtype) for x in grads), None, grad_sinks, None, None, None
 
 
 def _attention_gradients(
@@ -88,11 +93,12 @@ def _attention_gradients(
     grad: Tensor,
     params: AttentionParams,
     lengths: Sequence[int] | None = None,
+    reach: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Eager twin of `kernels.cpu.attention_backward.attention_gradients`."""
     sequences = UnpackedSequences.of(q, lengths, k.shape[1])
     by_head = (q, k, v, out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1), grad.transpose(1, 2))
-    grads = _backward_of_sequences([sequences.unpack(x) for x in by_head], sequences.plan, params)
+    grads = _backward_of_sequences([sequences.unpack(x) for x in by_head], sequences.plan_with(reach), params)
     return tuple(sequences.pack(x) for x in grads)
 
 
@@ -132,7 +138,13 @@ def _grad_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
 
 
 def _attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sinks: Tensor | None, lengths: Sequence[int] | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    params: AttentionParams,
+    sinks: Tensor | None,
+    lengths: Sequence[int] | None = None,
+    reach: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Eager twin of `kernels.cpu.attention.attend_dense`."""
     sequences = UnpackedSequences.of(q, lengths, k.shape[1])
@@ -143,7 +155,7 @@ def _attend_dense(
     def tile(j: int, num: int) -> tuple[Tensor, Tensor]:
         return keys[: num * k.shape[1], j], values[: num * k.shape[1], j]
 
-    out, lse = attend(query, k.shape[1], tile, sequences.plan, params, sinks)
+    out, lse = attend(query, k.shape[1], tile, sequences.plan_with(reach), params, sinks)
     by_token = (_from_rows(rows, num_sequences, num_heads, length) for rows in (out, lse.unsqueeze(-1)))
     out, lse = (sequences.pack(x.transpose(1, 2)).transpose(1, 2) for x in by_token)
     return out.to(q.dtype), lse.squeeze(-1)
@@ -196,7 +208,8 @@ class UnpackedSequences:
         self.rank = order.argsort()
         """int64 [N]: the row of each sequence."""
         self.num_sequences, self.length = len(self.sizes), int(self.sizes[order[0]])
-        self.plan = TilePlan(_positions(self.sizes[order], group), group)
+        self._positions, self._group = _positions(self.sizes[order], group), group
+        self.plan = TilePlan(self._positions, group)
         if lengths is not None:
             first = self.sizes.cumsum(0) - self.sizes
             owner = torch.arange(self.num_sequences, device=device).repeat_interleave(self.sizes)
@@ -210,6 +223,15 @@ class UnpackedSequences:
         return _unpacked(
             batch, length, num_heads // num_kv_heads, None if lengths is None else tuple(lengths), q.device
         )
+
+    def plan_with(self, reach: Tensor | None) -> TilePlan:
+        """The plan of queries that see `reach` int32 [B, T] positions behind their own; None: none."""
+        if reach is None:
+            return self.plan
+        by_token = self.unpack(reach.long()[:, None, :, None])[:, 0, :, 0].repeat_interleave(self._group, 1)
+        rows = torch.zeros_like(self._positions)
+        rows[:, : by_token.shape[1]] = by_token
+        return TilePlan(self._positions, self._group, rows)
 
     def unpack(self, x: Tensor) -> Tensor:
         """[B, H, T, D] -> [N, H, L, D], zeros past the end of each sequence."""

@@ -40,6 +40,17 @@ def offset_rms_norm(x: Tensor, weight: Tensor, epsilon: float, kernel: Kernel | 
     return kernel(x, weight, epsilon)
 
 
+def single_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of Nemotron-H and OLMo 2: weight * x / sqrt(mean(x^2) + epsilon) over the last dimension.
+
+    Any strides, contiguous result. float32 inside and rounded once, to `x.dtype`, which `weight` has too.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        out: Tensor = _RMSNorm.apply(x, weight, epsilon, _forward_rounded_once)
+        return out
+    return _forward_rounded_once(x, weight, epsilon)
+
+
 def gated_rms_norm(
     x: Tensor,
     gate: Tensor,
@@ -83,6 +94,12 @@ def _forward_with_offset(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     if rows.supports(x, weight):
         return rows.norm(x, weight, epsilon, has_offset=True)
     return (_normalised(x, epsilon)[0] * (1.0 + weight.float())).to(x.dtype)
+
+
+def _forward_rounded_once(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    if rows.supports(x, weight):
+        return rows.norm(x, weight, epsilon, rounds_once=True)
+    return (_normalised(x, epsilon)[0] * weight.float()).to(x.dtype)
 
 
 def _normalised(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

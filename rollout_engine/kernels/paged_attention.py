@@ -37,10 +37,13 @@ class TilePlan:
     """Sequences and rows that read each KV tile, and their masks; shared by all layers.
 
     positions int64 [N, R]: each row's position, ascending, -1 for padding. The longest sequence is first.
+    reach int64 [N, R]: how many positions behind its own each row sees, as `Reach`; None: none.
     """
 
-    def __init__(self, positions: Tensor, group: int) -> None:
+    def __init__(self, positions: Tensor, group: int, reach: Tensor | None = None) -> None:
         self.positions = positions
+        self._last_seen = positions if reach is None else positions + reach
+        """int64 [N, R]: position of the last key that each row sees."""
         real = positions >= 0
         first = positions.masked_fill(~real, 1 << 60).amin(1).tolist()
         last = positions.amax(1).tolist()
@@ -50,7 +53,10 @@ class TilePlan:
         for start in range(0, last[0] + 1, KV_TILE):
             while last[count - 1] < start:
                 count -= 1
-            skipped = max(0, start - max(first[:count])) * group
+            if reach is None:
+                skipped = max(0, start - max(first[:count])) * group
+            else:
+                skipped = int(((self._last_seen[:count] < start) & real[:count]).sum(1).min())
             self.steps.append((count, skipped - skipped % ROW_TILE))
         self._hidden: dict[tuple[int, int], Tensor | None] = {}
 
@@ -62,10 +68,9 @@ class TilePlan:
         count, first_row = self.steps[j]
         positions = self.positions[:count, first_row:]
         keys = torch.arange(j * KV_TILE, (j + 1) * KV_TILE, device=positions.device)
-        distance = positions.unsqueeze(-1) - keys
-        hidden = distance < 0
+        hidden = keys > self._last_seen[:count, first_row:].unsqueeze(-1)
         if sliding_window:
-            hidden |= distance >= sliding_window
+            hidden |= positions.unsqueeze(-1) - keys >= sliding_window
         needed = bool((hidden.any(-1) & (positions >= 0)).any())
         result = hidden.unsqueeze(1) if needed else None
         if not needed or hidden.numel() <= _CACHED_MASK_ELEMENTS:

@@ -280,13 +280,13 @@ def test_names_of_weights_are_found_under_every_naming(old):
 
 
 def test_inputs_other_than_text_are_refused(old):
-    model = exact.enable(composite(seed=1))
+    model = exact.enable(composite("gemma4", seed=1))
     ids = torch.tensor([PROMPTS[0]])
-    with pytest.raises(ValueError, match="text alone, and was given pixel_values: Pictures of Gemma3Config cannot be"):
+    with pytest.raises(ValueError, match="text alone, and was given pixel_values: Pictures of Gemma4Config cannot be"):
         model(input_ids=ids, pixel_values=torch.zeros(1, 3, 32, 32))
-    with pytest.raises(ValueError, match="was given token_type_ids"):
-        model(input_ids=ids, token_type_ids=torch.ones_like(ids))
-    model(input_ids=ids, token_type_ids=torch.zeros_like(ids), use_cache=False)
+    with pytest.raises(ValueError, match="was given mm_token_type_ids"):
+        model(input_ids=ids, mm_token_type_ids=torch.ones_like(ids))
+    model(input_ids=ids, mm_token_type_ids=torch.zeros_like(ids), use_cache=False)
     sound = [{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": "x"}}]}]
     with LLM(old, **OPTIONS) as llm:
         with pytest.raises(RequestError, match="Audio is not served"):

@@ -1,5 +1,7 @@
 """Prompts with pictures through the engine: transformers' tokens, and the same bits however they are computed."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -8,15 +10,17 @@ from torch.nn.functional import pad
 from rollout_engine import LLM, LoRARequest, ManifestMismatchError, RequestError, SpeculationConfig
 from rollout_engine import SamplingParams as Params
 from rollout_engine.base.pictures import Picture, PlacedPicture
+from rollout_engine.model.admission.tower_trial import PictureTrial
+from rollout_engine.model.loading import picture_tower
 from rollout_engine.testing.tiny_pictures import FAMILIES, random_picture, tiny_vision_checkpoint, tiny_vision_model
 
 OPTIONS = dict(num_kv_blocks=96, block_size=16, max_model_len=512, dtype="float32", log_stats=False)
 GREEDY = Params(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
 SCORED = Params(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 QUICK = {"qwen2_5_vl"}
-SERVED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llava", "idefics3", "smolvlm", "internvl")
+SERVED = "qwen2_5_vl qwen3_vl qwen3_5 mistral3 llava llava_next idefics3 smolvlm internvl gemma3 gemma4".split()
 KINDS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED]
-TAKEN = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+TAKEN = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
 
 
 def prompts_of(family):
@@ -68,11 +72,12 @@ def compare_with_transformers(model, output):
         for name in (output.pictures[0].picture.arrays if output.pictures else ())
         if name in TAKEN
     }
-    axis = 1 if held and held["pixel_values"][0].dim() == 5 else 0
-    given = {name: torch.cat(padded(arrays), axis) for name, arrays in held.items()}
+    axis = 1 if "pixel_attention_mask" in held else 0
+    given = {name: torch.cat(arrays if axis else padded(arrays), axis) for name, arrays in held.items()}
     ids = torch.tensor([prompt])
-    if "image_grid_thw" in given:
-        given["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    names, types = inspect.signature(model.forward).parameters, (ids == model.config.image_token_id).int()
+    if given:
+        given |= {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in names}
     made = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -92,6 +97,9 @@ def padded(arrays):
     """Pictures in one shape, as transformers takes several; their sizes tell what is padding."""
     if arrays[0].dim() < 4 or len({each.shape[1:] for each in arrays}) == 1:
         return arrays
+    most = max(each.shape[1] for each in arrays)
+    if arrays[0].dim() == 5:  # of tiles
+        return [pad(each, (0, 0, 0, 0, 0, 0, 0, most - each.shape[1])) for each in arrays]
     height, width = (max(each.shape[dim] for each in arrays) for dim in (-2, -1))
     return [pad(each, (0, width - each.shape[-1], 0, height - each.shape[-2])) for each in arrays]
 
@@ -145,17 +153,19 @@ def test_a_sharded_state_and_dummy_weights_have_a_tower(tmp_path, checkpoints):
         assert generate(llm, prompts[:1]) == wanted
 
 
-def test_what_is_not_served_is_refused_with_the_reason(tmp_path, checkpoints):
+def test_what_is_not_served_is_refused_with_the_reason(tmp_path, checkpoints, monkeypatch):
     prompts = prompts_of("qwen3_vl")
     with LLM(checkpoints[0], max_prompt_pictures=0, **OPTIONS) as llm:
         assert not any(name.startswith("pictures.") for name in llm.get_model_metadata())
         assert len(generate(llm, prompts[2:])) == 1
         with pytest.raises(RequestError, match="max_prompt_pictures=0"):
             generate(llm, prompts)
-    with LLM(tiny_vision_checkpoint(tmp_path, "gemma3"), **OPTIONS) as llm:
-        assert len(generate(llm, prompts[2:])) == 1
-        with pytest.raises(RequestError, match="attention among the tokens of a picture in both directions"):
-            generate(llm, prompts_of("gemma3"))
+    with monkeypatch.context() as patches:
+        patches.setattr(picture_tower, "try_pictures", lambda config: PictureTrial("Its tower is of another kind."))
+        with LLM(tiny_vision_checkpoint(tmp_path, "gemma3"), **OPTIONS) as llm:
+            assert len(generate(llm, prompts[2:])) == 1
+            with pytest.raises(RequestError, match="Its tower is of another kind"):
+                generate(llm, prompts_of("gemma3"))
     eyes = {
         f"base_model.model.model.visual.blocks.0.attn.proj.{matrix}.weight": torch.ones(shape)
         for matrix, shape in {"lora_A": (2, 32), "lora_B": (32, 2)}.items()
@@ -165,9 +175,10 @@ def test_what_is_not_served_is_refused_with_the_reason(tmp_path, checkpoints):
 
 
 @pytest.mark.slow
-def test_ranks_compute_the_bits_of_one_process(tmp_path):
-    old, new = (tiny_vision_checkpoint(tmp_path / str(seed), "mistral3", seed=seed) for seed in (0, 1))
-    prompts = prompts_of("mistral3")
+@pytest.mark.parametrize("family", ["mistral3", "gemma3", "gemma4"])
+def test_ranks_compute_the_bits_of_one_process(tmp_path, family):
+    old, new = (tiny_vision_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in (0, 1))
+    prompts = prompts_of(family)
     with LLM(new, **OPTIONS) as llm:
         wanted = generate(llm, prompts)
     with LLM(old, tensor_parallel_size=2, **OPTIONS) as llm:

@@ -163,6 +163,7 @@ void start_row(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int 
     memset(s.out + (int64_t)row * z.padded_dv, 0, z.padded_dv * sizeof(float));
     memset(s.total + (int64_t)row * LANES, 0, LANES * sizeof(float));
     s.position[row] = position;
+    s.last[row] = position + (c.reach ? c.reach[token] : 0);
     s.top[row] = LOWEST;
     if (c.sinks) {  // as if a first key had this score and a value of zeros
         s.top[row] = c.sinks[head];
@@ -217,7 +218,7 @@ void attend_item(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, co
         const int row = m * rows, end = row + rows;
         const bool is_last = m + 1 == item.num_members;
         const Tile after = is_last ? Tile() : pool.locate(members[m + 1], first_own(m + 1));
-        pool.attend(s, row, end, members[m], first_own(m), s.position[end - 1] / TILE + 1, is_last ? nullptr : &after);
+        pool.attend(s, row, end, members[m], first_own(m), s.last[end - 1] / TILE + 1, is_last ? nullptr : &after);
     }
     each_row(c, item, kv_head, z.group,
              [&](int row, int64_t token, int head, int64_t) { finish_row<T>(c, z, s, row, token, head); });

@@ -43,6 +43,7 @@ struct AttentionCall {
     const void *q_weight, *k_weight;   // [dk] of an RMSNorm still to be done to each head, or null
     const void *cos, *sin;             // [T, rotary] of the rotation still to be done after that, or null
     const void* q_factors;             // [T] of the queries, to be multiplied after the rotation, or null
+    const int32_t* reach;              // [T] positions behind its own that each query sees, or null: none
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, out_token;
     int32_t num_tokens, num_heads, num_kv_heads, dk, dv;
     int32_t half;  // bfloat16, else float32

@@ -106,6 +106,7 @@ class AttentionPlan:
         self.max_block = self._plan.max_block
         """The largest block id that is read or written; -1 without tokens."""
         self._scratch: Tensor | None = None
+        self._checked_reach: Tensor | None = None
 
     def scratch(self, bytes_per_thread: int) -> int:
         """Address of working memory for one layer's kernel."""
@@ -117,6 +118,16 @@ class AttentionPlan:
         """Number of equal parts of heads that share their keys, so that threads have work and each part is small."""
         return num_parts(num_heads, -(-2 * self.num_threads // max(self._plan.num_items, 1)))
 
+    def checked_reach(self, reach: Tensor) -> int:
+        """Address of `reach` int32 [T]. Raises `ValueError` if a query would see a position that is not computed."""
+        place = address("reach", reach, torch.int32, (self.num_tokens,))
+        if reach is not self._checked_reach:
+            token_starts = self._memory[2]
+            behind = np.repeat(token_starts[1:], np.diff(token_starts)) - np.arange(self.num_tokens) - 1
+            check_reach(reach.numpy(), behind)
+            self._checked_reach = reach
+        return place
+
     def check_pool(self, num_blocks: int, block_size: int) -> None:
         """Raise `ValueError` unless a pool of this size holds all blocks of the plan."""
         if self.max_block >= num_blocks or self.block_size != block_size:
@@ -124,6 +135,21 @@ class AttentionPlan:
                 f"The plan uses blocks up to {self.max_block}, of {self.block_size} tokens; the KV pool has "
                 f"{num_blocks} blocks of {block_size}."
             )
+
+
+def check_reach(reach: np.ndarray, behind: np.ndarray) -> None:
+    """Raise `ValueError` unless each of `reach` [T] is in [0, behind], and falls by one at most to the next token.
+
+    `behind` [T]: how many tokens of its sequence are computed behind each.
+    """
+    wrong = (reach < 0) | (reach > behind)
+    wrong[1:] |= (reach[1:] < reach[:-1] - 1) & (behind[:-1] > 0)
+    if wrong.any():
+        token = int(wrong.argmax())
+        raise ValueError(
+            f"reach should fall by one a token at most, within [0, tokens behind in the chunk], and reach[{token}] is "
+            f"{reach[token]}, with {behind[token]} tokens behind."
+        )
 
 
 class KVLayer:
@@ -192,12 +218,14 @@ class KVLayer:
         *,
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
+        reach: Tensor | None = None,
     ) -> Tensor:
         """Write k [T, Hk, Dk] and v [T, Hk, Dv] to their slots, then attend with q [T, H, Dk] -> [T, H, Dv].
 
         All have the pool's dtype; of latents only `k` is read. Without `k` and `v` nothing is written. `sinks` [H]: one
         extra logit per head in the softmax, without a value. `lse` float32 [T, H] receives the log-sum-exp of each
-        row's scores. Raises `ValueError` for unreadable tensors.
+        row's scores. `reach` int32 [T]: how many positions behind its own each query sees (`Reach.tokens`). Raises
+        `ValueError` for unreadable tensors.
         """
         call, dtype = self.call, self.dtype
         check_floats("q", q, num_dims=3)
@@ -212,6 +240,7 @@ class KVLayer:
         call.k = call.v = None
         if k is not None and v is not None:
             k, v = self._set_written(num_tokens, k, v)
+        call.reach = None if reach is None else plan.checked_reach(reach)
         call.lse = None if lse is None else address("lse", lse, torch.float32, (num_tokens, num_heads))
         if sinks is not None and not sinks.is_floating_point():
             raise argument_error("sinks", sinks, f"a tensor of floats [{num_heads}]")
@@ -262,6 +291,7 @@ def attend_dense(
     params: AttentionParams,
     sinks: Tensor | None = None,
     lengths: Sequence[int] | None = None,
+    reach: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """C++ kernel of `kernels.dense_attention.DenseAttention`. Raises `ValueError` for tensors that it cannot read."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -276,7 +306,8 @@ def attend_dense(
     plan = AttentionPlan(chunks, block_size=DENSE_BLOCK_SIZE, num_kv_heads=k.shape[1])
     lse = q.new_empty(batch * length, num_heads, dtype=torch.float32)
     query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out = layer.attend(plan, query, keys, values, params, sinks=sinks, lse=lse)
+    reach = None if reach is None else reach.flatten()
+    out = layer.attend(plan, query, keys, values, params, sinks=sinks, lse=lse, reach=reach)
     return out.view(batch, length, num_heads, -1), lse.view(batch, length, num_heads)
 
 
@@ -298,7 +329,7 @@ class AttentionCall(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("plan", "q", "k", "v", "out", "lse", "keys", "values", "sinks", "scratch")
         ),
-        *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "cos", "sin", "q_factors")),
+        *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "cos", "sin", "q_factors", "reach")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
         ("out_token", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_heads", "num_kv_heads", "dk", "dv", "half")),

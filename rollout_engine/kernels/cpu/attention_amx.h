@@ -65,7 +65,7 @@ VEC_INLINE void clear_sums() {
 inline void attend_rows_amx(const AttentionCall& c, const Sizes<bf16>& z, const Scratch& s, int row, int count, int64_t j,
                      const Tile& tile, const Tile* next) {
     Span seen[AMX_ROWS];
-    look(c, s.position + row, count, j, seen);
+    look(c, s, row, count, j, seen);
     const Span around = Span::around(seen, count);
     if (around.empty()) return;
     clear_sums();

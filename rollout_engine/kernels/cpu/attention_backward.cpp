@@ -40,6 +40,7 @@ struct AttentionBackwardCall {
     const int64_t* starts;                      // [N + 1]: tokens of each sequence in the flat batch
     const void *q, *k, *v, *out, *grad;         // [T, H, dk], [T, Hk, dk], [T, Hk, dv], [T, H, dv] twice
     const float* lse;                           // [T, H]
+    const int32_t* reach;                       // [T], or null, as in attention.h
     float *grad_q, *grad_k, *grad_v;            // as q, k, v, dense; grad_q is zeros
     char* scratch;                              // num_threads * attention_backward_scratch()
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head, grad_token, grad_head;
@@ -166,7 +167,9 @@ struct Item {
         memset(s.grad_values, 0, KEYS * s.dv * sizeof(float));
         const int most_tokens = std::max(1, ROWS / s.group);
         const int64_t end = c.sliding_window ? std::min<int64_t>(length, (int64_t)first + count - 1 + c.sliding_window) : length;
-        for (int token = first; token < end; token += most_tokens)
+        int begin = first;
+        while (begin > 0 && last(begin - 1) >= first) begin--;
+        for (int token = begin; token < end; token += most_tokens)
             run_rows(first, count, token, std::min<int64_t>(most_tokens, end - token));
         for (int i = 0; i < count; i++) {
             const int64_t place = (start + first + i) * c.num_kv_heads + kv_head;
@@ -191,7 +194,7 @@ struct Item {
     // Rows of `num_tokens` tokens from `token` on.
     void run_rows(int first, int count, int token, int num_tokens) const {
         const int num_rows = num_tokens * s.group, height = padded(num_rows, HEIGHT);
-        const int num_seen = std::min(count, token + num_tokens - first);  // by the last row; the others are hidden
+        const int num_seen = std::min(count, last(token + num_tokens - 1) + 1 - first);  // by the last row, at most
         const int width = padded(num_seen, LANES), key_height = padded(num_seen, HEIGHT);
         read_rows(token, num_rows, height);
         multiply<false>({s.query, s.dk, 1}, {s.keys_across, KEYS}, {s.weights, KEYS}, height, width, s.dk);
@@ -202,6 +205,9 @@ struct Item {
         multiply<false>({s.grad_scores, KEYS, 1}, {s.keys, s.dk}, {s.grad_query, s.dk}, height, s.dk, num_seen);
         for (int row = 0; row < num_rows; row++) add_row(s.grad_query + row * s.dk, c.dk, c.grad_q + place(row) * c.dk);
     }
+
+    // Position of the last key that a token sees; it never falls from one token to the next.
+    int last(int token) const { return token + (c.reach ? c.reach[start + token] : 0); }
 
     // Of a row's token and head in tensors [T, H].
     int64_t place(int row) const { return (start + s.token[row]) * c.num_heads + kv_head * s.group + row % s.group; }
@@ -235,8 +241,9 @@ struct Item {
 
     // Weights from scores, and gradients of scores from those of weights; zeros where the row does not see the key.
     void weigh(int row, int first, int width) const {
-        const int64_t high = s.token[row] - first;  // last key of the tile that it sees, and first
-        const int64_t low = c.sliding_window ? high - c.sliding_window + 1 : 0;
+        const int64_t token = s.token[row];  // -1: none
+        const int64_t high = token < 0 ? -1 : last(token) - first;  // last key of the tile that it sees, and first
+        const int64_t low = c.sliding_window ? token - first - c.sliding_window + 1 : 0;
         float *weights = s.weights + row * KEYS, *grads = s.grad_scores + row * KEYS;
         for (int i = 0; i < width; i += LANES) {
             F score = vec::load(weights + i), slope = vec::set1(1);

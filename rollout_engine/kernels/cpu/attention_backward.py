@@ -24,15 +24,16 @@ def attention_gradients(
     grad: Tensor,
     params: AttentionParams,
     lengths: Sequence[int] | None = None,
+    reach: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q [B, H, T, Dk], k [B, Hk, T, Dk] and v [B, Hk, T, Dv], float32, of their shapes.
 
-    `out` and its gradient `grad` [B, T, H, Dv], `lse` float32 [B, T, H]; `lengths` as in `DenseAttention`. Raises
-    `ValueError` for tensors that the kernel cannot read.
+    `out` and its gradient `grad` [B, T, H, Dv], `lse` float32 [B, T, H]; `lengths` and `reach` as in
+    `DenseAttention`. Raises `ValueError` for tensors that the kernel cannot read.
     """
     if are_latents(k, v) and (parts := num_parts(q.shape[1])) > 1:  # an item is one KV head: many threads need many
         k, v = (x.expand(-1, parts, -1, -1) for x in (k, v))
-        grad_q, *others = attention_gradients(q, k, v, out, lse, grad, params, lengths)
+        grad_q, *others = attention_gradients(q, k, v, out, lse, grad, params, lengths, reach)
         grad_k, grad_v = (x.sum(1, keepdim=True) for x in others)
         return grad_q, grad_k, grad_v
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out), ("grad", grad)):
@@ -54,6 +55,7 @@ def attention_gradients(
         setattr(call, f"{name}_head", rows.stride(1))
     lse = lse.contiguous()
     call.lse = address("lse", lse, torch.float32, (batch, length, num_heads))
+    call.reach = None if reach is None else address("reach", reach, torch.int32, (batch, length))
     found = [torch.zeros(num_tokens, *shape) for shape in shapes[:3]]
     call.grad_q, call.grad_k, call.grad_v = (x.data_ptr() for x in found)
     call.starts, call.num_sequences, call.num_threads = starts.data_ptr(), len(lengths), torch.get_num_threads()
@@ -78,7 +80,7 @@ class _Call(ctypes.Structure):
     """Mirror of `AttentionBackwardCall`."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("starts", "q", "k", "v", "out", "grad", "lse")),
+        *((name, c_void_p) for name in ("starts", "q", "k", "v", "out", "grad", "lse", "reach")),
         *((name, c_void_p) for name in ("grad_q", "grad_k", "grad_v", "scratch")),
         *((f"{name}_{stride}", c_int64) for name in ("q", "k", "v", "out", "grad") for stride in ("token", "head")),
         *((name, c_int32) for name in ("num_sequences", "num_heads", "num_kv_heads", "dk", "dv", "half")),

@@ -55,6 +55,7 @@ struct Scratch : Carved {
     float* total;    // [rows, 16]: sum of weights, by lane
     float* top;      // [rows]: largest score so far
     int32_t* position;
+    int32_t* last;      // [rows]: position of the last key that it sees; it never falls within a sequence
     float* scores;      // [BATCH, TILE]
     uint32_t* weights;  // [BATCH, TILE / per_unit] units
     float* mixed;       // [AMX_ROWS, TILE]
@@ -64,7 +65,7 @@ struct Scratch : Carved {
     Scratch(char* memory, const Sizes<T>& z) : Carved(memory) {
         const int64_t rows = (int64_t)ATTENTION_ITEM_TOKENS * z.group + AMX_ROWS;  // AMX reads past the last ones
         take(q, rows * z.steps), take(k, z.steps), take(out, rows * z.padded_dv), take(total, rows * LANES), take(top, rows);
-        take(position, rows), take(scores, BATCH * TILE), take(weights, BATCH * TILE);
+        take(position, rows), take(last, rows), take(scores, BATCH * TILE), take(weights, BATCH * TILE);
         take(mixed, AMX_ROWS * TILE);
         take(k_tile, (int64_t)z.steps * TILE), take(v_tile, (int64_t)z.dv * TILE);
     }
@@ -135,11 +136,11 @@ struct Span {
 };
 
 // Keys of tile number j that each of `count` rows may see.
-inline void look(const AttentionCall& c, const int32_t* position, int count, int64_t j, Span* seen) {
+inline void look(const AttentionCall& c, const Scratch& s, int row, int count, int64_t j, Span* seen) {
     for (int r = 0; r < count; r++) {
-        const int64_t end = position[r] + 1 - j * TILE;
-        seen[r].high = std::clamp<int64_t>(end, 0, TILE);
-        seen[r].low = c.sliding_window ? std::clamp<int64_t>(end - c.sliding_window, 0, TILE) : 0;
+        const int64_t begin = s.position[row + r] + 1 - c.sliding_window - j * TILE;
+        seen[r].high = std::clamp<int64_t>(s.last[row + r] + 1 - j * TILE, 0, TILE);
+        seen[r].low = c.sliding_window ? std::clamp<int64_t>(begin, 0, TILE) : 0;
     }
 }
 
@@ -270,7 +271,7 @@ template <typename T>
 void attend_batch(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int row, int count, int64_t j,
                   const Tile& tile, Fetch ahead) {
     Span seen[BATCH];
-    look(c, s.position + row, count, j, seen);
+    look(c, s, row, count, j, seen);
     if (Span::around(seen, count).empty()) return;
     each_few(count, [&](int r, auto few) {
         if (Span::around(seen + r, few).empty()) return;

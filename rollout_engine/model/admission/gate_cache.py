@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rollout_engine.base.pictures import PictureAttention
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.latent_attention import has_latents
 from rollout_engine.model.modules.mixers import mixers_of
@@ -60,25 +61,28 @@ def read(key: str) -> list[LayerGeometry] | None:
 
 def write(key: str, geometry: list[LayerGeometry]) -> None:
     """Cache the geometry under `key`. A cache that cannot be written only costs time at the next load."""
+    _write(f"{key}.json", geometry)
+
+
+def read_pictures(key: str) -> PictureAttention | None:
+    """The result of the trial of a composite's pictures under `key`, a `key_of_pictures`; None: it has passed none."""
+    try:
+        return msgspec.json.decode((cache_directory("gate") / f"{key}.pictures").read_bytes(), type=PictureAttention)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def write_pictures(key: str, attention: PictureAttention) -> None:
+    """Note that the composite of `key`, a `key_of_pictures`, has passed the trial of its pictures, and its result."""
+    _write(f"{key}.pictures", attention)
+
+
+def _write(name: str, found: object) -> None:
     try:
         cache_directory("gate").mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cache_directory("gate"), delete=False) as file:
-            file.write(msgspec.json.encode(geometry))
-        os.replace(file.name, cache_directory("gate") / f"{key}.json")
-    except OSError as problem:
-        logger.debug("The gate's result could not be cached: %s", problem)
-
-
-def knows_pictures(key: str) -> bool:
-    """Whether the composite of `key`, a `key_of_pictures`, has passed the trial of its pictures before."""
-    return (cache_directory("gate") / f"{key}.pictures").exists()
-
-
-def write_pictures(key: str) -> None:
-    """Note that the composite of `key`, a `key_of_pictures`, has passed the trial of its pictures."""
-    try:
-        cache_directory("gate").mkdir(parents=True, exist_ok=True)
-        (cache_directory("gate") / f"{key}.pictures").touch()
+            file.write(msgspec.json.encode(found))
+        os.replace(file.name, cache_directory("gate") / name)
     except OSError as problem:
         logger.debug("The gate's result could not be cached: %s", problem)
 

@@ -3,12 +3,14 @@
 A small copy (few layers of text and tower, widths as they are, float32) encodes random pictures, and computes prompts
 with them in chunks over paged KV. Features and logits are compared with those of transformers' own forward of the
 whole. A tower whose forward has a product that is not ours, whose bits could depend on the number of threads, is
-refused.
+refused. Which layers let tokens of a picture see one another in both directions is found by trying: none, all, or
+those with a sliding window.
 """
 
 import copy
 import inspect
 import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rollout_engine.base.pictures import Picture, PlacedPicture
+from rollout_engine.base.pictures import Picture, PictureAttention, PlacedPicture, end_between_pictures
 from rollout_engine.model.admission import gate_cache
 from rollout_engine.model.admission.self_check import (
     TOLERANCE,
@@ -34,7 +36,7 @@ from rollout_engine.model.cpu.row_invariance import make_row_invariant
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.composites import TextPart, build_whole, remove_text, text_config_of
 from rollout_engine.model.modules.construct import allocate, construct, initialize
-from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, keeps_states, probe_geometry
 from rollout_engine.model.modules.latent_attention import cache_latents
 from rollout_engine.model.modules.mixers import swap_mixers
 from rollout_engine.model.modules.one_thread import one_thread
@@ -54,30 +56,46 @@ _FIRST_ID = 101
 _LAYERS = 2
 _SIDE = 8
 """Patches of a side of a small copy's picture, if its size is fixed."""
+_GRIDS = ((1, 2), (2, 1), (2, 2))
+"""Grids of tiles that a small copy may cut a picture into, if its configuration names some."""
+
+
+class PictureTrial(NamedTuple):
+    """What the trial of a composite's pictures has found."""
+
+    refusal: str
+    """Why they cannot be computed exactly, as a sentence; "": they can."""
+    attention: PictureAttention = "causal"
+    """Which layers let a token of a picture see the whole picture."""
 
 
 def tower_refusal(config: PretrainedConfig) -> str:
-    """Why pictures of the composite of `config` cannot be computed exactly, as a sentence; "": they can.
+    """Why pictures of the composite of `config` cannot be computed exactly, as a sentence; "": they can."""
+    return try_pictures(config).refusal
+
+
+def try_pictures(config: PretrainedConfig) -> PictureTrial:
+    """Try whether, and how, pictures of the composite of `config` can be computed exactly.
 
     That they can is cached on disk, as the gate's results are.
     """
     key = gate_cache.key_of_pictures(config)
-    if gate_cache.knows_pictures(key):
-        return ""
+    if (known := gate_cache.read_pictures(key)) is not None:
+        return PictureTrial("", known)
     name = (config.architectures or [type(config).__name__])[0]
     started = time.perf_counter()
     try:
         with one_thread(), without_advice():
-            _check_pictures(config)
+            attention = _check_pictures(config)
     except Refusal as reason:
-        return f"Pictures of {name} cannot be computed exactly: {reason}."
-    gate_cache.write_pictures(key)
+        return PictureTrial(f"Pictures of {name} cannot be computed exactly: {reason}.")
+    gate_cache.write_pictures(key, attention)
     logger.info("Pictures of %s passed their trial in %.2f s.", name, time.perf_counter() - started)
-    return ""
+    return PictureTrial("", attention)
 
 
-def _check_pictures(config: PretrainedConfig) -> None:
-    """Raise `Refusal` unless a small copy computes pictures as the composite of `config` does."""
+def _check_pictures(config: PretrainedConfig) -> PictureAttention:
+    """Raise `Refusal` unless a small copy computes pictures as the composite of `config` does; returns how."""
     if image_token_id_of(config) is None:
         raise Refusal("its configuration names no placeholder token of pictures (image_token_id)")
     if getattr(config, "vision_config", None) is None:
@@ -95,7 +113,7 @@ def _check_pictures(config: PretrainedConfig) -> None:
         raise Refusal(f"no small copy of it encodes a picture ({type(problem).__name__}: {problem})")
     try:
         products = _compare_features(twins.tower, pictures, expected)
-        _compare_logits(twins, pictures, [len(rows) for rows, *_ in expected])
+        attention = _find_attention(twins, pictures, [len(rows) for rows, *_ in expected])
     except Refusal:
         raise
     except Exception as failure:  # ours or the model's
@@ -103,6 +121,7 @@ def _check_pictures(config: PretrainedConfig) -> None:
         raise Refusal(f"its forward fails with pictures ({type(failure).__name__}: {text})") from None
     if products:
         raise Refusal(f"its tower has products of its own ({', '.join(sorted(products))})")
+    return attention
 
 
 class _Twins(NamedTuple):
@@ -160,8 +179,10 @@ def _rename_tokens(config: Any, vocab_size: int) -> None:
 
 
 def _shorten_tower(config: Any) -> None:
-    """Leave a tower its first layers, and pictures of fixed size a few patches."""
+    """Leave a tower its first layers, and pictures of fixed size a few patches; leave out a tower of sounds."""
     vision = config.vision_config
+    if getattr(config, "audio_config", None) is not None:
+        config.audio_config = None
     depth = next(name for name in ("depth", "num_hidden_layers") if isinstance(getattr(vision, name, None), int))
     num_layers = min(getattr(vision, depth), _LAYERS)
     setattr(vision, depth, num_layers)
@@ -175,6 +196,8 @@ def _shorten_tower(config: Any) -> None:
     size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
     if isinstance(size, int) and isinstance(patch, int):
         vision.image_size = min(size, patch * _SIDE)
+        if getattr(config, "image_grid_pinpoints", None):
+            config.image_grid_pinpoints = [[vision.image_size * each for each in grid] for grid in _GRIDS]
     elif isinstance(size, list | tuple) and isinstance(patch, list | tuple):
         vision.image_size = [min(one, each * _SIDE) for one, each in zip(size, patch, strict=True)]
 
@@ -201,15 +224,39 @@ def _sample_picture(whole: Any, seed: int) -> dict[str, Tensor]:
         size = channels * vision.temporal_patch_size * patch**2
         pixels = torch.randn(height * width, size, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
+    if "image_sizes" in names and getattr(whole.config, "image_grid_pinpoints", None):
+        return _sample_tiles(vision.image_size, whole.config.image_grid_pinpoints, channels, seed, generator)
     if "image_sizes" in names or vision.model_type == "pixtral":
         side = patch * getattr(whole.config, "spatial_merge_size", 1)
         pixels = torch.randn(1, channels, 2 * side, 3 * side, generator=generator)
         return {"pixel_values": pixels, "image_sizes": torch.tensor([pixels.shape[2:]])}
+    if "image_position_ids" in names:
+        return _sample_patches(vision.pooling_kernel_size, channels * patch**2, 2 + seed, generator)
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     if "pixel_attention_mask" in names:
         pixels = torch.randn(1, 2, channels, size, size, generator=generator)
         return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, 2, size, size, dtype=torch.int64)}
     return {"pixel_values": torch.randn(1, channels, size, size, generator=generator)}
+
+
+def _sample_tiles(
+    size: int, grids: list[list[int]], channels: int, seed: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Random tiles of a picture that is less high than the grid it is cut into, and the whole as a further tile."""
+    height, width = sorted(grids, key=math.prod)[seed]
+    num_tiles = 1 + (height // size) * (width // size)
+    pixels = torch.randn(1, num_tiles, channels, size, size, generator=generator)
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[height - height // 4, width]])}
+
+
+def _sample_patches(pool: int, size: int, height: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Random patches of a picture of `height` x 3 features, each of `pool` x `pool` patches, with padding behind."""
+    num_rows, num_columns = height * pool, 3 * pool
+    places = torch.cartesian_prod(torch.arange(num_rows), torch.arange(num_columns)).flip(1)  # (x, y), row after row
+    padding = torch.full(((4 - height) * 3 * pool**2, 2), -1)
+    positions = torch.cat([places, padding])[None]
+    pixels = torch.rand(1, positions.shape[1], size, generator=generator)
+    return {"pixel_values": pixels * (positions[..., :1] >= 0), "image_position_ids": positions}
 
 
 @torch.no_grad()
@@ -251,8 +298,11 @@ class _Products(TorchDispatchMode):
 
 
 @torch.no_grad()
-def _compare_logits(twins: _Twins, pictures: list[dict[str, Tensor]], counts: list[int]) -> None:
-    """Compare logits of a prompt with both pictures, which is computed in uneven chunks, and of tokens behind it."""
+def _find_attention(twins: _Twins, pictures: list[dict[str, Tensor]], counts: list[int]) -> PictureAttention:
+    """Compare logits of a prompt with both pictures, which is computed in uneven chunks, and of tokens behind it.
+
+    Returns the first kind of attention among the tokens of a picture that has the logits of transformers.
+    """
     image_token_id = image_token_id_of(twins.whole.config)
     assert image_token_id is not None, "it takes pictures"
     ids, placed = [5, 6, 7], []
@@ -263,21 +313,35 @@ def _compare_logits(twins: _Twins, pictures: list[dict[str, Tensor]], counts: li
     wanted = _own_logits(twins.whole, ids, pictures, image_token_id)
     encoder = PictureEncoder(twins.tower, torch.float32, 1 << 30)
     sequence = SequencePictures.of(encoder, ids, placed, image_token_id)
+    errors = []
+    kinds: tuple[PictureAttention, ...] = ("causal",) if keeps_states(twins.geometry) else ("causal", "all", "windows")
+    for kind in kinds:
+        found = _paged_logits(twins, ids, sequence, encoder, kind)
+        errors.append(float((found - wanted).abs().max() / wanted.abs().max()))
+        if errors[-1] <= TOLERANCE:
+            return kind
+    raise Refusal(
+        f"on a small copy its logits differ from transformers' own by {min(errors):.1e} of the largest if there are "
+        "pictures, whether their tokens see one another in both directions or not"
+    )
+
+
+def _paged_logits(
+    twins: _Twins, ids: list[int], sequence: SequencePictures, encoder: PictureEncoder, attention: PictureAttention
+) -> Tensor:
+    """Logits [T, V] of the engine's model, over paged KV; chunks split pictures if `attention` lets them."""
     tables = shuffled_tables((len(ids),))
     paged = paged_model(twins.text, twins.geometry, tables)
     found, done = [], 0
+    whole = () if attention == "causal" else sequence.placed
     while done < len(ids):
-        size = min(7 if len(ids) - done > 9 else 1, len(ids) - done)
-        given = inputs_of([ChunkPictures(sequence, done, size)], encoder)
+        end = min(done + (7 if len(ids) - done > 9 else 1), len(ids))
+        size = end_between_pictures(whole, done, end) - done
+        given = inputs_of([ChunkPictures(sequence, done, size)], encoder, attention)
         chunk = SequenceChunk(ids[done : done + size], done, tables[0], 0)
         found.append(paged.forward([chunk], range(size), given))
         done += size
-    error = float((torch.cat(found) - wanted).abs().max() / wanted.abs().max())
-    if not error <= TOLERANCE:
-        raise Refusal(
-            f"on a small copy its logits differ from transformers' own by {error:.1e} of the largest if there are "
-            "pictures; attention among the tokens of a picture in both directions, for one, is not served"
-        )
+    return torch.cat(found)
 
 
 def _own_logits(whole: Any, ids: list[int], pictures: list[dict[str, Tensor]], image_token_id: int) -> Tensor:
@@ -286,7 +350,7 @@ def _own_logits(whole: Any, ids: list[int], pictures: list[dict[str, Tensor]], i
     names = inspect.signature(whole.forward).parameters
     kinds = (tokens == image_token_id).int()
     given: dict[str, Tensor] = {
-        name: torch.cat([each[name] for each in pictures], 1 if pictures[0]["pixel_values"].dim() == 5 else 0)
+        name: torch.cat([each[name] for each in pictures], 1 if "pixel_attention_mask" in pictures[0] else 0)
         for name in pictures[0]
     }
     given |= {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in names}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.attention_params import AttentionParams, Reach
 from rollout_engine.kernels.cpu import attention as compiled
 from rollout_engine.kernels.memory import release_pages, resident_bytes
 from rollout_engine.model.cpu.eager_attention import EagerPool
@@ -125,7 +125,7 @@ class CompiledPool:
 
     def step(self, batch: FlatBatch) -> "_CompiledStep":
         """Attention of `batch`, for modules."""
-        return _CompiledStep(self, self.plan(batch))
+        return _CompiledStep(self, self.plan(batch), batch.reach)
 
 
 class _CompiledStep(NamedTuple):
@@ -133,8 +133,10 @@ class _CompiledStep(NamedTuple):
 
     pool: CompiledPool
     plan: compiled.AttentionPlan
+    reach: Reach | None
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sinks: Tensor | None = None
     ) -> Tensor:
-        return self.pool.layers[layer].attend(self.plan, q, k, v, params, sinks=sinks)
+        reach = None if self.reach is None else self.reach.of(params)
+        return self.pool.layers[layer].attend(self.plan, q, k, v, params, sinks=sinks, reach=reach)

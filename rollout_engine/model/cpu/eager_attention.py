@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.attention_params import AttentionParams, Reach
 from rollout_engine.kernels.memory import lazy_zeros
 from rollout_engine.kernels.paged_attention import KV_TILE, Tile, TilePlan, attend, padded_rows
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
@@ -39,16 +39,16 @@ class EagerPool:
 
     def step(self, batch: FlatBatch) -> "EagerStep":
         """Plan attention of `batch`."""
-        return EagerStep(self, batch.chunks(self.block_size))
+        return EagerStep(self, batch.chunks(self.block_size), batch.reach)
 
 
 class EagerStep:
     """Satisfies `AttentionStep` for one batch: the slots to write, and the keys and values that its queries read."""
 
-    def __init__(self, pool: EagerPool, chunks: Sequence[SequenceChunk]) -> None:
+    def __init__(self, pool: EagerPool, chunks: Sequence[SequenceChunk], reach: Reach | None = None) -> None:
         self._pool = pool
-        self._chunks = chunks
-        self._batches: dict[tuple[int, int], list[_Batch]] = {}
+        self._chunks, self._reach = chunks, reach
+        self._batches: dict[tuple[int, int, bool], list[_Batch]] = {}
         size = pool.block_size
         positions = [c.num_computed_tokens + i for c in chunks for i in range(len(c.token_ids))]
         self.positions = torch.tensor(positions, dtype=torch.int64)
@@ -69,7 +69,8 @@ class EagerStep:
         num_kv_heads = keys.shape[1]
         group = num_heads // num_kv_heads
         out = q.new_empty(num_tokens, num_heads, values.shape[-1])
-        for batch in self._batches_for(group, num_kv_heads):
+        reach = None if self._reach is None else self._reach.of(params)
+        for batch in self._batches_for(group, num_kv_heads, reach):
             rows = _gather_queries(q, batch, num_kv_heads, group)
             mixed, _ = attend(rows, num_kv_heads, _tile_reader(batch, keys, values), batch.plan, params, sinks)
             count, width = batch.tokens.shape
@@ -77,11 +78,12 @@ class EagerStep:
             out[batch.tokens[batch.real]] = by_token.reshape(count, width, num_heads, -1)[batch.real].to(out.dtype)
         return out
 
-    def _batches_for(self, group: int, num_kv_heads: int) -> list["_Batch"]:
-        key = (group, num_kv_heads)
+    def _batches_for(self, group: int, num_kv_heads: int, reach: Tensor | None) -> list["_Batch"]:
+        key = (group, num_kv_heads, reach is not None)
         if key not in self._batches:
             self._batches[key] = [
-                _make_batch(members, self._pool.block_size, group, num_kv_heads) for members in _by_width(self._chunks)
+                _make_batch(members, self._pool.block_size, group, num_kv_heads, reach)
+                for members in _by_width(self._chunks)
             ]
         return self._batches[key]
 
@@ -112,7 +114,9 @@ def _by_width(chunks: Sequence[SequenceChunk]) -> Iterator[list[tuple[SequenceCh
         yield sorted(members, key=lambda m: -(m[0].num_computed_tokens + len(m[0].token_ids)))
 
 
-def _make_batch(members: list[tuple[SequenceChunk, int]], block_size: int, group: int, num_kv_heads: int) -> _Batch:
+def _make_batch(
+    members: list[tuple[SequenceChunk, int]], block_size: int, group: int, num_kv_heads: int, reach: Tensor | None
+) -> _Batch:
     lengths = torch.tensor([len(c.token_ids) for c, _ in members])
     first = torch.tensor([c.num_computed_tokens for c, _ in members])
     width = int(lengths.max())
@@ -122,7 +126,11 @@ def _make_batch(members: list[tuple[SequenceChunk, int]], block_size: int, group
     positions = torch.full((len(members), padded_rows(width * group)), -1, dtype=torch.int64)
     by_token = (offsets + first[:, None]).masked_fill_(~real, -1)
     positions[:, : width * group] = by_token.repeat_interleave(group, dim=1)
-    plan = TilePlan(positions, group)
+    seen = None
+    if reach is not None:
+        seen = torch.zeros_like(positions)
+        seen[:, : width * group] = reach.long()[tokens].masked_fill_(~real, 0).repeat_interleave(group, dim=1)
+    plan = TilePlan(positions, group, seen)
     table = _block_table([c.block_ids for c, _ in members], len(plan.steps) * (KV_TILE // block_size))
     heads = torch.arange(num_kv_heads)[:, None]
     last = first + lengths - 1

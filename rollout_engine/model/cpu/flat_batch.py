@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rollout_engine.kernels.attention_params import Reach
 from rollout_engine.kernels.cpu.attention import Chunk, ChunkColumns
 from rollout_engine.kernels.state_chunks import StateChunks
 
@@ -31,6 +32,8 @@ class FlatBatch(NamedTuple):
     """int64 [N], added to the positions of each chunk's tokens: how trials reach far positions with short contexts."""
     states: StateChunks | None = None
     """The slots of states that chunks read and write; None: no layer keeps any."""
+    reach: Reach | None = None
+    """How far the T tokens see past their own position; None: no farther."""
 
     @classmethod
     def of(cls, chunks: Iterable[SequenceChunk], shifts: Sequence[int] | None = None) -> "FlatBatch":

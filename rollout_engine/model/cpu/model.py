@@ -106,6 +106,7 @@ class CpuModel:
         inputs: dict[str, Any] = {"input_ids": token_ids[None], "position_ids": positions[None]}
         if pictures is not None:
             inputs = module_inputs(self.module, token_ids, positions, pictures)
+            batch = batch._replace(reach=pictures.reach)
         if trunk_of(self.module) is not self.module:
             with self.kv.step(batch), self.adapting(adapter_rows):
                 output = self.module.base_model(**inputs, use_cache=False)

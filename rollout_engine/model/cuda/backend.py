@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.base.pictures import SharedPictures
+from rollout_engine.base.pictures import EncodedPictures, Picture, SharedPictures
 from rollout_engine.base.speculation_config import SpeculationConfig
+from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.triton.rounding import compiles_kernels
 from rollout_engine.model.backend import Backend
@@ -141,14 +142,18 @@ class CudaBackend(Backend):
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
         pictures: SharedPictures | None = None,
-    ) -> Iterator[dict[int, np.ndarray]]:
+        asked: AskedScores = TOKENS_ALONE,
+    ) -> Iterator[dict[int, TokenScores]]:
         assert pictures is None, "refused on devices"
-        given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts, pictures)
+        given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts, pictures, asked)
         return score_together(self._seat, self._score, *given, *options)
 
-    def _score(self, *given: Any) -> Iterator[dict[int, np.ndarray]]:
-        *arguments, _ = given
-        return sequence_logprobs(self.runner.model, *arguments)
+    def _score(self, *given: Any) -> Iterator[dict[int, TokenScores]]:
+        *arguments, _, asked = given
+        return sequence_logprobs(self.runner.model, *arguments, asked)
+
+    def encode_pictures(self, pictures: Sequence[Picture], values: Callable[[str], Tensor]) -> EncodedPictures:
+        raise AssertionError("refused on devices")
 
     def reset_encoder_cache(self) -> None:
         """Do nothing: pictures are not encoded on a device."""

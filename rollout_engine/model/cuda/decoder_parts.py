@@ -13,10 +13,11 @@ from rollout_engine.kernels.triton.rotary import Rotary
 from rollout_engine.model.cuda.delta_net import DeltaNet, delta_operands
 from rollout_engine.model.cuda.experts import Experts
 from rollout_engine.model.modules import decoder_structure as structure
-from rollout_engine.model.modules.decoder_structure import UnsupportedStructure, require
+from rollout_engine.model.modules import feed_forwards
 from rollout_engine.model.modules.expert_patterns import RouterPattern, are_gated_experts, router_pattern
 from rollout_engine.model.modules.geometry import LayerGeometry, keeps_states
 from rollout_engine.model.modules.module_patterns import is_gated_mlp, offset_norm_epsilon, rms_norm_epsilon
+from rollout_engine.model.modules.structure_checks import UnsupportedStructure, require
 from rollout_engine.model.packing.linear_groups import stacked
 from rollout_engine.model.packing.module_types import tensor_of
 from rollout_engine.model.ranks.cut import outputs_of
@@ -119,6 +120,10 @@ def parts_of(module: PreTrainedModel, geometry: Sequence[LayerGeometry], num_pos
     require(type(found.embedding) is nn.Embedding, "its embedding is more than a table")
     if found.head is None:
         raise UnsupportedStructure("it has no output head")
+    if found.rotary is None:
+        raise UnsupportedStructure("it rotates nothing")
+    is_plain = found.embedding_factor == found.logit_divisor == 1.0 and not found.has_precise_logits
+    require(is_plain, "it multiplies embeddings or logits by numbers, or widens these")
     weight, factors = tensor_of(found.embedding).detach(), found.query_factors
     positions = torch.arange(num_positions, device=weight.device)
     cos, sin = found.rotary(weight[:1, None], position_ids=positions[None])
@@ -137,23 +142,25 @@ def _layers(layers: Sequence[structure.DecoderLayer]) -> list[Layer]:
     num_mixtures, found = 0, []
     for layer in layers:
         found.append(_layer(layer, num_mixtures))
-        num_mixtures += isinstance(layer.mlp, structure.Mixture)
+        num_mixtures += isinstance(layer.mlp, feed_forwards.Mixture)
     return found
 
 
 def _layer(layer: structure.DecoderLayer, place: int) -> Layer:
     """`place`: its number among layers with experts, if it has some."""
     mixing: Attention | Mixer
-    if layer.delta is None:
+    if layer.mixer is None:
         mixing = _attention(layer)
     else:
-        mixing = Mixer([_linear([each]) for each in layer.qkv], delta_operands(layer.delta, layer.geometry))
+        mixing = Mixer([_linear([each]) for each in layer.qkv], delta_operands(layer.mixer, layer.geometry))
+    require(layer.factor == 1.0, "it multiplies residuals by a number")
+    require(not layer.norms_behind, "its norms are of results")
     return Layer(
         attention_norm=_norm(layer.attention_norm),
         mixing=mixing,
-        out=_linear([layer.out]),
+        out=_linear([] if layer.out is None else [layer.out]),
         mlp_norm=_norm(layer.mlp_norm),
-        mlp=_mlp(layer.mlp) if isinstance(layer.mlp, structure.MLP) else _mixture(layer.mlp, place),
+        mlp=_mixture(layer.mlp, place) if isinstance(layer.mlp, feed_forwards.Mixture) else _mlp(layer.mlp),
     )
 
 
@@ -167,16 +174,20 @@ def _attention(layer: structure.DecoderLayer) -> Attention:
     return Attention(_linear(layer.qkv), head_norms, layer.is_gated, layer.geometry, params)
 
 
-def _mlp(mlp: structure.MLP) -> MLP:
+def _mlp(mlp: feed_forwards.MLP | None) -> MLP:
+    if mlp is None:
+        raise UnsupportedStructure("some of its layers have no MLP")
     kind = type(mlp.module).__name__
     require(is_gated_mlp(mlp.module), f"{kind} does not compute down(silu(gate(x)) * up(x))")
     return MLP(_linear(mlp.gate_up), _linear([mlp.down]))
 
 
-def _mixture(mixture: structure.Mixture, place: int) -> Mixture:
+def _mixture(mixture: feed_forwards.Mixture, place: int) -> Mixture:
     kind, pattern = type(mixture.module).__name__, router_pattern(mixture.router)
+    require(mixture.latents is None, f"the experts of {kind} compute latents")
     if pattern is None:
         raise UnsupportedStructure(f"{type(mixture.router).__name__} weights experts by a formula that no kernel has")
+    require(mixture.latents is None, f"{kind} has latents")
     are_gated = are_gated_experts(mixture.experts)
     require(are_gated, f"{kind} does not weight and add down(silu(gate(x)) * up(x)) of its experts")
     gate_up, down = (tensor_of(mixture.experts, name).detach() for name in ("gate_up_proj", "down_proj"))
@@ -193,7 +204,7 @@ def _mixture(mixture: structure.Mixture, place: int) -> Mixture:
     )
 
 
-def _bias(mixture: structure.Mixture, pattern: RouterPattern) -> Tensor | None:
+def _bias(mixture: feed_forwards.Mixture, pattern: RouterPattern) -> Tensor | None:
     """The bias [E] with which the router chooses."""
     if not pattern.has_bias:
         return None
@@ -203,7 +214,9 @@ def _bias(mixture: structure.Mixture, pattern: RouterPattern) -> Tensor | None:
     return tensor_of(owner, str(name)).detach()
 
 
-def _norm(child: nn.Module) -> Norm:
+def _norm(child: nn.Module | None) -> Norm:
+    if child is None:
+        raise UnsupportedStructure("some of its layers have one norm")
     epsilon = rms_norm_epsilon(child)
     found = offset_norm_epsilon(child) if epsilon is None else epsilon
     if found is None:
@@ -212,6 +225,7 @@ def _norm(child: nn.Module) -> Norm:
 
 
 def _linear(modules: Sequence[nn.Module]) -> Linear:
+    require(len(modules) > 0, "some of its layers have no attention")
     for child in modules:
         require(type(child) is nn.Linear, f"{type(child).__name__} is more than a linear layer")
     children = [child for child in modules if isinstance(child, nn.Linear)]

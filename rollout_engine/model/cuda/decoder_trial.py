@@ -15,9 +15,9 @@ from rollout_engine.kernels.triton.paged_attention import Batch, Limits
 from rollout_engine.model.cuda.attention import CudaBatch
 from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
-from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry, keeps_states
 from rollout_engine.model.modules.positions import far_starts
+from rollout_engine.model.modules.structure_checks import UnsupportedStructure
 from rollout_engine.model.ranks.seat import ELSEWHERE, Seat
 
 BLOCK_SIZE = 16

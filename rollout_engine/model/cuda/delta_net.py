@@ -16,10 +16,11 @@ from rollout_engine.kernels.triton.convolution import convolve
 from rollout_engine.kernels.triton.gated_norm import gated_norm, l2_normalise
 from rollout_engine.kernels.triton.recurrence import recur
 from rollout_engine.model.modules import decoder_structure as structure
-from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.mixer_functions import KEY_EPSILON, LayerStates
+from rollout_engine.model.modules.mixer_patterns import DeltaPattern
 from rollout_engine.model.modules.module_patterns import gated_norm_options
+from rollout_engine.model.modules.structure_checks import UnsupportedStructure, require
 from rollout_engine.model.packing.module_types import tensor_of
 
 Columns = slice | Tensor
@@ -47,6 +48,8 @@ class DeltaNet(NamedTuple):
     """[V]."""
     norm_options: dict[str, Any]
     num_groups: int
+    beta_factor: float
+    """Multiplies the sigmoids of b: 1 or 2, which rounds nothing."""
     sizes: tuple[int, int, int]
     """Heads, channels of a key, channels of a value."""
 
@@ -58,7 +61,7 @@ class DeltaNet(NamedTuple):
         mixed = convolve(mixed, self.weight, self.bias, silu=True, chunks=chunks, states=states.convolutions[0])
         q, k, v = mixed.split([of_keys, of_keys, num_heads * value_size], 1)
         q, k = (l2_normalise(x.unflatten(1, (-1, key_size)), KEY_EPSILON) for x in (q, k))
-        rates = sigmoid(_take(projected, self.betas)).float()
+        rates = sigmoid(_take(projected, self.betas)).float() * self.beta_factor
         decays = -self.a_log.float().exp() * softplus(_take(projected, self.decays).float() + self.dt_bias)
         rule: dict[str, Any] = {"delta": True, "scale": key_size**-0.5, "chunks": chunks, "states": states.recurrence}
         out = recur(q, k, v.unflatten(1, (-1, value_size)), decays.float(), rates, None, **rule)
@@ -66,11 +69,16 @@ class DeltaNet(NamedTuple):
         return gated_norm(out, gate, self.norm, **self.norm_options).flatten(1)
 
 
-def delta_operands(delta: structure.DeltaNet, geometry: LayerGeometry) -> DeltaNet:
-    """The operands of a mixer. Raises `UnsupportedStructure` if its norm is not one with a gate."""
-    pattern, state, options = delta.pattern, geometry.state, gated_norm_options(delta.norm)
+def delta_operands(delta: structure.Mixer, geometry: LayerGeometry) -> DeltaNet:
+    """The operands of a mixer. Raises `UnsupportedStructure` if it has no delta rule, or a norm without a gate."""
+    pattern, state, norm = delta.pattern, geometry.state, delta.norm
+    if not isinstance(pattern, DeltaPattern) or norm is None:
+        raise UnsupportedStructure(f"{type(delta.module).__name__} has no gated delta rule")
+    require("q_proj" not in pattern.inputs, f"{type(delta.module).__name__} multiplies by q, k and v at once")
+    require(pattern.beta_factor in (1.0, 2.0), f"{type(delta.module).__name__} has other rates of writing")
+    options = gated_norm_options(norm)
     if options is None:
-        raise UnsupportedStructure(f"{type(delta.norm).__name__} is not RMSNorm with a gate")
+        raise UnsupportedStructure(f"{type(norm).__name__} is not RMSNorm with a gate")
     assert state is not None and state.recurrence is not None, "the pattern is that of a recurrence"
     weight, bias = tensor_of(delta.convolution).detach(), getattr(delta.convolution, "bias", None)
     gates = [first + i for first in pattern.gates for i in range(state.recurrence[2])]
@@ -81,9 +89,10 @@ def delta_operands(delta: structure.DeltaNet, geometry: LayerGeometry) -> DeltaN
         bias=None if bias is None else bias.detach(),
         a_log=tensor_of(delta.module, "A_log").detach(),
         dt_bias=tensor_of(delta.module, "dt_bias").detach(),
-        norm=tensor_of(delta.norm).detach(),
+        norm=tensor_of(norm).detach(),
         norm_options=options | {"is_sigmoid": activation == "sigmoid"},
         num_groups=pattern.num_groups,
+        beta_factor=pattern.beta_factor,
         sizes=state.recurrence,
     )
 

@@ -18,6 +18,7 @@ from rollout_engine.kernels.latent import LatentKernels
 from rollout_engine.kernels.triton import latent as triton_latent
 from rollout_engine.kernels.triton.adapters import added
 from rollout_engine.kernels.triton.dense import attend_dense
+from rollout_engine.kernels.triton.entropy import row_figures
 from rollout_engine.kernels.triton.matmul import tile_for
 from rollout_engine.kernels.triton.sampling import score
 from rollout_engine.model.backend import Arithmetic
@@ -150,4 +151,4 @@ class _RMSNorm(nn.Module):
 AttentionInterface.register(_ATTENTION_NAME, partial(rollout_attention, dense=attend_dense))
 _KNOWN = _Linear | TrainedRouter | TrainedExperts | OwnForward | LatentProjection | REPLACED
 _unproven_parts = partial(unproven_parts, _KNOWN)
-ARITHMETIC = Arithmetic(_ATTENTION_NAME, make_row_invariant, _unproven_parts, score, added)
+ARITHMETIC = Arithmetic(_ATTENTION_NAME, make_row_invariant, _unproven_parts, score, added, row_figures)

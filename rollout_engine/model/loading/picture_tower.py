@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.pictures import PictureInfo
-from rollout_engine.model.admission.tower_trial import tower_refusal
+from rollout_engine.model.admission.tower_trial import try_pictures
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.composites import PICTURES, TextPart, build_whole
 from rollout_engine.model.modules.construct import allocate, initialize
@@ -46,13 +46,14 @@ def load_tower(
         return _without_pictures(image_token_id, "The engine was started with max_prompt_pictures=0.")
     if device.type != "cpu":
         return _without_pictures(image_token_id, "Pictures are encoded on a CPU alone: use device='cpu'.")
-    if reason := tower_refusal(hf_config):
-        logger.info("Text alone is served. %s", reason)
-        return _without_pictures(image_token_id, reason)
+    trial = try_pictures(hf_config)
+    if trial.refusal:
+        logger.info("Text alone is served. %s", trial.refusal)
+        return _without_pictures(image_token_id, trial.refusal)
     tower = build_tower(hf_config, dtype, check)
     if config.load_format == "dummy":
         initialize(tower)
-    return LoadedTower(tower, PictureInfo(image_token_id))
+    return LoadedTower(tower, PictureInfo(image_token_id, attention=trial.attention))
 
 
 def table_of(text: PreTrainedModel, tower: PreTrainedModel | None) -> WeightTable:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.attention_params import AttentionParams, Reach
 from rollout_engine.kernels.cpu.attention import ChunkColumns, are_latents
 from rollout_engine.kernels.dense_attention import DenseAttention, DenseKernel, TokensAt
 from rollout_engine.kernels.indexed_attention import ChosenAttention, ChosenSlots, choose_slots
@@ -23,11 +23,13 @@ from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
 from rollout_engine.model.modules.indexed_attention import UNMASKED, Index, check_scores
 from rollout_engine.model.modules.latent_attention import products_of
 from rollout_engine.model.modules.packed_rows import (
+    REACH,
     TOKEN_POSITIONS,
     PackedSequences,
     packed_rows_expected,
     packed_sequences,
 )
+from rollout_engine.model.modules.placed_features import current_features
 
 ATTENTION_NAME = "rollout_engine"
 _active = threading.local()
@@ -103,7 +105,7 @@ def rollout_attention(
             f"{type(module).__name__} drops attention weights at random (p={dropout}), which no engine does. Load the "
             "model with attention_dropout=0.0, or call model.eval()."
         )
-    positions = kwargs.pop(TOKEN_POSITIONS, kwargs.get("position_ids"))
+    positions, reach = kwargs.pop(TOKEN_POSITIONS, kwargs.get("position_ids")), kwargs.pop(REACH, None)
     _check_strangers(module, kwargs | ({} if isinstance(indices, Index) else dict(indices=indices)))
     index = indices if isinstance(indices, Index) else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -116,7 +118,8 @@ def rollout_attention(
         query = latents.absorb(query)
     if step is None:
         positions = positions if index is None else index.positions
-        out = _attend_rows(module, query, key, value, params, s_aux, dense, positions, index)
+        seen = _checked_reach(module, reach, params)
+        out = _attend_rows(module, query, key, value, params, s_aux, dense, positions, index, seen)
     else:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = _attend_step(step, module, q, k, v, params, s_aux, index).unsqueeze(0)
@@ -127,6 +130,20 @@ def _check_strangers(module: nn.Module, given: dict[str, Any]) -> None:
     strangers = [name for name, each in given.items() if isinstance(each, Tensor) and name not in HARMLESS_TENSORS]
     if strangers:
         raise ConfigError(f"{type(module).__name__} passes {', '.join(strangers)} to attention: not supported.")
+
+
+def _checked_reach(module: nn.Module, reach: Reach | None, params: AttentionParams) -> Tensor | None:
+    """How far queries of a trainer's batch see past their own position in a layer, int32 [B, T]; None: no farther.
+
+    Raises `ConfigError` if the batch has pictures whose tokens see one another, and the layer was not told.
+    """
+    features = current_features()
+    if reach is None and features is not None and features.reach is not None:
+        raise ConfigError(
+            f"{type(module).__name__} was not given {REACH}, so tokens of a picture would not see all of it: its "
+            "layers do not pass it on. Train on text alone."
+        )
+    return None if reach is None else reach.of(params)
 
 
 def _attend_step(
@@ -158,6 +175,7 @@ def _attend_rows(
     dense: DenseKernel | None,
     position_ids: Tensor | None,
     index: Index | None,
+    reach: Tensor | None = None,
 ) -> Tensor:
     """Attention of whole sequences: q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] -> [B, T, H, Dv]."""
     packed = _packed(module, query, key, position_ids)
@@ -168,11 +186,13 @@ def _attend_rows(
         return found
     if packed is None or packed.tokens is None or packed.places is None:
         lengths = None if packed is None else packed.lengths
-        return DenseAttention.apply(query, key, value, params, sinks, dense, lengths)  # type: ignore[no-any-return]
+        found = DenseAttention.apply(query, key, value, params, sinks, dense, lengths, reach)
+        return found
     shared = are_latents(key, value)
     query, key = (TokensAt.apply(x, packed.tokens) for x in (query, key))
     value = key[..., : value.shape[-1]] if shared else TokensAt.apply(value, packed.tokens)
-    out: Tensor = DenseAttention.apply(query, key, value, params, sinks, dense, packed.lengths)
+    reach = None if reach is None else reach.flatten().index_select(0, packed.tokens)[None]
+    out: Tensor = DenseAttention.apply(query, key, value, params, sinks, dense, packed.lengths, reach)
     return out.index_select(1, packed.places)
 
 

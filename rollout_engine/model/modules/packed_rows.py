@@ -21,6 +21,8 @@ from torch import Tensor
 
 TOKEN_POSITIONS = "token_positions"
 """Argument of a decoder, which it passes on to attention: position_ids [B, T] as above, if its own have three axes."""
+REACH = "token_reach"
+"""Argument of a decoder, which it passes on to attention: the `Reach` of a trainer's batch [B, T]."""
 _state = threading.local()
 
 

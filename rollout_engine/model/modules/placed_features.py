@@ -3,7 +3,8 @@
     input_ids     7  3  9  9  9  4      9: the placeholder; index -1 -1 0 1 2 -1 into the features
 
 The composite, or the causal LM, is called with ids alone, inside `placing`. Below it the decoder is given embeddings
-with the features in them, positions in three axes if the model has these, and the features of its first layers.
+with the features in them, positions in three axes if the model has these, the features of its first layers, and how far
+tokens of a picture see past their own position.
 """
 
 import threading
@@ -14,9 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rollout_engine.model.modules.packed_rows import TOKEN_POSITIONS
+from rollout_engine.kernels.attention_params import Reach
+from rollout_engine.model.modules.packed_rows import REACH, TOKEN_POSITIONS
 
 _state = threading.local()
+_OF_LAYERS = "per_layer_inputs"
+"""Argument of decoders whose layers have embeddings of their own."""
 _FIRST_KEY = 1 << 40
 """Keys of features begin here, above every token id."""
 
@@ -32,25 +36,30 @@ class PlacedFeatures(NamedTuple):
     """int64 [B, T]: which row stands at a position in place of the token's embedding; -1: none."""
     positions: Tensor | None
     """int64 [3, B, T]: rotary positions in time, height and width; None: those of the tokens."""
+    reach: Reach | None = None
+    """How far tokens [B, T] see past their own position; None: the model's attention is causal."""
 
     def gather(self, order: Tensor) -> "PlacedFeatures":
         """Those of a batch with other columns: column c of row b is column `order[b, c]` of this one."""
         positions = self.positions
         if positions is not None:
             positions = positions.gather(2, order.expand(3, *order.shape))
-        return self._replace(row_of=self.row_of.gather(1, order), positions=positions)
+        reach = self.reach and self.reach._replace(tokens=self.reach.tokens.gather(1, order))
+        return self._replace(row_of=self.row_of.gather(1, order), positions=positions, reach=reach)
 
     def take(self, tokens: Tensor) -> "PlacedFeatures":
         """Those of a single row of `tokens` int64 [N], numbers of tokens in the flattened batch."""
         positions = self.positions
         if positions is not None:
             positions = positions.flatten(1).index_select(1, tokens)[:, None]
-        return self._replace(row_of=self.row_of.flatten().index_select(0, tokens)[None], positions=positions)
+        reach, row_of = self.reach and self.reach.at(tokens), self.row_of.flatten().index_select(0, tokens)[None]
+        return self._replace(row_of=row_of, positions=positions, reach=reach)
 
     def first(self, length: int) -> "PlacedFeatures":
         """Those of the first `length` columns."""
         positions = None if self.positions is None else self.positions[..., :length]
-        return self._replace(row_of=self.row_of[:, :length], positions=positions)
+        reach = self.reach and self.reach._replace(tokens=self.reach.tokens[:, :length].contiguous())
+        return self._replace(row_of=self.row_of[:, :length], positions=positions, reach=reach)
 
     def keys(self, input_ids: Tensor) -> Tensor:
         """int64 [B, T]: numbers that are equal if the embeddings are: ids of tokens, and others for features."""
@@ -85,6 +94,46 @@ def current_features() -> PlacedFeatures | None:
     return features
 
 
+class OrdinaryTokens(NamedTuple):
+    """Tokens that have their own embeddings, though a composite may take their ids for those of a picture."""
+
+    input_ids: Tensor
+    """int64 [B, T]."""
+    special: Tensor
+    """int64 [n]: ids of placeholders; a policy may have sampled them."""
+
+    def put(self, decoder: Any, kwargs: dict[str, Any], row_of: Tensor | None) -> None:
+        """Write the embeddings of those that stand for no feature into the arguments of a decoder.
+
+        `row_of`: as that of `PlacedFeatures`, None: there are no features.
+        """
+        at = torch.isin(self.input_ids, self.special)
+        if row_of is not None:
+            at &= row_of < 0
+        if not bool(at.any()):
+            return
+        ids, places = self.input_ids[at], at.nonzero(as_tuple=True)
+        kwargs["inputs_embeds"] = kwargs["inputs_embeds"].index_put(places, decoder.get_input_embeddings()(ids))
+        if kwargs.get(_OF_LAYERS) is not None:
+            own = decoder.get_per_layer_inputs(ids[None])[0]
+            kwargs[_OF_LAYERS] = kwargs[_OF_LAYERS].index_put(places, own)
+
+
+def note_ordinary_tokens(tokens: OrdinaryTokens | None) -> None:
+    """Set the tokens of this thread's next forward of a composite; None: its text model is called by itself."""
+    _state.ordinary = tokens
+
+
+def layer_inputs(decoder: Any, input_ids: Tensor, at: Tensor) -> dict[str, Tensor]:
+    """The argument of a decoder whose layers have embeddings of their own (Gemma 4's E2B and E4B); {} for any other.
+
+    `input_ids` [B, T]; at features, by `at` bool [B, T], stands the embedding of padding, as in transformers.
+    """
+    if not getattr(decoder, "hidden_size_per_layer_input", 0):
+        return {}
+    return {_OF_LAYERS: decoder.get_per_layer_inputs(input_ids.masked_fill(at, decoder.config.pad_token_id or 0))}
+
+
 def take_placed_features(decoder: nn.Module) -> None:
     """Have `decoder`, a Hugging Face text model without its head, take features that are placed; call it once."""
     if _put_features not in decoder._forward_pre_hooks.values():
@@ -93,14 +142,22 @@ def take_placed_features(decoder: nn.Module) -> None:
 
 def _put_features(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     features = current_features()
-    if features is None:
+    ordinary: OrdinaryTokens | None = getattr(_state, "ordinary", None)
+    if features is None and (ordinary is None or kwargs.get("inputs_embeds") is None):
         return None
     kwargs = dict(kwargs)
+    if ordinary is not None and kwargs.get("inputs_embeds") is not None:
+        ordinary.put(decoder, kwargs, features and features.row_of)
+    if features is None:
+        return args, kwargs
     ids = args[0] if args else kwargs.get("input_ids")
     embeddings = kwargs.get("inputs_embeds")
     if embeddings is None:
         embeddings = decoder.get_input_embeddings()(ids)
+        kwargs |= layer_inputs(decoder, ids, features.row_of >= 0)
     kwargs |= dict(input_ids=None, inputs_embeds=features.embed(embeddings))
+    if features.reach is not None:
+        kwargs[REACH] = features.reach
     if features.positions is not None:
         own = kwargs.get("position_ids")
         if own is None:

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from rollout_engine.base.errors import ConfigError, error_text
 from rollout_engine.base.messages import ScheduledSequence, SchedulerOutput
-from rollout_engine.base.pictures import PlacedPicture
+from rollout_engine.base.pictures import PictureAttention, PlacedPicture
 from rollout_engine.base.sequence_error import SequenceError
+from rollout_engine.kernels.attention_params import Reach
+from rollout_engine.model.modules.placed_features import layer_inputs
 from rollout_engine.model.pictures.encoder import PictureEncoder
 from rollout_engine.model.pictures.positions import AxisPositions, picture_positions
+from rollout_engine.model.pictures.reach import reach_of_chunk
 
 
 class PictureInputs(NamedTuple):
@@ -28,6 +31,8 @@ class PictureInputs(NamedTuple):
     """int64 [3, T], if a sequence of the batch has positions on three axes."""
     num_encoded: int = 0
     """Pictures that were encoded for it."""
+    reach: Reach | None = None
+    """How far the T tokens see past their own position; None: no farther."""
 
 
 def module_inputs(
@@ -43,9 +48,10 @@ def module_inputs(
     ids = token_ids.index_fill(0, pictures.rows, 0)  # the placeholder's id may be beyond the vocabulary
     embeddings = text.get_input_embeddings()(ids[None])
     embeddings[0, pictures.rows] = pictures.features
+    is_feature = torch.zeros(ids.shape, dtype=torch.bool).index_fill_(0, pictures.rows, True)
     found: dict[str, Tensor | list[Tensor]] = {"inputs_embeds": embeddings, "position_ids": axes}
+    found |= layer_inputs(text.base_model, ids[None], is_feature[None])
     if pictures.deepstack:
-        is_feature = torch.zeros(ids.shape, dtype=torch.bool).index_fill_(0, pictures.rows, True)
         found |= {"visual_pos_masks": is_feature[None], "deepstack_visual_embeds": pictures.deepstack}
     return found
 
@@ -57,15 +63,22 @@ class SequencePictures(NamedTuple):
     places: list[np.ndarray]
     """int64: of each picture, the positions of its features, ascending."""
     positions: AxisPositions | None
+    adapter_slot: int = -1
+    """Slot of the sequence's adapter; -1: it has none."""
 
     @classmethod
     def of(
-        cls, encoder: PictureEncoder, token_ids: Sequence[int], placed: Sequence[PlacedPicture], image_token_id: int
+        cls,
+        encoder: PictureEncoder,
+        token_ids: Sequence[int],
+        placed: Sequence[PlacedPicture],
+        image_token_id: int,
+        adapter_slot: int = -1,
     ) -> "SequencePictures":
         """Find the places of features in a prompt of these tokens."""
         ids = np.asarray(token_ids, np.int64)
         places = [each.start + np.flatnonzero(ids[each.start : each.end] == image_token_id) for each in placed]
-        return cls(placed, places, picture_positions(encoder.tower, placed))
+        return cls(placed, places, picture_positions(encoder.tower, placed), adapter_slot)
 
 
 class SequencesWithPictures:
@@ -74,10 +87,11 @@ class SequencesWithPictures:
     Args:
         encoder: encodes their pictures.
         image_token_id: the id of placeholder tokens.
+        attention: which layers let a token of a picture see the whole picture.
     """
 
-    def __init__(self, encoder: PictureEncoder, image_token_id: int) -> None:
-        self.encoder, self.image_token_id = encoder, image_token_id
+    def __init__(self, encoder: PictureEncoder, image_token_id: int, attention: PictureAttention = "causal") -> None:
+        self.encoder, self.image_token_id, self.attention = encoder, image_token_id, attention
         self._of: dict[int, SequencePictures | Exception] = {}
         """An exception: the sequence cannot be computed."""
 
@@ -87,7 +101,7 @@ class SequencesWithPictures:
             self._of.pop(sequence_id, None)
         for new in work.new:
             if new.pictures:
-                given = new.token_ids, new.pictures, self.image_token_id
+                given = new.token_ids, new.pictures, self.image_token_id, new.adapter_slot
                 try:
                     self._of[new.sequence_id] = SequencePictures.of(self.encoder, *given)
                 except Exception as problem:  # raised in the step that computes it
@@ -106,7 +120,7 @@ class SequencesWithPictures:
             )
             for chunk, start, end in zip(scheduled, starts[:-1], starts[1:], strict=True)
         ]
-        return inputs_of(chunks, self.encoder)
+        return inputs_of(chunks, self.encoder, self.attention)
 
     def reset(self) -> None:
         """Forget the features of all pictures."""
@@ -129,8 +143,13 @@ class ChunkPictures(NamedTuple):
     """-1: no sequence of an engine's step."""
 
 
-def inputs_of(chunks: Sequence[ChunkPictures], encoder: PictureEncoder) -> PictureInputs | None:
-    """The inputs that pictures add to the chunks of a flat batch, end to end; None if they add nothing."""
+def inputs_of(
+    chunks: Sequence[ChunkPictures], encoder: PictureEncoder, attention: PictureAttention = "causal"
+) -> PictureInputs | None:
+    """The inputs that pictures add to the chunks of a flat batch, end to end; None if they add nothing.
+
+    `attention`: which layers let a token of a picture see the whole picture, which a chunk then must not split.
+    """
     num_before = encoder.num_encoded
     found = list(_features_of(chunks, encoder))
     positions, num_encoded = _positions_of(chunks), encoder.num_encoded - num_before
@@ -139,7 +158,8 @@ def inputs_of(chunks: Sequence[ChunkPictures], encoder: PictureEncoder) -> Pictu
         return None if positions is None else PictureInputs(torch.empty(0, dtype=torch.int64), nothing, [], positions)
     rows, features, deepstack = zip(*found, strict=True)
     layers = [torch.cat(parts) for parts in zip(*deepstack, strict=True)]
-    return PictureInputs(torch.from_numpy(np.concatenate(rows)), torch.cat(features), layers, positions, num_encoded)
+    places, reach = torch.from_numpy(np.concatenate(rows)), _reach_of(chunks, attention)
+    return PictureInputs(places, torch.cat(features), layers, positions, num_encoded, reach)
 
 
 def _features_of(
@@ -161,10 +181,11 @@ def _features_of_chunk(
     chunk: ChunkPictures, start: int, encoder: PictureEncoder
 ) -> Iterable[tuple[np.ndarray, Tensor, list[Tensor]]]:
     pictures, first, size, _ = chunk
+    adapter_slot = -1 if pictures is None else pictures.adapter_slot
     for each, places in zip(pictures.placed, pictures.places, strict=True) if pictures is not None else ():
         low, high = np.searchsorted(places, [first, first + size]).tolist()
         if low < high:
-            features = encoder.features(each.picture)
+            features = encoder.features(each.picture, adapter_slot)
             if len(features.rows) != len(places):
                 raise ConfigError(
                     f"A picture has {len(features.rows)} features, and its prompt {len(places)} placeholders for "
@@ -172,6 +193,16 @@ def _features_of_chunk(
                 )
             deepstack = [layer[low:high] for layer in features.deepstack]
             yield start + places[low:high] - first, features.rows[low:high], deepstack
+
+
+def _reach_of(chunks: Sequence[ChunkPictures], attention: PictureAttention) -> Reach | None:
+    if attention == "causal":
+        return None
+    of_chunks = [
+        reach_of_chunk(() if chunk.pictures is None else chunk.pictures.places, chunk.first, chunk.size)
+        for chunk in chunks
+    ]
+    return Reach(torch.from_numpy(np.concatenate(of_chunks)), in_windows_alone=attention == "windows")
 
 
 def _sequence_error(sequence_id: int, problem: Exception) -> SequenceError:

@@ -14,11 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.base.pictures import PlacedPicture
+from rollout_engine.base.pictures import PictureAttention, PlacedPicture
 from rollout_engine.model.modules.composites import TextPart, is_composite
-from rollout_engine.model.modules.placed_features import PlacedFeatures, place, take_placed_features
+from rollout_engine.model.modules.placed_features import (
+    OrdinaryTokens,
+    PlacedFeatures,
+    note_ordinary_tokens,
+    place,
+    take_placed_features,
+)
 from rollout_engine.model.pictures.tower_forward import make_tower_exact
-from rollout_engine.model.training.batch_pictures import PictureBatch, TokenRun, sequences_of, split_pictures
+from rollout_engine.model.training.batch_pictures import (
+    ATTENTION,
+    PictureBatch,
+    TokenRun,
+    sequences_of,
+    split_pictures,
+)
+from rollout_engine.model.training.engine_features import FEATURES, features_by_digest
 
 _NO_TOWER = "it has no vision tower that was made exact."
 TYPES = "mm_token_type_ids"
@@ -35,11 +48,17 @@ def picture_inputs(composite: nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters) - settings
 
 
-def make_pictures_exact(composite: Any, make_row_invariant: Callable[[nn.Module], None], reason: str) -> None:
+def make_pictures_exact(
+    composite: Any,
+    make_row_invariant: Callable[[nn.Module], None],
+    reason: str,
+    attention: PictureAttention = "causal",
+) -> None:
     """Make the vision tower of a composite exact, in place, and allow calls with pictures; or have them refused.
 
-    `make_row_invariant`: that of the device. `reason`: why they are refused, as a sentence; "": they are not. Calling
-    it twice is harmless. Call it before `install_checks`.
+    `make_row_invariant`: that of the device. `reason`: why they are refused, as a sentence; "": they are not.
+    `attention`: which layers let a token of a picture see the whole picture. Calling it twice is harmless. Call it
+    before `install_checks`.
     """
     inner = composite.base_model
     if not reason:
@@ -49,6 +68,7 @@ def make_pictures_exact(composite: Any, make_row_invariant: Callable[[nn.Module]
             inner.register_forward_pre_hook(partial(_before, composite), with_kwargs=True)
             inner.register_forward_hook(_after, always_call=True)
     inner._exact_pictures_refused = reason
+    setattr(inner, ATTENTION, attention)
 
 
 def batch_features(
@@ -65,7 +85,7 @@ def batch_features(
     `exact.token_logprobs`. `placed`: the pictures of a rollout, in place of these. Raises `ValueError` for arguments
     that are none of a picture, or do not fit each other or the ids, and if pictures are refused.
     """
-    names = picture_inputs(composite.base_model) | {TYPES, _OLD_TYPES}
+    names = picture_inputs(composite.base_model) | {TYPES, _OLD_TYPES, FEATURES}
     if others := sorted(given.keys() - names):
         known = f"It takes {', '.join(sorted(names))}" if is_composite(composite) else "It takes token ids alone"
         raise RequestError.for_field(others[0], "given", "an argument of the model's forward for pictures", f"{known}.")
@@ -95,9 +115,11 @@ def placed_inputs(
     """The features of the pictures of a batch [B, T], by tensors in the form of transformers' forward.
 
     `real` bool [B, T]: not padding. `position_ids`: of packed rows, None for others. `given`: tensors with the names of
-    `picture_inputs`, and `mm_token_type_ids`. None if there are no pictures. Raises `ValueError` for tensors that do
-    not fit each other, or the ids.
+    `picture_inputs`, and `mm_token_type_ids`; or `HeldFeatures` alone. None if there are no pictures. Raises
+    `ValueError` for tensors that do not fit each other, or the ids.
     """
+    if given.get(FEATURES) is not None:
+        return _held_features(composite, input_ids, given)
     types = given.get(TYPES, given.get(_OLD_TYPES))
     pixels = {name: value for name, value in given.items() if name not in (TYPES, _OLD_TYPES) and value is not None}
     _check_types(types, input_ids, has_pictures=bool(pixels))
@@ -105,6 +127,17 @@ def placed_inputs(
         return None
     batch = PictureBatch(composite, input_ids)
     batch.place_in_order(sequences_of(real, position_ids), types, split_pictures(pixels))
+    return batch.features()
+
+
+def _held_features(composite: Any, input_ids: Tensor, given: dict[str, Any]) -> PlacedFeatures | None:
+    """The features of a batch as an engine has computed them. Raises as `features_by_digest`."""
+    if others := sorted(name for name, value in given.items() if name != FEATURES and value is not None):
+        raise RequestError.for_field(others[0], "given", f"left out next to {FEATURES}, which stands for all pictures")
+    held = given[FEATURES]
+    batch = PictureBatch(composite, input_ids, features_by_digest(composite, held, input_ids))
+    for run, pictures in held.placed:
+        batch.place(run, pictures)
     return batch.features()
 
 
@@ -124,9 +157,10 @@ def _before(
     composite: Any, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
     given = dict(zip(inspect.signature(inner.forward).parameters, args, strict=False)) | kwargs
-    names = picture_inputs(inner) & given.keys()
+    note_ordinary_tokens(_ordinary_tokens(composite, given.get("input_ids")))
+    names = (picture_inputs(inner) | {FEATURES}) & given.keys()
     found = {name: given.pop(name) for name in names if given[name] is not None}
-    if not found and not isinstance(given.get(TYPES), Tensor):
+    if not found and not any(isinstance(given.get(name), Tensor) for name in (TYPES, _OLD_TYPES)):
         return None
     found |= {name: given.pop(name) for name in (TYPES, _OLD_TYPES) if isinstance(given.get(name), Tensor)}
     ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
@@ -145,7 +179,17 @@ def _before(
     return (), given
 
 
+def _ordinary_tokens(composite: Any, input_ids: Any) -> OrdinaryTokens | None:
+    """The ids of a call, among which those of placeholders are tokens like any other; pictures are placed later."""
+    if not isinstance(input_ids, Tensor):
+        return None
+    names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+    ids = [found for name in names if isinstance(found := getattr(composite.config, name, None), int)]
+    return OrdinaryTokens(input_ids, torch.tensor(ids, device=input_ids.device))
+
+
 def _after(inner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    note_ordinary_tokens(None)
     if getattr(_state, "placed", False):
         _state.placed = False
         place(None)

@@ -14,8 +14,10 @@ from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
 from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import child_seed
+from rollout_engine.base.thinking import Thinking, ThinkingState
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.core.fake_columns import fake_states
 from rollout_engine.core.fake_executor import (
     FakeExecutor,
     fake_features,
@@ -69,6 +71,8 @@ class Rig:
         sizes["routing"] = RoutingInfo(num_layers=1, num_experts=256, top_k=2)
         sizes["pictures"] = PictureInfo(IMAGE)
         self.config = CoreConfig(**(sizes | config))
+        self.splits_no_picture = self.config.pictures is not None and self.config.pictures.attention != "causal"
+        """One chunk of a step may be a picture that is larger than what is left of the budget."""
         self.fail_at_steps: set[int] = set()
         self.errors: dict[int, str] = {}
         self.uncomputable: set[int] = set()
@@ -94,6 +98,10 @@ class Rig:
         """Request id -> result of a pooling request."""
         self.pooled_by: dict[int, tuple[int, int]] = {}
         """Sequence id -> policy version and oldest KV of what it was pooled to."""
+        self.prompt_states: dict[str, list[Any]] = {}
+        """Request id -> hidden states of its prompt's tokens."""
+        self.states: dict[Key, list[Any]] = {}
+        """Hidden states that came with the tokens of a sequence that asks."""
         self.prompt_routed: dict[str, list[Any]] = {}
         """Request id -> experts of its prompt's tokens but the last."""
         self.routed: dict[Key, list[Any]] = {}
@@ -133,7 +141,8 @@ class Rig:
 
     def execute(self, work: SchedulerOutput) -> Any:
         assert len(work.scheduled) <= self.config.max_num_seqs
-        assert work.num_scheduled_tokens <= self.config.max_num_batched_tokens
+        largest = max((row.num_scheduled_tokens for row in work.scheduled), default=0) if self.splits_no_picture else 0
+        assert work.num_scheduled_tokens < self.config.max_num_batched_tokens + max(1, largest)
         assert work.policy_version == self.core.policy_version
         self.works.append(work)
         before = {name: state.num_scored for name, state in self.executor.sequences.items()}
@@ -141,7 +150,7 @@ class Rig:
         scored = {row.sequence_id for row in work.scheduled if row.num_scheduled_tokens > 1}
         after = {name: state.num_scored for name, state in self.executor.sequences.items() if name in scored}
         num_scored = sum(count - before.get(name, 0) for name, count in after.items())
-        assert num_scored <= self.config.max_scored_tokens
+        assert num_scored < self.config.max_scored_tokens + max(1, largest)
         for index in result.pooled:
             sequence_id = work.scheduled[index].sequence_id
             kv_min_version = self.executor.kv_min_versions[sequence_id]
@@ -168,6 +177,7 @@ class Rig:
         pooling: PoolingParams | None = None,
         lora: str = "",
         pictures: Iterable[PlacedPicture] = (),
+        thinking: Thinking | None = None,
         **params: Any,
     ) -> None:
         request = EngineCoreRequest(
@@ -182,6 +192,7 @@ class Rig:
             pooling=pooling,
             lora=lora,
             pictures=list(pictures),
+            thinking=thinking,
         )
         self.core.add_request(request)
         self.requests[request_id] = request
@@ -256,6 +267,7 @@ class Rig:
             self.assert_prompt_scored(request_id, request)
             self.assert_pooled(request_id, request)
             self.assert_routed(request_id, request)
+            self.assert_states(request_id, request)
         assert self.step() == []
         self.core.check_integrity()
         assert self.core.cache_usage() == self.core.metrics().state_usage == 0.0
@@ -297,6 +309,16 @@ class Rig:
             else:
                 assert (request_id, index) not in self.routed
 
+    def assert_states(self, request_id: str, request: EngineCoreRequest) -> None:
+        """The states of the tokens came, and once those of the whole prompt, if it asked for them."""
+        asked = request.params.return_hidden_states
+        for index in range(request.params.n):
+            tokens = self.tokens[request_id, index]
+            if asked is not None and tokens:
+                assert self.states[request_id, index] == fake_states(tokens).tolist()
+            if asked == "all" and tokens:
+                assert self.prompt_states[request_id] == fake_states(request.prompt_token_ids).tolist()
+
     def truth(self, key: Key) -> tuple[list[int], tuple[str, int | None]]:
         request = self.requests[key[0]]
         if request.pooling is not None:
@@ -306,7 +328,9 @@ class Rig:
         context, out = seen_prompt(request), []
         while len(out) < request.max_tokens:
             banned = stops if len(out) < params.min_tokens else ()
-            token_id = fake_next_token(context, seed, self.config.vocab_size, banned)
+            forced = request.thinking and ThinkingState(request.thinking, 0).next_forced(out)
+            drawn = fake_next_token(context, seed, self.config.vocab_size, banned)
+            token_id = drawn if forced is None else forced
             context.append(token_id)
             out.append(token_id)
             if token_id in stops and len(out) >= params.min_tokens:
@@ -334,6 +358,12 @@ class Rig:
             assert self.keys[first][0] not in self.prompt_logprobs, "the prompt's log-probs came twice"
             self.prompt_logprobs[self.keys[first][0]] = found.logprobs.tolist()
             assert found.ranks is not None and len(found.ranks) == len(found.logprobs)
+        for first, rows in outputs.prompt_hidden_states.items():
+            assert self.keys[first][0] not in self.prompt_states, "the prompt's states came twice"
+            self.prompt_states[self.keys[first][0]] = rows.tolist()
+        has_states = outputs.hidden_states is not None
+        for sequence, row in zip(outputs.sequence_ids, outputs.hidden_states, strict=True) if has_states else ():
+            self.states.setdefault(self.keys[sequence], []).append(row.tolist())
         for first, rows in outputs.prompt_routed_experts.items():
             self.prompt_routed.setdefault(self.keys[first][0], rows.tolist())
         for sequence, row in zip(outputs.sequence_ids, outputs.routed_experts, strict=True) if asked else ():

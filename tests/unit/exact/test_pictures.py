@@ -10,7 +10,7 @@ from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.model.admission import tower_trial
 from rollout_engine.model.modules.composites import TextPart
-from rollout_engine.model.modules.packed_rows import TOKEN_POSITIONS
+from rollout_engine.model.modules.packed_rows import REACH, TOKEN_POSITIONS
 from rollout_engine.testing.tiny_pictures import tiny_vision_checkpoint, tiny_vision_model
 from tests.drawn_pictures import Drawn, PictureSource, batch_of, draw_text, packed_batch_of, plain_logits
 from tests.integration.composites import composite
@@ -19,6 +19,7 @@ from tests.unit.peft_layers import PeftModel
 FAMILY = "qwen3_vl"
 """With positions on three axes, and features for several layers."""
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llava", "idefics3", "smolvlm", "internvl"]
+FAMILIES += ["gemma3", "gemma4", "llava_next"]
 QUICK = {"qwen3_vl", "idefics3"}
 
 
@@ -134,9 +135,10 @@ def test_equal_prompts_are_computed_once_and_other_pictures_apart(source_of, mon
 
 
 @torch.no_grad()
-def test_a_sampled_placeholder_is_an_ordinary_token(source_of):
-    source, rng = source_of(FAMILY), random.Random(2)
-    trainer = exact.enable(tiny_vision_model(FAMILY))
+@pytest.mark.parametrize("family", [FAMILY, "gemma4"])
+def test_a_sampled_placeholder_is_an_ordinary_token(family, source_of):
+    source, rng = source_of(family), random.Random(2)
+    trainer = exact.enable(tiny_vision_model(family))
     ids, placed = source.prompt(rng, [source.picture(1, 40, 32)])
     row = Drawn([*ids, source.token, 7, source.token, source.token], placed)
     batch = batch_of([row, Drawn([5, source.token, 6], ())])
@@ -172,10 +174,11 @@ def test_gradients_of_text_and_tower_are_those_of_float64(family, source_of):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed_layers_have_the_same_gradients(use_reentrant, source_of):
-    batch, found = batch_of(draw_rows(source_of(FAMILY), "recomputed")), []
+@pytest.mark.parametrize("family", [FAMILY, pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_recomputed_layers_have_the_same_gradients(family, use_reentrant, source_of):
+    batch, found = batch_of(draw_rows(source_of(family), "recomputed")), []
     for checkpoints in (False, True):
-        model = exact.enable(tiny_vision_model(FAMILY)).train()
+        model = exact.enable(tiny_vision_model(family)).train()
         if checkpoints:
             model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
             model.enable_input_require_grads()
@@ -188,6 +191,31 @@ def test_recomputed_layers_have_the_same_gradients(use_reentrant, source_of):
         assert (gradient is None) == (other is None), name
         if gradient is not None:
             torch.testing.assert_close(other, gradient, atol=1e-4, rtol=1e-3)
+
+
+def test_a_layer_that_was_not_told_how_far_a_picture_goes_is_refused(source_of):
+    trainer = exact.enable(tiny_vision_model("gemma3"))
+    forget = {REACH: None}
+    for layer in trainer.model.language_model.layers:
+        layer.register_forward_pre_hook(lambda module, args, given: (args, given | forget), with_kwargs=True)
+    rows = draw_rows(source_of("gemma3"), "gemma3")
+    with pytest.raises(ConfigError, match="Gemma3Attention was not given token_reach"):
+        exact.token_logprobs(trainer, batch_of(rows), temperature=1.0)
+    exact.token_logprobs(trainer, batch_of([rows[1]]), temperature=1.0)
+
+
+def test_pictures_side_by_side_are_refused_if_their_tokens_would_see_one_another(source_of):
+    source = source_of("gemma3")
+    picture = source.picture(1, 40, 32)
+    size = source.num_features(picture)
+    placed = (PlacedPicture(1, 1 + size, picture), PlacedPicture(1 + size, 1 + 2 * size, picture))
+    batch = batch_of([Drawn([5, *[source.token] * 2 * size, 6], placed)])
+    trainer = exact.enable(tiny_vision_model("gemma3"))
+    ids, mask = batch["tokens", "full"], batch["masks", "all_attention_mask"]
+    for given in ((batch,), (ids, mask)):
+        pictures = {} if len(given) == 1 else exact.inputs(batch)
+        with pytest.raises(ValueError, match=f"begins at its token {1 + size}, right behind another one"):
+            exact.token_logprobs(trainer, *given, temperature=1.0, **pictures)
 
 
 def test_an_adapter_of_the_text_learns_while_the_tower_is_frozen(source_of):

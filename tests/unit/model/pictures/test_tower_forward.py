@@ -15,7 +15,7 @@ from rollout_engine.model.pictures.encoder import PictureEncoder
 from rollout_engine.model.pictures.tower_forward import encode_picture, make_tower_exact
 from rollout_engine.testing.tiny_pictures import random_picture, tiny_vision_checkpoint, tiny_vision_model
 
-EXACT = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llava", "idefics3", "smolvlm", "internvl")
+EXACT = "qwen2_5_vl qwen3_vl qwen3_5 mistral3 llava llava_next idefics3 smolvlm internvl gemma3 gemma4".split()
 QUICK = {"qwen2_5_vl", "qwen3_vl", "mistral3"}
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXACT]
 
@@ -92,7 +92,7 @@ def test_features_and_gradients_are_transformers_own_up_to_rounding(checkpoint):
             torch.testing.assert_close(parameter.grad, other, rtol=1e-3, atol=1e-6 * largest)
 
 
-TAKEN = ("image_grid_thw", "image_sizes", "pixel_attention_mask")
+TAKEN = ("image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
 
 
 def test_dropout_and_arrays_of_another_model_are_refused():

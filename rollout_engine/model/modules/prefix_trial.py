@@ -1,4 +1,4 @@
-"""Whether a trainer's model computes shared prefixes to the same bits: a trial of a few tokens, once per model."""
+"""Whether a model computes shared prefixes to the same bits: a trial of a few tokens, once per model."""
 
 from weakref import WeakKeyDictionary
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from rollout_engine.model.modules.attention_interface import PositionsMissingError
 from rollout_engine.model.modules.next_token_logprobs import right_padded_next_tokens, shared_next_tokens
-from rollout_engine.model.training.token_batch import vocabulary_of
+from rollout_engine.model.modules.text_head import vocabulary_of
 
 _ROWS = [[1, 2, 3, 4, 5], [1, 2, 6], [1, 2, 6, 7, 0], [3, 1]]
 _found: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
