@@ -28,7 +28,7 @@ TURNS = [[7, 8, 9], list(range(40, 57))]
 
 def test_a_step_waits_for_nothing_and_finds_the_same_in_every_order(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "device_of", lambda config: backends.Device(CUDA, CudaBackend))
-    monkeypatch.setattr(backend, "runs_fused", lambda *args, **options: True)  # modules turn the fake device's calls off
+    monkeypatch.setattr(backend, "runs_fused", lambda *_, **__: True)  # modules turn calls of the fake device off
     path = tiny_checkpoint(tmp_path, "qwen3_5_text", **HYBRID_SIZES["qwen3_5_text"] | SMALL)
     waits, found, device = Waits(), [], FakeDevice(seed=3)
     with device:
