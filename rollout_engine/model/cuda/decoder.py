@@ -118,7 +118,8 @@ class CudaDecoder:
             q.mul_(self._parts.query_factors[batch.positions][:, None, None])
         out = q.new_empty(len(q), shape.num_heads, shape.head_dim_v)
         self._attention.attend(index, q, kv, layer.params, out)
-        return out.flatten(1) if gate is None else out.flatten(1) * sigmoid(gate.flatten(1))
+        mixed: Tensor = out.flatten(1)
+        return mixed if gate is None else mixed * sigmoid(gate.flatten(1))
 
     def _feed_forward(self, mlp: MLP | Mixture, hidden: Tensor, batch: CudaBatch, pool: CudaKVPool) -> Tensor:
         if isinstance(mlp, MLP):

@@ -126,8 +126,9 @@ def small_model(
     width = _blocks_each(block_size)
     context = max(width * block_size, _far_shift(module) + _LONGEST)
     limits = Limits(num_tokens=64, num_sequences=4, context=context)
-    sizes = {"num_blocks": 2 * width, "block_size": block_size, "num_state_slots": 2 * keeps_states(geometry)}
-    return CudaModel(module, geometry, **sizes, limits=limits, **options)
+    sizes: dict[str, Any] = {"num_blocks": 2 * width, "block_size": block_size}
+    num_slots = 2 * keeps_states(geometry)
+    return CudaModel(module, geometry, **sizes, num_state_slots=num_slots, limits=limits, **options)
 
 
 def disagreement(ours: list[Tensor], theirs: list[Tensor]) -> str | None:

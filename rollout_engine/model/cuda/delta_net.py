@@ -81,10 +81,13 @@ def delta_operands(delta: structure.Mixer, geometry: LayerGeometry) -> DeltaNet:
         raise UnsupportedStructure(f"{type(norm).__name__} is not RMSNorm with a gate")
     assert state is not None and state.recurrence is not None, "the pattern is that of a recurrence"
     weight, bias = tensor_of(delta.convolution).detach(), getattr(delta.convolution, "bias", None)
-    gates = [first + i for first in pattern.gates for i in range(state.recurrence[2])]
+    gates, device = [first + i for first in pattern.gates for i in range(state.recurrence[2])], weight.device
     activation = options.pop("activation")
     return DeltaNet(
-        *(_columns(each, weight.device) for each in (pattern.convolved, gates, pattern.betas, pattern.decays)),
+        convolved=_columns(pattern.convolved, device),
+        gates=_columns(gates, device),
+        betas=_columns(pattern.betas, device),
+        decays=_columns(pattern.decays, device),
         weight=weight.squeeze(1),
         bias=None if bias is None else bias.detach(),
         a_log=tensor_of(delta.module, "A_log").detach(),
