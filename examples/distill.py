@@ -6,7 +6,7 @@
 The student, 0.15 M parameters, has imitated the careless teacher of grpo.py, so that it mostly spells long words wrong.
 The teacher, 0.6 M parameters, has imitated right answers. Both trainings sample 8 answers to each of 32 prompts a step.
 GRPO pays each answer, right or wrong. Distillation pays each token by how much likelier the teacher finds it than the
-student (`advantages.reverse_kl`): the teacher scores what the student sampled, in the same call
+student (`advantages.reverse_kl`): the teacher scores the student's tokens, in the same call
 (`rollout(teachers=[...])`), and no answer is judged. A step of either is the same gradient step but for these numbers.
 """
 

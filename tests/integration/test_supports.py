@@ -150,7 +150,7 @@ def test_batches_of_rollouts_are_joined_divided_and_written_with_them(policy, tr
 
 
 class Telling:
-    """Three turns; says something of a length of its own after each."""
+    """Three turns, with an answer of a length of its own after each."""
 
     def reset(self, seed):
         self.random, self.left = random.Random(seed), 3

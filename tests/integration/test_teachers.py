@@ -1,4 +1,4 @@
-"""Teachers score the rollouts of a policy: their columns, what is refused, and what a dead one does."""
+"""Teachers score the rollouts of a policy: their columns, refusals, and the end of a dead one."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""Budgets of thinking on a real tiny model: what is forced, what it costs in log-probs, and who leaves it out."""
+"""Budgets of thinking on a real tiny model: forced tokens, their log-probs, and the masks without them."""
 
 import asyncio
 

@@ -17,7 +17,6 @@ from rollout_engine.kernels.cpu.attention import ChunkColumns
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.routing import RoutingRecorder
-from rollout_engine.model.cpu.states import StateSlots
 from rollout_engine.model.pictures.step_inputs import PictureInputs, SequencesWithPictures
 from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.ranks.seat import Seat, lead, preparing
@@ -32,6 +31,7 @@ from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 from rollout_engine.model.sequences.block_tables import BlockTableMatrix
 from rollout_engine.model.sequences.sequence_states import SequenceStates
+from rollout_engine.model.sequences.state_slots import StateSlots
 
 
 class CpuRunner:

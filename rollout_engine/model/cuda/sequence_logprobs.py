@@ -1,7 +1,8 @@
-"""Scores of given sequences, by the kernels of steps (on a device). KV is written to a pool of its own.
+"""Scores of given sequences, by the kernels of steps (on a device). KV and states are in a pool of its own.
 
 Sequences are computed one after another, those that begin alike together: the KV of a beginning that a sequence shares
-with the one before it is in the pool already, and is not computed again.
+with the one before it is in the pool already, and is not computed again. A state is that of one position alone: layers
+that keep some compute all tokens.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
+from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.kernels.triton import sampling
 from rollout_engine.kernels.triton.paged_attention import Batch
 from rollout_engine.model.cuda.attention import CudaBatch, CudaKVPool
@@ -39,12 +41,14 @@ def sequence_logprobs(
     [len - 1, L, k], experts that its tokens are sent to; -1: by their routers' choice.
     """
     longest = max(map(len, sequences), default=0)
-    pool = model.make_pool(num_blocks=-(-longest // model.kv.block_size))
+    num_slots = 0 if model.kv.states.is_empty else 1
+    pool = model.make_pool(num_blocks=-(-longest // model.kv.block_size), num_state_slots=num_slots)
     score = partial(_score_sequence, model, pool, temperature, adapter_slot)
     num_held = 0
     for i, num_common in order_by_beginnings(sequences):
         experts = None if routed_experts is None else routed_experts[i]
-        known = min(num_common, num_held, num_prompt[i] - 1) if experts is None else 0
+        reuses = experts is None and not num_slots
+        known = min(num_common, num_held, num_prompt[i] - 1) if reuses else 0
         num_held = len(sequences[i]) - 1  # no KV is computed of a sequence's last token
         yield {i: (yield from score(sequences[i], known, num_prompt[i], experts, asked.of([i])))}
 
@@ -96,4 +100,5 @@ def _chunk(ids: Tensor, start: int, end: int, pool: CudaKVPool, width: int) -> C
     bounds = torch.tensor([0, end - start], dtype=torch.int32, device=ids.device)
     lens = torch.tensor([end], dtype=torch.int32, device=ids.device)
     attention = Batch(bounds, lens, table[None], num_decodes=int(end - start == 1))
-    return CudaBatch(ids[start:end], positions, positions, attention)
+    states = None if pool.states.is_empty else StateChunks.in_place([end - start], [start], [0])
+    return CudaBatch(ids[start:end], positions, positions, attention, states=states)

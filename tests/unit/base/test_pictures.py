@@ -1,4 +1,4 @@
-"""Pictures as values: what a terminal shows of them."""
+"""Pictures as values, and as a terminal shows them."""
 
 import numpy as np
 

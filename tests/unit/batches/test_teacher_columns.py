@@ -12,7 +12,7 @@ from rollout_engine.batches.layout import full_places
 
 
 def with_teacher(batch, k=2, name="big"):
-    """The batch with columns whose values tell the tokens that they are of."""
+    """The batch with columns whose values depend on their tokens."""
     tokens, sampled = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
     batch["teacher", name, "log_probs"] = -tokens.float().where(sampled, torch.tensor(0.0))
     ids = torch.stack([tokens + i for i in range(k)], -1)

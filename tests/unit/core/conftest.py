@@ -72,7 +72,7 @@ class Rig:
         sizes["pictures"] = PictureInfo(IMAGE)
         self.config = CoreConfig(**(sizes | config))
         self.splits_no_picture = self.config.pictures is not None and self.config.pictures.attention != "causal"
-        """One chunk of a step may be a picture that is larger than what is left of the budget."""
+        """One chunk of a step may be a picture that is larger than the rest of the budget."""
         self.fail_at_steps: set[int] = set()
         self.errors: dict[int, str] = {}
         self.uncomputable: set[int] = set()

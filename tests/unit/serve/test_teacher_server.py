@@ -68,7 +68,7 @@ def test_what_a_server_refuses_is_refused_with_its_words(student, policy):
 
 
 class Other(BaseHTTPRequestHandler):
-    """A server of another kind: it answers what `answers` has."""
+    """A server of another kind: it answers from `answers`."""
 
     answers: dict = {}
 

@@ -1,4 +1,4 @@
-"""Budgets of thinking on a device: what is forced is what the CPU forces, and the host draws only where it may be."""
+"""Budgets of thinking on a device: the same tokens as on the CPU are forced, and the host draws only if one may be."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Short convolutions and Mamba 2's recurrence are recognised by what they compute and read."""
+"""Short convolutions and Mamba 2's recurrence are recognised by their results and inputs."""
 
 import inspect
 import textwrap
