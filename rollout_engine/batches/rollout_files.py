@@ -169,9 +169,8 @@ def sample_problem(sample: Any) -> str:
     sizes = [len(values) for values in (known.response_token_ids, known.log_probs, known.policy_version)]
     if len(set(sizes)) > 1:
         return f"It has {sizes} tokens, log_probs and versions"
-    columns = {"kv_min_version": known.kv_min_version, "turns": known.turns, "forced": known.forced}
-    columns["support"] = known.support
-    for name, values in columns.items():
+    for name in ("kv_min_version", "turns", "forced", "support"):
+        values = getattr(known, name)
         if values is not None and len(values) != sizes[0]:
             return f"It has {sizes[0]} tokens, and {len(values)} {name}"
     ends, num_tokens = [0], len(known.prompt_token_ids) + sizes[0]

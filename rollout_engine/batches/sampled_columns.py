@@ -32,10 +32,10 @@ def sampled_columns(samples: Sequence[CompletionOutput]) -> Iterator[tuple[Key, 
     tops = [top_of(sample) for sample in samples]
     if any(top is not None for top in tops):
         shape = (max(top[0].shape[1] for top in tops if top is not None),)
-        for place, (name, dtype) in enumerate((("ids", np.dtype(np.int64)), ("log_probs", np.dtype(np.float32)))):
-            key = "top_k", name
+        dtypes: dict[str, np.dtype[Any]] = {"ids": np.dtype(np.int64), "log_probs": np.dtype(np.float32)}
+        for place, (name, dtype) in enumerate(dtypes.items()):
             parts = [None if top is None else top[place] for top in tops]
-            yield key, _join(parts, counts, shape, dtype, FILL[key])
+            yield ("top_k", name), _join(parts, counts, shape, dtype, FILL["top_k", name])
 
 
 def hidden_states(outputs: Sequence[RequestOutput]) -> np.ndarray | None:

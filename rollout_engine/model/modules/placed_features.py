@@ -150,7 +150,7 @@ def _put_features(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         ordinary.put(decoder, kwargs, features and features.row_of)
     if features is None:
         return args, kwargs
-    ids = args[0] if args else kwargs.get("input_ids")
+    ids: Any = args[0] if args else kwargs.get("input_ids")
     embeddings = kwargs.get("inputs_embeds")
     if embeddings is None:
         embeddings = decoder.get_input_embeddings()(ids)
