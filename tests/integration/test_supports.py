@@ -70,11 +70,11 @@ def assert_exact(trainer, batch, **options):
     "more",
     [
         {},
-        dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
-        dict(temperature=0.0),
+        pytest.param(dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0), marks=pytest.mark.slow),
+        pytest.param(dict(temperature=0.0), marks=pytest.mark.slow),
         dict(top_k=0, top_p=1.0, min_p=0.0, allowed_token_ids=[7, 8, 9, 100], min_tokens=3, ignore_eos=False),
-        dict(bad_words=["a", "bc"], top_k=0),
-        dict(structured_outputs={"regex": "[a-h]{3,}"}, ignore_eos=False),
+        pytest.param(dict(bad_words=["a", "bc"], top_k=0), marks=pytest.mark.slow),
+        pytest.param(dict(structured_outputs={"regex": "[a-h]{3,}"}, ignore_eos=False), marks=pytest.mark.slow),
         dict(structured_outputs={"regex": "[a-h]{3,}"}, ignore_eos=False, top_k=0, top_p=1.0, min_p=0.0),
     ],
 )
@@ -92,6 +92,7 @@ def test_a_trainer_has_the_engines_processed_log_probs(policy, trainer, layout, 
     assert torch.equal(found[mask], batch["log_probs", "full"][:, 1:][mask])
 
 
+@pytest.mark.slow
 def test_supports_are_the_same_alone_drafted_forked_and_in_another_process(checkpoint):
     params = PARAMS.clone(seed=5, n=2, logprobs=0, max_tokens=20)
     with LLM(checkpoint, **OPTIONS) as plain:
