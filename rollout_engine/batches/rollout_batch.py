@@ -111,9 +111,8 @@ def rollout_batch(
     num_prompt, num_response = (np.array([*map(len, parts)], np.int64) for parts in (prompts, responses))
     masks = _masks(num_prompt, num_response, layout, turns, _join_forced(samples))
 
-    batch_size = [len(samples)] if layout == "padded" else []
     keys = _token_keys(prompts, responses, samples, masks, pad_token_id) | _state_keys(outputs, masks)
-    batch = RolloutBatch(keys, batch_size=batch_size)
+    batch = RolloutBatch(keys, batch_size=[len(samples)] if layout == "padded" else [])
     batch["group_id"] = _tensor(np.array(range(len(outputs)) if group_ids is None else group_ids, np.int64)[rows])
     batch["sample_index"] = _tensor(np.array([sample.index for sample in samples], np.int64))
     batch["seed"] = _tensor(np.array([sample.seed for sample in samples], np.uint64).view(np.int64))
