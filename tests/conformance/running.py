@@ -116,5 +116,5 @@ def told(output):
 
 def told_of_sample(sample):
     """What a sample says, but for its versions."""
-    fields = "index text token_ids finish_reason stop_reason seed error logprobs top_logprobs kept_logprob_mass"
-    return [plain(getattr(sample, name)) for name in f"{fields} sampled_ranks token_id_logprobs routed_experts forced".split()]
+    fields = "index text token_ids finish_reason stop_reason seed error logprobs top_logprobs kept_logprob_mass forced"
+    return [plain(getattr(sample, name)) for name in f"{fields} sampled_ranks token_id_logprobs routed_experts".split()]
