@@ -19,6 +19,11 @@ class LoraLinear(nn.Module):
         self.scaling, self.lora_variant = {name: alpha / rank}, {}
         self.active_adapters, self.merged, self.disable_adapters = [name], False, False
 
+    @property
+    def weight(self):
+        """That of the base, as peft's layers have it: modules read its dtype."""
+        return self.base_layer.weight
+
     def forward(self, x):
         out = self.base_layer(x)
         if self.disable_adapters:
