@@ -67,7 +67,9 @@ def write(key: str, geometry: list[LayerGeometry]) -> None:
 def read_pictures(key: str) -> PictureAttention | None:
     """The result of the trial of a composite's pictures under `key`, a `key_of_pictures`; None: it has passed none."""
     try:
-        return msgspec.json.decode((cache_directory("gate") / f"{key}.pictures").read_bytes(), type=PictureAttention)
+        stored = (cache_directory("gate") / f"{key}.pictures").read_bytes()
+        found: PictureAttention = msgspec.json.decode(stored, type=PictureAttention)
+        return found
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
