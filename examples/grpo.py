@@ -18,7 +18,7 @@ import json
 import random
 import string
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,20 @@ MIN_LETTERS, MAX_LETTERS = 3, 7
 GROUP_SIZE, NUM_PROMPTS = 8, 32
 CLIP = 0.2
 
+SIZES = dict(
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+)
+"""Sizes of the made policy."""
+
 Entry = dict[str, Any]
 """An item of reasoning-gym's: question, answer, metadata."""
+Answerer = Callable[[str, random.Random], str]
+"""The answer of one who is imitated, to a word."""
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
@@ -218,18 +230,22 @@ class Task:
 # The policy made on the spot
 
 
-def make_policy(directory: Path, training: list[Entry], options: argparse.Namespace) -> Path:
-    """A Qwen3 of 0.6 M parameters that has imitated the careless teacher, saved with its tokenizer."""
+def make_policy(
+    directory: Path,
+    training: list[Entry],
+    options: argparse.Namespace,
+    answer_of: Answerer | None = None,
+    **sizes: int,
+) -> Path:
+    """A Qwen3 of 0.6 M parameters that has imitated the careless teacher, saved with its tokenizer.
+
+    `answer_of`: another teacher. `sizes`: of the model, in place of its own.
+    """
     draws = random.Random(options.seed)
-    tokenizer = letter_tokenizer()
+    tokenizer, answer_of = letter_tokenizer(), answer_of or careless_answer
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        **SIZES | sizes,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -241,7 +257,7 @@ def make_policy(directory: Path, training: list[Entry], options: argparse.Namesp
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, options.warm_up_steps)
     for step in range(1, options.warm_up_steps + 1):
         words = [word_of(entry) for entry in draws.choices(training, k=128)]
-        loss = imitation_loss(model, tokenizer, words, [careless_answer(word, draws) for word in words])
+        loss = imitation_loss(model, tokenizer, words, [answer_of(word, draws) for word in words])
         optimizer.zero_grad()
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine import exact as exact
     from rollout_engine import testing as testing
     from rollout_engine.base import errors as errors
+    from rollout_engine.base.beam_search import BeamSearchOutput as BeamSearchOutput
+    from rollout_engine.base.beam_search import BeamSearchParams as BeamSearchParams
     from rollout_engine.base.config import EngineConfig as EngineConfig
     from rollout_engine.base.errors import CallTimeoutError as CallTimeoutError
     from rollout_engine.base.errors import ChecksumError as ChecksumError
@@ -41,6 +43,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.base.errors import StaleVersionError as StaleVersionError
     from rollout_engine.base.errors import StepDeadlineError as StepDeadlineError
     from rollout_engine.base.errors import StepMemoryError as StepMemoryError
+    from rollout_engine.base.errors import TeacherError as TeacherError
     from rollout_engine.base.errors import TransferTimeoutError as TransferTimeoutError
     from rollout_engine.base.errors import WeightUpdateError as WeightUpdateError
     from rollout_engine.base.lora_request import LoRAInfo as LoRAInfo
@@ -89,6 +92,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.rollouts.replay import ReplayReport as ReplayReport
     from rollout_engine.rollouts.replay import replay as replay
     from rollout_engine.rollouts.reward_model import RewardModel as RewardModel
+    from rollout_engine.rollouts.teachers import Teacher as Teacher
     from rollout_engine.telemetry.stat_loggers import PrometheusLogger as PrometheusLogger
 
 __version__ = VERSION
@@ -101,6 +105,7 @@ _NAMES = {
     "rollout_engine.batches.rollout_files": ("read_jsonl",),
     "rollout_engine.batches.summary": ("RolloutBatch",),
     "rollout_engine.batches.trl": ("to_trl", "to_trl_rollout"),
+    "rollout_engine.base.beam_search": ("BeamSearchOutput", "BeamSearchParams"),
     "rollout_engine.base.config": ("EngineConfig",),
     "rollout_engine.base.errors": (
         "CallTimeoutError",
@@ -123,6 +128,7 @@ _NAMES = {
         "StaleVersionError",
         "StepDeadlineError",
         "StepMemoryError",
+        "TeacherError",
         "TransferTimeoutError",
         "WeightUpdateError",
     ),
@@ -153,6 +159,7 @@ _NAMES = {
     "rollout_engine.rollouts.policy": ("RolloutPolicy",),
     "rollout_engine.base.pooling_params": ("PoolingParams",),
     "rollout_engine.rollouts.reward_model": ("RewardModel",),
+    "rollout_engine.rollouts.teachers": ("Teacher",),
     "rollout_engine.rollouts.collector": ("CollectorStats", "RolloutCollector"),
     "rollout_engine.rollouts.replay": ("ReplayReport", "replay"),
     "rollout_engine.base.lora_request": ("LoRAInfo", "LoRARequest"),

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as kinds
 
+from rollout_engine.base.beam_search import BeamSearchParams
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.pooling_params import PoolingParams
 from rollout_engine.base.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ SECTIONS: tuple[tuple[str, str, type], ...] = (
     ),
     ("Drafted tokens", "`speculation=SpeculationConfig(...)`, or a dict of these.", SpeculationConfig),
     ("Sampling", "`SamplingParams(...)`, or a dict of these.", SamplingParams),
+    ("Beam search", "`BeamSearchParams(...)` of `LLM.beam_search`, or a dict of these.", BeamSearchParams),
     ("Pooling", "`PoolingParams(...)` of `LLM.encode`.", PoolingParams),
     ("Conversations", "Keyword arguments of `rollout`, `collect`, `generate` and `chat`.", ChatOptions),
     ("Episodes", "Keyword arguments of `rollout` and `arollout` with `env=`.", EpisodeOptions),

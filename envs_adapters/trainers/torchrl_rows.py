@@ -43,6 +43,8 @@ class Sample(NamedTuple):
     """float32 [R]."""
     versions: Tensor
     """int64 [R]: the version of the weights that sampled each token."""
+    sampled: Tensor
+    """bool [R]: False for tokens that a budget of thinking forced."""
     text: str
 
 
@@ -64,11 +66,13 @@ class Widths(NamedTuple):
 def samples_of(batch: TensorDict) -> list[Sample]:
     """The sequences of a padded batch of `RolloutPolicy.rollout`."""
     prompts, responses = batch["masks", "prompt"], batch["masks", "response"]
+    in_full = batch["policy_version"] >= 0
     columns = (
         _parts(batch["tokens", "prompt"], prompts),
         _parts(batch["tokens", "response"], responses),
         _parts(batch["log_probs", "response"], responses),
-        _parts(batch["policy_version"], batch["masks", "all_assistant_mask"]),
+        _parts(batch["policy_version"], in_full),
+        _parts(batch["masks", "all_assistant_mask"], in_full),
         batch["text", "response"],
     )
     return [Sample(*values) for values in zip(*columns, strict=True)]
@@ -93,13 +97,12 @@ def row_of(sample: Sample, asked: Prompt, keys: Keys, widths: Widths | None) -> 
     prompt = pad(sample.prompt, (left, 0), value=widths.pad_token_id)
     response = pad(sample.response, (0, right), value=widths.pad_token_id)
     real = torch.ones(len(sample.prompt) + len(sample.response), dtype=torch.bool)
-    sampled = torch.ones(len(sample.response), dtype=torch.bool)
     log_probs = pad(sample.log_probs, (0, right))
     contents = {
         keys.tokens: Tokens(prompt=prompt, response=response, full=torch.cat([prompt, response]), padded=padded),
         keys.masks: Masks(
             all_attention_mask=pad(real, (left, right)),
-            all_assistant_mask=pad(sampled, (widths.prompt, right)),
+            all_assistant_mask=pad(sample.sampled, (widths.prompt, right)),
             padded=padded,
         ),
         keys.log_probs: LogProbs(

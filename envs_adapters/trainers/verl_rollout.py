@@ -10,6 +10,7 @@ A weight update has verl's `global_steps` as its version, and every token has th
 import base64
 import os
 from collections.abc import AsyncIterator
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
 from envs_adapters.trainers.verl_server import ENGINE_KWARGS, ServerClient, ServerProcess, ServerSettings
+from envs_adapters.trainers.verl_teacher import is_scoring, scored_fields, scoring_body
 
 _KV, _WEIGHTS = "kv_cache", "weights"
 
@@ -72,12 +74,17 @@ class EngineActor:
     ) -> TokenOutput:
         """Tokens in, tokens out; while generation is paused the request waits, or is turned away.
 
-        Raises `ValueError` for images, videos and sounds, and for a prompt that leaves no room.
+        Raises `ValueError` for videos and sounds, for images that are not PIL's or have settings for their processor,
+        and for a prompt that leaves no room.
         """
-        if image_data or video_data or audio_data:
-            raise ValueError("This adapter serves text alone: image_data, video_data and audio_data must be empty.")
+        if video_data or audio_data:
+            raise ValueError("This adapter serves text and images: video_data and audio_data must be empty.")
+        if image_data and mm_processor_kwargs:
+            raise ValueError("The checkpoint's files set how images are processed: mm_processor_kwargs must be empty.")
         if self._is_paused and self._rejects:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self._global_steps})
+        if is_scoring(sampling_params):
+            return await self._score(prompt_ids, sampling_params, request_id)
         settings = self._sampling(dict(sampling_params), len(prompt_ids))
         body = {
             "input_ids": [int(token) for token in prompt_ids],
@@ -87,6 +94,8 @@ class EngineActor:
             "priority": priority,
             "return_routed_experts": bool(self._config.get("enable_rollout_routing_replay", False)),
         }
+        if image_data:
+            body["image_data"] = [_data_url(image) for image in image_data]
         answer = await self.server.generate(body)
         meta = answer["meta_info"]
         logprobs = meta.get("output_token_logprobs")
@@ -99,8 +108,21 @@ class EngineActor:
             extra_fields=self._versions(meta) | {"num_cached_tokens": meta.get("cached_tokens")},
         )
 
+    async def _score(self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str) -> TokenOutput:
+        """Answer a request of a distillation teacher: log-probs of its prompt."""
+        answer = await self.server.score(scoring_body(prompt_ids, sampling_params, request_id))
+        [choice] = answer["choices"]
+        return TokenOutput(
+            token_ids=choice["token_ids"],
+            stop_reason="completed",
+            extra_fields=scored_fields(answer, prompt_ids, sampling_params) | {"global_steps": self._global_steps},
+        )
+
     def _sampling(self, given: dict[str, Any], num_prompt: int) -> dict[str, Any]:
         """verl's sampling settings as the server takes them."""
+        for name in ("thinking_budget", "thinking_token_budget", "custom_params"):
+            if given.get(name) is not None:
+                raise ValueError(f"{name} is not served to verl, which would train on the tokens that a budget forces.")
         config = self._config
         room = config.max_model_len - num_prompt if config.max_model_len else None
         if room is not None and room < 1:
@@ -281,6 +303,15 @@ async def _each(weights: Any) -> AsyncIterator[tuple[str, Any]]:
 def actor_name(replica_rank: int) -> str:
     """Name of a replica's actor."""
     return f"rollout_engine_server_{replica_rank}"
+
+
+def _data_url(image: Any) -> str:
+    """An image of PIL as the text of a PNG, which keeps all of its pixels."""
+    if not type(image).__module__.startswith("PIL."):
+        raise ValueError(f"image_data must hold images of PIL, as verl reads them, not {type(image).__name__}.")
+    file = BytesIO()
+    image.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _routed_experts(meta: dict[str, Any]) -> Any:

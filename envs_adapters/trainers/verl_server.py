@@ -1,7 +1,8 @@
 """The HTTP server of one rollout replica of verl: a process of this engine's own Python, and its client.
 
 verl's pins exclude this engine's, so both have environments of their own. Here, in verl's, nothing is imported but the
-standard library and httpx; tokens, log-probs and weights travel by the server's SGLang routes.
+standard library and httpx; tokens, log-probs and weights travel by the server's SGLang routes, and scores of prompts
+by its vLLM route.
 """
 
 import asyncio
@@ -130,6 +131,10 @@ class ServerClient:
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST /generate."""
         return await self._post("/generate", body, self._headers[0])
+
+    async def score(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """POST /inference/v1/generate."""
+        return await self._post("/inference/v1/generate", body, self._headers[0])
 
     async def control(self, route: str, **body: Any) -> dict[str, Any]:
         """POST a route of the operator's."""

@@ -57,7 +57,7 @@ def _read_template(value: Any) -> Any:
     return text
 
 
-def _read_dtype(value: Any) -> Any:
+def read_dtype(value: Any) -> Any:
     """Read a dtype as its full name, from a name, a short name, or a dtype of torch or numpy."""
     if value is None or isinstance(value, bool | int | float):
         return value
@@ -107,7 +107,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         "chat_template": _read_template,
         "profiler_dir": _read_path,
         "step_trace": _read_path,
-        "dtype": _read_dtype,
+        "dtype": read_dtype,
         "device": _read_device,
         "speculation": _read_speculation,
         "logits_processors": _read_classes("logits_processors"),

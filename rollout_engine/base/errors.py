@@ -17,6 +17,7 @@ RolloutEngineError
 ├── RPCError                       a call by name was refused, or failed where the model runs; the engine lives
 │   └── RPCTimeoutError (TimeoutError)
 ├── RewardError                    a reward function failed, the engine lives
+├── TeacherError                   a teacher did not score a rollout, the engine lives
 └── EpisodeError                   every episode of a rollout failed, for example at a fault of its environment
 """
 
@@ -146,6 +147,10 @@ class RPCTimeoutError(RPCError, TimeoutError):
 
 class RewardError(RolloutEngineError):
     """A reward function raised, or did not return one finite number per completion; its rollout was aborted."""
+
+
+class TeacherError(RolloutEngineError):
+    """A teacher did not answer, or not with scores; the rollout's own engine continues."""
 
 
 class EpisodeError(RolloutEngineError):

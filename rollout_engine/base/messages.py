@@ -10,8 +10,6 @@ Core and runner identify sequences by ids that the front end counts up: sample i
 `first_sequence_id + i`. Request ids stay in the front end.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -22,7 +20,9 @@ from rollout_engine.base.outputs import FinishReason
 from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.base.pooling_params import PoolingParams
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.sequence_rows import IdLogprobs, SupportIds
 from rollout_engine.base.structs import plain
+from rollout_engine.base.thinking import Thinking
 
 MAX_CACHE_SALT_BYTES = 1_024
 """Longest cache salt, as UTF-8."""
@@ -56,6 +56,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the adapter that it runs under; "": the base model."""
     pictures: list[PlacedPicture] = []
     """Pictures in the prompt, in order of their places, which do not overlap."""
+    thinking: Thinking | None = None
+    """`params.thinking_budget`, in token ids."""
 
 
 class SequenceEnd(msgspec.Struct):
@@ -89,50 +91,6 @@ class Pooled(msgspec.Struct):
     """float32, in a shape of `PoolingParams`."""
     kv_min_version: int
     """Oldest version among the KV that it attended."""
-
-
-_PIECE_VALUES = 1 << 22
-"""Values in 16 MiB, well below the longest frame that a wire takes."""
-
-
-class IdLogprobs(msgspec.Struct):
-    """Log-probs of the token ids that some sequences asked for, in place of the one token that each gained."""
-
-    sequence_ids: list[int]
-    widths: list[int]
-    """Number of values of each sequence."""
-    pieces: list[np.ndarray]
-    """float32, all sequences end to end, each whole in one piece."""
-
-    def __post_init__(self) -> None:
-        ends, piece_ends = (set(accumulate(sizes)) for sizes in (self.widths, map(len, self.pieces)))
-        fits = max(ends, default=0) == max(piece_ends, default=0) and piece_ends <= ends
-        if not fits or len(self.sequence_ids) != len(self.widths) or min(self.widths, default=0) < 1:
-            raise ValueError("id_logprobs: sequence_ids, widths and pieces do not fit each other")
-
-    @classmethod
-    def of(cls, rows: Mapping[int, np.ndarray]) -> "IdLogprobs | None":
-        """Pack a map of sequence id -> float32 [width]; None if it is empty."""
-        if not rows:
-            return None
-        pieces: list[list[np.ndarray]] = [[]]
-        size = 0
-        for row in rows.values():
-            if size and size + len(row) > _PIECE_VALUES:
-                pieces.append([])
-                size = 0
-            pieces[-1].append(row)
-            size += len(row)
-        return cls(list(rows), [len(row) for row in rows.values()], [np.concatenate(piece) for piece in pieces])
-
-    def rows(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (sequence id, float32 [width])."""
-        pieces = iter(self.pieces)
-        piece = np.empty(0, np.float32)
-        for sequence, width in zip(self.sequence_ids, self.widths, strict=True):
-            piece = piece if len(piece) else next(pieces)
-            row, piece = piece[:width], piece[width:]
-            yield sequence, row
 
 
 class EngineCoreOutputs(msgspec.Struct):
@@ -172,6 +130,14 @@ class EngineCoreOutputs(msgspec.Struct):
     prompt_routed_experts: dict[int, np.ndarray] = {}
     """`first_sequence_id` -> those of its prompt's tokens but the last, [P - 1, L, k], with the first tokens of a
     request that asked; perhaps again."""
+    supports: SupportIds | None = None
+    """Supports of the sequences that asked; None when none did."""
+    entropies: np.ndarray | None = None
+    """float32 [N], 0 for requests that did not ask; None when no request of the step asked."""
+    hidden_states: np.ndarray | None = None
+    """int16 (bits of bfloat16) or float32 [N, H], 0 for requests that did not ask; None when none of the step asked."""
+    prompt_hidden_states: dict[int, np.ndarray] = {}
+    """`first_sequence_id` -> [P, H] of its prompt's tokens, with the first tokens of a request that asked for all."""
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these of the N rows in every column. Lists and arrays are replaced, not changed."""
@@ -186,9 +152,14 @@ class EngineCoreOutputs(msgspec.Struct):
             self.sampled_ranks = self.sampled_ranks[rows]
         if self.routed_experts is not None:
             self.routed_experts = self.routed_experts[rows]
+        if self.entropies is not None:
+            self.entropies = self.entropies[rows]
+        if self.hidden_states is not None:
+            self.hidden_states = self.hidden_states[rows]
         if self.id_logprobs is not None:
-            values_of = dict(self.id_logprobs.rows())
-            self.id_logprobs = IdLogprobs.of({id: values_of[id] for id in self.sequence_ids if id in values_of})
+            self.id_logprobs = self.id_logprobs.keep(self.sequence_ids)
+        if self.supports is not None:
+            self.supports = self.supports.keep(self.sequence_ids)
 
 
 class NewSequence(msgspec.Struct):
@@ -210,6 +181,8 @@ class NewSequence(msgspec.Struct):
     """The runner's slot of its adapter; -1: it runs under the base model."""
     pictures: list[PlacedPicture] = []
     """Pictures in its prompt, in order."""
+    thinking: Thinking | None = None
+    """Its budget of thinking, by which some tokens are forced."""
 
 
 class StateMove(msgspec.Struct, gc=False):
@@ -300,6 +273,15 @@ class ModelRunnerOutput(msgspec.Struct):
     """Index into `SchedulerOutput.scheduled` -> those of the tokens before, in the step that completes a prompt."""
     num_encoded_pictures: int = 0
     """Pictures that the step encoded."""
+    supports: dict[int, np.ndarray] = {}
+    """Sample index -> int32 ids that its draw had left, ascending; none for the whole vocabulary. Only if asked for."""
+    entropies: np.ndarray | None = None
+    """float32 [N], nats, of the tempered distribution; 0 for requests that did not ask, None if none asked."""
+    hidden_states: np.ndarray | None = None
+    """int16 (bits of bfloat16) or float32 [N, H]: the state behind the final norm that each was drawn from; 0 for
+    requests that did not ask, None if none asked."""
+    prompt_hidden_states: dict[int, np.ndarray] = {}
+    """Index into `SchedulerOutput.scheduled` -> [P, H] of that prompt's tokens, in the step that completes it."""
 
 
 UpdateMode = Literal["keep", "wait", "abort"]
@@ -307,52 +289,6 @@ UpdateMode = Literal["keep", "wait", "abort"]
 KvMode = Literal["keep", "recompute"]
 """Treatment of their KV: keep it, or compute it again."""
 Staging = Literal["auto", "shadow", "inplace"]
-
-
-class KeptSamples(msgspec.Struct):
-    """Finished samples of P prompts to draft tokens from (`core.draft_index`), the prompt seen last at the end.
-
-    Each sample is preceded by the last tokens of its prompt, three at most, behind which drafts are looked up.
-    """
-
-    prompt_keys: np.ndarray
-    """uint8 [P, 16], blake2b-128 of each prompt and its cache salt (`draft_index.prompt_key`)."""
-    num_samples: np.ndarray
-    """int64 [P], samples of each prompt, 1 at least; the newest last."""
-    lengths: np.ndarray
-    """int64 [S], tokens of each sample, 1 at least."""
-    token_ids: np.ndarray
-    """uint32 [T], the samples end to end."""
-
-    def __post_init__(self) -> None:
-        num_prompts, counts = len(self.num_samples), (self.num_samples, self.lengths)
-        fits = self.prompt_keys.shape == (num_prompts, 16) and self.prompt_keys.dtype == np.uint8
-        fits = fits and all(each.ndim == 1 and each.dtype == np.int64 for each in counts)
-        fits = fits and self.token_ids.ndim == 1 and self.token_ids.dtype == np.uint32
-        for each, total in zip(counts, (self.lengths, self.token_ids), strict=True):
-            fits = fits and not (each < 1).any() and not (each > len(total)).any() and int(each.sum()) == len(total)
-        if not fits:
-            raise ValueError("kept samples: prompt_keys, num_samples, lengths and token_ids do not fit each other")
-
-    @classmethod
-    def of(cls, prompts: Iterable[tuple[bytes, Sequence[Any]]]) -> "KeptSamples":
-        """Pack (key, samples) of each prompt; each sample an array of uint32, or convertible to one."""
-        prompts = list(prompts)
-        samples = [np.asarray(sample, np.uint32) for _, each in prompts for sample in each]
-        return cls(
-            np.frombuffer(b"".join(key for key, _ in prompts), np.uint8).reshape(-1, 16),
-            np.array([len(each) for _, each in prompts], np.int64),
-            np.array([len(sample) for sample in samples], np.int64),
-            np.concatenate([np.empty(0, np.uint32), *samples]),
-        )
-
-    def prompts(self) -> Iterator[tuple[bytes, list[np.ndarray]]]:
-        """Yield (key, samples) of each prompt, samples as views of `token_ids`."""
-        ends = np.cumsum(self.lengths)
-        samples = np.split(self.token_ids, ends[:-1]) if len(ends) else []
-        starts = np.cumsum(self.num_samples) - self.num_samples
-        for key, start, count in zip(self.prompt_keys, starts.tolist(), self.num_samples.tolist(), strict=True):
-            yield key.tobytes(), samples[start : start + count]
 
 
 class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

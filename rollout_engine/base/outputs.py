@@ -80,6 +80,18 @@ class CompletionOutput(msgspec.Struct):
     `return_routed_experts`, and if nothing was sampled."""
     quantization: Quantization | None = None
     """"int8": the weights of layers were rounded, so log-probs are close to the trainer's and not equal to them."""
+    support: tuple[np.ndarray, np.ndarray] | None = None
+    """(int64 offsets [T + 1], int32 ids): token i was drawn from `ids[offsets[i]:offsets[i + 1]]`, ascending; from the
+    whole vocabulary if these are none. None unless `return_support`."""
+    entropies: np.ndarray | None = None
+    """float32 [T], nats: of softmax(logits / temperature) of the model's own logits, from which each token was drawn;
+    greedy ones count as temperature 1. None unless `entropy`."""
+    hidden_states: np.ndarray | None = None
+    """float32 [T, H], the values of the model's dtype: row t is the last layer's state, behind the final norm, from
+    which token t was drawn: that of the position before. None unless `return_hidden_states`, and without tokens."""
+    forced: np.ndarray | None = None
+    """bool [T], tokens that `thinking_budget` forced: they were not drawn, and their log-probs are the policy's as of
+    any other. None without a budget."""
 
     def logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob]]:
         """Return for each token {token id: Logprob}: the sampled token first, then the most likely ones.
@@ -131,6 +143,9 @@ class RequestOutput(msgspec.Struct):
     """int32 [P], 1 for the most likely token, ties to the lowest id, 0 for the first token; with `prompt_logprobs`."""
     pictures: list[PlacedPicture] = []
     """Pictures of the prompt at their places in `prompt_token_ids`, which have one placeholder for each feature."""
+    prompt_hidden_states: np.ndarray | None = None
+    """float32 [P, H]: row i is the state of prompt token i; the last is row 0 of `CompletionOutput.hidden_states`.
+    None unless `return_hidden_states="all"`; "delta": in the first output only."""
 
     def prompt_logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob] | None]:
         """Return for each prompt token a dict as `CompletionOutput.logprob_dicts` does; None for the first token."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 Peers = Mapping[str, Mapping[str, str]]
 
 _GREEDY = "temperature=0 is greedy, any other temperature samples"
-_NO_BEAMS = "there is no beam search; n=k gives k samples, and cumulative_logprob ranks them"
+_NO_BEAMS = "LLM.beam_search(prompts, BeamSearchParams(beam_width=...)) searches; SamplingParams sample"
 _GRAMMAR = 'give structured_outputs: {"json": schema}, {"regex": ...}, {"grammar": Lark}, {"choice": [...]}'
 _NO_PARALLEL = "a model is cut by tensor_parallel_size alone; leave it out"
 _SEVERAL_ENGINES = "RolloutService.from_pretrained(model, num_replicas=...) runs several engines; leave it out"
@@ -16,12 +16,17 @@ _NO_REMOTE_CODE = "code of checkpoints is never run; the architecture must be on
 _NO_REVISION = "download the revision first (huggingface_hub.snapshot_download) and give its directory as model"
 _ADD_LORA = "leave it out: add_lora(LoRARequest(...)) works at any time"
 _ALWAYS_ON = "it is always on; leave it out"
+_SUPPORT = "it belongs to one request: SamplingParams(return_support=True, logprobs_mode='processed')"
 _QUANTIZATION = (
     "quantized checkpoints are dequantized at load; quantization='int8' rounds the weights of layers at load, on a CPU"
 )
 
+_ALLOW_MEDIA = "the server alone fetches pictures: `rollout-engine serve --allow-media HOST --allow-media-dir DIR`"
+
 ENGINE_PEERS: Peers = {
     "vLLM's": {
+        "allowed_local_media_path": f"{_ALLOW_MEDIA}; in Python give paths, bytes or images",
+        "allowed_media_domains": f"{_ALLOW_MEDIA}; in Python give paths, bytes or images",
         "attention_backend": "attention is computed by our own kernels; leave it out",
         "compilation_config": "kernels are compiled already, and cuda_graphs=... replays steps; leave it out",
         "cpu_offload_gb": "weights stay where the model runs; leave it out",
@@ -37,6 +42,7 @@ ENGINE_PEERS: Peers = {
         "enable_lora": _ADD_LORA,
         "enable_return_routed_experts": "it belongs to one request: SamplingParams(return_routed_experts=True)",
         "enable_sleep_mode": _ALWAYS_ON,
+        "enable_tower_connector_lora": f"adapters of the vision tower are added as others are; {_ADD_LORA}",
         "enforce_eager": "on a CPU nothing is captured or compiled; on a device give cuda_graphs=False",
         "generation_config": "end ids come from the checkpoint's generation_config.json, sampling settings never do",
         "guided_decoding_backend": "grammars are llguidance's; leave it out",
@@ -49,6 +55,8 @@ ENGINE_PEERS: Peers = {
         "logprobs_mode": "it belongs to one request: SamplingParams(logprobs_mode=...)",
         "max_logprobs": "SamplingParams(logprobs=...) is bounded by itself; leave it out",
         "max_seq_len_to_capture": "leave it out",
+        "mm_processor_cache_gb": "give mm_cache_bytes, for pictures, and encoder_cache_bytes, for the tower's outputs",
+        "mm_processor_cache_type": "a picture crosses to each process once, by mm_cache_bytes; leave it out",
         "mm_processor_kwargs": "the checkpoint's files set how pictures are processed; leave it out",
         "model_impl": "models are transformers' own modules; leave it out",
         "num_gpu_blocks_override": "give num_kv_blocks",
@@ -57,6 +65,8 @@ ENGINE_PEERS: Peers = {
         "pipeline_parallel_size": _NO_PARALLEL,
         "preemption_mode": "preempted requests are always recomputed; leave it out",
         "profiler_config": "give profiler_dir, and the rest to start_profile",
+        "return_sampling_mask": _SUPPORT,
+        "return_sampling_mask_logprobs": _SUPPORT,
         "revision": _NO_REVISION,
         "rope_scaling": "edit config.json in a copy of the checkpoint",
         "rope_theta": "edit config.json in a copy of the checkpoint",
@@ -133,11 +143,12 @@ SAMPLING_PEERS: Peers = {
         "guided_decoding": _GRAMMAR,
         "length_penalty": _NO_BEAMS,
         "logits_processors": "give EngineConfig(logits_processors=...) and their arguments as extra_args",
-        "prompt_logprob_token_ids": "prompt_logprobs=k gives the k most likely; score(...) those of one completion",
+        "prompt_logprob_start": "LLM.score_candidates scores completions alone, behind their prompts",
+        "prompt_logprob_token_ids": "LLM.score_candidates(prompts, completions, candidate_ids) scores given tokens",
         "repetition_detection": "give stop_regex, or end requests yourself with abort",
         "routed_experts_prompt_start": "routed_experts are those of all tokens but the last; take a slice of them",
         "skip_reading_prefix_cache": "prompt_logprobs bypasses the cache by itself; leave it out",
-        "thinking_token_budget": "give max_tokens, and continue with continue_final_message",
+        "thinking_token_budget": "give thinking_budget",
         "use_beam_search": _NO_BEAMS,
     },
     "Hugging Face's": {
@@ -174,11 +185,15 @@ SAMPLING_PEERS: Peers = {
         "top_logprobs": "give logprobs, the number of most likely tokens",
     },
     "SGLang's": {
+        "custom_params": "give thinking_budget, or EngineConfig(logits_processors=...) and extra_args",
         "ebnf": _GRAMMAR,
         "json_schema": _GRAMMAR,
+        "max_thinking_tokens": "give thinking_budget",
         "no_stop_trim": "give include_stop_str_in_output=True",
         "regex": _GRAMMAR,
+        "return_entropy": "give entropy=True",
         "return_logprob": "give logprobs=0",
+        "return_sampling_mask": "give return_support=True",
         "sampling_seed": "give seed",
         "token_ids_logprob": "give logprob_token_ids",
         "top_logprobs_num": "give logprobs, the number of most likely tokens",

@@ -38,6 +38,19 @@ class Picture(msgspec.Struct, frozen=True, eq=False):
         """Bytes of its arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
+    def __repr__(self) -> str:
+        """Digest and shapes, without the arrays' contents."""
+        return f"Picture({self.digest.hex()}: {self._shapes})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """The same for terminals that format values by rich."""
+        return [("digest", self.digest.hex()), ("arrays", self._shapes)]
+
+    @property
+    def _shapes(self) -> str:
+        shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in self.arrays.items())
+        return shapes or "its digest alone"
+
 
 class PlacedPicture(msgspec.Struct, frozen=True, eq=False):
     """A picture and its place in a prompt.
@@ -85,6 +98,25 @@ def shift_pictures(pictures: Sequence[PlacedPicture], offset: int) -> list[Place
     return [PlacedPicture(each.start + offset, each.end + offset, each.picture) for each in pictures]
 
 
+def join_arrays(pictures: Sequence[PlacedPicture]) -> dict[str, np.ndarray]:
+    """The arrays of pictures in order as one batch, in the form of transformers' forward; {} if there are none.
+
+    Arrays [n, ...] of a name are end to end, padded with zeros to the largest in every other dimension.
+    """
+    found = [each.picture.arrays for each in pictures]
+    return {name: _end_to_end([each[name] for each in found]) for name in found[0]} if found else {}
+
+
+def _end_to_end(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    shape = np.max([each.shape[1:] for each in arrays], axis=0, initial=0).tolist()
+    result = np.zeros((sum(map(len, arrays)), *shape), dtype=arrays[0].dtype)
+    first = 0
+    for each in arrays:
+        result[(slice(first, first + len(each)), *(slice(0, size) for size in each.shape[1:]))] = each
+        first += len(each)
+    return result
+
+
 class SharedPictures(msgspec.Struct, frozen=True, eq=False):
     """Pictures of several sequences, to be sent: each different one once, without its digest."""
 
@@ -109,3 +141,38 @@ class SharedPictures(msgspec.Struct, frozen=True, eq=False):
         """The pictures of each sequence, with digests that were computed here."""
         pictures = [Picture.of(arrays) for arrays in self.arrays]
         return [[PlacedPicture(start, end, pictures[index]) for start, end, index in row] for row in self.places]
+
+
+class EncodedPictures(msgspec.Struct, frozen=True, eq=False):
+    """Features of pictures, as an engine's vision tower and projector compute them, under one version of these."""
+
+    tower: str
+    """Digest of the weights of tower and projector (`model.pictures.tower_digest`)."""
+    dtype: str
+    """The engine's: "float32", "bfloat16" or "float16"."""
+    rows: list[np.ndarray]
+    """For each picture [n, H] of `dtype`, bfloat16 as its bits in int16; [0, 0]: the engine does not hold it."""
+    deepstack: list[list[np.ndarray]]
+    """For each picture, the same for the first layers of the text model; empty in most models."""
+
+
+class EncodedPicture(msgspec.Struct, frozen=True, eq=False):
+    """The features of one picture of a rollout, and the version of the tower that computed them."""
+
+    digest: bytes
+    """That of its `Picture`."""
+    tower: str
+    """As `EncodedPictures.tower`."""
+    dtype: str
+    rows: np.ndarray
+    """[n, H], as an entry of `EncodedPictures.rows`."""
+    deepstack: list[np.ndarray]
+    """[n, H] each, as an entry of `EncodedPictures.deepstack`."""
+
+    def __repr__(self) -> str:
+        """Digest and sizes, without the features."""
+        return f"EncodedPicture({self.digest.hex()}: {self.dtype}{list(self.rows.shape)})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """The same for terminals that format values by rich."""
+        return [("digest", self.digest.hex()), ("rows", f"{self.dtype}{list(self.rows.shape)}")]

@@ -32,6 +32,10 @@ class RolloutNote(NamedTuple):
     """Version of the live weights when the rollout was returned; of several rollouts the newest. None: not known."""
     has_pictures: bool = False
     """Whether any prompt of it had pictures."""
+    over_support: bool = False
+    """Whether its log-probs are those of the model's own logits, renormalised over batch["support"]."""
+    sampled_temperature: float | None = None
+    """Temperature of its entropies, at which it was sampled, greedy as 1; None: several, or not known."""
 
 
 class LogprobsNote(NamedTuple):
@@ -49,6 +53,8 @@ class LogprobsNote(NamedTuple):
     """Whether the model still has the weights that were sent last; None: not known."""
     has_pictures: bool = False
     """Whether pictures were given, or no token stands for one."""
+    over_support: bool = False
+    """Whether they are renormalised over a support."""
 
 
 class Sent(NamedTuple):
@@ -95,13 +101,16 @@ def joined(notes: Iterable[RolloutNote | None]) -> RolloutNote | None:
     known = sorted((note for note in found if note is not None), key=lambda note: note.quantization is None)
     if not known or len(known) < len(found):
         return None
-    same_temperature = len({note.temperature for note in known}) == 1
+    same_temperature = len({(note.temperature, note.over_support) for note in known}) == 1
+    same_sampled = len({note.sampled_temperature for note in known}) == 1
     versions = [note.live_version for note in known if note.live_version is not None]
     return known[0]._replace(
         temperature=known[0].temperature if same_temperature else None,
+        over_support=known[0].over_support and same_temperature,
         adapters=frozenset().union(*(note.adapters for note in known)),
         live_version=max(versions) if len(versions) == len(known) else None,
         has_pictures=any(note.has_pictures for note in known),
+        sampled_temperature=known[0].sampled_temperature if same_sampled else None,
     )
 
 
@@ -174,6 +183,16 @@ def mismatches(trainer: LogprobsNote, rollout: RolloutNote) -> Iterator[str]:
         yield (
             "The rollout's prompts have pictures, and the trainer's log-probs were computed without them: pass "
             "**exact.inputs(batch) to exact.token_logprobs, or the batch itself"
+        )
+    if rollout.over_support and not trainer.over_support:
+        yield (
+            "The rollout's log-probs are renormalised over the tokens that truncation and masks had left, the "
+            "trainer's are not: pass support=batch['support'] to exact.token_logprobs, or the batch itself"
+        )
+    elif trainer.over_support and not rollout.over_support and rollout.temperature is not None:
+        yield (
+            "The trainer's log-probs are renormalised over a support, the rollout's are of whole rows: sample with "
+            "logprobs_mode='processed', or call exact.token_logprobs without support"
         )
     if rollout.temperature not in (None, trainer.temperature):
         yield (

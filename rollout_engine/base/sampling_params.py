@@ -34,6 +34,7 @@ MAX_STOP_TOKEN_IDS = 1_024
 MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_CHARS = 1_024
 MAX_EXTRA_ARGS_BYTES = 65_536
+MAX_TAG_CHARS = 64
 _MAX_EXTRA_ARGS_DEPTH = 16
 
 TOKEN_ID_PARAMETERS = {
@@ -72,7 +73,9 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         "stop_token_ids": lambda value: [value] if type(value) is int else value,
         "logprob_token_ids": lambda value: [value] if type(value) is int else value,
         "top_k": lambda value: 0 if type(value) is int and value == -1 else value,
+        "thinking_budget": lambda value: None if type(value) is int and value == -1 else value,
         "logprobs_mode": lambda value: value.removesuffix("_logprobs") if isinstance(value, str) else value,
+        "return_hidden_states": lambda value: ("all" if value else None) if isinstance(value, bool) else value,
     }
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] = 1
@@ -129,6 +132,11 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     return_routed_experts: bool = False
     """For a mixture of experts: return which experts its routers chose for every token, of the prompt as well
     (`CompletionOutput.routed_experts`). Prefix hits are those of requests that ask for it, too. On a CPU."""
+    return_support: bool = False
+    """Return the token ids that truncation (top-k, top-p, min-p) and masks (allowed ids, bad words, grammars, logits
+    processors, stop ids held back before `min_tokens`) had left to each draw: `CompletionOutput.support`. Log-probs of
+    mode "processed" are renormalised over them. Greedy tokens are not truncated. For at most 2**28 ids a request, on
+    a CPU."""
     logprobs_mode: LogprobsMode = "tempered"
     """"tempered": log_softmax(logits / temperature) of the model's own logits, what trainers recompute. "raw": the same
     at temperature 1. "processed": of the distribution actually sampled from, after penalties, bias, logits processors,
@@ -159,6 +167,24 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     {"choice": [text, ...]} or {"structural_tag": {...}}, which binds the output inside of tags alone. Tokens that would
     break it cannot be sampled; an end id or one of `stop_token_ids` can where it is complete, and only there. An output
     that `max_tokens` or a stop string cuts off is as far as it came. Needs the package llguidance."""
+    entropy: bool = False
+    """Return the entropy at each sampled token (`CompletionOutput.entropies`): of the tempered distribution, whatever
+    `logprobs_mode`, penalties and truncation are, as `exact.token_entropy` computes it."""
+    return_hidden_states: Literal["sampled", "all"] | None = None
+    """Return hidden states of the last layer, behind the final norm, at most 128 MiB of them. "sampled": those from
+    which the tokens were drawn (`CompletionOutput.hidden_states`); "all": also those of the prompt's tokens
+    (`RequestOutput.prompt_hidden_states`), which is then computed without prefix hits; True is "all". On a CPU."""
+    thinking_budget: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] | None = None
+    """Most tokens to sample inside thinking, in all its parts of one sample together; None (or -1): any number. Then
+    `thinking_end` is forced, token by token, whatever masks forbid: `CompletionOutput.forced` marks these tokens, whose
+    log-probs are the policy's like any others, and rollouts leave them out of the assistant mask. Thinking is open
+    behind a sampled `thinking_start`, and from the first token on if that is the last tag in the prompt. Of
+    `structured_outputs` it goes with "structural_tag" alone."""
+    thinking_start: str = "<think>"
+    """The text that opens thinking. If it is a token that the tokenizer was given in addition to its vocabulary, that
+    token alone; any other text is recognised by its bytes, however tokens spell it."""
+    thinking_end: str = "</think>"
+    """The text that closes thinking, recognised likewise, and forced as the tokenizer spells it."""
 
     def check(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "a finite number >= 0")
@@ -182,6 +208,17 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         if self.structured_outputs is not None and not self.stop_token_ids:
             bound = "False with structured_outputs, whose outputs end with an end id, unless stop_token_ids has some"
             _require("ignore_eos", self.ignore_eos, not self.ignore_eos, bound)
+        self._check_thinking()
+
+    def _check_thinking(self) -> None:
+        for field in ("thinking_start", "thinking_end"):
+            text = getattr(self, field)
+            _require(field, text, 0 < len(text) <= MAX_TAG_CHARS, f"a text of 1 to {MAX_TAG_CHARS} characters")
+        differ = self.thinking_end != self.thinking_start
+        _require("thinking_end", self.thinking_end, differ, "other than thinking_start")
+        if self.thinking_budget is not None and self.structured_outputs is not None:
+            bound, hint = "None with structured_outputs", "A form binds the output from its first token on."
+            _require("thinking_budget", self.thinking_budget, "structural_tag" in self.structured_outputs, bound, hint)
 
     def _check_stops(self) -> None:
         _check_texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)

@@ -3,6 +3,7 @@
     batch = policy.rollout(prompts, params, num_samples=8, reward_fn=reward)
     advantage = advantages.grpo(batch["next", "reward"], batch["group_id"])   # [B, 1], one per sample
     advantage, target = advantages.gae(rewards, values, batch["masks", "all_assistant_mask"])  # [B, T]
+    advantage = advantages.reverse_kl(batch["log_probs", "full"], batch["teacher", "big", "log_probs"], mask)  # [B, T]
 
 Results carry no gradient. `grpo` and `rloo` compare the samples of a prompt: call them on whole rollouts, before
 `minibatches` splits groups. Their statistics are of episodes: one that has several rows (on_rewrite="branch") counts
@@ -132,6 +133,60 @@ def gae(
         following = torch.where(here, advantages[:, t], following)
         value_after = torch.where(here, values[:, t], value_after)
     return advantages, torch.where(mask, advantages + values, 0)
+
+
+@torch.no_grad()
+def reverse_kl(
+    logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    coefficient: float = 1.0,
+    discount: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """How much likelier a teacher finds each sampled token than the policy: [B, T], 0 at tokens that were not sampled.
+
+    A_t = coefficient sum_{s >= t} discount^{s - t} (log q(x_s) - log p(x_s)), with x ~ p, the policy, and q the
+    teacher. Of one token, log p - log q is an unbiased estimate of the reverse KL, KL(p || q): a policy gradient with
+    these advantages lowers it (Agarwal et al., 2024, "On-Policy Distillation of Language Models"; with discount 0, each
+    token alone, as in "On-Policy Distillation", Thinking Machines Lab, 2025). Add it to other advantages of tokens
+    (`per_token(batch, grpo(...))`) for a reward with a penalty, with a reference policy as the teacher.
+
+    Args:
+        logprobs: [B, T], of the sampled tokens under the policy: batch["log_probs", "full"].
+        teacher_logprobs: the same under the teacher: batch["teacher", NAME, "log_probs"].
+        mask: [B, T] bool, the sampled tokens: batch["masks", "all_assistant_mask"].
+        coefficient: factor of all.
+        discount: weight of the next token's difference, in [0, 1]; 0: its own alone counts.
+        cu_seqlens: [B + 1], of a packed batch, whose arguments and results are [1, N].
+
+    Raises `RequestError` for shapes that do not fit, and for log-probs of a sampled token that are not finite, as those
+    of a teacher that failed.
+    """
+    if cu_seqlens is not None:
+        rows = _UnpackedRows(cu_seqlens, logprobs)
+        given = (rows.unpack(each) for each in (logprobs, teacher_logprobs, mask))
+        return rows.pack(reverse_kl(*given, coefficient=coefficient, discount=discount))
+    _check_values(logprobs, mask)
+    if teacher_logprobs.shape != logprobs.shape:
+        bound = f"{list(logprobs.shape)}, as logprobs"
+        raise RequestError.for_field("teacher_logprobs.shape", list(teacher_logprobs.shape), bound)
+    if not 0 <= discount <= 1:
+        raise RequestError.for_field("discount", discount, "in [0, 1]")
+    difference = (teacher_logprobs - logprobs).where(mask, 0.0)
+    if not difference.isfinite().all():
+        row, column = (~difference.isfinite()).nonzero()[0].tolist()
+        shown = f"{teacher_logprobs[row, column].item()} at [{row}, {column}]"
+        hint = "A teacher that failed has NaN: leave the batch out, or Teacher(on_failure='raise')."
+        raise RequestError.for_field("teacher_logprobs", shown, "finite for every sampled token", hint)
+    if discount:
+        following = torch.zeros_like(difference[:, 0])
+        for t in reversed(range(difference.shape[1])):
+            here = mask[:, t]
+            following = torch.where(here, difference[:, t] + discount * following, following)
+            difference[:, t] = torch.where(here, following, 0.0)
+    return coefficient * difference
 
 
 def per_token(batch: TensorDictBase, advantages: Tensor) -> Tensor:

@@ -9,21 +9,30 @@
     pictures                                      spans in prompt and response, and digests, which name files in the
                                                   folder `pictures` (`rollout_engine.batches.picture_files`); only if
                                                   there are any
-    log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 if it was not sampled
+    log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 if it was neither sampled
+                                                  nor forced
     kept_logprob_mass                             the same, with top-k, top-p or min-p
+    support                                       per token of the response the ids that its draw had left, [] for all;
+                                                  with return_support
+    teacher                                       {name: {log_probs, top_ids, top_log_probs}} with teachers, one entry
+                                                  per token of the response; null if it was not sampled or not scored
+    entropy                                       one per token of the response, 0 if it was not sampled; with entropy
+    top_k                                         with logprobs=k: per token [id, log-prob] of the k most likely ones,
+                                                  null for a log-prob of -inf; [] if it was not sampled
+    forced                                        with a budget of thinking: whether it forced each response token
     reward, done                                  with a reward function; of episodes also `terminated`: the
                                                   environment ended it, and no limit or fault
     rewards                                       {name: number} with a list of them; null if one does not apply
     turns, turn_rewards, num_turns, episode_id, seat, ended_by, error, messages, info
                                                   of episodes (`rollouts.episodes.rows`); turns: per token
-                                                  of the response the turn that sampled it, -1 for glue
+                                                  of the response the turn that wrote it, -1 for glue
     columns                                       {name: value} of your columns, and of keys that you added
 
 In `columns`, `info` and `messages` sets are lists, and other values that JSON lacks (NaN, infinities, bytes, dates) are
 a text: a warning names such values (`rollout_engine.batches.json_values`).
 `rollout(log_to=...)` adds the origin of the sample (`rollout_engine.rollouts.log`); `read_jsonl` reads both.
-"routed_experts" are not written. Numbers are written so that reading them gives the same bits (float32 as its float64
-value).
+"routed_experts" and "hidden_states" are not written. Numbers are written so that reading them gives the same bits
+(float32 as its float64 value).
 """
 
 import json
@@ -47,17 +56,20 @@ from rollout_engine.batches.layout import (
     EPISODE_KEYS,
     PER_TURN,
     RESERVED_KEYS,
-    SPAN_OF_KEY,
+    TEACHER,
     Key,
+    Place,
     Places,
     check_batch,
     is_packed,
     leaves,
     packed_span,
     places,
+    span_of,
 )
 from rollout_engine.batches.picture_files import as_entries, folder_beside, has_pictures, save_pictures
 from rollout_engine.batches.rollout_files import append_text
+from rollout_engine.batches.sampled_columns import top_rows
 
 logger = logging.getLogger("rollout_engine")
 
@@ -104,8 +116,18 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
         if "pictures" in own and own["pictures"][row]:
             sample["pictures"] = as_entries(own["pictures"][row])
         sample |= {key: batch[key][after].tolist() for key in ("policy_version", "kv_min_version")}
+        if ("masks", "forced") in batch.keys(include_nested=True):
+            sample["forced"] = batch["masks", "forced"][after].tolist()
         if "kept_logprob_mass" in batch.keys():
             sample["kept_logprob_mass"] = batch["kept_logprob_mass"][response].tolist()
+        if "support" in own:
+            sample["support"] = own["support"][row].lists()
+        if TEACHER in batch.keys():
+            sample[TEACHER] = _teachers(batch, after)
+        if "entropy" in batch.keys():
+            sample["entropy"] = batch["entropy", "full"][after].tolist()
+        if "top_k" in batch.keys():
+            sample["top_k"] = top_rows(*(batch["top_k", name][after] for name in ("ids", "log_probs")))
         if "next" in batch.keys():
             ends = [key for key in ("done", "terminated") if ("next", key) in own]
             sample |= {key: own["next", key][row][0] for key in ("reward", *ends)}
@@ -122,8 +144,23 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
 
 def _plain(batch: TensorDictBase, reserved: frozenset[str]) -> dict[Key, list[Any]]:
     """A rollout's own keys with one entry per sequence, as lists."""
-    keys = {key for key, _ in leaves(batch)} - SPAN_OF_KEY.keys() - {"cu_seqlens"}
+    keys = {key for key, _ in leaves(batch) if span_of(key) is None} - {"cu_seqlens"}
     return {key: batch.get(key).tolist() for key in keys if _top(key) in reserved}
+
+
+def _teachers(batch: TensorDictBase, after: Place) -> dict[str, dict[str, list[Any]]]:
+    """The columns of each teacher at the tokens of one response; None for numbers that are not finite."""
+    return {
+        name: {part: _finite(values[after].tolist()) for part, values in columns.items()}
+        for name, columns in batch[TEACHER].items()
+    }
+
+
+def _finite(value: Any) -> Any:
+    """A number, or nested lists of them, with None in place of those that are not finite."""
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value if math.isfinite(value) else None
 
 
 class Converted:

@@ -34,19 +34,28 @@ SPAN_OF_KEY: dict[Key, Span] = {
     ("masks", "all_attention_mask"): "full",
     ("masks", "all_assistant_mask"): "full",
     ("masks", "turn"): "full",
+    ("masks", "forced"): "full",
     ("log_probs", "full"): "full",
     "policy_version": "full",
     "kv_min_version": "full",
     "routed_experts": "full",
+    ("entropy", "full"): "full",
+    ("top_k", "ids"): "full",
+    ("top_k", "log_probs"): "full",
+    "hidden_states": "full",
 }
 """Keys of a rollout with one value per token."""
+TEACHER = "teacher"
+"""First part of the keys of teachers, ("teacher", NAME, ...), which all have one value or row per token of full."""
+FILL_OF_TEACHER = {"log_probs": 0.0, "top_ids": -1, "top_log_probs": float("-inf")}
+"""Last part of the keys of teachers -> the value outside the assistant mask."""
 PER_TURN: Key = ("rewards", "turn")
 """The key of episodes with one value per turn, [B, most turns] in both layouts, padded with 0 on the right."""
 
 RESERVED_KEYS = frozenset(
     "tokens masks log_probs kept_logprob_mass policy_version kv_min_version group_id sample_index seed "
     "num_prompt_tokens num_dropped truncated finish_reason text next rewards cu_seqlens routed_experts "
-    "pictures".split()
+    "pictures picture_features support entropy top_k hidden_states teacher".split()
 )
 """Top-level keys that no column may take."""
 EPISODE_KEYS = frozenset("num_turns episode_id seat ended_by error messages info".split())
@@ -119,6 +128,13 @@ def full_places(batch: TensorDictBase) -> list[Place]:
     return [(row, slice(0, n)) for row, n in enumerate(batch["masks", "all_attention_mask"].sum(1).tolist())]
 
 
+def scored_mask(batch: TensorDictBase) -> Tensor:
+    """The tokens with log-probs, bool in the shape of ("tokens", "full"): sampled, or forced by a budget."""
+    masks = batch["masks"]
+    sampled: Tensor = masks["all_assistant_mask"]
+    return sampled | masks["forced"] if "forced" in masks.keys() else sampled
+
+
 def width_of(batch: TensorDictBase, span: Span) -> int:
     """Columns of keys with this span: P, R or T when padded, the sum over sequences when packed."""
     return int(batch["tokens", span].shape[1])
@@ -133,16 +149,22 @@ def padding_token(batch: TensorDictBase) -> int | None:
     return None
 
 
+def span_of(key: Key) -> Span | None:
+    """The span of a rollout's own key with one value per token; None for other keys."""
+    return "full" if isinstance(key, tuple) and key[0] == TEACHER else SPAN_OF_KEY.get(key)
+
+
 def packed_span(key: Key, value: Any, batch: TensorDictBase) -> Span | None:
     """The span of `key` in a packed batch; None for keys with one entry per sequence.
 
     For keys that users added the shape decides: [1, n, ...] with n the tokens of a span, or [B, ...]. Raises
     `RequestError` for other shapes.
     """
-    if key in SPAN_OF_KEY:
-        return SPAN_OF_KEY[key]
     if key == PER_TURN:
         return None
+    known = span_of(key)
+    if known is not None:
+        return known
     shape = tuple(value.shape)
     if isinstance(value, Tensor) and len(shape) > 1 and shape[0] == 1 < shape[1]:
         for span in SPANS:

@@ -7,7 +7,9 @@ import numpy as np
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
+from rollout_engine.base.support import support_of
 from rollout_engine.batches.picture_files import as_entries
+from rollout_engine.batches.sampled_columns import top_of, top_rows
 
 
 def output_samples(
@@ -22,7 +24,11 @@ def output_samples(
     `columns`: name -> the prompt's value; `rewards` one per sample, `function_rewards` the same by function's name.
     Raises `RequestError` for samples without log-probs.
     """
+    has_budget = any(sample.forced is not None for sample in output.outputs)
     has_mass = any(sample.kept_logprob_mass is not None for sample in output.outputs)
+    has_support = any(sample.support is not None for sample in output.outputs)
+    has_entropies = any(sample.entropies is not None for sample in output.outputs)
+    has_top = any(top_of(sample) is not None for sample in output.outputs)
     prompt_token_ids = [int(token_id) for token_id in output.prompt_token_ids]
     for row, sample in enumerate(output.outputs):
         if sample.logprobs is None and sample.token_ids:
@@ -45,8 +51,17 @@ def output_samples(
         spans = [(span.end - span.start, span.policy_version, span.kv_min_version) for span in sample.version_spans]
         made["policy_version"] = [version for length, version, _ in spans for _ in range(length)]
         made["kv_min_version"] = [version for length, _, version in spans for _ in range(length)]
+        if has_budget:
+            made["forced"] = [False] * len(sample.token_ids) if sample.forced is None else sample.forced.tolist()
         if has_mass:
             made["kept_logprob_mass"] = _floats(sample.kept_logprob_mass, sample)
+        if has_support:
+            made["support"] = support_of(sample).lists()
+        if has_entropies:
+            made["entropy"] = _floats(sample.entropies, sample)
+        if has_top:
+            top = top_of(sample)
+            made["top_k"] = [[] for _ in sample.token_ids] if top is None else top_rows(*top)
         if rewards is not None:
             made |= {"reward": _float32(rewards[row]), "done": is_done}
         if function_rewards:

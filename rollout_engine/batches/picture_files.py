@@ -94,18 +94,41 @@ def load_picture(folder: str | os.PathLike[str], digest: str) -> Picture:
     Raises `RequestError` for a file that is missing, is no such file, or holds another picture.
     """
     path = Path(folder) / f"{digest}.npz"
-    bound = "a file of a picture, as rollouts write it"
+    bound = f"a file of a picture, as rollouts write it, in {path.parent}"
     if not IS_DIGEST.match(digest):
         raise RequestError.for_field("picture", digest, "a digest of 32 hexadecimal digits")
     try:
         with zipfile.ZipFile(path) as archive:
             picture = Picture.of(_read_arrays(archive))
     except (OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as problem:
-        raise RequestError.for_field("picture", str(path), bound, f"{problem}.") from problem
+        raise RequestError.for_field("picture", path.name, bound, f"{problem}.") from problem
     if picture.digest.hex() != digest:
         hint = f"Its arrays are those of {picture.digest.hex()}: it was changed, or renamed."
-        raise RequestError.for_field("picture", str(path), bound, hint)
+        raise RequestError.for_field("picture", path.name, bound, hint)
     return picture
+
+
+def damaged_pictures(samples: Iterable[Mapping[str, Any]], *, most_bytes: int = _MAX_BYTES) -> dict[str, str]:
+    """Why files of the pictures that samples and their messages name cannot be used, by digest; the others are right.
+
+    Files of `most_bytes` together are read, the first ones; of others nothing is known.
+    """
+    found, seen = dict[str, str](), set[str]()
+    for sample in samples:
+        folder = sample.get(IN_FOLDER)
+        for name in (each for each in _pictures_of(sample) if isinstance(each, str) and each not in seen):
+            if folder is None:
+                break
+            seen.add(name)
+            path = Path(folder) / f"{name}.npz"
+            most_bytes -= path.stat().st_size if path.is_file() else 0
+            if most_bytes < 0:
+                return found
+            try:
+                load_picture(path.parent, name)
+            except RequestError as problem:
+                found[name] = str(problem)
+    return found
 
 
 def png_files(samples: Iterable[Mapping[str, Any]], *, most_bytes: int) -> dict[str, bytes]:

@@ -8,14 +8,25 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     ("tokens", "full")                        [B, T]   [1, N]       int64
     ("masks", "all_attention_mask")           [B, T]   [1, N]       bool; real tokens of full
     ("masks", "all_assistant_mask")           [B, T]   [1, N]       bool; tokens the policy sampled
+    ("masks", "forced")                       [B, T]   [1, N]       bool; tokens that `thinking_budget` forced, which
+                                                                    are outside the assistant mask; only with a budget
     ("masks", "prompt")                       [B, P]   [1, sum P]   bool; real tokens of prompt
     ("masks", "response")                     [B, R]   [1, sum R]   bool; real tokens of response
-    ("log_probs", "response"), ("…", "full")  [B, R], [B, T] …      float32; 0 outside the mask
+    ("log_probs", "response"), ("…", "full")  [B, R], [B, T] …      float32; the policy's, 0 of tokens that are neither
+                                                                    sampled nor forced
     "kept_logprob_mass"                       [B, R]   [1, sum R]   float32; only if top-k, top-p or min-p cut
-    "policy_version", "kv_min_version"        [B, T]   [1, N]       int64; -1 outside the assistant mask
+    "policy_version", "kv_min_version"        [B, T]   [1, N]       int64; likewise, -1 of the others
     "routed_experts"                          [B, T, L, k]          int16; experts of each token in the L layers with a
                                                        [1, N, L, k] router, -1 if it was not computed: the last of a
                                                                     sequence; only with return_routed_experts
+    ("entropy", "full")                       [B, T]   [1, N]       float32, nats; 0 outside the mask; only with entropy
+    ("top_k", "ids")                          [B, T, k]             int64; the k most likely tokens, most likely first;
+                                                       [1, N, k]    -1 outside the mask; only with logprobs=k, k >= 1
+    ("top_k", "log_probs")                    [B, T, k] …           float32; theirs; -inf outside the mask
+    "hidden_states"                           [B, T, H]             in the model's dtype (here float32): the state from
+                                                       [1, N, H]    which each token was drawn, that of the token before
+                                                                    it; 0 outside the mask. return_hidden_states="all":
+                                                                    of prompt tokens too, 0 for the first
     "group_id", "sample_index", "seed"        [B]                   int64
     "num_prompt_tokens"                       [B]                   int64; the start of the response in full
     "num_dropped"                             [B]                   int64; samples of its group that were started and
@@ -24,11 +35,21 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     "finish_reason", ("text", "prompt"), ("text", "response"), columns   [B]   one Python object per sequence
     "pictures"                                [B]                   tuple of `PlacedPicture`, at positions of the
                                                                     sequence's tokens in full; only if any has pictures
+    "support"                                 [B]                   `Support` of the tokens of the response; only with
+                                                                    return_support
+    "picture_features"                        [B]                   tuple of `EncodedPicture`, in the order of pictures;
+                                                                    only with `RolloutPolicy.add_picture_features`
     ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards. done: the sample
                                                                     was not cut off (finish_reason "stop")
     ("rewards", NAME)                         [B, 1]                float32, of each function if there is a list of
                                                                     them; NaN if it does not apply
     ("masks", "turn")                         [B, T]   [1, N]       int64; only of episodes
+    ("teacher", NAME, "log_probs")            [B, T]   [1, N]       float32; a teacher's, of the sampled tokens; 0
+                                                                    outside the assistant mask; NaN if it failed
+    ("teacher", NAME, "top_ids")              [B, T, k]             int64; with teacher_top_k: the teacher's most likely
+                                                       [1, N, k]    tokens, or the policy's; -1 outside the mask
+    ("teacher", NAME, "top_log_probs")        [B, T, k]             float32; the teacher's log-probs of these; -inf
+                                                       [1, N, k]    outside the mask
     "cu_seqlens"                                       [B + 1]      int32; the start of each sequence in full
 
 Padding is `pad_token_id` for tokens. The padded layout has batch size [B], the packed one [].
@@ -46,6 +67,8 @@ from torch import Tensor
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput, VersionSpan
+from rollout_engine.base.support import support_of
+from rollout_engine.batches.sampled_columns import FILL, hidden_states, sampled_columns
 from rollout_engine.batches.summary import RolloutBatch
 
 Layout = Literal["padded", "packed"]
@@ -86,10 +109,11 @@ def rollout_batch(
     prompts = _repeat_values([np.array(output.prompt_token_ids, np.int64) for output in outputs], outputs)
     responses = [np.array(sample.token_ids, np.int64) for sample in samples]
     num_prompt, num_response = (np.array([*map(len, parts)], np.int64) for parts in (prompts, responses))
-    masks = _masks(num_prompt, num_response, layout, turns)
+    masks = _masks(num_prompt, num_response, layout, turns, _join_forced(samples))
 
     batch_size = [len(samples)] if layout == "padded" else []
-    batch = RolloutBatch(_token_keys(prompts, responses, samples, masks, pad_token_id), batch_size=batch_size)
+    keys = _token_keys(prompts, responses, samples, masks, pad_token_id) | _state_keys(outputs, masks)
+    batch = RolloutBatch(keys, batch_size=batch_size)
     batch["group_id"] = _tensor(np.array(range(len(outputs)) if group_ids is None else group_ids, np.int64)[rows])
     batch["sample_index"] = _tensor(np.array([sample.index for sample in samples], np.int64))
     batch["seed"] = _tensor(np.array([sample.seed for sample in samples], np.uint64).view(np.int64))
@@ -102,6 +126,7 @@ def rollout_batch(
     batch["text", "response"] = NonTensorStack(*(sample.text for sample in samples))
     for name, values in [*(columns or {}).items(), *_picture_column(outputs)]:
         batch[name] = NonTensorStack(*(values[row] for row in rows))
+
     if rewards is not None:
         batch["next", "reward"] = torch.tensor([*itertools.chain(*rewards)], dtype=torch.float32).unsqueeze(-1)
         batch["next", "done"] = done
@@ -134,18 +159,37 @@ class _Masks(NamedTuple):
     """The response, within full."""
     assistant: np.ndarray
     turn: np.ndarray | None = None
-    """int64, not bool: the turn of each token of full, -1 outside the assistant mask."""
+    """int64, not bool: the turn of each token of full, -1 of tokens of none."""
+    forced: np.ndarray | None = None
+    """None without a budget of thinking."""
 
 
 def _masks(
-    num_prompt: np.ndarray, num_response: np.ndarray, layout: Layout, turns: Sequence[np.ndarray] | None
+    num_prompt: np.ndarray,
+    num_response: np.ndarray,
+    layout: Layout,
+    turns: Sequence[np.ndarray] | None,
+    forced: np.ndarray | None,
 ) -> _Masks:
+    """`forced`: bool, all responses end to end."""
     masks = _spans(num_prompt, num_response, layout)
-    if turns is None:
-        return masks
-    turn = np.full(masks.after.shape, -1)
-    turn[masks.after] = _join_parts(list(turns), np.int64)
-    return masks._replace(assistant=turn >= 0, turn=turn)
+    if turns is not None:
+        turn = np.full(masks.after.shape, -1)
+        turn[masks.after] = _join_parts(list(turns), np.int64)
+        masks = masks._replace(assistant=turn >= 0, turn=turn)
+    if forced is not None:
+        placed = np.zeros_like(masks.after)
+        placed[masks.after] = forced
+        masks = masks._replace(assistant=masks.assistant & ~placed, forced=placed)
+    return masks
+
+
+def _join_forced(samples: list[CompletionOutput]) -> np.ndarray | None:
+    """Which response tokens are forced, bool, all samples end to end; None if none has a budget."""
+    if all(sample.forced is None for sample in samples):
+        return None
+    parts = [np.zeros(len(each.token_ids), bool) if each.forced is None else each.forced for each in samples]
+    return _join_parts(parts, np.bool_)
 
 
 def _spans(num_prompt: np.ndarray, num_response: np.ndarray, layout: Layout) -> _Masks:
@@ -191,15 +235,26 @@ def _token_keys(
         "policy_version": _place_values(masks.after, policy_version, -1),
         "kv_min_version": _place_values(masks.after, kv_min_version, -1),
     }
-    if masks.turn is not None:
-        keys["masks"]["turn"] = _tensor(masks.turn)
+    for name in ("turn", "forced"):
+        if (mask := getattr(masks, name)) is not None:
+            keys["masks"][name] = _tensor(mask)
     if any(sample.kept_logprob_mass is not None for sample in samples):
         kept = [_or_zeros(sample.kept_logprob_mass, sample) for sample in samples]
         keys["kept_logprob_mass"] = _place_values(masks.response, _join_parts(kept, np.float32), 0.0)
     if any(sample.routed_experts is not None for sample in samples):
         num_tokens = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
         keys["routed_experts"] = _place_values(masks.full, _routed_experts(samples, num_tokens), -1)
+    if any(sample.support is not None for sample in samples):
+        keys["support"] = NonTensorStack(*map(support_of, samples))
+    for key, values in sampled_columns(samples):
+        place = keys if isinstance(key, str) else keys.setdefault(key[0], {})
+        place[key if isinstance(key, str) else key[1]] = _place_values(masks.after, values, FILL[key])
     return keys
+
+
+def _state_keys(outputs: Sequence[RequestOutput], masks: _Masks) -> dict[str, Any]:
+    states = hidden_states(outputs)
+    return {} if states is None else {"hidden_states": _place_values(masks.full, states, FILL["hidden_states"])}
 
 
 def _logprobs(sample: CompletionOutput) -> np.ndarray:

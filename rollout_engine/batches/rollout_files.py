@@ -68,12 +68,14 @@ class _Rollout(msgspec.Struct):
     columns: dict[str, Any] | None = None
     kv_min_version: list[int] | None = None
     turns: list[int] | None = None
+    forced: list[bool] | None = None
     sampling: dict[str, Any] | None = None
     weights: dict[str, str | None] | None = None
     lora: _Lora | None = None
     engine: _Engine | None = None
     made: tuple[float, float] | None = None
     pictures: list[_Placed] | None = None
+    support: list[_TokenIds] | None = None
 
 
 _NEEDED = {field.name for field in msgspec.structs.fields(_Rollout) if field.required}
@@ -167,7 +169,8 @@ def sample_problem(sample: Any) -> str:
     sizes = [len(values) for values in (known.response_token_ids, known.log_probs, known.policy_version)]
     if len(set(sizes)) > 1:
         return f"It has {sizes} tokens, log_probs and versions"
-    for name, values in (("kv_min_version", known.kv_min_version), ("turns", known.turns)):
+    for name in ("kv_min_version", "turns", "forced", "support"):
+        values = getattr(known, name)
         if values is not None and len(values) != sizes[0]:
             return f"It has {sizes[0]} tokens, and {len(values)} {name}"
     ends, num_tokens = [0], len(known.prompt_token_ids) + sizes[0]

@@ -1,5 +1,6 @@
 """Conversion of rollouts for Hugging Face TRL: names, dtypes and padding sides of `GRPOTrainer` in trl 1.16."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,10 +9,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pictures import PlacedPicture, join_arrays
 from rollout_engine.batches.layout import check_batch, num_sequences, one_per_sequence, padding_token, places
 
 
-def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str, Tensor]:
+def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str, Any]:
     """Convert a rollout of either layout to the inputs of TRL's GRPO loss.
 
         key                                 shape, dtype
@@ -22,24 +24,25 @@ def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str,
         advantages                          [B] float32; if given, or if the batch has a key "advantage"
         num_items_in_batch                  [] int64, tokens that count in the loss
         tool_mask                           [B, R] int64, 0 on response tokens outside all_assistant_mask; only if
-                                            there are any
+                                            there are any: of an environment, or forced by a budget
+        pixel_values, image_grid_thw, ...   the pictures of all sequences in order, as the model's forward takes them;
+                                            the next two as well only if there are any
+        mm_token_type_ids                   [B, P + R] int64, 1 at the tokens that stand for a picture's features
+        num_images                          list of B ints, the pictures of each sequence
 
     With prompts and completions concatenated as in TRL,
     `exact.token_logprobs(model, ids, mask, temperature=...)[:, -R:]` equals `old_per_token_logps` bit for bit under
-    `completion_mask`, at the temperature that sampled.
+    `completion_mask`, at the temperature that sampled, if it is given the inputs of pictures as well.
 
     Args:
         batch: a rollout.
         advantages: [B] or [B, 1], one per sequence.
 
-    Raises `RequestError` for a batch with pictures, whose inputs differ from model to model.
+    Raises `RequestError` for anything but a rollout with at least one sequence.
     """
     num = num_sequences(check_batch(batch))
     if num == 0:
         raise RequestError.for_field("number of sequences", 0, "at least 1")
-    if _last_pictures(batch):
-        hint = "TRL's trainer makes their inputs itself (envs_adapters.trainers.trl); for others there is exact.inputs."
-        raise RequestError.for_field("batch['pictures']", "some", "absent", hint)
     if advantages is None and "advantage" in batch.keys():
         advantages = batch["advantage"]
     if advantages is not None:
@@ -60,7 +63,7 @@ def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str,
         inputs["advantages"] = advantages.float()
     if not all(mask.all() for mask in sampled):
         inputs["tool_mask"] = pad_sequence(sampled, batch_first=True, padding_value=1).long()
-    return inputs
+    return inputs | _picture_inputs(batch, inputs["prompt_ids"].shape[1], inputs["completion_ids"].shape[1])
 
 
 def to_trl_rollout(batch: TensorDictBase) -> dict[str, list[Any]]:
@@ -71,7 +74,7 @@ def to_trl_rollout(batch: TensorDictBase) -> dict[str, list[Any]]:
 
     "prompt_ids", "completion_ids" and "logprobs" are lists without padding; "env_mask" is 0 on completion tokens that
     the policy did not sample, and absent if there are none. Pictures of prompts are left out: TRL has them itself.
-    Raises `RequestError` for pictures in responses, which TRL has no place for.
+    Raises `RequestError` for pictures in responses, which TRL's generation has no place for (`to_trl` has).
     """
     prompts, responses, _ = places(check_batch(batch))
     starts = batch["num_prompt_tokens"].tolist()
@@ -94,6 +97,23 @@ def _last_pictures(batch: TensorDictBase) -> list[int]:
     rows = batch["pictures"] if "pictures" in batch.keys() else ()
     found = [max((each.start for each in row), default=-1) for row in rows]
     return found if max(found, default=-1) >= 0 else []
+
+
+def _picture_inputs(batch: TensorDictBase, prompt_width: int, response_width: int) -> dict[str, Any]:
+    """The inputs that pictures add to rows of `prompt_width` columns for prompts and others for responses."""
+    rows: Sequence[Sequence[PlacedPicture]] = batch.get("pictures").tolist() if "pictures" in batch.keys() else ()
+    if not any(rows):
+        return {}
+    types = torch.zeros(len(rows), prompt_width + response_width, dtype=torch.int64)
+    starts, full = batch["num_prompt_tokens"].tolist(), places(batch).full
+    for row, (own, num_prompt, place) in enumerate(zip(rows, starts, full, strict=True)):
+        tokens = batch["tokens", "full"][place]
+        for each in own:
+            features = (tokens[each.start : each.end] == tokens[each.start]).nonzero()[:, 0] + each.start
+            types[row, features + prompt_width - num_prompt] = 1
+    joined = join_arrays([each for own in rows for each in own])
+    arrays = {name: torch.from_numpy(array) for name, array in joined.items()}
+    return arrays | {"mm_token_type_ids": types, "num_images": [len(own) for own in rows]}
 
 
 def _rows(value: Tensor, spans: list[Any], fill: int = 0, side: str = "right") -> Tensor:

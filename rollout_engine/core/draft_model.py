@@ -172,6 +172,8 @@ class DraftModel:
                 prompt_logprobs=None,
                 logprob_token_ids=None,
                 structured_outputs=None,
+                entropy=False,
+                return_hidden_states=None,
             )
             known = self._known[sequence.sequence_id] = _Known(sequence.sequence_id, request, params)
             return known

@@ -10,16 +10,16 @@ import numpy as np
 from rollout_engine.base.messages import (
     ModelRunnerOutput,
     NewSequence,
-    PromptLogprobs,
     ScheduledSequence,
     SchedulerOutput,
     StateMove,
 )
 from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.base.pooling_params import PoolingParams
-from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import mix
 from rollout_engine.base.sequence_error import SequenceError
+from rollout_engine.base.thinking import ThinkingState
+from rollout_engine.core.fake_columns import fake_states, prompt_columns, with_columns
 from rollout_engine.core.fake_states import FakeKVError, FakeState, FakeStates
 
 
@@ -104,11 +104,17 @@ class FakeExecutor:
             if work.step in self.fail_at_steps and index == len(work.scheduled) // 2:
                 raise RuntimeError(f"told to fail at step {work.step}")
             self._compute(row, move, work.policy_version, records)
-        prompts, pooled = self._score_prompts(work.scheduled), self._pool(work.scheduled)
+        whole, pooled = self._read_prompts(work.scheduled), self._pool(work.scheduled)
         routed = self._route_prompts(work.scheduled)
         self.num_steps += 1
         output = self._sample(work)
-        output.prompt_logprobs, output.pooled, output.prompt_routed_experts = prompts, pooled, routed
+        output.pooled, output.prompt_routed_experts = pooled, routed
+        for index, state in whole.items():
+            prompt = state.token_ids[: state.num_prompt_tokens]
+            if state.params.prompt_logprobs is not None:
+                output.prompt_logprobs[index] = prompt_columns(prompt, state.params, self.vocab_size)
+            if state.params.return_hidden_states == "all":
+                output.prompt_hidden_states[index] = fake_states(prompt)
         return output
 
     def release_kv(self) -> None:
@@ -159,12 +165,13 @@ class FakeExecutor:
             self._mark_routed(self._slot(row, position), records)
             self.num_tokens_computed += 1
 
-    def _score_prompts(self, scheduled: list[ScheduledSequence]) -> dict[int, PromptLogprobs]:
-        """Make up log-probs of complete prompts. Raises if a part was not computed."""
+    def _read_prompts(self, scheduled: list[ScheduledSequence]) -> dict[int, "FakeSequence"]:
+        """Complete prompts of which log-probs or states are returned. Raises if a part was not computed."""
         found = {}
         for index, row in enumerate(scheduled):
             state = self.sequences[row.sequence_id]
-            if state.params.prompt_logprobs is None or state.num_sampled:
+            asks = state.params.prompt_logprobs is not None or state.params.return_hidden_states == "all"
+            if not asks or state.num_sampled:
                 continue
             if state.num_scored != row.num_computed_tokens:
                 raise FakeKVError(
@@ -172,7 +179,7 @@ class FakeExecutor:
                 )
             state.num_scored += row.num_scheduled_tokens
             if state.num_scored == state.num_prompt_tokens:
-                found[index] = _prompt_columns(state, self.vocab_size)
+                found[index] = state
         return found
 
     def _pool(self, scheduled: list[ScheduledSequence]) -> dict[int, np.ndarray]:
@@ -227,7 +234,7 @@ class FakeExecutor:
                     break
             num_drawn.append(len(token_ids) - start)
             params += [state.params] * num_drawn[-1]
-        output = _with_columns(token_ids, params, errors, self.vocab_size)
+        output = with_columns(token_ids, params, errors, self.vocab_size)
         if any(each.return_routed_experts for each in params):
             output.routed_experts = np.array(routed, np.uint8)
         output.num_drawn = num_drawn if any(row.draft_token_ids for row in work.scheduled) else None
@@ -236,6 +243,8 @@ class FakeExecutor:
     def _next_token(self, sequence_id: int, digest: int) -> int:
         state = self.sequences[sequence_id]
         script = self.scripts.get(sequence_id, [])
+        if (forced := state.forced) is not None:
+            return forced
         if state.num_sampled < len(script):
             return script[state.num_sampled]
         return _draw(digest, state.seed, self.vocab_size, state.banned)
@@ -266,7 +275,7 @@ class FakeSequence:
 
     __slots__ = (
         *("block_ids", "features", "num_pooled", "num_prompt_tokens", "num_scored"),
-        *("params", "pooling", "seed", "stop_ids", "token_ids"),
+        *("_thinking", "params", "pooling", "seed", "stop_ids", "token_ids"),
     )
 
     def __init__(self, new: NewSequence, image_token_id: int) -> None:
@@ -282,6 +291,12 @@ class FakeSequence:
         """Prompt tokens before this one were computed since the sequence arrived."""
         self.seed = new.seed
         self.stop_ids = {*new.eos_token_ids, *(new.params.stop_token_ids or ())}
+        self._thinking = None if new.thinking is None else ThinkingState(new.thinking, new.num_prompt_tokens)
+
+    @property
+    def forced(self) -> int | None:
+        """The next token, if a budget of thinking forces it."""
+        return None if self._thinking is None else self._thinking.next_forced(self.token_ids)
 
     @property
     def context(self) -> list[int]:
@@ -351,39 +366,3 @@ def _experts(digest: int) -> list[list[int]]:
 
 def _positions(row: ScheduledSequence) -> range:
     return range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens)
-
-
-def _prompt_columns(state: FakeSequence, vocab_size: int) -> PromptLogprobs:
-    ids = np.array(state.token_ids[: state.num_prompt_tokens], dtype=np.int32)
-    logprobs = (-1.0 - ids / vocab_size).astype(np.float32)
-    logprobs[0] = np.nan
-    width = vocab_size if state.params.prompt_logprobs == -1 else state.params.prompt_logprobs
-    top = (np.repeat(ids[:, None], width, 1), np.repeat(logprobs[:, None], width, 1)) if width else None
-    ranks = ids + 1
-    ranks[0] = 0
-    return PromptLogprobs(logprobs, top, ranks)
-
-
-def _with_columns(
-    token_ids: list[int], params: list[SamplingParams], errors: dict[int, str], vocab_size: int
-) -> ModelRunnerOutput:
-    """Make up log-probs that identify their token: -1 - id / vocab_size, with the next ids as runners-up."""
-    output = ModelRunnerOutput(token_ids, None, errors=errors)
-    if any(p.logprobs is not None for p in params):
-        output.logprobs = [-1.0 - token_id / vocab_size for token_id in token_ids]
-    if any(p.truncates for p in params):
-        output.kept_logprob_mass = [-0.125 if p.truncates else 0.0 for p in params]
-    if any(p.wants_ranks for p in params):
-        asks = [p.wants_ranks for p in params]
-        output.sampled_ranks = np.where(asks, np.array(token_ids, np.int32) + 1, 0).astype(np.int32)
-    for index, each in enumerate(params):
-        asked = range(vocab_size) if each.logprobs == -1 else each.logprob_token_ids
-        if asked and index not in errors:
-            output.id_logprobs[index] = -1.0 - np.array(asked, np.float32) / vocab_size
-    width = max((p.num_top_logprobs for p in params), default=0)
-    if width:
-        shifts = np.arange(width, dtype=np.int32)
-        ids = (np.array(token_ids, dtype=np.int32)[:, None] + shifts) % vocab_size
-        values = np.array(output.logprobs, dtype=np.float32)[:, None] - shifts.astype(np.float32)
-        output.top_logprobs = (ids.astype(np.int32), values)
-    return output

@@ -152,9 +152,15 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probs of the prompt are still to be computed: then the prefix cache must not skip any of it."""
+        """Whether log-probs of the prompt are still to be computed."""
         asked = self.request.source.params.prompt_logprobs is not None
         return asked and self.num_tokens == self.num_prompt_tokens
+
+    @property
+    def returns_prompt(self) -> bool:
+        """Whether something of each prompt token is still to be returned: the prefix cache must not skip any of it."""
+        asks = self.request.source.params.return_hidden_states == "all" and self.num_tokens == self.num_prompt_tokens
+        return asks or self.scores_prompt
 
     @property
     def pooling(self) -> PoolingParams | None:

@@ -3,10 +3,12 @@
 from typing import NoReturn
 
 from rollout_engine.base.errors import RequestError, check_text_size
+from rollout_engine.base.hidden_states import check_hidden_asked
 from rollout_engine.base.messages import MAX_CACHE_SALT_BYTES, EngineCoreRequest
 from rollout_engine.base.pooling_params import check_generation, check_pooling
 from rollout_engine.base.routed_experts import check_routing_asked
 from rollout_engine.base.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_N, MAX_STOP_TOKEN_IDS
+from rollout_engine.base.support import check_num_support_ids
 from rollout_engine.core.config import CoreConfig
 
 _MAX_SPELLINGS = 2 * MAX_BAD_WORDS
@@ -40,7 +42,13 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
     check_routing_asked(request.params.return_routed_experts, config.routing)
     if request.pictures:
         _check_pictures(request, config)
+    check_hidden_asked(request.params, config.pooling, len(request.prompt_token_ids), request.max_tokens)
+    if request.thinking is not None:
+        _check_tokens("thinking.closing", request.thinking.closing, config.vocab_size)
+        if problem := request.thinking.problem():
+            raise RequestError.for_field("thinking", problem, "a budget that fits its tags")
     request.params.check_num_logprobs(len(request.prompt_token_ids), request.max_tokens, config.vocab_size)
+    check_num_support_ids(request.params, request.max_tokens, config.vocab_size)
 
 
 def _check_output(request: EngineCoreRequest, vocab_size: int) -> None:
@@ -51,6 +59,8 @@ def _check_output(request: EngineCoreRequest, vocab_size: int) -> None:
         raise RequestError.for_field("n", request.params.n, "1 with output_token_ids")
     if request.params.prompt_logprobs is not None:
         raise RequestError.for_field("prompt_logprobs", request.params.prompt_logprobs, "None with output_token_ids")
+    if request.params.return_hidden_states == "all":
+        raise RequestError.for_field("return_hidden_states", "all", "None or 'sampled' with output_token_ids")
     num_output_tokens = len(request.output_token_ids)
     if num_output_tokens >= request.max_tokens:
         bound = f"fewer than max_tokens={request.max_tokens}"

@@ -8,15 +8,10 @@ from typing import cast
 
 import numpy as np
 
-from rollout_engine.base.messages import (
-    EngineCoreOutputs,
-    IdLogprobs,
-    ModelRunnerOutput,
-    Pooled,
-    SequenceEnd,
-)
+from rollout_engine.base.messages import EngineCoreOutputs, ModelRunnerOutput, Pooled, SequenceEnd
 from rollout_engine.base.outputs import FinishReason
 from rollout_engine.base.sequence_error import SequenceError
+from rollout_engine.base.sequence_rows import IdLogprobs, SupportIds
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.request_table import RequestTable
 from rollout_engine.core.scheduler import Scheduler
@@ -78,6 +73,8 @@ class ResultProcessor:
                 outputs.prompt_logprobs[request.source.first_sequence_id] = logprobs
         for index, routed in result.prompt_routed_experts.items():
             outputs.prompt_routed_experts[step.rows[index].request.source.first_sequence_id] = routed
+        for index, states in result.prompt_hidden_states.items():
+            outputs.prompt_hidden_states[step.rows[index].request.source.first_sequence_id] = states
         self._pool(step, result, outputs)
         self._scheduler.stats.pictures.num_encoded += result.num_encoded_pictures
         self._scheduler.stats.num_tokens_sampled += sum(len(each.sequence_ids) for each in queued)
@@ -214,11 +211,19 @@ def fill_columns(
     outputs.top_logprobs = result.top_logprobs
     outputs.sampled_ranks = result.sampled_ranks
     outputs.routed_experts = result.routed_experts
+    outputs.entropies = result.entropies
+    outputs.hidden_states = result.hidden_states
     if rows is None:
         left_out = {row for row, sequence in enumerate(sampled) if sequence.ended} | result.errors.keys()
         rows = [row for row in range(len(sampled)) if row not in left_out] if left_out else range(len(sampled))
     if len(rows) < len(sampled):
         outputs.keep_rows(list(rows))
-    if result.id_logprobs:
-        values = ((sampled[row].sequence_id, result.id_logprobs.get(row)) for row in rows)
-        outputs.id_logprobs = IdLogprobs.of({name: each for name, each in values if each is not None})
+    outputs.id_logprobs = IdLogprobs.of(_by_sequence(sampled, result.id_logprobs, rows))
+    outputs.supports = SupportIds.of(_by_sequence(sampled, result.supports, rows))
+
+
+def _by_sequence(
+    sampled: list[Sequence], values: dict[int, np.ndarray], rows: Collection[int]
+) -> dict[int, np.ndarray]:
+    """The values of these rows by the ids of their sequences."""
+    return {sampled[row].sequence_id: values[row] for row in rows if row in values} if values else {}

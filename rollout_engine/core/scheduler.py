@@ -251,7 +251,7 @@ class Scheduler:
         return True
 
     def _looks_up(self, sequence: Sequence) -> bool:
-        if sequence.scores_prompt or self._config.pools_beyond_last(sequence.pooling):
+        if sequence.returns_prompt or self._config.pools_beyond_last(sequence.pooling):
             return False
         return sequence.queue is self.waiting and self.tables.caching
 
@@ -325,6 +325,7 @@ class Scheduler:
                 pooling=request.source.pooling,
                 adapter_slot=-1 if request.adapter is None else request.adapter.slot,
                 pictures=request.source.pictures,
+                thinking=request.source.thinking,
             )
         )
         sequence.in_runner = True

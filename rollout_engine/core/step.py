@@ -88,7 +88,7 @@ class Step:
         num_rows = len(self.sampled) if result.num_drawn is None else sum(result.num_drawn)
         if result.num_drawn is not None and len(result.num_drawn) != len(self.sampled):
             raise ValueError(f"the executor returned {len(result.num_drawn)} num_drawn for {len(self.sampled)} samples")
-        for name in ("token_ids", "logprobs", "kept_logprob_mass", "routed_experts"):
+        for name in ("token_ids", "logprobs", "kept_logprob_mass", "routed_experts", "entropies", "hidden_states"):
             column = getattr(result, name)
             if column is not None and len(column) != num_rows:
                 raise ValueError(f"the executor returned {len(column)} {name} for {num_rows} samples")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout_engine.base.messages import KeptSamples
+from rollout_engine.base.kept_samples import KeptSamples
 from rollout_engine.base.metrics import CoreMetrics, CoreStats, Histogram
 from rollout_engine.engine.health import Health
 

@@ -1,4 +1,4 @@
-"""Log-probs of given completions: the checks of prompts and completions, and the executor's scores."""
+"""Scores of given completions: the checks of prompts and completions, and the executor's scores."""
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -9,6 +9,7 @@ import numpy as np
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import PictureInfo, SharedPictures
 from rollout_engine.base.routed_experts import RoutingInfo, checked_rows
+from rollout_engine.base.token_scores import AskedScores, TokenScores, check_num_top, divide_candidates
 from rollout_engine.text.prompts import as_token_ids
 
 
@@ -22,11 +23,10 @@ class Scorer(Protocol):
 
     def score(
         self, sequences: list[list[int]], num_prompt: list[int], temperature: float, **options: Any
-    ) -> Iterator[dict[int, np.ndarray]]:
-        """Yield, a piece at a time, the log-probs of some sequences by their index.
+    ) -> Iterator[dict[int, TokenScores]]:
+        """Yield, a piece at a time, the scores of some sequences by their index: of every token after the prompt.
 
-        Per sequence float32 [len - num_prompt]: of every token after the prompt, under the live weights. `options`: as
-        in `model.backend.Backend.score`.
+        `options`: as in `model.backend.Backend.score`.
         """
         ...
 
@@ -41,12 +41,15 @@ def score_pairs(
     adapter_slot: int = -1,
     routed_experts: Sequence[np.ndarray] | None = None,
     pictures: SharedPictures | None = None,
-) -> Generator[None, None, list[np.ndarray]]:
-    """Compute log-probs of completions, per pair float32 [len(completion)], and yield between two pieces of the work.
+    candidate_ids: np.ndarray | None = None,
+    num_top: int = 0,
+) -> Generator[None, None, list[TokenScores]]:
+    """Score completions, each with its prompt, and yield between two pieces of the work. Returns those of each pair.
 
     `require_weights` is called before each piece, and may raise. Temperature 0 counts as 1. A completion without tokens
-    has no scores, and costs nothing. Raises `RequestError` for token ids outside the vocabulary, an empty prompt, a
-    pair longer than `max_model_len`, and routed experts and pictures that do not fit the pairs or the model.
+    has no scores, and costs nothing. `candidate_ids`: integers [N, K], of all tokens of the completions end to end;
+    `num_top`: most likely tokens of each place. Raises `RequestError` for token ids outside the vocabulary, an empty
+    prompt, a pair longer than `max_model_len`, and arguments that do not fit the pairs or the model.
     """
     require_weights()
     if not (isinstance(temperature, int | float) and math.isfinite(temperature) and temperature >= 0):
@@ -57,7 +60,8 @@ def score_pairs(
     pairs = [_check_pair(scorer.info, i, *pair) for i, pair in enumerate(zip(prompts, completions, strict=True))]
     routed = _checked_routing(scorer, pairs, routed_experts)
     asked = [i for i, (_, completion) in enumerate(pairs) if completion]
-    scores = [np.zeros(0, dtype=np.float32) for _ in pairs]
+    more = _checked_scores([len(completion) for _, completion in pairs], scorer.info, candidate_ids, num_top)
+    scores = [TokenScores.empty(None if candidate_ids is None else candidate_ids.shape[1], num_top)] * len(pairs)
     sequences = [prompt + completion for prompt, completion in (pairs[i] for i in asked)]
     num_left = len(asked)
     num_prompt = [len(pairs[i][0]) for i in asked]
@@ -67,6 +71,8 @@ def score_pairs(
     if pictures is not None and any(pictures.places):
         _check_pictures(scorer.info.pictures, [len(prompt) + len(completion) for prompt, completion in pairs], pictures)
         options["pictures"] = SharedPictures(pictures.arrays, [pictures.places[i] for i in asked])
+    if more is not None:
+        options["asked"] = more.of(asked)
     for found in scorer.score(sequences, num_prompt, temperature or 1.0, **options) if asked else ():
         for k, value in found.items():
             scores[asked[k]] = value
@@ -75,6 +81,16 @@ def score_pairs(
             yield
             require_weights()
     return scores
+
+
+def _checked_scores(
+    lengths: Sequence[int], sizes: Any, candidate_ids: np.ndarray | None, num_top: int
+) -> AskedScores | None:
+    """The scores asked for of completions with these lengths, in addition to their tokens' own; None: no others."""
+    if candidate_ids is None and not num_top:
+        return None
+    check_num_top(num_top, sum(lengths), sizes.vocab_size)
+    return AskedScores(divide_candidates(candidate_ids, lengths, sizes.vocab_size), num_top)
 
 
 def _check_pair(sizes: Any, index: int, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:

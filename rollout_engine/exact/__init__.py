@@ -13,18 +13,27 @@ of a rollout are `**exact.inputs(batch)`. A model on the CPU matches engines on 
 engines with `device="cuda", deterministic=True`.
 """
 
+from rollout_engine.exact.distributions import FullReport
+from rollout_engine.exact.enabling import enable
 from rollout_engine.exact.inputs import inputs
 from rollout_engine.exact.load import load
 from rollout_engine.exact.report import ExactReport, check
-from rollout_engine.exact.trainer import enable, logprobs_of, token_logprobs, token_logprobs_and_entropies
+from rollout_engine.exact.trainer import (
+    logprobs_of,
+    token_entropy,
+    token_logprobs,
+    token_logprobs_and_entropies,
+)
 
 __all__ = [
     "ExactReport",
+    "FullReport",
     "check",
     "enable",
     "inputs",
     "load",
     "logprobs_of",
+    "token_entropy",
     "token_logprobs",
     "token_logprobs_and_entropies",
 ]

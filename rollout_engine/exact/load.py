@@ -5,16 +5,17 @@ import os
 import torch
 from transformers import PreTrainedModel
 
+from rollout_engine.base.config import read_dtype
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.exact.trainer import enable
+from rollout_engine.exact.enabling import enable
 from rollout_engine.model.loading.loader import load_trainable
 
-_DTYPES = {None: "auto", torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_DTYPES = ("auto", "float32", "bfloat16")
 
 
 def load(
     path: str | os.PathLike[str],
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     *,
     device: torch.device | str = "cpu",
     fp32_head: bool | None = None,
@@ -28,14 +29,17 @@ def load(
 
     Args:
         path: a directory, or an id of the Hugging Face hub.
-        dtype: torch.float32 or torch.bfloat16. None: the one that `EngineConfig(dtype="auto")` chooses on `device`.
+        dtype: float32 or bfloat16, of torch or by a name that `EngineConfig(dtype=...)` takes. None, or "auto": the
+            one that an engine chooses on `device`.
         device: the one on which the model is to stay.
         fp32_head: as for `enable`.
 
     Raises `ConfigError` for a checkpoint that an engine refuses, and a model that cannot be exact.
     """
-    if dtype not in _DTYPES:
-        raise ConfigError(f"exact.load: dtype={dtype!r} is not allowed: must be torch.float32, torch.bfloat16 or None.")
-    model = load_trainable(os.fspath(path), _DTYPES[dtype], torch.device(device))
+    name = "auto" if dtype is None else read_dtype(dtype)
+    if name not in _DTYPES:
+        bound = 'float32 or bfloat16 (of torch, or their names), "auto" or None'
+        raise ConfigError(f"exact.load: dtype={dtype!r} is not allowed: must be {bound}.")
+    model = load_trainable(os.fspath(path), name, torch.device(device))
     enable(model, fp32_head=fp32_head)
     return model

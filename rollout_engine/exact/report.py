@@ -1,11 +1,13 @@
 """Comparison of a trainer's log-probs with a rollout's, naming the likely cause of a difference."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout_engine.base.provenance import LogprobsNote, Sent, logprobs_note, mismatches, rollout_note
+from rollout_engine.exact.distributions import FullReport, HasDistributions, compare_distributions
+from rollout_engine.exact.trainer import token_logprobs
 
 
 class ExactReport(NamedTuple):
@@ -39,19 +41,82 @@ class ExactReport(NamedTuple):
         )
 
 
-def check(batch: Any, logprobs: Tensor, temperature: float = 1.0) -> ExactReport:
-    """Compare `logprobs` float [B, T - 1] from `exact.token_logprobs` with the rollout's own.
+@overload
+def check(
+    batch: Any, logprobs: Tensor | None = None, temperature: float | None = None, *, model: nn.Module | None = None
+) -> ExactReport:
+    """Compare log-probs of sampled tokens."""
+
+
+@overload
+def check(
+    batch: Any,
+    logprobs: None = None,
+    temperature: float | None = None,
+    *,
+    model: nn.Module,
+    engine: HasDistributions,
+    full: Literal[True],
+) -> FullReport:
+    """Compare whole distributions."""
+
+
+def check(
+    batch: Any,
+    logprobs: Tensor | None = None,
+    temperature: float | None = None,
+    *,
+    model: nn.Module | None = None,
+    engine: HasDistributions | None = None,
+    full: bool = False,
+) -> ExactReport | FullReport:
+    """Compare a trainer's log-probs of sampled tokens with the rollout's own; with `full`, whole distributions.
+
+        exact.check(batch, exact.token_logprobs(model, batch))
+        exact.check(batch, model=model)                                       # the same
+        exact.check(batch, model=model, engine=policy, full=True)             # every token of the vocabulary
 
     Args:
         batch: the result of `RolloutPolicy.rollout`, padded or packed.
-        logprobs: entry `[:, i]` belongs to token `i + 1` of `batch["tokens", "full"]`.
-        temperature: that of `logprobs`; read only if they carry no note of it.
+        logprobs: float [B, T - 1] from `exact.token_logprobs`; entry `[:, i]` belongs to token `i + 1` of
+            `batch["tokens", "full"]`. None: those of `model`.
+        temperature: that of `logprobs`, read only if they carry no note of it; with `full` that of the distributions,
+            None: at which the batch was sampled.
+        model: the trainer's, as `exact.token_logprobs` takes it.
+        engine: a `RolloutPolicy`, which computes the distributions anew under its live weights, in its steps.
+        full: compare at each sampled token the log-probs of the whole vocabulary, in bounded memory: one sequence at a
+            time, a forward of the trainer each and a request to the engine for each token.
 
-    Raises `ValueError` for anything but a rollout, and for log-probs of another shape.
+    Raises `ValueError` for anything but a rollout, for log-probs of another shape, and for arguments that do not belong
+    together; with `full` as `compare_distributions` does.
     """
     if not hasattr(batch, "keys"):
         what = f"batch must be what RolloutPolicy.rollout returned, got {type(batch).__name__}"
         raise ValueError(f"{what}: call exact.check(batch, logprobs).")
+    _check_arguments(logprobs, model, engine, full)
+    if full and model is not None and engine is not None:
+        return compare_distributions(batch, model, engine, temperature)
+    if model is not None:
+        with torch.no_grad():
+            logprobs = token_logprobs(model, batch, temperature=temperature)
+    assert logprobs is not None, "the arguments were checked"
+    return _compare_sampled(batch, logprobs, temperature or 1.0)
+
+
+def _check_arguments(
+    logprobs: Tensor | None, model: nn.Module | None, engine: HasDistributions | None, full: bool
+) -> None:
+    if full and (model is None or engine is None or logprobs is not None):
+        call = "exact.check(batch, model=model, engine=policy, full=True)"
+        raise ValueError(f"full=True compares a model with an engine: {call}.")
+    if not full and ((logprobs is None) == (model is None) or engine is not None):
+        raise ValueError(
+            "Give logprobs or the model that computes them: exact.check(batch, logprobs), or exact.check(batch, "
+            "model=model). engine= goes with full=True."
+        )
+
+
+def _compare_sampled(batch: Any, logprobs: Tensor, temperature: float) -> ExactReport:
     theirs = batch["log_probs", "full"][:, 1:]
     if logprobs.shape != theirs.shape:
         raise ValueError(
@@ -117,7 +182,9 @@ def _from_notes(found: _Differences, logprobs: Tensor, temperature: float) -> st
         return "The model was not made exact: call exact.enable(model) once, before training."
     if rollout is None:
         return ""
-    trainer = trainer or LogprobsNote(rollout.dtype, temperature or 1.0, True, rollout.fp32_head)
+    if trainer is None:
+        trainer = LogprobsNote(rollout.dtype, temperature or 1.0, True, rollout.fp32_head)
+        trainer = trainer._replace(over_support=rollout.over_support)
     return next((f"{text}." for text in mismatches(trainer, rollout)), "")
 
 
@@ -154,7 +221,7 @@ def _of_no_temperature(found: _Differences) -> str:
     return (
         "The rollout's log-probs are of edited or truncated logits (logprobs_mode='processed'), or of several "
         "temperatures, and exact.token_logprobs computes those of whole rows at one: sample with logprobs_mode="
-        "'tempered', the default, and one temperature."
+        "'tempered', the default, or with return_support=True and no penalties or bias, and one temperature."
     )
 
 

@@ -1,7 +1,8 @@
-"""`enable`, which gives a trainer's model the engine's arithmetic, and the log-probs that it computes with it."""
+"""Log-probs and entropies of next tokens by a trainer's model, equal to the engine's if `enable` was called."""
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -13,19 +14,20 @@ from rollout_engine.base.provenance import (
     RolloutNote,
     attach,
     mismatches,
-    note_sent,
     rollout_note,
     sent_weights,
-    weights_state,
 )
 from rollout_engine.exact import routing
-from rollout_engine.kernels.token_logprobs import RowStatsKernel, row_blocks
+from rollout_engine.exact.enabling import enabled_of
+from rollout_engine.exact.supports import sets_of
+from rollout_engine.kernels.entropy import token_entropies
+from rollout_engine.kernels.row_stats import TokenSets
+from rollout_engine.kernels.support_logprobs import support_logprobs
 from rollout_engine.kernels.token_logprobs import token_logprobs as chosen_logprobs
-from rollout_engine.model.admission.tower_trial import PictureTrial, try_pictures
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.backends import arithmetic_of
 from rollout_engine.model.cpu.backend import CpuBackend
-from rollout_engine.model.modules.composites import is_composite, text_parts
+from rollout_engine.model.modules.composites import text_parts
 from rollout_engine.model.modules.next_token_logprobs import (
     NextTokens,
     logits_at,
@@ -35,70 +37,13 @@ from rollout_engine.model.modules.next_token_logprobs import (
 )
 from rollout_engine.model.modules.packed_rows import positions_from, starts_of
 from rollout_engine.model.modules.placed_features import PlacedFeatures, placing
-from rollout_engine.model.modules.rotary import refuse_long_batches
-from rollout_engine.model.packing.output_head import has_float32_head, set_float32_head
-from rollout_engine.model.training.adapted_layers import (
-    active_adapters,
-    make_adapters_exact,
-    plain_model,
-    without_adapters,
-)
-from rollout_engine.model.training.call_checks import install_checks, refuse_moved, warn_of_adapted_head, warn_once
-from rollout_engine.model.training.picture_calls import batch_features, make_pictures_exact
-from rollout_engine.model.training.prefix_trial import shares_prefixes
-from rollout_engine.model.training.rollout_inputs import rollout_inputs
+from rollout_engine.model.modules.prefix_trial import shares_prefixes
+from rollout_engine.model.packing.output_head import has_float32_head
+from rollout_engine.model.training.adapted_layers import active_adapters, plain_model
+from rollout_engine.model.training.call_checks import warn_once
+from rollout_engine.model.training.picture_calls import batch_features
+from rollout_engine.model.training.rollout_inputs import rollout_inputs, sampled_temperature
 from rollout_engine.model.training.token_batch import token_batch
-
-
-def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
-    """Make a Hugging Face causal LM compute the engine's values bit for bit; in place, and return it.
-
-    Of a composite with vision the tower is made exact as well, if it can be, and calls with pictures are computed: the
-    forward takes them as transformers' does. Other inputs than text and these are refused, with the cause.
-    Linears, norms, attention and SiLU are replaced by the engine's. Parameters, their names, optimizers and
-    `save_pretrained` are unaffected; the next forward sees every write to a parameter, however it was made. Batches
-    must be right-padded or packed (`token_logprobs` accepts any padding). Call it again after replacing modules;
-    calling it twice is harmless. Enable the model itself, on the device on which it will stay, before it is wrapped
-    (DDP, FSDP). Of a `PeftModel` one active LoRA is computed as an engine computes it that has the adapter
-    (`add_lora`), with gradients of its matrices. Dropout, autocast and `torch.compile` are refused at the first
-    forward that uses them. `fp32_head=True` is for engines with that option: logits of a bfloat16 model in float32;
-    None leaves the head as it is. Raises `ConfigError` for a model that cannot be exact.
-    """
-    wrapped, model = model, plain_model(model)
-    if not hasattr(model, "set_attn_implementation"):
-        raise ConfigError(
-            f"exact.enable expects a Hugging Face causal LM, not {type(model).__name__}. Enable the model before it is "
-            "wrapped."
-        )
-    _refuse_dtypes(model)
-    device, enabled = next(model.parameters()).device, _enabled(model)
-    if enabled is not None:
-        refuse_moved(device, enabled.device_type)
-    arithmetic = arithmetic_of(device)
-    causal_lm: Any = model  # nn.Module declares none of the attributes below
-    with without_adapters(model):
-        parts: list[Any] = text_parts(model)
-        parts[0].set_attn_implementation(arithmetic.attention_name)
-        for part in parts:
-            arithmetic.make_row_invariant(part)
-        if fp32_head is not None:
-            set_float32_head(model, fp32_head)
-        if is_composite(model):
-            make_pictures_exact(model, arithmetic.make_row_invariant, *_try_pictures(model, device))
-        if unproven := arithmetic.unproven_parts(model):
-            raise ConfigError(
-                f"{type(model).__name__} cannot be exact: {len(unproven)} of its parts compute rows that may depend on "
-                f"the batch, such as {unproven[0]}."
-            )
-    make_adapters_exact(model, arithmetic.add_adapter)
-    warn_of_adapted_head(model)
-    if enabled is None:
-        install_checks(causal_lm.base_model, device)
-        refuse_long_batches(causal_lm.base_model)
-        causal_lm._rollout_engine_exact = _Enabled(arithmetic, device.type, causal_lm)
-        if sent_weights(wrapped) is None:
-            note_sent(wrapped, weights_state(wrapped), None)
-    return wrapped
 
 
 def token_logprobs(
@@ -110,6 +55,7 @@ def token_logprobs(
     position_ids: Tensor | None = None,
     temperature: float | None = None,
     routed_experts: Tensor | None = None,
+    support: Any = None,
     **pictures: Tensor | None,
 ) -> Tensor:
     """Log-probs of next tokens: input_ids, any integers [B, T] -> float32 [B, T - 1], differentiable.
@@ -127,6 +73,8 @@ def token_logprobs(
         temperature: None: that of the batch's log-probs; with ids 1.
         routed_experts: integers [B, T or T - 1, L, k]: experts that the routers of a mixture of experts choose, such as
             `batch["routed_experts"]`; -1: their own choice. Rows that begin alike are then computed apart.
+        support: `batch["support"]`, one for each sequence: log-probs of its last tokens are renormalised over its
+            rows, as the engine's "processed" are. None: none, or that of a batch with such log-probs.
         pictures: those of all rows in order, as the model's forward takes them (`pixel_values`, `image_grid_thw`, ...),
             and `mm_token_type_ids` [B, T], 1 at tokens that stand for one: `**exact.inputs(batch)`. Each different
             picture is encoded once. Gradients reach the vision tower.
@@ -136,27 +84,32 @@ def token_logprobs(
     another adapter. Warns, once per model, if the model is not exact, and if the rollout of `input_ids` had another
     dtype or temperature.
     """
-    placed: list[Any] = []
-    if isinstance(input_ids, TensorDictBase):
-        others = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, position_ids=position_ids)
-        given = rollout_inputs(model, input_ids, temperature, **others, **pictures)
-        input_ids, attention_mask, cu_seqlens, temperature, placed = given
-    rollout = rollout_note(input_ids)
-    input_ids, mask = token_batch(model, input_ids, attention_mask)
-    positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
-    features = _features(model, input_ids, mask, positions, pictures, placed)
-    temperature = temperature or 1.0
-    note = _note(model, temperature, input_ids, features)
-    _compare_notes(model, note, rollout, positions)
-    if positions is not None:
-        with _replaying(model, routed_experts, mask), placing(features):
-            result = _packed_logprobs(model, input_ids, mask, positions, temperature)
-    else:
-        rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask), features)
-        found = _next_tokens(model, rows)
-        result = rows.restored(found, found.logprobs(temperature, _kernel(model)))
-    attach(result, note)
-    return result
+    ids = _Ids(input_ids, attention_mask, cu_seqlens, position_ids, temperature, routed_experts, pictures, support)
+    return _compute_at_next_tokens(model, ids, [_logprobs])[0]
+
+
+def token_entropy(
+    model: nn.Module,
+    input_ids: Tensor | TensorDictBase,
+    attention_mask: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    temperature: float | None = None,
+    routed_experts: Tensor | None = None,
+    **pictures: Tensor | None,
+) -> Tensor:
+    """Entropies of the distributions of next tokens, in nats -> float32 [B, T - 1], differentiable.
+
+    Entry `[:, i]` is the entropy of softmax(logits_i / temperature), from which token i + 1 was drawn; 0 at the same
+    places as `token_logprobs`. It equals `batch["entropy", "full"][:, i + 1]` of a rollout with
+    `SamplingParams(entropy=True)` bit for bit. Arguments, errors and warnings are those of `token_logprobs`; without a
+    temperature it is the one at which the batch was sampled.
+    """
+    if temperature is None and isinstance(input_ids, TensorDictBase):
+        temperature = sampled_temperature(input_ids)
+    ids = _Ids(input_ids, attention_mask, cu_seqlens, position_ids, temperature, routed_experts, pictures)
+    return _compute_at_next_tokens(model, ids, [_entropies])[0]
 
 
 def token_logprobs_and_entropies(
@@ -164,30 +117,20 @@ def token_logprobs_and_entropies(
     input_ids: Tensor | TensorDictBase,
     attention_mask: Tensor | None = None,
     *,
+    cu_seqlens: Tensor | None = None,
+    position_ids: Tensor | None = None,
     temperature: float | None = None,
     routed_experts: Tensor | None = None,
     **pictures: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs as `token_logprobs` returns them, and from the same forward the entropies of their distributions.
+    """Log-probs as `token_logprobs` returns them, and entropies as `token_entropy` does, of one forward.
 
-    Both float32 [B, T - 1]. Entropies, in nats, are 0 where log-probs are, and carry no gradient. Arguments, errors and
-    warnings are those of `token_logprobs`, except that rows cannot be packed.
+    Both float32 [B, T - 1]. The entropies carry no gradient: those of `token_entropy` do. Arguments, errors and
+    warnings are those of `token_logprobs`.
     """
-    placed: list[Any] = []
-    if isinstance(input_ids, TensorDictBase):
-        given = rollout_inputs(model, input_ids, temperature, attention_mask=attention_mask, **pictures)
-        input_ids, attention_mask, _, temperature, placed = given
-    rollout = rollout_note(input_ids)
-    input_ids, mask = token_batch(model, input_ids, attention_mask)
-    features = _features(model, input_ids, mask, None, pictures, placed)
-    temperature = temperature or 1.0
-    note = _note(model, temperature, input_ids, features)
-    _compare_notes(model, note, rollout, None)
-    rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask), features)
-    found = _next_tokens(model, rows)
-    result = rows.restored(found, found.logprobs(temperature, _kernel(model)))
-    attach(result, note)
-    return result, rows.restored(found, _entropies(found.logits, temperature))
+    ids = _Ids(input_ids, attention_mask, cu_seqlens, position_ids, temperature, routed_experts, pictures)
+    logprobs, entropies = _compute_at_next_tokens(model, ids, [_logprobs, _entropies], num_with_gradient=1)
+    return logprobs, entropies
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -200,14 +143,84 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) 
     return chosen_logprobs(logits, token_ids, temperature or 1.0, kernel)
 
 
-def _note(model: nn.Module, temperature: float, input_ids: Tensor, features: PlacedFeatures | None) -> LogprobsNote:
+class _Ids(NamedTuple):
+    """Arguments of `token_logprobs`."""
+
+    input_ids: Tensor | TensorDictBase
+    attention_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    position_ids: Tensor | None
+    temperature: float | None
+    routed_experts: Tensor | None
+    pictures: dict[str, Tensor | None]
+    support: Any = None
+
+
+_Values: TypeAlias = Callable[[NextTokens, float, Arithmetic, TokenSets | None], Tensor]
+"""Computes a value of each of M next tokens at a temperature, float32 [M]; log-probs over their sets, if given."""
+
+
+def _logprobs(found: NextTokens, temperature: float, arithmetic: Arithmetic, sets: TokenSets | None) -> Tensor:
+    if sets is not None:
+        return support_logprobs(found.logits, found.token_ids, temperature, sets)
+    return found.logprobs(temperature, arithmetic.row_stats)
+
+
+def _entropies(found: NextTokens, temperature: float, arithmetic: Arithmetic, sets: TokenSets | None) -> Tensor:
+    return token_entropies(found.logits, temperature, arithmetic.row_figures)
+
+
+def _compute_at_next_tokens(
+    model: nn.Module, ids: _Ids, values: Sequence[_Values], num_with_gradient: int | None = None
+) -> list[Tensor]:
+    """Run one forward and compute values of its next tokens -> float32 [B, T - 1] each, with a note.
+
+    `num_with_gradient`: only the first of them carry one; None: all.
+    """
+    input_ids, attention_mask, cu_seqlens, position_ids, temperature, routed_experts, pictures, support = ids
+    placed: list[Any] = []
+    if isinstance(input_ids, TensorDictBase):
+        others = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, position_ids=position_ids)
+        given = rollout_inputs(model, input_ids, temperature, support, **others, **pictures)
+        input_ids, attention_mask, cu_seqlens, temperature, placed, support = given
+    rollout = rollout_note(input_ids)
+    if values[0] is _entropies:
+        support = None
+        rollout = rollout and rollout._replace(temperature=rollout.sampled_temperature, over_support=False)
+    input_ids, mask = token_batch(model, input_ids, attention_mask)
+    positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
+    features = _features(model, input_ids, mask, positions, pictures, placed)
+    temperature = temperature or 1.0
+    note = _note(model, temperature, input_ids, features, support is not None)
+    _compare_notes(model, note, rollout, positions)
+    rows: _LeftRows | None = None
+    if positions is not None:
+        with _replaying(model, routed_experts, mask), placing(features):
+            found = _packed_next_tokens(model, input_ids, mask, positions)
+    else:
+        rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask), features)
+        found = _next_tokens(model, rows)
+    found, sets = sets_of(support, found, mask, positions)
+    arithmetic, results = kernels_of(model), []
+    for index, compute in enumerate(values):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and index < (num_with_gradient or len(values))):
+            each = compute(found, temperature, arithmetic, sets)
+            results.append(found.spread(each, input_ids.shape[1] - 1) if rows is None else rows.restored(found, each))
+        attach(results[-1], note)
+    return results
+
+
+def _note(
+    model: nn.Module, temperature: float, input_ids: Tensor, features: PlacedFeatures | None, over_support: bool
+) -> LogprobsNote:
     dtype = str(next(text_parts(plain_model(model))[0].parameters()).dtype).removeprefix("torch.")
     fp32_head = dtype != "float32" and has_float32_head(model)
     adapters, sent = active_adapters(model), sent_weights(model)
-    enabled = _enabled(model)
+    enabled = enabled_of(model)
     token = None if enabled is None else getattr(enabled.model.config, "image_token_id", None)
     has_pictures = features is not None or (token is not None and not bool((input_ids == token).any()))
-    return LogprobsNote(dtype, temperature, enabled is not None, fp32_head, adapters, sent, has_pictures)
+    known = dtype, temperature, enabled is not None, fp32_head, adapters, sent, has_pictures
+    return LogprobsNote(*known, over_support)
 
 
 class _LeftRows(NamedTuple):
@@ -249,7 +262,7 @@ def _next_tokens(model: nn.Module, rows: _LeftRows) -> NextTokens:
         length = max(int(rows.real.sum(1).max()), 2)  # as many as `right_padded_next_tokens` computes
         with routing.replay(model, rows.routed_experts[:, :length]):
             return right_padded_next_tokens(model, rows.ids, rows.real, rows.features)
-    is_shared = _enabled(model) is not None and shares_prefixes(model)
+    is_shared = enabled_of(model) is not None and shares_prefixes(model)
     compute = shared_next_tokens if is_shared else right_padded_next_tokens
     return compute(model, rows.ids, rows.real, rows.features)
 
@@ -265,7 +278,7 @@ def _features(
     """The features of a batch's pictures, from arguments or those of its rollout; None if there are none."""
     if not given and not placed:
         return None
-    enabled = _enabled(model)
+    enabled = enabled_of(model)
     if enabled is None:
         raise ConfigError(
             f"{type(model).__name__} was not given to exact.enable, and pictures are computed by exact models alone. "
@@ -283,32 +296,19 @@ def _replaying(model: nn.Module, routed_experts: Tensor | None, mask: Tensor) ->
     return nullcontext() if found is None else routing.replay(model, found)
 
 
-@torch.no_grad()
-def _entropies(logits: Tensor, temperature: float) -> Tensor:
-    """Of softmax(logits [N, V] / temperature), float32 [N], in blocks that stay in the cache."""
-    result = torch.empty(len(logits), device=logits.device)
-    for block in row_blocks(logits):
-        logprobs = (logits[block].float() / temperature).log_softmax(-1)
-        result[block] = -(logprobs.exp() * logprobs).sum(-1)
-    return result
-
-
-def _packed_logprobs(
-    model: nn.Module, input_ids: Tensor, real: Tensor, position_ids: Tensor, temperature: float
-) -> Tensor:
+def _packed_next_tokens(model: nn.Module, input_ids: Tensor, real: Tensor, position_ids: Tensor) -> NextTokens:
     wanted = (real & ~starts_of(position_ids))[:, 1:]
     inputs = dict(input_ids=input_ids, attention_mask=None if real.all() else real, position_ids=position_ids)
-    if len(input_ids) == 1 and _enabled(model) is not None:
+    if len(input_ids) == 1 and enabled_of(model) is not None:
         logits = logits_at(wanted[0].nonzero()[:, 0], model, **inputs)
-        found = NextTokens(logits, input_ids[:, 1:][wanted], wanted)
-    else:
-        found = next_tokens(model(**inputs, use_cache=False).logits[:, :-1], input_ids, wanted)
-    return found.spread(found.logprobs(temperature, _kernel(model)), input_ids.shape[1] - 1)
+        return NextTokens(logits, input_ids[:, 1:][wanted], wanted)
+    return next_tokens(model(**inputs, use_cache=False).logits[:, :-1], input_ids, wanted)
 
 
-def _kernel(model: nn.Module) -> RowStatsKernel:
-    enabled = _enabled(model)  # scores of a model that is not enabled are close, and warned of
-    return CpuBackend.arithmetic.row_stats if enabled is None else enabled.arithmetic.row_stats
+def kernels_of(model: nn.Module) -> Arithmetic:
+    """The kernels that compute log-probs of a model's logits."""
+    enabled = enabled_of(model)  # scores of a model that is not enabled are close, and warned of
+    return CpuBackend.arithmetic if enabled is None else enabled.arithmetic
 
 
 def _checked_positions(
@@ -332,29 +332,6 @@ def _checked_positions(
     return positions_from(cu_seqlens.to(input_ids.device), input_ids.shape[1])
 
 
-def _refuse_dtypes(model: nn.Module) -> None:
-    """Refuse float16 parameters, and rotary frequencies that a cast of the model has rounded."""
-    for name, parameter in model.named_parameters():
-        if parameter.dtype == torch.float16:
-            raise ConfigError(
-                f"'{name}' is {parameter.dtype}, in which no engine computes exactly. Load the model with "
-                "from_pretrained(..., dtype=torch.bfloat16) or torch.float32, as the engine."
-            )
-    for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq") and buffer.dtype != torch.float32:
-            raise ConfigError(
-                f"'{name}' is {buffer.dtype}, so it rotates positions otherwise than the engine does. Load the model "
-                "with from_pretrained(..., dtype=torch.bfloat16) instead of casting it afterwards."
-            )
-
-
-def _try_pictures(composite: Any, device: torch.device) -> PictureTrial:
-    """Whether, and how, calls of a composite with pictures are computed."""
-    if device.type != "cpu":
-        return PictureTrial("pictures are served on a CPU only.")
-    return try_pictures(composite.config)
-
-
 def _compare_notes(model: nn.Module, ours: LogprobsNote, rollout: RolloutNote | None, positions: Tensor | None) -> None:
     """Warn of settings that make log-probs differ from the rollout's; refuse packed rows without positions."""
     if not ours.is_enabled:
@@ -372,18 +349,3 @@ def _compare_notes(model: nn.Module, ours: LogprobsNote, rollout: RolloutNote | 
         )
     for text in mismatches(ours, rollout):
         warn_once(model, f"exact.token_logprobs: {text}. Until then ratios will not be exactly 1.0.")
-
-
-class _Enabled(NamedTuple):
-    """Record that `enable` stores on a model."""
-
-    arithmetic: Arithmetic
-    device_type: str
-    model: Any
-    """The model inside any wrapper."""
-
-
-def _enabled(model: nn.Module) -> _Enabled | None:
-    """The record on a model, or on the model inside a wrapper."""
-    notes = (child.__dict__.get("_rollout_engine_exact") for child in model.modules())
-    return next((note for note in notes if note is not None), None)

@@ -6,13 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 from torch import nn
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.pictures import EncodedPictures, Picture
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.step_thread import StepThread
@@ -95,11 +96,8 @@ class InlineExecutor:
 
     def score(
         self, sequences: list[list[int]], num_prompt: list[int], temperature: float, **options: Any
-    ) -> Iterator[dict[int, np.ndarray]]:
-        """Yield, a piece at a time, the log-probs of some sequences by their index, as `Backend.score` does.
-
-        Per sequence float32 [len - num_prompt]: of every token after the prompt, under the live weights.
-        """
+    ) -> Iterator[dict[int, TokenScores]]:
+        """Yield, a piece at a time, the scores of some sequences by their index, as `Backend.score` does."""
         self._wait_until_idle()
         for found in self.worker.backend.score(sequences, num_prompt, temperature, **options):
             yield found
@@ -170,6 +168,12 @@ class InlineExecutor:
 
     def reset_mm_cache(self) -> None:
         """Forget the pictures that crossed to other processes of the model: there are none."""
+
+    def encode_pictures(self, pictures: Sequence[Picture]) -> EncodedPictures:
+        """The features of pictures, between two steps, as `Backend.encode_pictures` gives them."""
+        self._wait_until_idle()
+        found: EncodedPictures = self.worker.backend.encode_pictures(pictures, self.updater.values)
+        return found
 
     def reset_encoder_cache(self) -> None:
         """Forget the vision tower's outputs, between two steps."""

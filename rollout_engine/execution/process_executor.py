@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from rollout_engine.base.class_names import function_name
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import RPCError
 from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.leading_worker import LeadingWorker
 from rollout_engine.execution.profiler import Profiler
@@ -88,7 +88,7 @@ class ProcessExecutor(InlineExecutor):
 
         return result
 
-    def score(self, *args: Any, **options: Any) -> Iterator[dict[int, np.ndarray]]:
+    def score(self, *args: Any, **options: Any) -> Iterator[dict[int, TokenScores]]:
         with _name_broken_rank(self._team):
             yield from super().score(*args, **options)
 

@@ -16,6 +16,7 @@ from rollout_engine.base.messages import SchedulerOutput
 from rollout_engine.base.picture_cache import ReceivedPictures
 from rollout_engine.base.pictures import Picture, SharedPictures
 from rollout_engine.base.structs import arguments_struct
+from rollout_engine.base.token_scores import AskedScores, TokenScores
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.rank_parts import RankParts
 from rollout_engine.execution.rank_values import unpack_value
@@ -67,7 +68,7 @@ class RankWorker:
         self._held = self._weights.updater.weights
         self._prepared: dict[int, Pairs] = {}
         """By their numbers, adapters that rank 0 may still have installed."""
-        self._scores: dict[int, Iterator[dict[int, np.ndarray]]] = {}
+        self._scores: dict[int, Iterator[dict[int, TokenScores]]] = {}
         """Scores of rank 0 that have begun, by number."""
         self._pictures = ReceivedPictures(config.mm_cache_bytes)
         self._parts = RankParts(self._held, loaded.cut.parts, seat.exchange.window)
@@ -115,9 +116,9 @@ class RankWorker:
             case TakeLogits(rows):
                 runner.take_logits(rows)
             case BeginScore(number, arguments):
-                *given, slot, experts, shared = unpack_value(arguments)
-                pictures = msgspec.convert(shared, SharedPictures | None)
-                options = dict(adapter_slot=slot, routed_experts=experts, pictures=pictures)
+                *given, slot, experts, shared, asked = unpack_value(arguments)
+                pictures, asked = msgspec.convert(shared, SharedPictures | None), msgspec.convert(asked, AskedScores)
+                options = dict(adapter_slot=slot, routed_experts=experts, pictures=pictures, asked=asked)
                 self._scores[number] = self._backend.score(*given, **options)
             case ScorePiece(number):
                 next(self._scores[number], None)

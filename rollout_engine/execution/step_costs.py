@@ -53,12 +53,17 @@ def step_costs(config: EngineConfig, backend: Backend) -> SpeculationCosts:
         logger.warning("speculation='auto' is off: %s.", what)
         return SpeculationCosts()
     max_rows = min(backend.num_blocks, config.max_num_batched_tokens)
+    slots = backend.num_state_slots
+    max_rows = min(max_rows, slots or max_rows)
     if not backend.runs_ahead:
-        slots = backend.num_state_slots
-        max_rows = min(max_rows, slots or max_rows)
         return SpeculationCosts(measure_steps(backend.runner.execute, max_rows, keeps_states=slots > 0))
     plain, drafted = (
-        measure_steps(lambda work: backend.runner.submit(work)(), min(max_rows, most), num_drafted=num)
+        measure_steps(
+            lambda work: backend.runner.submit(work)(),
+            min(max_rows, most),
+            num_drafted=num,
+            keeps_states=slots > 0,
+        )
         for num, most in ((0, config.max_num_seqs), (1, 2 * config.max_num_seqs))
     )
     return SpeculationCosts(plain, drafted) if plain and drafted else SpeculationCosts()

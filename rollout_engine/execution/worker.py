@@ -141,8 +141,8 @@ class Worker:
 
     def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
         pieces = self.backend.score(sequences, num_prompt, temperature)
-        found = {index: values for piece in pieces for index, values in piece.items()}
-        return [found[i] for i in range(len(sequences))]
+        found = {index: scores for piece in pieces for index, scores in piece.items()}
+        return [found[i].logprobs for i in range(len(sequences))]
 
     def save_sharded_state(self, path: Path) -> None:
         """Write the live weights to a directory, as `load_format="sharded"` reads them. Raises as `save_state`."""

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Self, Unpack
 
+from rollout_engine.base.beam_search import BeamSearchOutput, BeamSearchParams
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import EngineDeadError, LifecycleError, RequestError
 from rollout_engine.base.lora_request import LoRALike, LoRARequest
@@ -17,7 +18,9 @@ from rollout_engine.base.sampling_params import SamplingLike
 from rollout_engine.base.threads import run_in_thread
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.local_client import LocalClient
+from rollout_engine.faces.beam_search import BeamSearches
 from rollout_engine.faces.frontend import Frontend
+from rollout_engine.faces.generate_run import agenerate
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.faces.replica_methods import AsyncReplicaMethods
 from rollout_engine.faces.verb_methods import AsyncVerbs, Face
@@ -157,6 +160,20 @@ class AsyncLLM(AsyncReplicaMethods, AsyncVerbs):
             async for output in outputs:
                 yield output
 
+    async def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | dict[str, Any],
+        lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """`LLM.beam_search` in an event loop, which stays free."""
+        given = prompts, params, lora_request, concurrency_limit
+        search = await run_in_thread(BeamSearches.begin, self.frontend, *given)
+        while asked := search.prompts:
+            search.extend(await agenerate(self.frontend, asked, search.sampling_params))
+        return search.outputs(self.frontend)
+
     async def encode(
         self,
         prompt: Prompt,
@@ -211,8 +228,8 @@ class AsyncLLM(AsyncReplicaMethods, AsyncVerbs):
         if isinstance(lora_request, LoRARequest) and lora_request.has_values:
             await run_in_thread(self.frontend.ensure_loras, lora_request)
         options["replica_index"] = self._replica_of(data_parallel_rank)
-        if self.frontend.inputs.has_new_grammar(params):
-            await run_in_thread(self.frontend.inputs.try_grammar, params)
+        if self.frontend.inputs.has_new_rules(params):
+            await run_in_thread(self.frontend.inputs.try_rules, params)
         if self.frontend.inputs.has_images(prompt):
             prompt = await run_in_thread(self.frontend.inputs.read_images, prompt)
         waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()

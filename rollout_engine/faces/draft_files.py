@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from rollout_engine.base.errors import ConfigError, RequestError
-from rollout_engine.base.messages import KeptSamples
+from rollout_engine.base.kept_samples import KeptSamples
 from rollout_engine.base.whole_files import whole_file
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.verbs import VERBS

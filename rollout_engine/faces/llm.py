@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Self, Unpack
 
+from rollout_engine.base.beam_search import BeamSearchOutput, BeamSearchParams
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.lora_request import LoRALike
@@ -11,9 +12,11 @@ from rollout_engine.base.metrics import StatLogger
 from rollout_engine.base.outputs import PoolingRequestOutput, RequestOutput
 from rollout_engine.base.pooling_params import PoolingLike, as_pooling_params, pooling_only, refuse_pooling
 from rollout_engine.base.sampling_params import SamplingLike
+from rollout_engine.faces.beam_search import BeamSearches
 from rollout_engine.faces.generate_run import generate_all
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import BlockingVerbs
+from rollout_engine.telemetry.progress import ProgressBar
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.conversations import ChatOptions, is_conversation
 from rollout_engine.text.prompts import Prompt, check_chat_arguments
@@ -98,6 +101,28 @@ class LLM(BlockingVerbs):
         prompts = [{"messages": conversation} for conversation in conversations]
         options: Any = dict(session_id=session_id, lora_request=lora_request, trace_headers=trace_headers)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options, **chat)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | dict[str, Any],
+        lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Return for each prompt the `beam_width` sequences of the highest scores, best first.
+
+        Scores are of the engine's own log-probs, which are the trainer's bit for bit. All beams of all prompts, or of
+        `concurrency_limit` prompts, are requests of one batch in each step, and the prefix cache has their common
+        tokens. Raises `RequestError` before anything is computed, and otherwise as `generate`, but
+        `EngineGenerateError` for a beam that fails and `RetryableError` for one that is aborted.
+        """
+        search = BeamSearches.begin(self.frontend, prompts, params, lora_request, concurrency_limit)
+        with ProgressBar(len(search), desc="beam_search", unit="prompt", shown=use_tqdm) as bar:
+            while asked := search.prompts:
+                for num_tokens in search.extend(self.generate(asked, search.sampling_params, use_tqdm=False)):
+                    bar.update(num_tokens)
+        return search.outputs(self.frontend)
 
     def encode(
         self,

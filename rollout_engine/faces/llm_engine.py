@@ -6,7 +6,7 @@ from typing import Self
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.lora_request import LoRALike
-from rollout_engine.base.metrics import CoreStats, StatLogger
+from rollout_engine.base.metrics import StatLogger
 from rollout_engine.base.outputs import RequestOutput
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.interrupts import held
@@ -132,11 +132,6 @@ class LLMEngine(BlockingVerbs):
     def get_num_unfinished_requests(self, *, timeout: float | None = None) -> int:
         """Requests of this client whose finished output has not been returned. It never waits for `timeout`."""
         return self.frontend.num_open() + self._reader.num_put_back
-
-    @property
-    def stats(self) -> CoreStats:
-        """Counters of the core since start-up, as of now."""
-        return self.get_metrics().core.counters
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether the finished output of `request_id` is still to be returned."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from rollout_engine.base.errors import RequestError, unknown_name
+from rollout_engine.base.metrics import CoreStats
 from rollout_engine.base.threads import run_in_thread
 from rollout_engine.engine import verbs
 from rollout_engine.engine.calls import CallFuture
@@ -196,6 +197,7 @@ class BlockingVerbs(Face):
     list_loras = blocking(verbs.list_loras)
     pin_lora = blocking(verbs.pin_lora)
     score = blocking(verbs.score)
+    score_candidates = blocking(verbs.score_candidates)
     collective_rpc = blocking(verbs.collective_rpc)
     apply_model = blocking(verbs.apply_model)
     get_model_metadata = blocking(verbs.get_model_metadata)
@@ -218,6 +220,11 @@ class BlockingVerbs(Face):
     get_supported_tasks = of_frontend(Frontend.get_supported_tasks)
     is_tracing_enabled = of_frontend(Frontend.is_tracing_enabled)
 
+    @property
+    def stats(self) -> CoreStats:
+        """Counters since start-up, as of now; over a fleet the sums of all replicas."""
+        return self.frontend.get_metrics().core.counters
+
 
 class AsyncVerbs(Face):
     """The same verbs as coroutines."""
@@ -237,6 +244,7 @@ class AsyncVerbs(Face):
     list_loras = awaitable(verbs.list_loras)
     pin_lora = awaitable(verbs.pin_lora)
     score = awaitable(verbs.score)
+    score_candidates = awaitable(verbs.score_candidates)
     collective_rpc = awaitable(verbs.collective_rpc)
     apply_model = awaitable(verbs.apply_model)
     get_model_metadata = awaitable(verbs.get_model_metadata)

@@ -9,6 +9,9 @@ from rollout_engine.kernels.activation import silu as silu_of
 from rollout_engine.kernels.cpu import convolution as compiled
 from rollout_engine.kernels.cpu.arguments import argument_error
 from rollout_engine.kernels.state_chunks import StateChunks
+from rollout_engine.kernels.state_kernels import TokenKernel
+
+_COMPILED = TokenKernel(compiled.convolve, compiled.find_gradients)
 
 
 def causal_convolution(
@@ -19,14 +22,15 @@ def causal_convolution(
     silu: bool,
     chunks: StateChunks,
     states: Tensor | None = None,
+    kernel: TokenKernel | None = None,
 ) -> Tensor:
     """bias + sum over j of weight[:, j] * x[t - (W - 1) + j], and SiLU of it if asked: [T, C] in `x.dtype`.
 
     x [T, C], `weight` [C, W] and `bias` [C] are float32 or bfloat16. A sum has one order, in float32, and is rounded
     once, after SiLU. `states` [S, W - 1, C] of `x.dtype` are the slots that `chunks` reads and writes: the W - 1 inputs
     before a position, oldest first, zeros before the start of a sequence. Without them every chunk is a sequence from
-    its start, and the result has gradients of all inputs. Raises `ValueError` for other shapes or dtypes, and for
-    gradients with `states`.
+    its start, and the result has gradients of all inputs. `kernel`: a device's; None: the CPU's, or the eager twin.
+    Raises `ValueError` for other shapes or dtypes, and for gradients with `states`.
     """
     _check(x, weight, bias, states)
     chunks.check(len(x), None if states is None else len(states))
@@ -34,11 +38,12 @@ def causal_convolution(
     has_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     if has_gradients and states is not None:
         raise ValueError("causal_convolution with `states` has no gradients: omit `states`, or use torch.no_grad().")
-    if not compiled.supports(*inputs):
+    if kernel is None and not compiled.supports(*inputs):
         return _convolve(x, weight, bias, silu, chunks, states)
+    kernel = kernel or _COMPILED
     if has_gradients:
-        return _Convolution.apply(x, weight, bias, silu, chunks)  # type: ignore[no-any-return]
-    return compiled.convolve(x, weight, bias, silu=silu, chunks=chunks, states=states)
+        return _Convolution.apply(x, weight, bias, silu, chunks, kernel)  # type: ignore[no-any-return]
+    return kernel.run(x, weight, bias, silu=silu, chunks=chunks, states=states)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None) -> None:
@@ -84,15 +89,23 @@ class _Convolution(torch.autograd.Function):
     """The kernel forward and backward, which computes the sums before SiLU again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, chunks: StateChunks) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        silu: bool,
+        chunks: StateChunks,
+        kernel: TokenKernel,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.silu, ctx.chunks = silu, chunks
-        return compiled.convolve(x, weight, bias, silu=silu, chunks=chunks, states=None)
+        ctx.silu, ctx.chunks, ctx.kernel = silu, chunks, kernel
+        return kernel.run(x, weight, bias, silu=silu, chunks=chunks, states=None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         x, weight, bias = inputs
-        found = compiled.find_gradients(x, weight, bias, grad, silu=ctx.silu, chunks=ctx.chunks)
+        found = ctx.kernel.find_gradients(x, weight, bias, grad, silu=ctx.silu, chunks=ctx.chunks)
         wanted = zip(found, inputs, ctx.needs_input_grad, strict=False)
-        return *(each.to(of.dtype) if needed else None for each, of, needed in wanted), None, None
+        return *(each.to(of.dtype) if needed else None for each, of, needed in wanted), None, None, None

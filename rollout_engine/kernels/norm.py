@@ -11,6 +11,7 @@ from rollout_engine.kernels.cpu import rows
 from rollout_engine.kernels.cpu.arguments import argument_error
 
 Kernel = Callable[[Tensor, Tensor, float], Tensor]
+GatedKernel = Callable[..., Tensor]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, kernel: Kernel | None = None) -> Tensor:
@@ -26,15 +27,28 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, kernel: Kernel | None = 
     return kernel(x, weight, epsilon)
 
 
-def offset_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def offset_rms_norm(x: Tensor, weight: Tensor, epsilon: float, kernel: Kernel | None = None) -> Tensor:
     """RMSNorm of Gemma and Qwen3.5: (1 + weight) * x / sqrt(mean(x^2) + epsilon) over the last dimension.
+
+    Any strides, contiguous result. float32 inside and rounded once, to `x.dtype`, which `weight` has too. `kernel` as
+    that of `rms_norm`.
+    """
+    kernel = kernel or _forward_with_offset
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        out: Tensor = _RMSNorm.apply(x, weight, epsilon, kernel, 1.0)
+        return out
+    return kernel(x, weight, epsilon)
+
+
+def single_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of Nemotron-H and OLMo 2: weight * x / sqrt(mean(x^2) + epsilon) over the last dimension.
 
     Any strides, contiguous result. float32 inside and rounded once, to `x.dtype`, which `weight` has too.
     """
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        out: Tensor = _RMSNorm.apply(x, weight, epsilon, _forward_with_offset, 1.0)
+        out: Tensor = _RMSNorm.apply(x, weight, epsilon, _forward_rounded_once)
         return out
-    return _forward_with_offset(x, weight, epsilon)
+    return _forward_rounded_once(x, weight, epsilon)
 
 
 def gated_rms_norm(
@@ -47,13 +61,14 @@ def gated_rms_norm(
     gate_first: bool,
     activation: Literal["silu", "sigmoid"] = "silu",
     rounds_norm: bool = True,
+    kernel: GatedKernel | None = None,
 ) -> Tensor:
     """RMSNorm of x [..., D] with a gate [..., D] and `weight` [D], in `x.dtype`; differentiable, of any strides.
 
     With f the activation and n the norm over each group of `group_size` channels, the result is weight * n(x * f(gate))
     with `gate_first` (Mamba 2), else weight * n(x) * f(gate) (Gated DeltaNet). float32 inside and rounded once at the
     end; with `rounds_norm` the norm is rounded before and after the weight too. All three are float32 or bfloat16.
-    Raises `ValueError` for other shapes.
+    `kernel` replaces the CPU's forward, as that of `rms_norm` does. Raises `ValueError` for other shapes.
     """
     rule = _GateRule(group_size, gate_first, activation, rounds_norm)
     if gate.shape != x.shape:
@@ -65,8 +80,8 @@ def gated_rms_norm(
     if group_size < 1 or x.shape[-1] % group_size:
         raise ValueError(f"group_size should divide {x.shape[-1]}, the last dimension of x, and is {group_size}.")
     if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or weight.requires_grad):
-        return _GatedRMSNorm.apply(x, gate, weight, epsilon, rule)  # type: ignore[no-any-return]
-    return _norm_with_gate(x, gate, weight, epsilon, rule)
+        return _GatedRMSNorm.apply(x, gate, weight, epsilon, rule, kernel)  # type: ignore[no-any-return]
+    return _norm_with_gate(x, gate, weight, epsilon, rule, kernel)
 
 
 def _forward(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -79,6 +94,12 @@ def _forward_with_offset(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     if rows.supports(x, weight):
         return rows.norm(x, weight, epsilon, has_offset=True)
     return (_normalised(x, epsilon)[0] * (1.0 + weight.float())).to(x.dtype)
+
+
+def _forward_rounded_once(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    if rows.supports(x, weight):
+        return rows.norm(x, weight, epsilon, rounds_once=True)
+    return (_normalised(x, epsilon)[0] * weight.float()).to(x.dtype)
 
 
 def _normalised(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -129,10 +150,12 @@ class _GateRule(NamedTuple):
     rounds_norm: bool
 
 
-def _norm_with_gate(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, rule: _GateRule) -> Tensor:
-    if not (rows.supports(x) and rows.supports(gate) and rows.supports(weight)):
+def _norm_with_gate(
+    x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, rule: _GateRule, kernel: GatedKernel | None
+) -> Tensor:
+    if kernel is None and not (rows.supports(x) and rows.supports(gate) and rows.supports(weight)):
         return _norm_with_gate_eagerly(x, gate, weight, epsilon, rule)
-    return rows.gated_norm(
+    return (kernel or rows.gated_norm)(
         x,
         gate,
         weight,
@@ -164,10 +187,18 @@ class _GatedRMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, rule: _GateRule) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        rule: _GateRule,
+        kernel: GatedKernel | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, gate, weight)
         ctx.epsilon, ctx.rule = epsilon, rule
-        return _norm_with_gate(x, gate, weight, epsilon, rule)
+        return _norm_with_gate(x, gate, weight, epsilon, rule, kernel)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -178,7 +209,7 @@ class _GatedRMSNorm(torch.autograd.Function):
             options["is_sigmoid"] = rule.activation == "sigmoid"
             found = rows.gated_norm_gradients(x, gate, weight, grad, ctx.epsilon, **options)
             kept = zip(found, saved, ctx.needs_input_grad, strict=False)
-            return *(each.to(of.dtype) if needs else None for each, of, needs in kept), None, None
+            return *(each.to(of.dtype) if needs else None for each, of, needs in kept), None, None, None
         x32, gate32, grad32 = x.float(), gate.float(), grad.float()
         factor = (sigmoid if rule.activation == "sigmoid" else silu)(gate32)
         normal, scale = _normalised(
@@ -196,7 +227,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         grads[1] = _through_gate(grads[1], gate32, factor, rule)
         grads.append((of_weighed * flat).flatten(0, -2).sum(0))
         wanted = zip(grads, saved, ctx.needs_input_grad, strict=False)
-        return *(each.to(of.dtype) if needs else None for each, of, needs in wanted), None, None
+        return *(each.to(of.dtype) if needs else None for each, of, needs in wanted), None, None, None
 
 
 def _groups(rule: _GateRule) -> tuple[int, int]:

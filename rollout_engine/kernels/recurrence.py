@@ -12,6 +12,7 @@ trainer all compute these steps in this order, so the bits of a state and an out
 their sequence, and not on chunks, batch or threads.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ from rollout_engine.kernels.cpu import recurrence as compiled
 from rollout_engine.kernels.cpu import rows
 from rollout_engine.kernels.cpu.arguments import argument_error
 from rollout_engine.kernels.state_chunks import StateChunks
+from rollout_engine.kernels.state_kernels import TokenKernel
 
+_COMPILED = TokenKernel(compiled.recur, compiled.find_gradients)
 GRID = compiled.GRID
+NormKernel = Callable[[Tensor, float], Tensor]
 
 
 def gated_recurrence(
@@ -37,13 +41,15 @@ def gated_recurrence(
     chunks: StateChunks,
     states: Tensor | None = None,
     skip: Tensor | None = None,
+    kernel: TokenKernel | None = None,
 ) -> Tensor:
     """Outputs [T, H, V] of the recurrence above, in `v.dtype`, for T tokens of sequences end to end.
 
     q and k [T, G, K] and v [T, H, V] are float32 or bfloat16, each by itself; head h reads group h // (H // G).
     `log_decay` is float32 [T, H] or [T, H, K], `beta` float32 [T, H], `skip` [H]. `states` float32 [S, H, K, V] are the
     slots that `chunks` reads and writes. Without them every chunk is a sequence from zeros, and the result has
-    gradients of all inputs. Raises `ValueError` for other shapes or dtypes, and for gradients with `states`.
+    gradients of all inputs. `kernel`: a device's; None: the CPU's, or the eager twin. Raises `ValueError` for other
+    shapes or dtypes, and for gradients with `states`.
     """
     _check(q, k, v, log_decay, beta, skip, states)
     chunks.check(len(q), None if states is None else len(states))
@@ -51,18 +57,24 @@ def gated_recurrence(
     has_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if has_gradients and states is not None:
         raise ValueError("gated_recurrence with `states` has no gradients: omit `states`, or use torch.no_grad().")
-    if not compiled.supports(*inputs):
+    if kernel is None and not compiled.supports(*inputs):
         return _recur(q, k, v, log_decay, beta, skip, delta, scale, chunks, states)
+    kernel = kernel or _COMPILED
     if has_gradients:
-        return _Recurrence.apply(q, k, v, log_decay, beta, skip, delta, scale, chunks)  # type: ignore[no-any-return]
-    return compiled.recur(q, k, v, log_decay, beta, skip, delta=delta, scale=scale, chunks=chunks, states=states)
+        out: Tensor = _Recurrence.apply(q, k, v, log_decay, beta, skip, delta, scale, chunks, kernel)
+        return out
+    return kernel.run(q, k, v, log_decay, beta, skip, delta=delta, scale=scale, chunks=chunks, states=states)
 
 
-def l2_normalised(x: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(sum(x^2) + epsilon) over the last dimension, float32 inside and as the result; any strides."""
+def l2_normalised(x: Tensor, epsilon: float, kernel: NormKernel | None = None) -> Tensor:
+    """x / sqrt(sum(x^2) + epsilon) over the last dimension, float32 inside and as the result; any strides.
+
+    `kernel` replaces the CPU's forward; it need not support gradients.
+    """
+    kernel = kernel or _normalise
     if torch.is_grad_enabled() and x.requires_grad:
-        return _L2Normalised.apply(x, epsilon)  # type: ignore[no-any-return]
-    return _normalise(x, epsilon)
+        return _L2Normalised.apply(x, epsilon, kernel)  # type: ignore[no-any-return]
+    return kernel(x, epsilon)
 
 
 def _check(
@@ -126,7 +138,7 @@ def _recur(
 
 
 class _Recurrence(torch.autograd.Function):
-    """C++ forward, which keeps the state after every GRID tokens, and backward, which computes those between again."""
+    """A kernel's forward, which keeps the state after every GRID tokens, and backward, which computes those between."""
 
     @staticmethod
     def forward(
@@ -140,20 +152,21 @@ class _Recurrence(torch.autograd.Function):
         delta: bool,
         scale: float,
         chunks: StateChunks,
+        kernel: TokenKernel,
     ) -> Tensor:
-        ctx.chunks, ctx.delta, ctx.scale = chunks.write_every(GRID), delta, scale
+        ctx.kernel, ctx.chunks, ctx.delta, ctx.scale = kernel, chunks.write_every(GRID), delta, scale
         kept = q.new_empty(ctx.chunks.num_slots, v.shape[1], q.shape[2], v.shape[2], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, log_decay, beta, skip, kept)
-        return compiled.recur(q, k, v, log_decay, beta, skip, delta=delta, scale=scale, chunks=ctx.chunks, states=kept)
+        return kernel.run(q, k, v, log_decay, beta, skip, delta=delta, scale=scale, chunks=ctx.chunks, states=kept)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, beta, skip, kept = ctx.saved_tensors
         inputs = q, k, v, log_decay, beta, skip
         rule = {"delta": ctx.delta, "scale": ctx.scale, "chunks": ctx.chunks}
-        found = compiled.find_gradients(*inputs, kept, grad, **rule)
+        found = ctx.kernel.find_gradients(*inputs, kept, grad, **rule)
         grads = (None if x is None else x.to(of.dtype) for x, of in zip(found, inputs, strict=True))
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def _normalise(x: Tensor, epsilon: float) -> Tensor:
@@ -171,18 +184,18 @@ class _L2Normalised(torch.autograd.Function):
     """Backward of y = x s, s = 1 / sqrt(sum(x^2) + epsilon): dx = s (dy - y sum(y dy)); float32 inside."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, epsilon: float, kernel: NormKernel) -> Tensor:
         ctx.save_for_backward(x)
         ctx.epsilon = epsilon
-        return _normalise(x, epsilon)
+        return kernel(x, epsilon)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors  # once: checkpointing of gradients counts
         if rows.supports(x):
-            return rows.l2_gradient(x, grad, ctx.epsilon), None
+            return rows.l2_gradient(x, grad, ctx.epsilon), None, None
         x32 = x.float()
         scale = _inverse_length(x32, ctx.epsilon)
         normal = x32 * scale
         inner = (normal * grad).sum(-1, keepdim=True)
-        return ((grad - normal * inner) * scale).to(x.dtype), None
+        return ((grad - normal * inner) * scale).to(x.dtype), None, None

@@ -30,3 +30,5 @@ class RoutingRule(NamedTuple):
     """Added to the sum that divides them."""
     least: float = 0.0
     """The sum that divides them is at least this."""
+    stepwise: bool = False
+    """Whether scores, the sum that divides them, shares and products are each rounded to that dtype too (LFM2)."""

@@ -66,6 +66,15 @@ class TokenMasks(NamedTuple):
     """int64 [N]: index into `bits`; -1 for a row without a mask."""
 
 
+class TokenSets(NamedTuple):
+    """Sets of tokens of N rows, end to end. A row without tokens stands for all of the vocabulary."""
+
+    starts: Tensor
+    """int64 [N + 1]: row i has `ids[starts[i]:starts[i + 1]]`."""
+    ids: Tensor
+    """int32, ascending in each row."""
+
+
 class KeptTokens(NamedTuple):
     """Tokens of N rows that can be drawn: those above `floor`, and those equal to it with ids up to `last_tie`.
 

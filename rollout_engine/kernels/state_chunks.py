@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 _ARRAYS = ("token_starts", "sources", "write_starts", "write_ends", "write_slots")
 
@@ -18,6 +20,21 @@ class StateChunk(NamedTuple):
     """Slot of the state before its first token; -1: zeros."""
     writes: dict[int, int]
     """Flat index behind a token -> slot that takes the state behind that token."""
+
+
+class ChunkTensors(NamedTuple):
+    """The chunks of a step on a device: int64 tensors, those of `StateChunks` and `owners`.
+
+    A captured step may have a chunk that writes slot -1: none.
+    """
+
+    token_starts: Tensor
+    sources: Tensor
+    write_starts: Tensor
+    write_ends: Tensor
+    write_slots: Tensor
+    owners: Tensor
+    """[T]: the chunk of each token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +60,8 @@ class StateChunks:
     """Address of the five arrays, which lie end to end, as C++ reads them (`cpu/state_chunks.h`)."""
     num_slots: int = field(init=False, repr=False)
     """Slots that a pool needs to have: one more than the highest that is named."""
+    _on: dict[torch.device, ChunkTensors] = field(init=False, repr=False, default_factory=dict)
+    """Copies that `on` has made."""
 
     def __post_init__(self) -> None:
         arrays = [np.asarray(getattr(self, name)) for name in _ARRAYS]
@@ -68,6 +87,15 @@ class StateChunks:
         none = np.zeros(0, np.int64)
         return cls(starts, np.full(count, -1), np.zeros(count + 1, np.int64), none, none)
 
+    @classmethod
+    def in_place(
+        cls, sizes: Sequence[int] | np.ndarray, first_positions: Sequence[int] | np.ndarray, slots: Sequence[int]
+    ) -> "StateChunks":
+        """Chunks of these sizes and positions of their first tokens, each of which continues in a slot of its own."""
+        starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)))
+        sources = np.where(np.asarray(first_positions) > 0, slots, -1)
+        return cls(starts, sources, np.arange(len(starts)), starts[1:], np.asarray(slots))
+
     def write_every(self, interval: int) -> "StateChunks":
         """The same chunks, whose states are written after every `interval` tokens inside a chunk, to slots 0, 1, ..."""
         spans = zip(self.token_starts[:-1].tolist(), self.token_starts[1:].tolist(), strict=True)
@@ -75,6 +103,20 @@ class StateChunks:
         counts = np.cumsum([0, *map(len, ends)])
         flat = np.fromiter((end for each in ends for end in each), np.int64, counts[-1])
         return StateChunks(self.token_starts, self.sources, counts, flat, np.arange(len(flat)))
+
+    def on(self, device: torch.device) -> ChunkTensors:
+        """The chunks on `device`; they are copied there once, and nothing waits for that."""
+        if device not in self._on:
+            arrays = [getattr(self, name) for name in _ARRAYS]
+            arrays.append(np.repeat(np.arange(self.num_chunks), np.diff(self.token_starts)))
+            ends = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)]).tolist()  # multiples of 16 bytes
+            packed = torch.zeros(ends[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
+            parts = [slice(start, start + len(array)) for start, array in zip(ends, arrays, strict=False)]
+            for part, array in zip(parts, arrays, strict=True):
+                packed.numpy()[part] = array
+            packed = packed.to(device, non_blocking=True)
+            self._on[device] = ChunkTensors(*(packed[part] for part in parts))
+        return self._on[device]
 
     @property
     def num_chunks(self) -> int:

@@ -44,13 +44,14 @@ def token_logprobs(
         raise argument_error(
             "token_ids", token_ids, f"a tensor of integers [{len(logits)}], one for each row of logits"
         )
-    _check_temperature(temperature, len(logits))
+    check_temperature(temperature, len(logits))
     temperatures = row_temperatures(temperature, logits)
     logprobs: Tensor = _TokenLogprobs.apply(logits, token_ids.long(), temperatures, kernel or row_stats)
     return logprobs
 
 
-def _check_temperature(temperature: float | Tensor, num_rows: int) -> None:
+def check_temperature(temperature: float | Tensor, num_rows: int) -> None:
+    """Raise `ValueError` unless `temperature` is a number or a tensor [num_rows], >= 0 as far as it is on the CPU."""
     given = torch.as_tensor(temperature) if isinstance(temperature, Real | Tensor) else None
     if given is None or given.shape not in ((), (1,), (num_rows,)) or given.is_complex() or given.is_meta:
         raise argument_error("temperature", temperature, f"a number, or a tensor [{num_rows}]")

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.row_stats import CHUNK, Truncation
+from rollout_engine.kernels.cpu import build, sampling
+from rollout_engine.kernels.row_stats import CHUNK, TokenSets, Truncation
 from rollout_engine.kernels.token_logprobs import cumulative_mass, row_blocks
 
 _CANDIDATES = 1024
@@ -35,6 +36,19 @@ def is_kept(logits: Tensor, token_ids: Tensor, floor: Tensor, last_tie: Tensor) 
     """Whether the edges [n] keep each of `token_ids`, given their `logits`, both [n, k] -> bool [n, k]."""
     floor, last_tie = floor[:, None], last_tie[:, None]
     return (logits > floor) | ((logits == floor) & (token_ids <= last_tie))
+
+
+def kept_ids(logits: Tensor, rows: Tensor, floor: Tensor, last_tie: Tensor) -> TokenSets:
+    """Tokens that edges [n] keep of these `rows`, int64 [n], of `logits` [N, V], all of them if all are kept.
+
+    A token of logit -inf, which no draw finds, is in no set.
+    """
+    if build.load_kernels() is not None:
+        return sampling.kept_ids(logits, rows, floor, last_tie)
+    some = logits[rows].float()
+    is_in = is_kept(some, torch.arange(some.shape[1]).expand_as(some), floor, last_tie) & (some > -torch.inf)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), is_in.sum(1).cumsum(0)])
+    return TokenSets(starts, is_in.nonzero()[:, 1].int())
 
 
 def most_likely(logits: Tensor, k: int) -> Tensor:

@@ -1,6 +1,7 @@
 """One HTML page of rollouts to look at: to filter, sort, open, colour by token, and compare. It needs no network."""
 
 import json
+import logging
 import os
 from base64 import b64encode
 from collections.abc import Iterable, Mapping
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rollout_engine.batches.json_values import json_value
-from rollout_engine.batches.picture_files import hex_digest, png_files
+from rollout_engine.batches.picture_files import damaged_pictures, hex_digest, png_files
 from rollout_engine.looking.samples import TokenText, Viewed, advantages, viewed
+
+logger = logging.getLogger("rollout_engine")
 
 MOST_PICTURE_BYTES = 1 << 26
 """Bytes of the pictures that a page holds, the first ones; of others it shows the digest."""
@@ -51,9 +54,16 @@ def page_data(samples: Iterable[Mapping[str, Any]], title: str, token_text: Toke
         vocabulary.update(zip(each.sample["response_token_ids"], each.pieces, strict=True))
         made.append(_sample(each, prompts.setdefault(each.prompt, len(prompts)), advantage))
     data = {"title": title, "prompts": list(prompts), "vocabulary": vocabulary, "samples": made}
+    damaged = damaged_pictures(each.sample for each in shown)
+    for problem in damaged.values():
+        logger.warning("%s", problem)
     images = png_files((each.sample for each in shown), most_bytes=MOST_PICTURE_BYTES)
-    urls = {name: f"data:image/png;base64,{b64encode(image).decode()}" for name, image in images.items()}
-    return data | ({"pictures": urls} if urls else {})
+    urls = {
+        name: f"data:image/png;base64,{b64encode(image).decode()}"
+        for name, image in images.items()
+        if name not in damaged
+    }
+    return data | ({"pictures": urls} if urls else {}) | ({"damaged": damaged} if damaged else {})
 
 
 def _sample(each: Viewed, prompt: int, advantage: float | None) -> dict[str, Any]:

@@ -6,7 +6,8 @@ reward/mean std min max          rewards of its samples; reward/NAME: the mean o
 length/mean min max              sampled tokens of a sample, of an episode in all its rows
 length/truncated                 share of samples that were cut off
 episodes/failed                  share of episodes that failed
-entropy                          nats per token: mean of -log-prob of the sampled tokens. That estimates the entropy
+entropy                          nats per token: mean of ("entropy", "full") of rollouts with SamplingParams(entropy=
+                                 True); else mean of -log-prob of the sampled tokens. That estimates the entropy
                                  of the distribution they were drawn from, at the temperature of the log-probs; with
                                  top-k, top-p, min-p or penalties it does not
 kl                               nats per token, from the rollouts' policy to the trainer's: mean of r - 1 - log r, r
@@ -71,6 +72,8 @@ def batch_statistics(
         found["episodes/failed"] = sum(not counted(batch)[rows[0]] for rows in samples) / len(samples)
     if len(logprobs):
         found["entropy"] = float(-logprobs.mean())
+        if "entropy" in batch.keys():
+            found["entropy"] = float(batch["entropy", "full"][mask].double().mean())
     found |= _rewards(batch)
     versions = batch["policy_version"][mask]
     note = rollout_note(batch["tokens", "full"])

@@ -23,7 +23,7 @@ from textual.app import App, ComposeResult
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
-from rollout_engine.batches.picture_files import IN_FOLDER, named_pictures
+from rollout_engine.batches.picture_files import IN_FOLDER, damaged_pictures, named_pictures
 from rollout_engine.looking.samples import Viewed, advantages, visible
 
 _COLOURS = ("log-prob", "advantage", "version", "turn", "nothing")
@@ -186,6 +186,7 @@ class RolloutViewer(App[None]):
         facts |= {**(sample.get("rewards") or {}), **(sample.get("columns") or {})}
         if names := named_pictures(sample):
             facts["pictures"] = f"{sample.get(IN_FOLDER, 'in memory')}: {', '.join(f'{name}.png' for name in names)}"
+            facts |= {f"picture {name}": problem for name, problem in damaged_pictures([sample]).items()}
         told = Text("\n".join(visible(f"{name}: {value}") for name, value in facts.items()))
         return Group(told, Panel(Text(visible(self._samples[i].prompt)), title="prompt"), self._panel(i))
 

@@ -8,11 +8,13 @@ import numpy as np
 from torch import Tensor, UntypedStorage, nn
 
 from rollout_engine.base.config import EngineConfig
-from rollout_engine.base.pictures import SharedPictures
+from rollout_engine.base.pictures import EncodedPictures, Picture, SharedPictures
 from rollout_engine.base.pooling_params import PoolingInfo
 from rollout_engine.base.routed_experts import RoutingInfo
+from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import Added
+from rollout_engine.kernels.entropy import FiguresKernel
 from rollout_engine.kernels.token_logprobs import RowStatsKernel
 from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.modules.loaded_model import LoadedModel
@@ -34,6 +36,8 @@ class Arithmetic(NamedTuple):
     """Computes log-probs of given tokens."""
     add_adapter: Added
     """Adds a low-rank adapter to a product, as steps do."""
+    row_figures: FiguresKernel
+    """Computes entropies of rows of logits."""
 
 
 class ShadowMemory(Protocol):
@@ -130,13 +134,22 @@ class Backend(Protocol):
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
         pictures: SharedPictures | None = None,
-    ) -> Iterator[dict[int, np.ndarray]]:
-        """Yield, a piece at a time, the log-probs of some sequences by their index: float32 [len - num_prompt].
+        asked: AskedScores = TOKENS_ALONE,
+    ) -> Iterator[dict[int, TokenScores]]:
+        """Yield, a piece at a time, the scores of some sequences by their index: of every token after the prompt.
 
-        They are of every token after the prompt, under the live weights, and the adapter in a slot of `adapters`. A
-        piece takes about as long as a step. `routed_experts`: of each sequence int16 [len - 1, L, k], the experts that
+        They are those under the live weights, and the adapter in a slot of `adapters`. A piece takes about as long as a
+        step. `routed_experts`: of each sequence int16 [len - 1, L, k], the experts that
         its tokens go to; -1: as the routers choose. None without `routing`. `pictures`: of each sequence; None if the
         model takes none. Raises `ConfigError` for pictures that do not fit their spans.
+        """
+        ...
+
+    def encode_pictures(self, pictures: Sequence[Picture], values: Callable[[str], Tensor]) -> EncodedPictures:
+        """The features of pictures under the live weights, and no adapter.
+
+        One without arrays stands for its digest: its features are given if they are kept. `values`: gives the live
+        values of a weight by its name. Raises `ConfigError` for arrays that the model does not take as a picture.
         """
         ...
 

@@ -58,28 +58,42 @@ def bytes_per_state(loaded: LoadedModel) -> int:
     return sum(layer.state.bytes_of(loaded.dtype) for layer in loaded.geometry if layer.state is not None)
 
 
-def size_states(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> int:
+def size_states(config: EngineConfig, loaded: LoadedModel, num_blocks: int, device_bytes: int | None = None) -> int:
     """Number of slots of states; 0 if the model keeps none.
 
     One for each of `max_num_seqs` sequences and one to move a state to, those behind the drafted tokens of a sequence,
     and those of the prefix cache: as many as `state_cache_bytes` hold, by default as half the KV pool's `num_blocks`,
-    and no more than two for each sequence. Bytes are of all ranks together.
+    and no more than two for each sequence. Bytes are of all ranks together. `device_bytes`: as that of `size_pool`.
 
-    Raises `ConfigError` for more than the machine has.
+    Raises `ConfigError` for more than there is.
     """
+    _check_state_option(config, loaded)
     slot_bytes = bytes_per_state(loaded)
     if slot_bytes == 0:
         return 0
     drafted = 0 if config.speculates is None else config.speculates.max_draft_tokens
     needed = config.max_num_seqs + 1 + drafted
-    _check_fits("max_num_seqs", config.max_num_seqs, needed * slot_bytes * loaded.num_ranks, None, "states")
+    _check_fits("max_num_seqs", config.max_num_seqs, needed * slot_bytes * loaded.num_ranks, device_bytes, "states")
     if not config.enable_prefix_caching:
         return needed
     if config.state_cache_bytes is not None:
-        _check_fits("state_cache_bytes", config.state_cache_bytes, config.state_cache_bytes, None, "states")
+        _check_fits("state_cache_bytes", config.state_cache_bytes, config.state_cache_bytes, device_bytes, "states")
         return needed + config.state_cache_bytes // (slot_bytes * loaded.num_ranks)
     half = num_blocks * bytes_per_block(loaded, config.tokens_per_block) // 2
     return needed + min(half // slot_bytes, _SNAPSHOTS_PER_SEQUENCE * config.max_num_seqs)
+
+
+def bytes_of_states(config: EngineConfig, loaded: LoadedModel, room: int, device_bytes: int) -> int:
+    """Bytes that states take of `room`, which they share with a KV pool that takes the rest; other arguments as above.
+
+    By default states of the prefix cache get a third of it at most, which is half of the pool's share.
+    """
+    slot_bytes, num_least = bytes_per_state(loaded), size_states(config, loaded, 0, device_bytes)
+    num_bytes = num_least * slot_bytes
+    if config.enable_prefix_caching and config.state_cache_bytes is None:
+        most = _SNAPSHOTS_PER_SEQUENCE * config.max_num_seqs * slot_bytes
+        num_bytes += min(max(room - num_bytes, 0) // 3, most)
+    return num_bytes
 
 
 def describe_states(loaded: LoadedModel, num_slots: int) -> str:

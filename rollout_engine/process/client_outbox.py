@@ -25,6 +25,8 @@ class ClientOutbox:
         """Size of the vocabulary of the core's model; set it before the first request is sent."""
         self.num_routed_bytes = 0
         """Bytes of one token's routed experts, once the core has said so."""
+        self.num_hidden_bytes = 0
+        """Bytes of one token's hidden state, likewise."""
         self.pictures = SentPictures(0)
         """The pictures that the core keeps, once it has said how many bytes of them it does."""
         self._messages: deque[Any] = deque()
@@ -41,7 +43,8 @@ class ClientOutbox:
             message = self._clock.departing(self._messages.popleft())
             try:
                 if isinstance(message, AddRequest):
-                    check_answer(message, self._answer_limits, self.vocab_size, self.num_routed_bytes)
+                    sizes = self.vocab_size, self.num_routed_bytes, self.num_hidden_bytes
+                    check_answer(message, self._answer_limits, *sizes)
                 for each in self._in_order(message, limits):
                     link.send(in_parts(self._encoder.encode(each), limits))
             except (TypeError, ValueError, OverflowError) as problem:

@@ -15,7 +15,7 @@ from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
 NUM_ROWS = 512
 """Rows of a slice."""
 _SHIFT = 40
-_OF_PROMPTS = ("prompt_logprobs", "prompt_routed_experts")
+_OF_PROMPTS = ("prompt_logprobs", "prompt_routed_experts", "prompt_hidden_states")
 """Columns with one entry for a prompt, which may be long."""
 
 

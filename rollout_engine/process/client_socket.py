@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 
 from rollout_engine.base.errors import EngineDeadError, LifecycleError, RetryableError
+from rollout_engine.base.hidden_states import num_state_bytes
 from rollout_engine.base.picture_cache import SentPictures
 from rollout_engine.base.threads import start
 from rollout_engine.children.failure import WireError
@@ -270,6 +271,7 @@ class ClientSocket:
                 self._step_deadline = ready.info.config.step_deadline or math.inf
                 self._outbox.pictures = SentPictures(ready.info.config.mm_cache_bytes)
                 self._outbox.num_routed_bytes = 0 if (found := ready.info.routing) is None else found.num_token_bytes
+                self._outbox.num_hidden_bytes = num_state_bytes(ready.info.pooling)
                 self._welcome.set_result(ready)
             case ForgetPictures():
                 self._outbox.append(message)

@@ -267,7 +267,7 @@ def _request(source: EngineCoreRequest, max_tokens: int, config: CoreConfig) -> 
         max_tokens=max_tokens,
         priority=source.priority,
         salt=_space(source),
-        scores_prompt=source.params.prompt_logprobs is not None,
+        scores_prompt=source.params.prompt_logprobs is not None or source.params.return_hidden_states == "all",
         pools="" if source.pooling is None else "all" if config.pools_beyond_last(source.pooling) else "last",
     )
 

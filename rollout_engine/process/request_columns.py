@@ -69,10 +69,12 @@ def request_of(message: AddRequest) -> EngineCoreRequest:
     return msgspec.structs.replace(request, params=params, **lists)
 
 
-def check_answer(message: AddRequest, limits: Limits, vocab_size: int, num_routed_bytes: int = 0) -> None:
-    """Raise `MessageTooLongError` if log-probs, or routed experts, of a prompt would not fit in one message.
+def check_answer(
+    message: AddRequest, limits: Limits, vocab_size: int, num_routed_bytes: int = 0, num_hidden_bytes: int = 0
+) -> None:
+    """Raise `MessageTooLongError` if log-probs, routed experts or states of a prompt would not fit in one message.
 
-    `num_routed_bytes`: bytes of one token's routed experts.
+    `num_routed_bytes`, `num_hidden_bytes`: bytes of one token's routed experts, and of its hidden state.
     """
     params = message.request.params
     num_tokens = len(message.request.prompt_token_ids) or len(message.columns.get(_PROMPT, ()))
@@ -83,6 +85,9 @@ def check_answer(message: AddRequest, limits: Limits, vocab_size: int, num_route
     if params.return_routed_experts:
         num_bytes = num_tokens * num_routed_bytes + _STEP_BYTES
         _check_size(f"routed experts of {num_tokens} prompt tokens", num_bytes, limits, "give a shorter prompt")
+    if params.return_hidden_states == "all":
+        num_bytes = num_tokens * num_hidden_bytes + _STEP_BYTES
+        _check_size(f"hidden states of {num_tokens} prompt tokens", num_bytes, limits, "give a shorter prompt")
 
 
 def _check_size(what: str, num_bytes: int, limits: Limits, advice: str) -> None:

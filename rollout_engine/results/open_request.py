@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 import msgspec
+import numpy as np
 
 from rollout_engine.base.messages import EngineCoreRequest, Pooled, PromptLogprobs
 from rollout_engine.base.outputs import PoolingOutput, Quantization, RequestMetrics, RequestOutput
@@ -20,7 +21,8 @@ class OpenRequest:
 
     __slots__ = (
         *("_kept", "_kind", "_num_kept", "_pooled", "_pools", "_prompt", "_prompt_token_ids", "changed", "metrics"),
-        *("num_cached_tokens", "num_live", "num_prompt_tokens", "params", "prompt_logprobs", "request_id", "samples"),
+        *("num_cached_tokens", "num_live", "num_prompt_tokens", "params", "prompt_hidden_states"),
+        *("prompt_logprobs", "request_id", "samples"),
         *("_pictures", "seed", "sequence_ids", "trace_headers"),
     )
 
@@ -52,6 +54,8 @@ class OpenRequest:
         self.num_cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
         """Log-probs of the prompt that have not been returned yet, if asked for."""
+        self.prompt_hidden_states: np.ndarray | None = None
+        """Hidden states of the prompt, likewise."""
         self._pools, self._pooled = request.pooling is not None, _NOT_POOLED
         self._kind = params.output_kind
         self._prompt = prompt
@@ -68,6 +72,7 @@ class OpenRequest:
                 *(index, child_seed(request.seed, index), params, _detokenizer(codec, request)),
                 metrics=self.metrics,
                 quantization=quantization,
+                thinking=request.thinking,
             )
             for index in range(params.n)
         ]
@@ -108,8 +113,9 @@ class OpenRequest:
         shown = [self.samples[i] for i in indexes if not self._has_enough or i in self._kept]
         self.changed.clear()
         prompt = self.prompt_logprobs
+        states = self.prompt_hidden_states
         if self._kind == "delta":
-            self.prompt_logprobs = None
+            self.prompt_logprobs = self.prompt_hidden_states = None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -124,6 +130,7 @@ class OpenRequest:
             num_dropped=len(self.samples) - len(self._kept) if self._has_enough else 0,
             pooled=self._ended_pooling() if self._pools else None,
             pictures=list(self._pictures),
+            prompt_hidden_states=states,
         )
 
     def _ended_pooling(self) -> PoolingOutput:

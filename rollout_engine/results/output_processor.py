@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
+from rollout_engine.base.hidden_states import as_float32
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.base.metrics import RequestStats
 from rollout_engine.base.outputs import Quantization, RequestOutput
@@ -118,6 +119,9 @@ class OutputProcessor:
             if sequence_id in self._owners:
                 for sample in self._owners[sequence_id].samples:
                     sample.begin_routed(routed)
+        for sequence_id, states in outputs.prompt_hidden_states.items():
+            if sequence_id in self._owners:
+                self._owners[sequence_id].prompt_hidden_states = as_float32(states)
         for sequence_id, pooled in outputs.pooled.items():
             if sequence_id in self._owners:
                 self._owners[sequence_id].pool(pooled, outputs.policy_version)
@@ -182,10 +186,23 @@ class OutputProcessor:
             for sequence_id, row in zip(sequence_ids, outputs.routed_experts, strict=True):
                 if sequence_id in live:
                     live[sequence_id].append_routed(row)
+        if outputs.entropies is not None:
+            for sequence_id, entropy in zip(sequence_ids, outputs.entropies.tolist(), strict=True):
+                if sequence_id in live:
+                    live[sequence_id].append_entropy(entropy)
+        if outputs.hidden_states is not None:
+            for sequence_id, row in zip(sequence_ids, outputs.hidden_states, strict=True):
+                if sequence_id in live:
+                    live[sequence_id].append_hidden_state(row)
         if outputs.id_logprobs is not None:
             for sequence_id, logprobs in outputs.id_logprobs.rows():
                 if sequence_id in live:
                     live[sequence_id].append_id_logprobs(logprobs)
+        if outputs.supports is not None:
+            for sequence_id, ids in outputs.supports.rows():
+                sample = live.get(sequence_id)
+                if sample is not None and sample.append_support(ids) and not sample.is_watched:
+                    watched.append(sequence_id)
         return watched
 
     def _end(self, sequence_id: int, live_version: int) -> None:

@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rollout_engine.base.hidden_states import as_float32
 from rollout_engine.base.messages import SequenceEnd
 from rollout_engine.base.outputs import CompletionOutput, FinishReason, Quantization, RequestMetrics, VersionSpan
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.thinking import Thinking, ThinkingState
+from rollout_engine.results.support_column import SupportColumn
 from rollout_engine.text.detokenizer import Detokenizer
 
 _T = TypeVar("_T")
@@ -52,10 +55,11 @@ class Sample:
     """Collects a sequence's tokens from the steps and renders `CompletionOutput`s."""
 
     __slots__ = (
-        *("_asked_ids", "_cumulative_logprob", "_id_logprobs", "_index", "_kept_logprob_mass"),
+        *("_asked_ids", "_cumulative_logprob", "_entropies", "_hidden_states", "_id_logprobs", "_index"),
+        "_kept_logprob_mass",
         *("_kv_min_version", "_logprobs", "_metrics", "_num_read", "_num_rendered_chars", "_num_summed"),
         *("_policy_version", "_quantization", "_routed_experts", "_sampled_ranks", "_seed", "_spans"),
-        *("_stop_reason", "_text", "_token_ids", "_top_logprobs", "_undecodable"),
+        *("_forced", "_stop_reason", "_support", "_text", "_thinking", "_token_ids", "_top_logprobs", "_undecodable"),
         *("error", "finish_reason", "is_watched", "num_rendered"),
     )
 
@@ -67,8 +71,9 @@ class Sample:
         text: Detokenizer | None,
         metrics: RequestMetrics,
         quantization: Quantization | None = None,
+        thinking: Thinking | None = None,
     ) -> None:
-        """`quantization`: that of the engine."""
+        """`quantization`: that of the engine. `thinking`: the request's budget."""
         self.is_watched = params.output_kind != "final_only" or params.stops_on_text
         """Whether each token matters on arrival: the request streams, or its text may stop it."""
         self._index = index
@@ -91,6 +96,12 @@ class Sample:
         self._id_logprobs: list[np.ndarray] | None = None if self._asked_ids is None else []
         self._kept_logprob_mass = array("f") if params.truncates else None
         self._routed_experts = RoutedColumn() if params.return_routed_experts else None
+        self._support = SupportColumn(params.n) if params.return_support else None
+        self._entropies = array("f") if params.entropy else None
+        self._hidden_states: list[np.ndarray] | None = None if params.return_hidden_states is None else []
+        self._thinking = None if thinking is None else ThinkingState(thinking, 0)
+        self._forced: list[bool] = []
+        """Which of the tokens that were rendered are forced, with a budget."""
         self._policy_version = self._kv_min_version = -1
         self._spans: list[tuple[int, int, int]] = []
         """(first token, policy_version, kv_min_version); each ends where the next starts."""
@@ -150,13 +161,30 @@ class Sample:
         if self._routed_experts is not None:
             self._routed_experts.append(row)
 
+    def append_support(self, ids: np.ndarray) -> bool:
+        """Add the ids that the last token was drawn from, if asked for. Returns whether they are too many."""
+        if self._support is None:
+            return False
+        self._support.append(ids)
+        return self._support.error is not None
+
+    def append_entropy(self, entropy: float) -> None:
+        """Add the entropy of the distribution that the last token was drawn from, if asked for."""
+        if self._entropies is not None:
+            self._entropies.append(entropy)
+
+    def append_hidden_state(self, row: np.ndarray) -> None:
+        """Add the state [H] from which the last token was drawn, if asked for."""
+        if self._hidden_states is not None:
+            self._hidden_states.append(row)
+
     def read_text(self) -> bool:
-        """Decode the new tokens. Returns whether the text, or a failure to decode it, has ended the sample, so that the
-        core can abort it."""
+        """Decode the new tokens. Returns whether the text, a failure to decode it, or a support that is too large has
+        ended the sample, so that the core can abort it."""
         if self._text is not None:
             new, self._num_read = self._token_ids[self._num_read :], len(self._token_ids)
             self._try_decode(partial(self._text.push, new))
-        return self._is_ended_by_text()
+        return self._is_ended_here()
 
     def finish(self, end: SequenceEnd) -> None:
         """Record that the core has ended the sequence."""
@@ -164,14 +192,15 @@ class Sample:
         self.read_text()
         if self._text is not None:
             self._try_decode(self._text.finish)
-        self._is_ended_by_text()
+        self._is_ended_here()
 
     def render(self, *, only_new: bool) -> CompletionOutput:
         """Render the sample, or the news since the last call. Spans count positions from the start either way."""
         num_tokens = len(self._token_ids)
         columns: tuple[Sized | None, ...] = (
             *(self._logprobs, self._top_logprobs, self._kept_logprob_mass),
-            *(self._sampled_ranks, self._id_logprobs, self._routed_experts),
+            *(self._sampled_ranks, self._id_logprobs, self._routed_experts, self._support),
+            *(self._entropies, self._hidden_states),
         )
         for column in columns:
             assert column is None or len(column) == num_tokens, f"{len(column)} values for {num_tokens} tokens"
@@ -196,7 +225,15 @@ class Sample:
             token_id_logprobs=self._id_logprobs_from(start),
             routed_experts=None if self._routed_experts is None else self._routed_experts.stack(start),
             quantization=self._quantization,
+            support=None if self._support is None else self._support.stack(start),
+            entropies=_from(start, self._entropies),
+            hidden_states=self._hidden_states_from(start),
+            forced=None if self._thinking is None else self._forced_from(self._thinking, start),
         )
+
+    def _forced_from(self, thinking: ThinkingState, start: int) -> np.ndarray:
+        self._forced += [thinking.append(token_id) for token_id in self._token_ids[len(self._forced) :]]
+        return np.array(self._forced[start:], np.bool_)
 
     def _id_logprobs_from(self, start: int) -> np.ndarray | None:
         if self._id_logprobs is None or self._asked_ids is None:
@@ -204,9 +241,18 @@ class Sample:
         shape = len(self._id_logprobs) - start, len(self._asked_ids)
         return np.array(self._id_logprobs[start:], dtype=np.float32).reshape(shape)
 
-    def _is_ended_by_text(self) -> bool:
-        """Record and return whether a stop string or pattern, or a failure to decode, has ended the sample."""
+    def _hidden_states_from(self, start: int) -> np.ndarray | None:
+        if not self._hidden_states:
+            return None
+        rows = self._hidden_states[start:]
+        return as_float32(np.array(rows, self._hidden_states[0].dtype).reshape(len(rows), -1)) if rows else None
+
+    def _is_ended_here(self) -> bool:
+        """Record and return whether a stop string or pattern, a failure to decode, or a support that is too large has
+        ended the sample."""
         error = self._undecodable if self._text is None else self._text.error
+        if error is None and self._support is not None:
+            error = self._support.error
         if error is not None:
             self.finish_reason, self._stop_reason, self.error = "error", None, error
         elif self._text is not None and self._text.stop is not None:

@@ -32,11 +32,19 @@ def begin_run(
     check_layout(arguments.layout)
     check_chat_arguments(arguments.options, verb, [*CHAT_KEYS, *EPISODE_KEYS])
     frontend.ensure_loras(arguments.lora_request)
+    teachers = arguments.teachers
     if any(name in EPISODE_KEYS for name in arguments.options):
-        return EpisodeRun(frontend, EpisodePlan.of(frontend, arguments), kept_workers)
+        plan = EpisodePlan.of(frontend, arguments)
+        if teachers is not None:
+            teachers.refuse_prompts("Episodes have prompts of their own, which an environment gives.")
+            teachers.check([plan.params], {})
+        return EpisodeRun(frontend, plan, kept_workers)
     if arguments.prompts is None:
         raise RequestError("prompts=None needs env=, whose environments give the prompts.", field="prompts")
     tasks, weights = prompt_tasks(arguments), arguments.reward_weights
+    if teachers is not None:
+        teachers.check([task.params for task in tasks], tasks[0].columns)
+        teachers.prepare_prompts(tasks)
     return RolloutRun(frontend, tasks, arguments.reward_fn, loop, reward_weights=weights)
 
 

@@ -15,6 +15,7 @@ from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners
 from rollout_engine.rollouts.plan import GroupTask, RolloutArguments, as_int
 from rollout_engine.rollouts.run import Group, RolloutRun
 from rollout_engine.rollouts.staleness import StalenessControl
+from rollout_engine.rollouts.teachers import TeacherColumns
 
 _MAX_COUNT = 1_000_000
 
@@ -54,10 +55,12 @@ class RolloutCollector:
         tasks: Iterator[GroupTask],
         control: StalenessControl,
         listeners: GroupListeners,
+        teachers: TeacherColumns | None = None,
     ) -> None:
         frontend.require_own_process()
         self._frontend, self._batcher, self._tasks, self._control = frontend, batcher, tasks, control
         self._listeners, self._layout, weights = listeners, arguments.layout, arguments.reward_weights
+        self._teachers = teachers
         self._run = RolloutRun(frontend, (), arguments.reward_fn, reward_weights=weights, keeps_aborted=True)
         self._open: dict[int, GroupTask] = {}
         """Groups that were started and not delivered, with their seeds."""
@@ -175,6 +178,8 @@ class RolloutCollector:
         """Make the batch of these groups, and start the groups that may run until the next call."""
         groups = [self._groups[index] for index in sorted(indexes)]
         batch = self._batcher.batch(groups, self._layout)
+        if self._teachers is not None:
+            self._teachers.add_to(batch, groups)
         self._batcher.count_staleness(groups)
         for group in groups:
             del self._groups[group.index], self._open[group.index]

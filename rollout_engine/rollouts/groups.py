@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.metrics import staleness
 from rollout_engine.base.provenance import RolloutNote, attach
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.support import is_over_support
 from rollout_engine.batches.jsonl import samples
 from rollout_engine.batches.output_samples import output_samples
 from rollout_engine.batches.rewards import Rewards
@@ -46,6 +49,7 @@ class GroupBatcher:
         self._dtype = info.dtype
         self._fp32_head = info.dtype != "float32" and info.config.fp32_head
         self._quantization = info.config.quantization
+        self._has_processors = bool(info.config.logits_processors)
         self._pad_token_id = _pad_token_id(frontend)
         self._counting = threading.Lock()
 
@@ -57,9 +61,16 @@ class GroupBatcher:
         else:
             episodes = [each for group in groups if isinstance(group, EpisodeGroup) for each in group.episodes]
             batch = episode_batch(episodes, self._frontend.inputs.codec, pad_token_id=self._pad_token_id, layout=layout)
-        temperature = _logprob_temperature([group.params for group in groups])
+        if "hidden_states" in batch.keys():
+            batch["hidden_states"] = batch["hidden_states"].to(getattr(torch, self._dtype))
+        params = [group.params for group in groups]
+        over_support = not self._has_processors and "support" in batch.keys() and all(map(is_over_support, params))
+        temperature = _logprob_temperature(params, over_support)
         adapters = [group.lora for group in groups]
         note = self.note(temperature, adapters, is_packed=layout == "packed")
+        sampled = {each.temperature or 1.0 for each in params}
+        sampled_temperature = sampled.pop() if len(sampled) == 1 else None
+        note = note._replace(sampled_temperature=sampled_temperature, over_support=over_support)
         attach(batch["tokens", "full"], note._replace(has_pictures="pictures" in batch.keys()))
         return batch
 
@@ -118,12 +129,12 @@ def log_rollout(groups: Sequence[AnyGroup], seconds: float, policy_version: int)
     logger.info("rollout of %d prompts: %d tokens in %.2f s (%.0f tokens/s), policy version %d%s", *numbers)
 
 
-def _logprob_temperature(params: Sequence[SamplingParams]) -> float | None:
-    """Temperature of a rollout's log-probs; None if its prompts do not share one."""
-    given = {p.temperature if p.logprobs_mode == "tempered" else 1.0 for p in params}
-    if len(given) > 1 or any(p.logprobs_mode == "processed" for p in params):
+def _logprob_temperature(params: Sequence[SamplingParams], over_support: bool) -> float | None:
+    """Temperature of a rollout's log-probs; None if its prompts do not share one, or for those of edited logits."""
+    given = {p.temperature or 1.0 if p.logprobs_mode != "raw" else 1.0 for p in params}
+    if len(given) > 1 or (not over_support and any(p.logprobs_mode == "processed" for p in params)):
         return None
-    return given.pop() or 1.0
+    return given.pop()
 
 
 def _by_function(rewards: Sequence[Rewards]) -> dict[str, list[list[float | None]]]:

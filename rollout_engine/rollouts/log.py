@@ -43,6 +43,9 @@ _DRAWS_THE_SAME = {
     "output_kind",
     "speculation",
     "return_routed_experts",
+    "return_support",
+    "entropy",
+    "return_hidden_states",
 }
 """Fields of `SamplingParams` that set the number of samples, or the returned values."""
 

@@ -1,7 +1,7 @@
 """Checks the arguments of rollouts: prompts or a dataset's rows, sampling parameters and columns."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -46,6 +46,19 @@ class GroupTask(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, params=self.params.clone(seed=seed))
 
 
+class TeacherChecks(Protocol):
+    """The teachers of a rollout, which check that they fit it: `rollouts.teachers.TeacherColumns`."""
+
+    def check(self, params: Sequence[SamplingParams], columns: Mapping[str, Any] | None) -> None:
+        """Raise if a teacher does not fit these sampling parameters and columns; None: they are not known yet."""
+
+    def prepare_prompts(self, tasks: Sequence[GroupTask]) -> None:
+        """Make the prompts that teachers alone see. Raises `RequestError` for wrong ones."""
+
+    def refuse_prompts(self, reason: str) -> None:
+        """Raise `RequestError`, with the reason, if a teacher is to see a prompt of its own."""
+
+
 class RolloutArguments(msgspec.Struct, frozen=True):
     """Arguments of `rollout`, `arollout` and `collect` as they were given; `RolloutPolicy.rollout` describes them."""
 
@@ -63,6 +76,8 @@ class RolloutArguments(msgspec.Struct, frozen=True):
     lora_request: LoRALike | None = None
     options: Mapping[str, Any] = {}
     """`ChatOptions`, and in a rollout `EpisodeOptions`."""
+    teachers: "TeacherChecks | None" = None
+    """The rollout's teachers."""
 
     def normalize(self) -> "RolloutArguments":
         """The same with Python's own numbers. Raises `RequestError` for a number out of bounds."""

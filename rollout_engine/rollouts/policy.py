@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Self, Unpack
 
-import numpy as np
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -18,10 +16,9 @@ from rollout_engine.base.lora_request import LoRALike, as_lora_request
 from rollout_engine.base.metrics import StatLogger
 from rollout_engine.base.outputs import TokenTexts
 from rollout_engine.base.provenance import attach
-from rollout_engine.base.sampling_params import MAX_N, SamplingLike
+from rollout_engine.base.sampling_params import MAX_N, SamplingLike, as_sampling_params
 from rollout_engine.base.seeds import MAX_SEED
 from rollout_engine.base.threads import no_thread, run_in_thread
-from rollout_engine.batches.layout import check_batch, full_places
 from rollout_engine.batches.reward_functions import RewardFunctions
 from rollout_engine.batches.rollout_batch import Layout
 from rollout_engine.faces.async_llm import AsyncLLM
@@ -32,6 +29,7 @@ from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
 from rollout_engine.rollouts.any_run import begin_run, check_for_prompts, run_to_end
 from rollout_engine.rollouts.collector import RolloutCollector, staleness_control
+from rollout_engine.rollouts.distributions import DistributionMethods
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import RolloutOptions
 from rollout_engine.rollouts.evaluation.evaluator import Evaluator
@@ -41,14 +39,17 @@ from rollout_engine.rollouts.evaluation.sweep import Sweep, as_sweep
 from rollout_engine.rollouts.evaluation.tasks import prepare_tasks
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners, OnGroup, log_rollout
 from rollout_engine.rollouts.log import RolloutLog
+from rollout_engine.rollouts.picture_features import PictureFeatureMethods
 from rollout_engine.rollouts.plan import Columns, RolloutArguments, as_int, row_tasks
+from rollout_engine.rollouts.scores import score_rollout
+from rollout_engine.rollouts.teachers import Teacher, TeacherColumns, TopK, with_teachers
 from rollout_engine.text.conversations import ChatOptions
 
 _ALONE = (1, "processes", None)
 """`num_replicas`, `placement` and `ray_address` of an engine in this process."""
 
 
-class RolloutPolicy(ReplicaMethods, BlockingVerbs):
+class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, BlockingVerbs):
     """A language model that produces rollouts and follows a trainer's weights.
 
         policy = RolloutPolicy.from_pretrained(path)
@@ -122,49 +123,49 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         lora_request: LoRALike | None = None,
         on_group: OnGroup | None = None,
         log_to: str | os.PathLike[str] | None = None,
+        teachers: Sequence[Teacher] = (),
+        teacher_top_k: TopK = None,
         use_tqdm: bool = True,
         **options: Unpack[RolloutOptions],
     ) -> TensorDict:
         """Sample every prompt and return all sequences, group-major, with the keys of `batches.rollout_batch`.
 
         Args:
-            prompts: one prompt or a list of them, of any kind that the engine takes: text, token ids, conversations.
+            prompts: one or a list, of any kind that the engine takes: text, token ids, conversations.
+            num_samples, layout: samples per prompt, in place of `n`; "padded" or "packed". use_tqdm: show progress.
             sampling_params: one for all, or one per prompt; a dict of their fields will do. Log-probs are always on.
-            num_samples: samples per prompt; overrides `n`.
             columns: name -> one value per prompt. They reach the result and, repeated per sample, the reward function.
             reward_fn: `reward_fn(prompts, completions, completion_ids, **columns)` gives one number per completion, or
-                None if it does not apply; called per group as it finishes, with the prompt as it was given. It gets
-                those arguments that it names, as in TRL (`rollout_engine.batches.reward_functions`). May be async.
-                Completions are texts; if the prompt was a plain list of messages, they are lists of one message. A list
-                of functions gives the sum, and ("rewards", NAME) for each. reward_weights: one per function, or 1.0.
+                None if it does not apply; called per group as it finishes, with the arguments that it names
+                (`batches.reward_functions`). May be async. Completions are texts, or lists of one message if the
+                prompt was a plain list of messages. A list of functions gives the sum, weighted by `reward_weights` or
+                1.0, and ("rewards", NAME) for each.
             seed: sample i of prompt p is drawn with sequence seed child_seed(mix(seed, p), i), both functions of
                 `rollout_engine.base.seeds`; None leaves seeds to the sampling params and the engine.
-            oversample: samples to start per prompt; the first `num_samples` to end are returned, and the others aborted
-                ("num_dropped" counts them). This is biased: short answers end first, and a policy trained on those
-                learns to be brief. `collect` is not biased. None: off.
+            oversample: samples to start per prompt; the first `num_samples` to end are returned, the others aborted
+                ("num_dropped"). Biased, unlike `collect`: short answers end first, and a policy learns to be brief.
             session_id, lora_request: as in `LLM.generate`; prompts of one session go to the replica that has their KV.
             on_group: called with the TensorDict of each group as soon as it is complete.
             log_to: a file to append each group to, with its settings (`rollout_engine.rollouts.log`) for `replay`.
-            layout, use_tqdm: "padded" or "packed"; show a progress bar, or print nothing.
-            options: for conversations, as in `ChatOptions`, such as chat_template_kwargs={"enable_thinking": False};
-                and for environments in place of prompts, `rollout(None, params, env=...)`, as in `EpisodeOptions`.
+            teachers, teacher_top_k: models that score the sampled tokens once all are there, and their k most likely
+                tokens or the policy's ("student"): columns `TeacherColumns`. `on_group` and `log_to` get none.
+            options: `ChatOptions` of conversations, `EpisodeOptions` of episodes (`rollout(None, params, env=...)`).
 
-        Works inside a running event loop too (it blocks that loop). Whatever is raised, its requests are aborted first
-        and the engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as soon as one
-        sequence fails, `RewardError` naming the prompt. `LifecycleError` while paused or asleep; paused by another
-        thread once it has begun, it waits for the resume, or raises `RetryableError` if that pause (sleep, update)
-        aborts a group: none is returned cut short.
+        Works inside a running event loop too, and blocks it. Whatever is raised, its requests are aborted first and the
+        engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as soon as one sequence fails,
+        `RewardError` naming the prompt. `LifecycleError` while paused or asleep; if another thread pauses later, it
+        waits for the resume, or raises `RetryableError` if that (sleep, update) aborts a group: none is cut short.
         """
         given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         self.frontend.require_running("rollout")
-        start = time.perf_counter()
-        listeners = self._listeners(on_group, log_to, lora_request)
-        arguments = RolloutArguments(*given, session_id, lora_request, options)
+        start, listeners = time.perf_counter(), self._listeners(on_group, log_to, lora_request)
+        columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
+        arguments = RolloutArguments(*given, session_id, lora_request, options, columns_of)
         run = begin_run(arguments, self.frontend, self._kept_workers, self.rollout)
         groups = run_to_end(run, lambda group: self._batcher.tell(listeners, group, layout), shown=use_tqdm)
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
         self._batcher.count_staleness(groups)
-        return self._batcher.batch(groups, layout)
+        return with_teachers(columns_of, self._batcher.batch(groups, layout), groups)
 
     async def arollout(
         self,
@@ -181,6 +182,8 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | None = None,
         log_to: str | os.PathLike[str] | None = None,
+        teachers: Sequence[Teacher] = (),
+        teacher_top_k: TopK = None,
         **options: Unpack[RolloutOptions],
     ) -> AsyncIterator[TensorDict]:
         """Yield the result of `rollout`, one TensorDict per group, in completion order; "group_id" names its prompt.
@@ -196,7 +199,8 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         if lora_request is not None:
             await run_in_thread(self.frontend.ensure_loras, lora_request)
         listeners = await run_in_thread(self._listeners, None, log_to, lora_request)
-        arguments = RolloutArguments(*given, session_id, lora_request, options)
+        columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
+        arguments = RolloutArguments(*given, session_id, lora_request, options, columns_of)
         run = begin_run(arguments, self.frontend, self._kept_workers, self.arollout, loop)
         try:
             while run.unfinished:
@@ -209,7 +213,8 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
                     if any(listeners):
                         await run_in_thread(self._batcher.tell, listeners, group, layout)
                     self._batcher.count_staleness([group])
-                    yield self._batcher.batch([group], layout)
+                    batch = self._batcher.batch([group], layout)
+                    yield await run_in_thread(with_teachers, columns_of, batch, [group]) if teachers else batch
         finally:
             if step is not None and not step.done():  # cancelled in mid-step: let that step end
                 run.stop_waiting()
@@ -233,6 +238,8 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         lora_request: LoRALike | None = None,
         on_group: OnGroup | None = None,
         log_to: str | os.PathLike[str] | None = None,
+        teachers: Sequence[Teacher] = (),
+        teacher_top_k: TopK = None,
         layout: Layout = "padded",
         **chat: Unpack[ChatOptions],
     ) -> RolloutCollector:
@@ -260,22 +267,20 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
                 while the trainer works. None: no bound.
             max_in_flight: groups that run at once; None: all that `max_staleness` lets start, or without a bound twice
                 `groups_per_batch`.
-            on_group, log_to: as in `rollout`. Groups are complete, and rewards computed, while `next` waits.
+            on_group, log_to, teachers, teacher_top_k: as in `rollout`; rewards and teachers are awaited by `next`.
         The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; `next` raises
         the errors of `rollout`, except that groups cut short by an abort are started again.
         """
         check_for_prompts(self.collect, layout, chat)
         self.frontend.ensure_loras(lora_request)
         given = (dataset, sampling_params, num_samples, None, reward_fn, reward_weights, seed, layout, oversample)
-        arguments = RolloutArguments(*given, None, lora_request, chat)
-        return RolloutCollector(
-            self.frontend,
-            self._batcher,
-            arguments,
-            row_tasks(arguments),
-            staleness_control(groups_per_batch, max_staleness, max_in_flight),
-            self._listeners(on_group, log_to, lora_request),
-        )
+        columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, chat)
+        if columns_of is not None:
+            columns_of.check([as_sampling_params(sampling_params)], None)
+        arguments = RolloutArguments(*given, None, lora_request, chat, columns_of)
+        control = staleness_control(groups_per_batch, max_staleness, max_in_flight)
+        state = (row_tasks(arguments), control, self._listeners(on_group, log_to, lora_request))
+        return RolloutCollector(self.frontend, self._batcher, arguments, *state, columns_of)
 
     def evaluate(
         self,
@@ -335,45 +340,24 @@ class RolloutPolicy(ReplicaMethods, BlockingVerbs):
         batch: TensorDict,
         temperature: float = 1.0,
         *,
+        candidate_ids: Tensor | None = None,
         lora: LoRALike | None = None,
         replay_routing: bool = False,
         timeout: float | None = None,
     ) -> Tensor:
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
 
-        float32, 0 outside the mask. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
-        as the weights are the same and the engine is deterministic. `provenance.rollout_note(result)` describes them:
-        with `quantization`, they are those of rounded weights. `lora`: the adapter that scores; None: the base
-        model alone. `replay_routing`: send tokens to the experts of batch["routed_experts"], which
-        `return_routed_experts` gives. After `timeout` seconds it raises `CallTimeoutError`; for anything but a rollout,
-        `RequestError`.
+        float32, 0 of tokens that were neither sampled nor forced by a budget. Equal to ("log_probs", "full") bit for
+        bit at the temperature that sampled, if the weights are the same and the engine is deterministic.
+        `provenance.rollout_note(result)` describes them: with `quantization`, they are those of rounded weights.
+        `candidate_ids`: integers [B, T, K], or [1, N, K] of a packed batch; the result has this shape then, and holds
+        the log-probs of these tokens in place of the sampled ones, from the same log-softmax. `lora`: the adapter that
+        scores; None: the base model alone. `replay_routing`: send tokens to the experts of batch["routed_experts"],
+        which `return_routed_experts` gives. Raises `CallTimeoutError` after `timeout` seconds, and `RequestError` for
+        anything but a rollout, and for other ids.
         """
-        needed = ["tokens", "masks", *(["routed_experts"] if replay_routing else [])]
-        otherwise = "Token ids alone are scored by the engine: LLM.score(prompt_token_ids, completion_token_ids)."
-        check_batch(batch, needed=needed, otherwise=otherwise)
-        tokens, assistant = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
-        full = full_places(batch)
-        sampled = [assistant[place].nonzero().flatten() for place in full]
-        scored = [(place, int(at[0])) for place, at in zip(full, sampled, strict=True) if len(at)]
-        ids = [tokens[place].tolist() for place, _ in scored]
-        pictures = None
-        if "pictures" in batch.keys():
-            column = batch.get("pictures").tolist()
-            pictures = [own for own, at in zip(column, sampled, strict=True) if len(at)]
-        results = BlockingVerbs.score(
-            self,
-            [row[:first] for row, (_, first) in zip(ids, scored, strict=True)],
-            [row[first:] for row, (_, first) in zip(ids, scored, strict=True)],
-            temperature=temperature,
-            lora=lora,  # type: ignore[arg-type]  # the verb's `prepare` reads it
-            routed_experts=[batch["routed_experts"][p][:-1].numpy() for p, _ in scored] if replay_routing else None,
-            pictures=pictures,  # type: ignore[arg-type]  # likewise
-            timeout=timeout,
-        )
-        logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
-        for (place, first), result in zip(scored, results, strict=True):
-            logprobs[place][first:] = torch.from_numpy(np.asarray(result))
-        logprobs.masked_fill_(~assistant, 0.0)
+        options = dict(temperature=temperature, lora=lora, timeout=timeout)
+        logprobs = score_rollout(self, batch, candidate_ids, replay_routing=replay_routing, **options)
         adapter = None if lora is None else as_lora_request(lora).name
         note = self._batcher.note(temperature or 1.0, [adapter], is_packed="cu_seqlens" in batch.keys())
         attach(logprobs, note)

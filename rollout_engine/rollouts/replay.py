@@ -8,6 +8,7 @@ of one turn that one version of the weights sampled, is made again separately: i
 """
 
 import itertools
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,12 +19,16 @@ import numpy as np
 from rollout_engine.base.errors import RequestError, unknown_name
 from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.thinking import count_sampled
 from rollout_engine.batches.jsonl import samples as samples_of
 from rollout_engine.batches.picture_files import placed_pictures
 from rollout_engine.batches.rollout_files import sample_problem
 from rollout_engine.rollouts.episodes.episode import seed_of_turn
 from rollout_engine.rollouts.log import describe_engine, live_digest
 from rollout_engine.rollouts.policy import RolloutPolicy
+from rollout_engine.text.thinking_tags import ThinkingTags
+
+logger = logging.getLogger("rollout_engine")
 
 Sample = Mapping[str, Any]
 """One sample of a file, as `read_jsonl` returns it."""
@@ -102,8 +107,9 @@ def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[A
     keeps the last of them. Pieces of weights that are not among them are made under the live ones, and `causes` lists
     that.
 
-    Raises `RequestError` for a sample without its sampling settings, which `rollout(log_to=...)` writes, for one
-    of an adapter that the policy does not have, and for one whose pictures are not in the folder next to its file.
+    A sample with a picture whose file is missing, damaged, or another's is left out, with a warning: its report counts
+    its tokens under the error, which names the file. Raises `RequestError` for a sample without its sampling settings,
+    which `rollout(log_to=...)` writes, and for one of an adapter that the policy does not have.
     """
     if isinstance(samples, str | os.PathLike):
         bound = "samples: read_jsonl(path) reads those of a file"
@@ -115,8 +121,16 @@ def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[A
         require_log(sample)
         report = ReplayReport(sample["group_id"], sample["sample_index"])
         reports.append(report)
-        pictures = placed_pictures(sample, known)
-        pieces += (piece._replace(pictures=pictures) for piece in _pieces(sample, report))
+        try:
+            pictures = placed_pictures(sample, known)
+        except RequestError as problem:
+            if problem.field != "picture":
+                raise
+            logger.warning("replay: %s, is left out. %s", name_of(sample), problem)
+            report.left_out[str(problem)] = sum(version >= 0 for version in sample["policy_version"])
+            continue
+        made = _pieces(sample, report, policy.frontend.inputs.thinking_tags)
+        pieces += (piece._replace(pictures=pictures) for piece in made)
     _require_loras(policy, pieces)
     live = live_digest(policy)
     waiting = [piece for piece in pieces if piece.digest != live]
@@ -138,7 +152,7 @@ def require_log(sample: Sample) -> None:
     bound = "a line of rollout(log_to=...)"
     if reason := sample_problem(sample):
         raise RequestError.for_field("samples", sample, bound, f"{reason}.")
-    where = f"group {sample['group_id']}, sample {sample['sample_index']}"
+    where = name_of(sample)
     for name in ("sampling", "weights", "engine", "kv_min_version"):
         if sample.get(name) is None:
             hint = "to_jsonl writes what a TensorDict holds, which is not what made it."
@@ -154,7 +168,12 @@ def require_log(sample: Sample) -> None:
             raise RequestError.for_field(f"{where}: {name}", sample[name], "the versions of its turns", hint)
 
 
-def _pieces(sample: Sample, report: ReplayReport) -> Iterator[_Piece]:
+def name_of(sample: Sample) -> str:
+    """Name a sample by its group and its place there."""
+    return f"group {sample['group_id']}, sample {sample['sample_index']}"
+
+
+def _pieces(sample: Sample, report: ReplayReport, tags: ThinkingTags) -> Iterator[_Piece]:
     """Divide a sample into pieces that can be made again, and count the tokens that cannot."""
     params = _params_of(sample["sampling"])
     versions, oldest = sample["policy_version"], sample["kv_min_version"]
@@ -167,7 +186,8 @@ def _pieces(sample: Sample, report: ReplayReport) -> Iterator[_Piece]:
         if version < 0:
             continue  # a template's or an environment's tokens
         why = f"version {version} sampled them over KV of version {kv}" if kv != version else ""
-        if start > first and (why_not := _looks_back(params, sample)):
+        is_forced = list(sample.get("forced") or [])[start:end]
+        if start > first and (why_not := _looks_back(params, sample, any(is_forced))):
             why = f"an update came within their turn, and {why_not} looks at the tokens before"
         if why:
             report.left_out[why] = report.left_out.get(why, 0) + end - start
@@ -176,6 +196,7 @@ def _pieces(sample: Sample, report: ReplayReport) -> Iterator[_Piece]:
         changes["min_tokens"] = min(max(0, params.min_tokens - (start - first)), end - start)
         # The logged prompt was cut already, and stop strings were looked for in the text of the whole turn.
         changes |= {"truncate_prompt_tokens": None, "stop": None, "stop_regex": None}
+        changes["thinking_budget"] = _budget_of(sample, start, is_forced, params, tags) if any(is_forced) else None
         yield _Piece(sample, report, start, end, sample["weights"].get(str(version)), params.clone(**changes))
 
 
@@ -190,8 +211,22 @@ def _params_of(given: Mapping[str, Any]) -> SamplingParams:
         raise RequestError.for_field("sampling", given, "fields of SamplingParams", f"{problem}.") from None
 
 
-def _looks_back(params: SamplingParams, sample: Sample) -> str:
+def _budget_of(sample: Sample, start: int, is_forced: list[bool], params: SamplingParams, tags: ThinkingTags) -> int:
+    """Thinking tokens of the piece from `start` on before its first forced one. That is the budget of its turn, which
+    may have been the rest of an episode's.
+    """
+    ids = sample["response_token_ids"]
+    tags.check(params)
+    rule = tags.budget_of(params, [*sample["prompt_token_ids"], *ids[:start]])
+    assert rule is not None, "only a budget forces tokens"
+    sampled = ids[start : start + is_forced.index(True)]
+    return count_sampled(msgspec.structs.replace(rule, budget=len(ids)), sampled)
+
+
+def _looks_back(params: SamplingParams, sample: Sample, is_forced: bool) -> str:
     """Name the setting by which a draw depends on which tokens before it were sampled; empty for none."""
+    if is_forced:
+        return "thinking_budget"
     if params.presence_penalty or params.frequency_penalty:
         return "a penalty"
     if params.bad_words or params.structured_outputs:

@@ -11,7 +11,7 @@ from rollout_engine.base.threads import run_in_thread
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.results.open_streams import Stream
 from rollout_engine.serve.problems import HttpProblem
-from rollout_engine.serve.prompt_bounds import check_prompt_logprobs, check_text_size
+from rollout_engine.serve.prompt_bounds import check_hidden_states, check_prompt_logprobs, check_text_size
 from rollout_engine.serve.request_templates import with_rendered_text
 from rollout_engine.serve.route import LONG_BYTES, MANY_BYTES, Asked
 from rollout_engine.serve.sampling import Settings
@@ -64,12 +64,14 @@ class Generation:
         """
         each = [settings] * len(prompts) if isinstance(settings, Settings) else settings
         params, seeds = [one.params for one in each], [one.seed for one in each]
-        check: Check | None = None
+        checks: list[Check] = []
+        info = self._served.engine.frontend.client.info
         has_several = len(params) > 1 or (repeats and params[0].n > 1)
         if has_several and any(one.prompt_logprobs is not None for one in params):
-            vocab_size = self._served.engine.frontend.client.info.vocab_size
-            check = partial(check_prompt_logprobs, vocab_size=vocab_size, repeats=repeats)
-        await self._queue(with_lora(list(prompts), lora), params, seeds, priority, session_id, check)
+            checks.append(partial(check_prompt_logprobs, vocab_size=info.vocab_size, repeats=repeats))
+        if info.pooling is not None and any(one.return_hidden_states is not None for one in params):
+            checks.append(partial(check_hidden_states, hidden_size=info.pooling.hidden_size))
+        await self._queue(with_lora(list(prompts), lora), params, seeds, priority, session_id, _all_of(checks))
 
     async def pool(
         self,
@@ -101,8 +103,8 @@ class Generation:
         for prompt in prompts:
             check_text_size(self._served, prompt)
         for each in params:
-            if inputs.has_new_grammar(each):
-                await run_in_thread(inputs.try_grammar, each)
+            if inputs.has_new_rules(each):
+                await run_in_thread(inputs.try_rules, each)
         is_slow = self._asked.has_pictures or self._asked.num_bytes > MANY_BYTES or _are_long(prompts, self._asked)
         add = partial(self._add, prompts, params, seeds, options, check)
         streams = await self._add_on_thread(add) if is_slow else add()
@@ -197,6 +199,16 @@ def _check_samples(output: RequestOutput) -> None:
     for sample in output.outputs:
         if sample.finish_reason == "error":
             raise HttpProblem(500, f"A sample failed: {sample.error}")
+
+
+def _all_of(checks: Sequence[Check]) -> Check | None:
+    """One check for all of them; None if there are none."""
+
+    def check(prompts: Sequence[CheckedPrompt]) -> None:
+        for each in checks:
+            each(prompts)
+
+    return check if checks else None
 
 
 def _are_long(prompts: Sequence[Any], asked: Asked) -> bool:

@@ -1,4 +1,4 @@
-"""Bounds on the texts of one HTTP call, and on log-probs of prompts in the answer to it."""
+"""Bounds on the texts of one HTTP call, and on log-probs of prompts and hidden states in the answer to it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +10,22 @@ from rollout_engine.text.input_processor import CheckedPrompt
 
 _TEXT_CHARS, _CHARS_PER_TOKEN = 1 << 22, 64
 """Characters that one text may have at least, and for each token of the longest sequence."""
+MAX_HIDDEN_VALUES = 1 << 23
+"""Values of hidden states in one answer: up to 180 MB of JSON as SGLang's clients read them."""
+
+
+def check_hidden_states(prompts: Sequence[CheckedPrompt], hidden_size: int) -> None:
+    """Raise `RequestError` if the answer to prompts would have more values of hidden states than one may have."""
+    count = 0
+    for prompt in prompts:
+        asked = prompt.params.return_hidden_states
+        if asked is not None:
+            num_prompt = len(prompt.token_ids) if asked == "all" else 0
+            count += prompt.params.n * (num_prompt + prompt.max_tokens) * hidden_size  # each choice has the prompt's
+    if count > MAX_HIDDEN_VALUES:
+        bound = f"at most {MAX_HIDDEN_VALUES} values of hidden states in one answer"
+        hint = "Ask for fewer tokens, or with LLM and AsyncLLM, which hand out arrays."
+        raise RequestError.for_field("return_hidden_states", count, bound, hint)
 
 
 def check_prompt_logprobs(prompts: Sequence[CheckedPrompt], vocab_size: int, *, repeats: bool) -> None:

@@ -16,7 +16,7 @@ from rollout_engine.serve.route import Access, Dialect, Handler, Route, body_of
 from rollout_engine.serve.sampling import CHAT_PEERS, IGNORED, SAMPLING_PEERS
 from rollout_engine.serve.sglang import control as sglang
 from rollout_engine.serve.sglang import generate as sglang_generate
-from rollout_engine.serve.vllm import control, inference
+from rollout_engine.serve.vllm import control, inference, sequence_logprobs
 
 _WHO = {"anyone": Access.ANYONE, "client": Access.CLIENT, "admin": Access.ADMIN}
 _GENERATION: dict[str, Any] = {"ignored": IGNORED, "neutral": SAMPLING_PEERS}
@@ -52,6 +52,8 @@ ROUTES: tuple[Route, ...] = (
     *_rows("POST", "/v1/chat/completions", "openai", "client", chat.create, "generate", body=chat.ChatBody, **_CHAT),
     *_rows("POST", "/inference/v1/generate", "vllm", "client", inference.generate, "generate",
            body=inference.InferenceBody, ignored=inference.IGNORED, neutral=inference.PEERS),
+    *_rows("POST", "/get_sequence_logprobs", "vllm", "client", sequence_logprobs.score_sequences, "score_candidates",
+           body=sequence_logprobs.SequenceLogprobsBody),
     *_rows("POST", "/v1/embeddings", "openai", "client", embeddings.embeddings, "encode",
            body=embeddings.EmbeddingBody, **_POOLING),
     *_rows("POST", "/pooling", "vllm", "client", embeddings.pooling, "encode", body=embeddings.PoolingBody, **_POOLING),

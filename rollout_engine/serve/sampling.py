@@ -12,7 +12,7 @@ from rollout_engine.base.sampling_params import LogprobsMode, SamplingParams
 from rollout_engine.base.seeds import MAX_SEED, MIN_SEED, unsigned
 from rollout_engine.serve.forms import FORM_NAMES, form_of
 
-_OF_ROUTES = {"logprobs", "output_kind", "detokenize", "return_routed_experts"}
+_OF_ROUTES = {"logprobs", "output_kind", "detokenize", "return_routed_experts", "return_support"}
 """`SamplingParams` that routes have under other names, or set themselves."""
 _OWN = [name for name in SamplingParams.__struct_fields__ if name not in _OF_ROUTES]
 _FORMS = [name for name in FORM_NAMES if name not in ("structured_outputs", "structural_tag")]
@@ -26,7 +26,12 @@ else:
 
 
 class SamplingFields(_Fields, kw_only=True, forbid_unknown_fields=True):
-    """Fields that are `SamplingParams`' own, which checks them, and other names of forms. None: its default."""
+    """Fields that are `SamplingParams`' own, which checks them, and names that others have. None: its default."""
+
+    thinking_token_budget: Any = None
+    """vLLM's name of `thinking_budget`."""
+    custom_params: Any = None
+    """SGLang's: {"thinking_budget": tokens}."""
 
 
 _OWN_NAMES = frozenset(SamplingFields.__struct_fields__) - {"seed"}
@@ -59,6 +64,7 @@ class SettingsReader:
         params = self._known.get(key)
         if params is None:
             own = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+            _rename_budgets(own)
             form = form_of({name: own.pop(name, None) for name in FORM_NAMES})
             if form is not None:
                 if "structured_outputs" in more:
@@ -77,6 +83,19 @@ def _settings_of(kind: type[SamplingFields]) -> tuple[tuple[str, ...], Callable[
     """Names of a kind of bodies' fields that are settings other than the seed, and a function that reads them."""
     names = tuple(name for name in kind.__struct_fields__ if name in _OWN_NAMES or name in FORM_NAMES)
     return names, operator.attrgetter(*names)
+
+
+def _rename_budgets(own: dict[str, Any]) -> None:
+    """Put the budget of thinking that a body gives under another name in its place. Raises `RequestError`."""
+    custom = own.pop("custom_params", None) or {}
+    if not isinstance(custom, dict) or custom.keys() - {"thinking_budget"}:
+        hint = "No other parameters of custom logit processors are served."
+        raise RequestError.for_field("custom_params", custom, "{'thinking_budget': tokens}, or left out", hint)
+    theirs = own.pop("thinking_token_budget", None), custom.get("thinking_budget")
+    for name, value in zip(("thinking_token_budget", "custom_params"), theirs, strict=True):
+        if value is not None and own.setdefault("thinking_budget", value) != value:
+            bound = f"thinking_budget, which is {own['thinking_budget']}"
+            raise RequestError.for_field(name, value, bound, "Give one of them.")
 
 
 def _with_int_keys(given: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +131,6 @@ SAMPLING_PEERS: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": ({},),
     "mm_processor_kwargs": ({},),
     "repetition_detection": (),
-    "thinking_token_budget": (),
 }
 """Fields of other servers that are not served -> the values that ask for nothing."""
 

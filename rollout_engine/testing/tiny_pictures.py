@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rollout_engine.base.errors import ConfigError, unknown_name
 from rollout_engine.testing.models import TINY_SIZES, byte_tokenizer
 
 _VISION: dict[str, Any] = dict(
@@ -232,9 +233,16 @@ FAMILIES: dict[str, Family] = {
 """By `model_type`."""
 
 
+def _find_family(name: str) -> Family:
+    """The family of this `model_type`. Raises `ConfigError` with the names of all."""
+    if name not in FAMILIES:
+        raise ConfigError(f"{unknown_name('family', name, FAMILIES)} There are {', '.join(sorted(FAMILIES))}.")
+    return FAMILIES[name]
+
+
 def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """The byte tokenizer with a family's special tokens from id 259 on, and a chat template that shows pictures."""
-    made, found = byte_tokenizer(), FAMILIES[family]
+    made, found = byte_tokenizer(), _find_family(family)
     texts = dict.fromkeys([*found.tokens.values(), *found.named.values(), *found.others])
     made.add_tokens([AddedToken(text, normalized=False, special=True) for text in texts], special_tokens=True)
     named = dict(extra_special_tokens=found.named) if found.named else {}
@@ -251,7 +259,7 @@ def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 def tiny_vision_config(family: str, **overrides: Any) -> Any:
     """A Hugging Face config of a composite model with `model_type=family`; `overrides` go to its text model."""
-    found, tokenizer = FAMILIES[family], vision_tokenizer(family)
+    found, tokenizer = _find_family(family), vision_tokenizer(family)
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(text) for name, text in found.tokens.items()}
     return AutoConfig.for_model(
         family,
@@ -289,8 +297,11 @@ def tiny_vision_model(
 
 
 def tiny_vision_checkpoint(directory: str | Path, family: str = "qwen3_vl", **kwargs: Any) -> Path:
-    """Write a tiny model (arguments as for `tiny_vision_model`), its tokenizer and processor, and return the path."""
-    path, found = Path(directory), FAMILIES[family]
+    """Write a tiny model (arguments as for `tiny_vision_model`), its tokenizer and processor, and return the path.
+
+    Raises `ConfigError` for a family that is not among `FAMILIES`.
+    """
+    path, found = Path(directory), _find_family(family)
     tiny_vision_model(family, **kwargs).save_pretrained(path)
     vision_tokenizer(family).save_pretrained(path)
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}))

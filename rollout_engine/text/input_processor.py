@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.hidden_states import check_hidden_asked
 from rollout_engine.base.lora_request import as_lora_request
 from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.base.pictures import PictureInfo, PlacedPicture
@@ -21,16 +22,19 @@ from rollout_engine.base.sampling_params import (
 )
 from rollout_engine.base.seeds import mix, unsigned
 from rollout_engine.base.structs import plain
+from rollout_engine.base.support import check_num_support_ids, check_support_asked
+from rollout_engine.base.thinking import Thinking
 from rollout_engine.grammars.tokenizer_file import serialize_tokenizer
 from rollout_engine.grammars.trials import GrammarTrials
 from rollout_engine.text.default_params import read_default_params
 from rollout_engine.text.picture_parts import holds_pictures
 from rollout_engine.text.picture_processor import ReadPicture
-from rollout_engine.text.picture_prompts import PicturePrompts, images_in
+from rollout_engine.text.picture_prompts import PicturePrompts, images_in, refuse_pictures
 from rollout_engine.text.pooled_prompt import closed_conversation, pooled_tokens
 from rollout_engine.text.prompt_encoder import PromptEncoder
 from rollout_engine.text.prompt_room import resolve_max_tokens
 from rollout_engine.text.prompts import Prompt, as_batch, as_fields, as_token_ids
+from rollout_engine.text.thinking_tags import ThinkingTags
 from rollout_engine.text.tokenizer import TextCodec
 from rollout_engine.text.vocabulary_fit import end_ids, warn_of_larger_tokenizer
 
@@ -74,6 +78,7 @@ class CheckedPrompt(NamedTuple):
     lora: str = ""
     """Name of the adapter; "" for none."""
     pictures: Sequence[PlacedPicture] = ()
+    thinking: Thinking | None = None
 
 
 class InputProcessor:
@@ -108,12 +113,14 @@ class InputProcessor:
         self._generates, self._pooling, self._routing = generates, pooling, routing
         self.pictures = pictures or PicturePrompts(codec, None)
         self._encoder = PromptEncoder(codec, self.pictures, max_model_len=max_model_len, vocab_size=vocab_size)
-        self._eos_token_ids = list(eos_token_ids)
+        self.thinking_tags = ThinkingTags(codec, vocab_size)
+        self.eos_token_ids = list(eos_token_ids)
+        """Ids that end sequences."""
         self._seed = seed
         self._takes_extra_args = takes_extra_args
         """Whether the engine has logits processors, which may read `extra_args`."""
         self._gives_id_logprobs = gives_id_logprobs
-        """Whether the engine's sampler returns log-probs of given token ids, as the CPU's does."""
+        """Whether the engine's sampler returns supports, and log-probs of given token ids, as the CPU's does."""
         self._clamps = clamps
         """Whether a `max_tokens` that does not fit is shortened instead of refused."""
         self.default_params = default_params
@@ -180,20 +187,21 @@ class InputProcessor:
         self._log_clamped([checked])
         return checked
 
-    def has_new_grammar(self, params: Params | None) -> bool:
-        """Whether `check` would try a grammar first, which takes its time."""
-        given = params.get("structured_outputs") if isinstance(params, dict) else None
-        if isinstance(params, SamplingParams):
-            given = params.structured_outputs
-        return isinstance(given, dict) and not self._trials.knows(given)
+    def has_new_rules(self, params: Params | None) -> bool:
+        """Whether `check` would try a grammar, or read all tokens for tags, first, which takes its time."""
+        read = params.get if isinstance(params, dict) else partial(getattr, params)
+        given, budget = read("structured_outputs", None), read("thinking_budget", None)
+        tags = [read(name, getattr(_NOTHING_SAMPLED, name)) for name in ("thinking_start", "thinking_end")]
+        return isinstance(given, dict) and not self._trials.knows(given) or self.thinking_tags.are_new(budget, tags)
 
-    def try_grammar(self, params: Params | None) -> None:
-        """Raise `RequestError` unless the structured outputs of params compile; blocks if they are new.
+    def try_rules(self, params: Params | None) -> None:
+        """Raise `RequestError` unless the structured outputs of params compile, and their tags are known; it may block.
 
         `check` does the same: call this first if others must not wait for resources held during `check`.
         """
         if not isinstance(params, PoolingParams):
             self._check_grammar(as_sampling_params(params))
+            self.thinking_tags.check(as_sampling_params(params))
 
     def token_ids_of(self, prompt: Any) -> list[int]:
         """Token ids of one prompt of any kind, of any length. Raises `RequestError`."""
@@ -233,13 +241,14 @@ class InputProcessor:
             max_tokens=checked.max_tokens,
             seed=seed,
             first_sequence_id=first_sequence_id,
-            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            eos_token_ids=[] if params.ignore_eos else self.eos_token_ids,
             priority=priority,
             cache_salt=checked.cache_salt,
             bad_words=checked.bad_words,
             pooling=checked.pooling,
             lora=checked.lora,
             pictures=list(checked.pictures),
+            thinking=checked.thinking,
         )
 
     def _check(self, prompt: Any, params: Params | None) -> CheckedPrompt:
@@ -253,7 +262,9 @@ class InputProcessor:
         if not token_ids:
             raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
         max_tokens = resolve_max_tokens(params, len(token_ids), self._max_model_len, clamps=self._clamps)
+        check_hidden_asked(params, self._pooling, len(token_ids), max_tokens)
         params.check_num_logprobs(len(token_ids), max_tokens, self._vocab_size)
+        check_num_support_ids(params, max_tokens, self._vocab_size)
         return CheckedPrompt(
             text=text,
             token_ids=token_ids,
@@ -263,14 +274,14 @@ class InputProcessor:
             bad_words=bad_words,
             lora=_adapter_name(fields),
             pictures=pictures,
+            thinking=self.thinking_tags.budget_of(params, token_ids),
         )
 
     def _check_pooling(self, prompt: Any, params: PoolingParams) -> CheckedPrompt:
         self._check_ids("step_token_ids", params.step_token_ids or ())
         fields = closed_conversation(as_fields(prompt))
-        text, token_ids, pictures = self._encoder.encode(fields, truncates=params.truncate_prompt_tokens is not None)
-        if pictures:
-            raise RequestError.for_field("pooling_params", params.kind, "absent for a prompt with pictures")
+        refuse_pictures(fields, "absent: prompts with pictures generate, and are not pooled")
+        text, token_ids, _ = self._encoder.encode(fields, truncates=params.truncate_prompt_tokens is not None)
         return CheckedPrompt(
             text=text,
             token_ids=pooled_tokens(token_ids, params, self._pooling, self._max_model_len),
@@ -312,7 +323,9 @@ class InputProcessor:
             field = "logprobs" if params.logprobs == -1 else "logprob_token_ids"
             hint = f"Its sampler returns log-probs of the most likely tokens only: logprobs=k, k up to {MAX_LOGPROBS}."
             raise RequestError.for_field(field, getattr(params, field), "absent with device='cuda'", hint)
+        check_support_asked(params.return_support, self._gives_id_logprobs)
         self._check_grammar(params)
+        self.thinking_tags.check(params)
         check_routing_asked(params.return_routed_experts, self._routing)
         if params.extra_args and not self._takes_extra_args:
             hint = "This engine has no logits_processors to read them."
@@ -331,7 +344,7 @@ class InputProcessor:
             return
         if self.codec is None:
             raise RequestError.for_field("structured_outputs", given, "absent with skip_tokenizer_init=True")
-        if not self._eos_token_ids and not params.stop_token_ids:
+        if not self.eos_token_ids and not params.stop_token_ids:
             hint = "The model has no end id, and an output could not end."
             raise RequestError.for_field("structured_outputs", given, "absent without stop_token_ids", hint)
         self._trials.require(given)

@@ -44,7 +44,8 @@ class PicturePrompts:
         max_pictures: int = 0,
     ) -> None:
         self._codec, self._info, self._make_processor = codec, info, make_processor
-        self._max_pictures = max_pictures
+        self.max_pictures = max_pictures
+        """Most pictures of one prompt."""
         self._lock = threading.Lock()
         self._made: PictureProcessor | RequestError | None = None
 
@@ -247,8 +248,8 @@ class PicturePrompts:
             )
 
     def _require_few(self, field: str, count: int) -> None:
-        if count > self._max_pictures:
-            bound = f"in a prompt of at most max_prompt_pictures={self._max_pictures}"
+        if count > self.max_pictures:
+            bound = f"in a prompt of at most max_prompt_pictures={self.max_pictures}"
             raise RequestError.for_field(field, f"one of {count} pictures", bound)
 
     def _refuse_marks(self, fields: Mapping[str, Any], marks: Sequence[str] | set[str]) -> None:
@@ -276,6 +277,13 @@ def _check_picture(placed: Any, field: str) -> None:
         if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or array.dtype == np.float16:
             bound = "an array of float32 or float64" + ("" if kinds == "f" else ", ints or bools")
             raise RequestError.for_field(f"{field}.arrays[{name!r}]", describe_image(array), bound)
+
+
+def refuse_pictures(fields: Mapping[str, Any], bound: str) -> None:
+    """Raise `RequestError` that names the first picture of a prompt (`as_fields`), if it has any. `bound`: the rule."""
+    fields_of_pictures = [field for field, _ in images_in(fields)]
+    if fields_of_pictures or fields.get("pictures"):
+        raise RequestError.for_field([*fields_of_pictures, "pictures[0]"][0], "a picture", bound)
 
 
 def images_in(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:

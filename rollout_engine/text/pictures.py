@@ -36,7 +36,7 @@ def read_image(value: Any, field: str, *, max_pixels: int = MAX_PIXELS) -> Image
 
     Transparent pixels become white. Files with several frames are refused: a frame is an image of its own.
     """
-    image, shown = _open_image(value, field)
+    image, shown = _open_image(value, field, max_pixels)
     width, height = image.size
     if not width or not height:
         raise RequestError.for_field(field, f"{width} x {height} pixels", "an image of at least one pixel")
@@ -71,7 +71,7 @@ def describe_image(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _open_image(value: Any, field: str) -> tuple[Image.Image, str]:
+def _open_image(value: Any, field: str, max_pixels: int) -> tuple[Image.Image, str]:
     """Return an image that is not decoded yet, and its description for errors."""
     if isinstance(value, Image.Image):
         return value, describe_image(value)
@@ -81,9 +81,9 @@ def _open_image(value: Any, field: str) -> tuple[Image.Image, str]:
         hint = "No URL is fetched: download it, and give its path or bytes."
         raise RequestError.for_field(field, describe_image(value), _FORMS, hint)
     if isinstance(value, str | os.PathLike):
-        return _open_bytes(_read_file(value, field), field, os.fspath(value))
+        return _open_bytes(_read_file(value, field), field, os.fspath(value), max_pixels)
     if isinstance(value, bytes | bytearray | memoryview):
-        return _open_bytes(bytes(value), field, describe_image(value))
+        return _open_bytes(bytes(value), field, describe_image(value), max_pixels)
     if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic | type):
         return _image_of_array(value, field), describe_image(value)
     raise RequestError.for_field(field, describe_image(value), _FORMS)
@@ -104,21 +104,30 @@ def _read_file(path: Any, field: str) -> bytes:
         raise RequestError.for_field(field, path, "the path of a file that can be read", f"{reason}.") from None
 
 
-def _open_bytes(data: bytes, field: str, shown: str) -> tuple[Image.Image, str]:
+def _open_bytes(data: bytes, field: str, shown: str, max_pixels: int) -> tuple[Image.Image, str]:
     if len(data) > MAX_BYTES:
         raise RequestError.for_field(field, shown, f"a file of at most {MAX_BYTES} bytes", f"It has {len(data)}.")
     if data.startswith(b"\xff\xd8") and data.count(_START_OF_SCAN) > _MAX_SCANS:
         raise RequestError.for_field(field, shown, f"a JPEG of at most {_MAX_SCANS} scans")
     try:
         return Image.open(BytesIO(data), formats=FORMATS), shown
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        bound = f"of at most {Image.MAX_IMAGE_PIXELS} pixels (PIL.Image.MAX_IMAGE_PIXELS)"
-        raise RequestError.for_field(field, shown, bound, "Make it smaller first.") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as problem:
+        raise _too_large(field, shown, max_pixels, problem) from None
     except UnidentifiedImageError:
         hint = "It is an SVG: draw it as pixels first." if _is_svg(data) else ""
         raise RequestError.for_field(field, shown, f"an image in {', '.join(FORMATS)}", hint) from None
     except Exception as problem:
         raise _cannot_decode(field, shown, problem) from None
+
+
+def _too_large(field: str, shown: str, max_pixels: int, problem: Exception) -> RequestError:
+    """The error of a file that Pillow does not open for the size in its header: by our bound, unless that is higher."""
+    own = Image.MAX_IMAGE_PIXELS or 0
+    own *= 2 if isinstance(problem, Image.DecompressionBombError) else 1
+    bound = f"of at most max_picture_pixels={max_pixels} pixels"
+    if max_pixels > own:
+        bound = f"of at most {own} pixels, which Pillow allows (PIL.Image.MAX_IMAGE_PIXELS={Image.MAX_IMAGE_PIXELS})"
+    return RequestError.for_field(field, shown, bound, "Make it smaller first.")
 
 
 def _is_svg(data: bytes) -> bool:

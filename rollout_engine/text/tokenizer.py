@@ -125,6 +125,14 @@ class TextCodec:
         plain, spaced = (self._encode(text, add_special_tokens=False, field="bad_words") for text in texts)
         return [plain] if spaced == plain else [plain, spaced]
 
+    def encode_part(self, text: str, field: str) -> list[int]:
+        """Return the ids of a part of an answer. Raises `RequestError` naming the field that gave it."""
+        return self._encode(text, add_special_tokens=False, field=field)
+
+    def find_added(self, text: str) -> int | None:
+        """The token of this text that the tokenizer was given in addition to its vocabulary; None if there is none."""
+        return next((token_id for token_id, content in self._added.items() if content == text), None)
+
     def chat_prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> str:
         """Render a conversation as the text of a prompt; options as in `ChatOptions`.
 

@@ -6,12 +6,14 @@ python tests/benchmarks/run.py costs updates memory startup host balancer capaci
 python tests/benchmarks/run.py latents --rounds 8                    a layer of DeepSeek over latents and expanded keys
 python tests/benchmarks/run.py recurrences                           layers with a state against steps in torch
 python tests/benchmarks/run.py hybrids                               models with states beside dense ones, and training
+python tests/benchmarks/run.py mixers                                their layers as one call against modules
 python tests/benchmarks/run.py episodes                              how busy environments keep the engine
 python tests/benchmarks/run.py http                                  what the HTTP server adds to the engine
 python tests/benchmarks/run.py speculation --rounds 7                what drafted tokens bring
 python tests/benchmarks/run.py lora --rounds 7                       what LoRA adapters cost
 python tests/benchmarks/run.py structured --rounds 9                 what structured outputs cost
 python tests/benchmarks/run.py int8 --rounds 5                       what weights rounded to int8 gain and cost
+python tests/benchmarks/run.py teachers --rounds 5                   what the columns of a teacher cost
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -40,6 +42,7 @@ import hybrids
 import latents
 import loras
 import memory
+import mixers
 import own_process
 import psutil
 import recurrences
@@ -48,6 +51,7 @@ import rounding
 import speculation
 import startup
 import structured
+import teachers
 import throughput
 import torch
 import training
@@ -192,6 +196,16 @@ def measure_hybrids(run: Run) -> None:
         run.keep(name, lambda p=paths["hybrid"]: training.measure(p, torch.bfloat16, run.rounds))
 
 
+def measure_mixers(run: Run) -> None:
+    prompts = FreshPrompts(mixers.VOCABULARY)
+    for model_type in mixers.TYPES:
+        engines = mixers.Engines(model_type, run.models / model_type)
+        for count in mixers.NUM_SEQUENCES:
+            name = f"one call / modules, {model_type}, {count} sequence{'s' if count > 1 else ''}"
+            run.keep(name, lambda e=engines, n=count: e.decode(prompts, n, run.rounds))
+        engines.close()
+
+
 def measure_training(run: Run) -> None:
     for name, (shape, dtype) in training.CASES.items():
         run.keep(f"training step, {name}", lambda s=shape, d=dtype: training.measure(run.directory(s), d, run.rounds))
@@ -307,6 +321,13 @@ def measure_int8(run: Run) -> None:
     engines.close()
 
 
+def measure_teachers(run: Run) -> None:
+    directory, dtype = run.directory("M"), SHAPES["M"]["dtype"]
+    for work in WORKS["M"]:
+        name = f"teacher columns / rollout, {figure_name('M', work)}"
+        run.keep(name, lambda w=work: teachers.measure(directory, dtype, w, run.rounds))
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     **{shape: lambda run, s=shape: measure_throughput(run, s) for shape in SHAPES},
     "costs": measure_costs,
@@ -320,6 +341,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "latents": measure_latents,
     "recurrences": measure_recurrences,
     "hybrids": measure_hybrids,
+    "mixers": measure_mixers,
     "training": measure_training,
     "own_process": measure_own_process,
     "fleet": measure_fleet,
@@ -331,6 +353,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "lora": measure_loras,
     "structured": measure_structured,
     "int8": measure_int8,
+    "teachers": measure_teachers,
 }
 
 

@@ -110,6 +110,7 @@ def told(output):
         plain(output.prompt_logprobs),
         plain(output.prompt_top_logprobs),
         plain(output.prompt_ranks),
+        plain(output.prompt_hidden_states),
         [told_of_sample(sample) for sample in output.outputs],
     ]
 
@@ -117,4 +118,5 @@ def told(output):
 def told_of_sample(sample):
     """What a sample says, but for its versions."""
     fields = "index text token_ids finish_reason stop_reason seed error logprobs top_logprobs kept_logprob_mass"
-    return [plain(getattr(sample, name)) for name in f"{fields} sampled_ranks token_id_logprobs routed_experts".split()]
+    more = "sampled_ranks token_id_logprobs routed_experts support entropies hidden_states forced"
+    return [plain(getattr(sample, name)) for name in f"{fields} {more}".split()]

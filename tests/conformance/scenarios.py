@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rollout_engine.base.errors import LifecycleError, RequestError, RPCError
-from rollout_engine.base.messages import KeptSamples
+from rollout_engine.base.kept_samples import KeptSamples
 from tests.conformance.adapter_scenarios import ADAPTER
 from tests.conformance.running import ENDLESS, SHORT, in_flight, last_of, plain, step_further, told
 from tests.conformance.scenario_table import SCENARIOS, call, scenario
@@ -156,6 +156,24 @@ def score(engine):
     (scored,) = engine.score([[5, 6, 7]], [sampled.token_ids])
     assert np.array_equal(scored, sampled.logprobs)
     return plain(engine.score([[5, 6, 7], [8]], np.array([[9, 10], [11, 12]]), temperature=0.7))
+
+
+@scenario(refused_in="asleep dirty", prompt_token_ids=[[5]], completion_token_ids=[[6]])
+def score_candidates(engine):
+    for candidates, options, match in (
+        ([[259]], {}, r"candidate_ids\[0\]\[0\]=259"),
+        ([[5], [6]], {}, r"integers \[1, K\]"),
+        (None, {"top_k": -1}, "top_k"),
+        (None, {"temperature": -1}, "temperature"),
+    ):
+        with pytest.raises(RequestError, match=match):
+            engine.score_candidates([[5]], [[6]], candidates, **options)
+    sampled = last_of(engine, [5, 6, 7], SHORT).outputs[0]
+    own = engine.score_candidates([[5, 6, 7]], [sampled.token_ids], [[each] for each in sampled.token_ids])
+    assert np.array_equal(own.candidates[:, 0], sampled.logprobs) and np.array_equal(own.logprobs, sampled.logprobs)
+    many = np.arange(258).reshape(2, 129)
+    found = engine.score_candidates([[5, 6, 7], [8]], [[9], [10]], many, top_k=3, temperature=0.7)
+    return plain([found.logprobs, found.candidates, found.top_ids, found.top_logprobs])
 
 
 @scenario(method="get_memory_usage")

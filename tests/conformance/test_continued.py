@@ -8,7 +8,7 @@ from rollout_engine.base.seeds import child_seed
 from tests.conformance.running import last_of, plain
 
 PARAMS = {
-    "drawn": dict(),
+    "drawn": dict(entropy=True),
     "greedy": dict(temperature=0.0, logprobs=3),
     "one of three": dict(n=3),
     "truncated": dict(top_k=20, top_p=0.9, min_p=0.01, logprobs=2),
@@ -42,7 +42,7 @@ def continued(engine, monkeypatch):
 
 def bits(sample, start):
     """What a sample says of its tokens from `start` on, and of its end."""
-    names = "token_ids logprobs kept_logprob_mass sampled_ranks token_id_logprobs".split()
+    names = "token_ids logprobs kept_logprob_mass sampled_ranks token_id_logprobs entropies".split()
     columns = [getattr(sample, name) for name in names] + list(sample.top_logprobs or ())
     told = [None if column is None else plain(column[start:]) for column in columns]
     return told, sample.finish_reason, sample.stop_reason

@@ -35,6 +35,7 @@ ARGUMENTS = {
     "rollout": (["hello"],),
     "scale": (2,),
     "score": ([[5]], [[6]]),
+    "score_candidates": ([[5]], [[6]]),
     "update_weights": (weights(1),),
 }
 ELSEWHERE = {
@@ -60,7 +61,7 @@ def methods_of(face, batch):
         if name.startswith("_") or name in ELSEWHERE | MAKES or not callable(getattr(type(face), name)):
             continue
         arguments = ARGUMENTS.get(name, tuple(SCENARIOS[name].arguments.values()) if name in SCENARIOS else ())
-        if isinstance(face, RolloutPolicy) and name == "score":
+        if isinstance(face, RolloutPolicy) and name in ("score", "add_picture_features"):
             arguments = (batch,)
         yield name, lambda name=name, arguments=arguments: getattr(face, name)(*arguments)
 

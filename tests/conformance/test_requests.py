@@ -37,11 +37,14 @@ PARAMS = {
     "stop ids": dict(seed=4, max_tokens=80, stop_token_ids=list(range(100, 130)), min_tokens=3),
     "truncated": dict(seed=5, top_k=20, top_p=0.9, min_p=0.01, logprobs=2),
     "logprobs": dict(seed=6, logprobs=5, logprobs_mode="raw", prompt_logprobs=3),
+    "states": dict(seed=6, n=2, entropy=True, return_hidden_states="all"),
     "all logprobs": dict(seed=7, logprobs=-1, prompt_logprobs=-1, max_tokens=4),
     "logprobs of ids": dict(seed=8, logprob_token_ids=[7, 3], logprobs_mode="processed"),
     "edited logits": dict(seed=9, presence_penalty=1.0, logit_bias={9: 2.0}, bad_words=["a"], repetition_penalty=1.2),
     "ids only": dict(seed=10, detokenize=False, ignore_eos=True),
     "truncated prompt": dict(seed=11, truncate_prompt_tokens=2),
+    "support": dict(seed=13, return_support=True, top_k=9, top_p=0.9, bad_words=["a"], logprobs_mode="processed"),
+    "thinking": dict(seed=13, thinking_budget=3, thinking_start="o", thinking_end="!)", logit_bias={81: 3.0}, n=2),
 }
 REFUSED = {
     "too long": ([5] * 40_000, {}, "max_model_len=32768"),
@@ -53,8 +56,10 @@ REFUSED = {
     "bad conversation": ([{"role": "user"}], {}, "content|messages"),
     "bad value": ("x", dict(top_p=0), "top_p=0"),
     "unknown parameter": ("x", dict(max_token=3), "max_token"),
+    "bad budget": ("x", dict(thinking_budget=1, thinking_end=""), "thinking_end"),
     "bad regex": ("x", dict(stop_regex=["("]), r"stop_regex\[0\]"),
     "bias outside the vocabulary": ("x", dict(logit_bias={999: 1.0}), "logit_bias"),
+    "too large a support": ("x", dict(return_support=True, top_k=100, n=512, max_tokens=9000), "return_support=True"),
     "too many log-probs": ("x", dict(logprobs=-1, n=512, max_tokens=4000), "log-probs a request"),
 }
 

@@ -93,12 +93,12 @@ def late_sleep(engine, _):
     engine.wake_up()
 
 
-def late_score(engine, tmp_path):
+def late_score(engine, tmp_path, verb="score"):
     engine.collective_rpc("score_endlessly", args=[str(tmp_path / "moved")])
     with in_flight(engine):
         for seconds in (0, 0.05):
             with pytest.raises(CallTimeoutError, match=f"2 completions were not scored within {seconds:g} s"):
-                engine.score([[5], [6]], [[7], [8]], timeout=seconds)
+                getattr(engine, verb)([[5], [6]], [[7], [8]], timeout=seconds)
         step_until(engine, lambda: num_in_pieces(engine) == 0 and nobody_waits(engine))
     engine.collective_rpc("score_again")
 
@@ -140,6 +140,7 @@ LATE = {
     "collective_rpc": late_rpc,
     "call_function": partial(late_rpc, method=count),
     "score": late_score,
+    "score_candidates": partial(late_score, verb="score_candidates"),
 }
 """By the name of the verb: calls that are late, and leave nobody waiting. Others are late behind what does not end."""
 

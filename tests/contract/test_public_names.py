@@ -84,6 +84,7 @@ SIGNATURES = {
     "RolloutPolicy.arollout": "self prompts sampling_params * num_samples columns reward_fn reward_weights seed layout",
     "RolloutPolicy.collect": "self dataset sampling_params * num_samples groups_per_batch max_staleness max_in_flight",
     "RolloutPolicy.score": "self batch temperature",
+    "RolloutPolicy.add_picture_features": "self batch * timeout",
     "RolloutPolicy.update_weights": "self source",
     "RolloutPolicy.shutdown": "self",
     "advantages.grpo": "rewards group_ids * scale",
@@ -97,7 +98,11 @@ SIGNATURES = {
     "float32_masters": "optimizer",
     "to_trl_rollout": "batch",
     "exact.enable": "model",
-    "exact.token_logprobs": "model input_ids attention_mask * temperature routed_experts",
+    "exact.inputs": "batch * features",
+    "exact.token_logprobs": "model input_ids attention_mask * temperature routed_experts support",
+    "exact.token_entropy": "model input_ids attention_mask * temperature routed_experts",
+    "exact.check": "batch logprobs temperature * model engine full",
+    "RolloutPolicy.distributions": "self token_ids places * temperature lora_request",
 }
 FIELDS = {
     "EngineConfig": "model tokenizer dtype device max_model_len block_size kv_cache_bytes num_kv_blocks max_num_seqs "
@@ -107,12 +112,13 @@ FIELDS = {
     "seed logprobs logprobs_mode detokenize skip_special_tokens include_stop_str_in_output truncate_prompt_tokens "
     "spaces_between_special_tokens stop_regex logprob_token_ids "
     "output_kind repetition_penalty presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words "
-    "prompt_logprobs extra_args return_routed_experts",
+    "prompt_logprobs extra_args return_routed_experts return_support entropy return_hidden_states",
     "PoolingParams": "kind normalize step_token_ids",
     "PoolingRequestOutput": "request_id prompt_token_ids outputs finished num_cached_tokens",
     "RequestOutput": "request_id prompt prompt_token_ids prompt_logprobs outputs finished num_cached_tokens metrics",
     "CompletionOutput": "index text token_ids logprobs top_logprobs cumulative_logprob kept_logprob_mass finish_reason "
-    "stop_reason version_spans seed error sampled_ranks token_id_logprobs routed_experts",
+    "stop_reason version_spans seed error sampled_ranks token_id_logprobs routed_experts support entropies "
+    "hidden_states",
     "VersionSpan": "start end policy_version kv_min_version",
     "ReplicaHealth": "index state policy_version pid node num_unfinished_requests cache_usage",
     "BalancerStats": "decisions num_fallbacks num_requests num_kv_tokens",

@@ -87,6 +87,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
 def test_a_core_and_a_rank_that_are_stopped_go_with_their_owner(checkpoint):
     command = [sys.executable, "-c", RANKED, str(checkpoint), "stopped"]

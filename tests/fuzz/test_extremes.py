@@ -50,8 +50,14 @@ REQUEST_EXTREMES = {
     "extra_args": [{}, {"a": [1, None]}, {"a": object()}],
     "speculation": [True, False, "auto"],
     "return_routed_experts": [True, False, 1],
+    "return_support": [True, False, 1],
     "structured_outputs": [{"choice": ["a"]}, {"regex": "a+"}, {"regex": "("}, {"json": {"type": "none"}}, {"none": 1}],
+    "thinking_budget": [0, 1, 2**31 - 1, -1, -2, True],
+    "thinking_start": ["<think>", "a", "", "x" * 65, "</think>"],
+    "thinking_end": ["</think>", "b", "", "x" * 65, "<think>"],
     "output_kind": ["cumulative", "delta", "final_only", "all"],
+    "entropy": [True, False, 1],
+    "return_hidden_states": ["sampled", "all", True, "some"],
 }
 CONFIG_EXTREMES = {
     "chat_template": [None, "{{ messages[0].content }}", "{% for", "no/such.jinja", ""],

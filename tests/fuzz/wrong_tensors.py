@@ -276,7 +276,7 @@ def _calls_of_a_layer(*, has_mixture: bool) -> Iterator[Call]:
         return hidden
 
     def run_between(norm: Tensor, rows: Tensor, **given: Tensor) -> Any:
-        own = {name: given.pop(name) for name in decoder.DecoderEnds._fields if name != "norm"}
+        own = {name: given.pop(name) for name in decoder.DecoderEnds._fields if name not in ("norm", "factor")}
         return made(**given).run_between(decoder.DecoderEnds(norm=decoder.Norm(norm, 1e-6), **own), rows, plan)
 
     panels = {name: weight.panels for name, weight in packed.items()}

@@ -5,7 +5,7 @@ import pytest
 
 from rollout_engine import LLM, EngineConfig, LLMEngine, SamplingParams, SpeculationConfig
 from rollout_engine.base.errors import ConfigError, RequestError
-from rollout_engine.base.messages import KeptSamples
+from rollout_engine.base.kept_samples import KeptSamples
 from rollout_engine.core.draft_index import prompt_key
 from rollout_engine.engine.combine import samples as merged
 from rollout_engine.testing import tiny_checkpoint

@@ -194,6 +194,27 @@ def test_ppo_makes_its_own_policy(tmp_path):
     assert (tmp_path / "policy" / "config.json").exists()
 
 
+def test_distill_scores_and_trains_in_both_ways(tmp_path):
+    torch.set_num_threads(1)
+    options = ["--steps", "1", "--warm-up-steps", "4", "--teacher-steps", "4", "--out", str(tmp_path)]
+    history = load("distill").main(options)
+    for way, rows in history.items():
+        assert [json.loads(line) for line in (tmp_path / f"{way}.jsonl").read_text().splitlines()] == rows
+        assert [row["max_logprob_diff"] for row in rows] == [0.0] * 2 and all(row["reverse_kl"] != 0 for row in rows)
+    assert history["GRPO"][0] == history["distillation"][0]
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_student_learns_from_its_teacher_and_sooner_than_by_reward_alone(tmp_path):
+    history = load("distill").main(["--out", str(tmp_path)])
+    distilled, rewarded = ([row["accuracy"] for row in history[way]] for way in ("distillation", "GRPO"))
+    assert distilled[-1] > distilled[0] + 0.3 and distilled[-1] > rewarded[-1]
+    kl = [row["reverse_kl"] for row in history["distillation"]]
+    assert kl[-1] < kl[0] / 2
+    assert max(row["max_logprob_diff"] for rows in history.values() for row in rows) == 0.0
+
+
 def group_maker(example):
     """A function from a version and rewards to a group for `example.Supply`."""
 

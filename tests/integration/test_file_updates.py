@@ -112,6 +112,7 @@ def test_an_update_gives_the_weights_and_samples_of_a_fresh_load(served, sources
         assert found_of(engine) == fresh(names[0], dtype) and whole.digest == fresh(names[0], dtype)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
 def test_ranks_take_their_parts_of_every_format(served, sources, fresh):
     for architecture, num_ranks in (("qwen3", 2), ("qwen3_moe", 2)):

@@ -157,7 +157,7 @@ def test_adapters_of_mixers_are_exact(checkpoint, architecture, targets):
     trainer = exact.enable(PeftModel(AutoModelForCausalLM.from_pretrained(directory), targets, rank=5))
     other = random_adapter(tiny_model(architecture, **HYBRID_SIZES[architecture]), "other", targets=targets)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
-    with RolloutPolicy.from_pretrained(directory, deterministic=True, max_model_len=256) as policy:
+    with RolloutPolicy.from_pretrained(directory, dtype="bfloat16", deterministic=True, max_model_len=256) as policy:
         policy.add_lora(trainer.request())
         policy.add_lora(other)
         batches = [

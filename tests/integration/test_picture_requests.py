@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import re
 import threading
 
 import pytest
@@ -69,6 +70,18 @@ def test_every_form_of_a_prompt_and_face_gives_the_same_bits(llm, path, tmp_path
     batch = policy.rollout([{"messages": ask(IMAGE)}], sampling_params=GREEDY, num_samples=1)
     assert batch["tokens", "prompt"][0][batch["masks", "prompt"][0]].tolist() == ids
     assert batch["tokens", "response"][0].tolist() == first.outputs[0].token_ids
+
+
+def test_a_prompt_that_is_pooled_is_refused_by_the_part_that_is_a_picture(llm):
+    (made,) = llm.chat(ask(IMAGE), GREEDY, use_tqdm=False)
+    prompts = {
+        "messages[0]['content'][1]['image']": {"messages": ask(IMAGE)},
+        "multi_modal_data['image'][0]": {"prompt": made.prompt, "multi_modal_data": {"image": [IMAGE]}},
+        "pictures[0]": {"prompt_token_ids": made.prompt_token_ids, "pictures": made.pictures},
+    }
+    for field, prompt in prompts.items():
+        with pytest.raises(RequestError, match=re.escape(f"{field}='a picture' is not allowed") + ".*are not pooled"):
+            llm.encode([prompt], use_tqdm=False)
 
 
 def test_a_bad_picture_refuses_its_call_by_the_prompt_and_part_and_no_other(llm):

@@ -159,13 +159,21 @@ def test_a_damaged_picture_fails_its_episode_alone(policy, trainer):
     assert differing(trainer, batch) == 0
 
 
-def test_a_replay_without_its_pictures_is_refused(policy, tmp_path):
+def test_a_replay_leaves_out_samples_whose_pictures_are_damaged(policy, tmp_path, caplog):
     log = tmp_path / "rollouts.jsonl"
-    policy.rollout(PROMPTS[:1], PARAMS, seed=6, use_tqdm=False, log_to=log)
-    for file in (tmp_path / "pictures").glob("*.npz"):
-        file.unlink()
-    with pytest.raises(RequestError, match="picture=.*No such file"):
-        replay(policy, read_jsonl(log))
+    policy.rollout([asked(1), asked(2)], PARAMS, num_samples=2, seed=6, use_tqdm=False, log_to=log)
+    samples = read_jsonl(log)
+    broken = tmp_path / "pictures" / f"{samples[0]['pictures'][0]['picture']}.npz"
+    for damage in (lambda: broken.write_bytes(broken.read_bytes()[:-40]), broken.unlink):
+        damage()
+        caplog.clear()
+        reports = replay(policy, read_jsonl(log))
+        hurt = [sample["pictures"] == samples[0]["pictures"] for sample in samples]
+        assert [not report.is_equal for report in reports] == hurt and hurt.count(True) == 2
+        for report, sample in zip(reports, samples, strict=True):
+            for reason, count in report.left_out.items():
+                assert broken.name in reason and count == len(sample["response_token_ids"])
+        assert sum(broken.name in record.message for record in caplog.records) == 2
 
 
 def test_an_evaluation_keeps_pictures_and_tells_them_apart(policy, tmp_path):

@@ -166,12 +166,21 @@ def test_what_is_not_served_is_refused_with_the_reason(tmp_path, checkpoints, mo
             assert len(generate(llm, prompts[2:])) == 1
             with pytest.raises(RequestError, match="Its tower is of another kind"):
                 generate(llm, prompts_of("gemma3"))
-    eyes = {
-        f"base_model.model.model.visual.blocks.0.attn.proj.{matrix}.weight": torch.ones(shape)
-        for matrix, shape in {"lora_A": (2, 32), "lora_B": (32, 2)}.items()
-    }
-    with LLM(checkpoints[0], max_loras=1, **OPTIONS) as llm, pytest.raises(RequestError, match=r"visual\.blocks"):
-        llm.add_lora(LoRARequest("eyes", tensors=eyes, config={"r": 2, "lora_alpha": 4}))
+
+
+def test_an_adapter_of_a_part_that_is_not_served_is_refused(checkpoints):
+    def eyes(path):
+        shapes = {"lora_A": (2, 32), "lora_B": (32, 2)}
+        tensors = {f"base_model.model.model.visual.{path}.{name}.weight": torch.ones(shapes[name]) for name in shapes}
+        return LoRARequest("eyes", tensors=tensors, config={"r": 2, "lora_alpha": 4})
+
+    with LLM(checkpoints[0], max_loras=1, **OPTIONS) as llm:
+        with pytest.raises(RequestError, match=r"visual\.patch_embed\.proj.*a linear layer of"):
+            llm.add_lora(eyes("patch_embed.proj"))  # a convolution
+        llm.add_lora(eyes("blocks.0.attn.proj"))
+    with LLM(checkpoints[0], max_prompt_pictures=0, **OPTIONS) as llm:
+        with pytest.raises(RequestError, match="parts that are not served"):
+            llm.add_lora(eyes("blocks.0.attn.proj"))
 
 
 @pytest.mark.slow

@@ -78,11 +78,7 @@ def test_a_whole_batch_brings_its_temperature_and_layout(policy, checkpoint, dty
         assert torch.equal(logprobs[expected != 0], expected[expected != 0]) and exact.check(batch, logprobs).is_exact
         for part in minibatches(batch, 4):
             assert exact.check(part, exact.token_logprobs(trainer, part)).is_exact
-        if layout == "padded":
-            assert torch.equal(exact.token_logprobs_and_entropies(trainer, batch)[0], logprobs)
-        else:
-            with pytest.raises(ValueError, match="packed"):
-                exact.token_logprobs_and_entropies(trainer, batch)
+        assert torch.equal(exact.token_logprobs_and_entropies(trainer, batch)[0], logprobs)
         plain = batch.to_tensordict()
         assert torch.equal(exact.token_logprobs(trainer, plain, temperature=0.7), logprobs)
         with pytest.raises(

@@ -136,7 +136,8 @@ def test_a_rank_that_ends_ends_the_engine_and_is_named(elsewhere, checkpoint, wh
         engine.shutdown()
 
 
-@pytest.mark.parametrize("place", ["here", pytest.param("elsewhere", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
 def test_a_rank_that_is_stopped_ends_the_engine_and_goes_with_it(request, checkpoint, place):
     if place == "elsewhere":
         request.getfixturevalue("elsewhere")

@@ -163,7 +163,7 @@ def test_who_does_not_ask_gets_no_key(policy):
 
 
 class Telling:
-    """Three turns; says something of a length of its own after each."""
+    """Three turns, with an answer of a length of its own after each."""
 
     def reset(self, seed):
         self.random, self.left = random.Random(seed), 3

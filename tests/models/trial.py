@@ -24,7 +24,6 @@ from rollout_engine.kernels.cpu.gemm import supports
 from rollout_engine.kernels.linear import _plan
 from rollout_engine.model.cuda import decoder_trial
 from rollout_engine.model.loading.loader import load_model
-from rollout_engine.model.modules.geometry import keeps_states
 from tests.models.results import COLUMNS, Row, has_all_parts
 from tests.models.tiny import kind_of, sizes_of, tiny_for_ranks, tiny_of
 from tests.parity.test_bits import mismatches
@@ -114,8 +113,6 @@ class Trial:
 
     def _try_device(self, name: str, path: Path) -> Row:
         loaded = load_model(_config(path))
-        if keeps_states(loaded.geometry):
-            return {"device": "refused: layers that keep a state run on a CPU alone"}
         if any(layer.index_topk for layer in loaded.geometry):
             return {"device": "refused: indexers choose positions on a CPU alone"}
         for deterministic, outcome in ((True, "exact"), (False, "round-off")):

@@ -24,9 +24,9 @@ NOT_EXACT = {"gpt2", "opt"}
 """Refused by the trainer's side, and by the engine's where asked for."""
 COMPILED = {"llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"}
 """Whose decoder layers run as one call."""
-MIXTURES = dict.fromkeys("dots1 hy_v3 qwen2_moe solar_open".split(), True) | dict.fromkeys(
+MIXTURES = dict.fromkeys("dots1 granitemoe hy_v3 minimax_m2 qwen2_moe solar_open".split(), True) | dict.fromkeys(
     "afmoe deepseek_v2 deepseek_v3 ernie4_5_moe exaone_moe gemma4_text_experts glm4_moe glm4_moe_lite gpt_oss "
-    "granitemoe laguna longcat_flash mimo_v2_flash minimax_m2 phimoe".split(),
+    "laguna longcat_flash mimo_v2_flash phimoe".split(),
     False,
 )
 """Mixtures of experts with other routers than a plain softmax, or with a shared expert, and whether their layers run as

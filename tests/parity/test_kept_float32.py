@@ -119,6 +119,7 @@ def test_an_engine_in_another_process_takes_them_by_shared_memory(biased):
     assert one == two
 
 
+@pytest.mark.slow
 def test_an_exact_trainer_and_an_engine_of_ranks_keep_them_too(with_sinks):
     params = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
     found = []

@@ -26,7 +26,7 @@ from tests.drawn_pictures import Drawn, PictureSource, batch_of, draw_text, plai
 from tests.integration.composites import composite, save
 from tests.parity.test_bits import DTYPES, draw_engine
 from tests.parity.versions import compare
-from tests.unit.peft_layers import PeftModel
+from tests.unit.peft_layers import LoraLinear, PeftModel, tower_linears
 
 NUM_TOKENS = int(os.environ.get("PICTURE_FUZZ_TOKENS", "1000"))
 """Log-probs that the slow tests compare for each model and dtype."""
@@ -251,6 +251,67 @@ def test_an_adapter_of_the_text_is_exact_beside_pictures(weights_of):
         outputs = llm.generate(prompts, params, use_tqdm=False, lora_request="x")
     compare(outputs, lambda version: trainer, 1.0, counts)
     assert (counts["compared"], counts["wrong"]) == (len(prompts) * 2 * 9, 0)
+
+
+def adapted_trainer(family, dtype, name, seed):
+    """A trainer with an adapter of all linears of tower and projector, and of those of the text with their names."""
+    model = tiny_vision_model(family, dtype=dtype)
+    torch.manual_seed(seed)
+    return exact.enable(PeftModel(model, tower_linears(model) | {"v_proj"}, rank=4, name=name))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "num_ranks"),
+    [
+        *(
+            pytest.param(family, dtype, 1, marks=[] if (family, dtype) == QUICK[0] else pytest.mark.slow)
+            for family in FAMILIES
+            for dtype in DTYPES
+        ),
+        pytest.param("qwen2_5_vl", torch.float32, 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_adapters_of_the_tower_are_exact_each_with_features_of_its_own(weights_of, family, dtype, num_ranks):
+    weights, rng, counts = weights_of(family, dtype), random.Random(f"tower {family}"), Counter()
+    old, new, other = (adapted_trainer(family, dtype, name, seed) for name, seed in (("x", 1), ("x", 2), ("y", 3)))
+    params = SamplingParams(max_tokens=7, n=2, logprobs=0, ignore_eos=True, seed=3)
+    picture = weights.source.draw_picture(rng)
+    prompts = [as_prompt(weights.source.prompt(rng, [picture])) for _ in range(2)]
+    small = dict(max_num_batched_tokens=33, max_num_seqs=12, max_loras=2, dtype=str(dtype)[6:])
+    small |= dict(tensor_parallel_size=num_ranks)
+    with LLM(str(weights.directory), log_stats=False, **small) as llm:
+        llm.add_lora(old.request("x"))
+        llm.add_lora(other.request("y"))
+
+        def run(of_names):
+            """Have each prompt answered under each of these adapters, in one batch; compare each with its trainer."""
+            asked = [(prompt, name) for prompt in prompts for name in of_names]
+            given, names = [prompt for prompt, _ in asked], [name for _, name in asked]
+            outputs = llm.generate(given, params, lora_request=names, use_tqdm=False)
+            for name, trainer in of_names.items():
+                own = [output for output, (_, each) in zip(outputs, asked, strict=True) if each == name]
+                compare(own, lambda version, trainer=trainer: trainer, 1.0, counts)
+            return outputs
+
+        outputs = run({"x": old, None: weights.of(0), "y": other})
+        assert llm.llm_engine.stats.pictures.num_encoded == 3, "once for each adapter, and once for none"
+        ids = [output.prompt_token_ids for output in outputs], [output.outputs[0].token_ids for output in outputs]
+        scored = llm.score(*ids, lora="y", pictures=[output.pictures for output in outputs])
+        for index in (2, 5):
+            np.testing.assert_array_equal(scored[index], outputs[index].outputs[0].logprobs)
+        llm.add_lora(new.request("x", revision=1))
+        run({"x": new, None: weights.of(0)})
+        assert llm.llm_engine.stats.pictures.num_encoded == 4, "the new values alone"
+        llm.remove_lora("x")
+        llm.remove_lora("y")
+        run({None: weights.of(0)})
+    assert (counts["compared"], counts["wrong"]) == ((6 + 4 + 2) * 2 * 7, 0)
+    for path, child in old.named_modules():
+        if isinstance(child, LoraLinear) and not {"language_model", "text_model"}.intersection(path.split(".")):
+            child.disable_adapters = True
+    compare(outputs[:1], lambda version: old, 1.0, counts)
+    assert counts["wrong"], "the control: without those of the tower, log-probs are others"
 
 
 def test_log_probs_of_prompts_with_pictures_are_the_trainer_s(weights_of):

@@ -19,6 +19,7 @@ RARE = {
     "a client that leaves where no thread can start ends the core",
     "weights that could not be woken count as awake",
     "an update whose thread cannot start leaves the engine UPDATING",
+    "a commit meets a step in flight",
 }
 """Faults that take hundreds of seeds."""
 

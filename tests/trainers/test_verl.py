@@ -16,6 +16,7 @@ import pandas
 import ray
 import torch
 from omegaconf import OmegaConf
+from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import get_rollout_replica_class
@@ -208,9 +209,14 @@ def test_memory_is_released_and_taken_back(replica, rollout, checkpoint):
 
 
 def test_what_cannot_be_served_is_refused_with_what_to_do(replica, rollout, checkpoint):
-    with pytest.raises(ray.exceptions.RayTaskError, match="serves text alone"):
-        ask = replica.server_handle.generate.remote
-        ray.get(ask(prompt_ids=PROMPT, sampling_params={}, request_id="x", image_data=["picture"]))
+    ask = replica.server_handle.generate.remote
+    for match, given in {
+        "images of PIL": {"image_data": ["picture"]},
+        "video_data and audio_data must be empty": {"video_data": ["film"]},
+        "takes no pictures": {"image_data": [Image.new("RGB", (8, 8))]},  # its model has no tower
+    }.items():
+        with pytest.raises(ray.exceptions.RayTaskError, match=match):
+            ray.get(ask(prompt_ids=PROMPT, sampling_params={}, request_id="x", **given))
     with pytest.raises(ray.exceptions.RayTaskError, match="no_such_setting"):
         generate(replica, no_such_setting=1)
     with pytest.raises(ValueError, match="wire_format='delta_flush'"):

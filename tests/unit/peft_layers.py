@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from rollout_engine import LoRARequest
+from rollout_engine.model.pictures.tower_forward import picture_parts
 
 
 class LoraLinear(nn.Module):
@@ -64,6 +65,12 @@ class PeftModel(nn.Module):
             if "lora_" in key
         }
         return LoRARequest(name, tensors=tensors, config=self.peft_config[self.active_adapter], revision=revision)
+
+
+def tower_linears(model):
+    """Last names of the linears of a composite's vision tower and projector."""
+    linears = {id(each) for part in picture_parts(model) for each in part.modules() if isinstance(each, nn.Linear)}
+    return {path.rpartition(".")[2] for path, child in model.named_modules() if id(child) in linears}
 
 
 def dense(model, ids):

@@ -36,8 +36,9 @@ from rollout_engine.engine.verbs.model import (
     get_unused_names,
     save_sharded_state,
     score,
+    score_candidates,
 )
-from rollout_engine.engine.verbs.pictures import reset_encoder_cache, reset_mm_cache
+from rollout_engine.engine.verbs.pictures import get_picture_features, reset_encoder_cache, reset_mm_cache
 from rollout_engine.engine.verbs.reports import (
     check_health,
     check_integrity,
@@ -76,6 +77,8 @@ __all__ = [
     "get_unused_names",
     "save_sharded_state",
     "score",
+    "score_candidates",
+    "get_picture_features",
     "reset_encoder_cache",
     "reset_mm_cache",
     "check_health",

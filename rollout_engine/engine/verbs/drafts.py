@@ -1,7 +1,7 @@
 """Verbs for the finished samples that tokens are drafted from: read them, and add to them."""
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.base.messages import KeptSamples
+from rollout_engine.base.kept_samples import KeptSamples
 from rollout_engine.engine import combine
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.verb_table import VERBS

@@ -26,6 +26,7 @@ from rollout_engine.base.pictures import PlacedPicture, SharedPictures
 from rollout_engine.base.pooling_params import check_generation
 from rollout_engine.base.routed_experts import as_array
 from rollout_engine.base.structs import plain
+from rollout_engine.base.token_scores import TokenScores, as_candidates
 from rollout_engine.engine import combine
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.interrupts import allowed
@@ -68,12 +69,12 @@ def _token_ids(name: str, given: Sequence[Sequence[int]]) -> Any:
     return listed
 
 
-def _late_score(arguments: Arguments, begun: bool) -> RolloutEngineError:
+def _late_score(verb: str, arguments: Arguments, begun: bool) -> RolloutEngineError:
     what = f"{len(arguments['completion_token_ids'])} completions were not scored within {arguments['timeout']:g} s"
-    return CallTimeoutError(f"score: {what}; what is left of them never will be. Give fewer at a time, or more time.")
+    return CallTimeoutError(f"{verb}: {what}; what is left of them never will be. Give fewer at a time, or more time.")
 
 
-@VERBS.add_in_pieces(prepare=_prepare_score, late=_late_score)
+@VERBS.add_in_pieces(prepare=_prepare_score, late=partial(_late_score, "score"))
 def score(
     driver: EngineDriver,
     prompt_token_ids: Sequence[list[int]],
@@ -95,26 +96,82 @@ def score(
     sequence of `PlacedPicture`, as `RequestOutput.pictures`. Raises `RequestError`, and after `timeout` seconds
     `CallTimeoutError` (a `TimeoutError`).
     """
+    given = prompt_token_ids, completion_token_ids, temperature
+    options = dict(lora=lora, routed_experts=routed_experts, pictures=pictures)
+    found = yield from _score_pairs(driver, "score", *given, **options)
+    return [each.logprobs for each in found]
+
+
+def _prepare_candidates(
+    prompt_token_ids: Sequence[Sequence[int]],
+    completion_token_ids: Sequence[Sequence[int]],
+    candidate_ids: Any,
+    top_k: int,
+    temperature: float,
+    lora: LoRALike | None,
+    routed_experts: Sequence[np.ndarray] | None,
+    pictures: Sequence[Sequence[PlacedPicture]] | None,
+    timeout: float | None,
+) -> Arguments:
+    given = prompt_token_ids, completion_token_ids, temperature
+    arguments = _prepare_score(*given, lora, routed_experts, pictures, timeout)
+    return arguments | {"candidate_ids": as_candidates(candidate_ids), "top_k": plain(top_k)}
+
+
+@VERBS.add_in_pieces(prepare=_prepare_candidates, late=partial(_late_score, "score_candidates"))
+def score_candidates(
+    driver: EngineDriver,
+    prompt_token_ids: Sequence[list[int]],
+    completion_token_ids: Sequence[list[int]],
+    candidate_ids: np.ndarray | None = None,
+    *,
+    top_k: int = 0,
+    temperature: float = 1.0,
+    lora: str | None = None,
+    routed_experts: Sequence[np.ndarray] | None = None,
+    pictures: SharedPictures | None = None,
+    timeout: float | None = None,
+) -> Generator[None, None, TokenScores]:
+    """Log-probs of other tokens at the places of given completions: a teacher's scores, all from one pass.
+
+    `candidate_ids`: integers [N, K], a row for each of the N tokens of the completions, end to end; `top_k`: as many of
+    the most likely tokens of each place are returned, with their ids. Log-probs of any tokens are parts of one
+    log-softmax over the whole vocabulary. The other arguments are those of `score`, whose values are `logprobs` of the
+    result. Raises `RequestError`, also for ids outside the vocabulary, and for more than 2**26 log-probs a call.
+    """
+    given = prompt_token_ids, completion_token_ids, temperature
+    options = dict(lora=lora, routed_experts=routed_experts, pictures=pictures)
+    more = dict(candidate_ids=candidate_ids, num_top=top_k)
+    found = yield from _score_pairs(driver, "score_candidates", *given, **options, **more)
+    empty = TokenScores.empty(None if candidate_ids is None else candidate_ids.shape[1], top_k)
+    return TokenScores.join([*found, empty])
+
+
+def _score_pairs(
+    driver: EngineDriver,
+    verb: str,
+    prompt_token_ids: Sequence[list[int]],
+    completion_token_ids: Sequence[list[int]],
+    temperature: float,
+    *,
+    lora: str | None,
+    pictures: SharedPictures | None,
+    **options: Any,
+) -> Generator[None, None, list[TokenScores]]:
+    """`score_pairs` by the driver's model, for `verb`."""
     check_generation(driver.executor.info.generates)
     taken = driver.executor.info.pictures
     if pictures is None and taken is not None and any(taken.image_token_id in ids for ids in prompt_token_ids):
         logger.warning(
-            "score: prompts have the placeholder of pictures (%d) and no pictures: it is scored as an ordinary token. "
+            "%s: prompts have the placeholder of pictures (%d) and no pictures: it is scored as an ordinary token. "
             "Give pictures=[output.pictures, ...] of the prompts that had some.",
+            verb,
             taken.image_token_id,
         )
-    require_weights = partial(driver.core.lifecycle.require_weights, "score")
-    slot = -1 if lora is None else driver.core.adapters.use(lora).slot
-    return score_pairs(
-        driver.executor,
-        prompt_token_ids,
-        completion_token_ids,
-        temperature,
-        require_weights,
-        adapter_slot=slot,
-        routed_experts=routed_experts,
-        pictures=pictures,
-    )
+    require_weights = partial(driver.core.lifecycle.require_weights, verb)
+    options["adapter_slot"] = -1 if lora is None else driver.core.adapters.use(lora).slot
+    pairs = prompt_token_ids, completion_token_ids, temperature
+    return score_pairs(driver.executor, *pairs, require_weights, pictures=pictures, **options)
 
 
 def _prepare_rpc(

@@ -182,7 +182,8 @@ class Ledger:
         if len(own) < len(ids):
             outputs.keep_rows(own)
         outputs.ended = [end for end in ended if end.sequence_id not in foreign]
-        for name in ("num_cached_tokens", "prompt_logprobs", "pooled", "prompt_routed_experts"):
+        of_prompts = "prompt_logprobs", "prompt_routed_experts", "prompt_hidden_states"
+        for name in ("num_cached_tokens", "pooled", *of_prompts):
             setattr(outputs, name, {id: value for id, value in getattr(outputs, name).items() if id not in foreign})
         for end in ended:
             foreign.pop(end.sequence_id, None)
@@ -222,9 +223,10 @@ def _end_of(entry: Entry, sequence_id: int, tokens: list[int]) -> SequenceEnd | 
 def _make_continuation(entry: Entry, sequence_id: int, tokens: list[int]) -> EngineCoreRequest:
     """The request for the rest of one sample."""
     source = entry.request
+    states = source.params.return_hidden_states and "sampled"
     return msgspec.structs.replace(
         source,
-        params=msgspec.structs.replace(source.params, n=1, prompt_logprobs=None),
+        params=msgspec.structs.replace(source.params, n=1, prompt_logprobs=None, return_hidden_states=states),
         seed=child_seed(source.seed, sequence_id - source.first_sequence_id),
         first_sequence_id=sequence_id,
         output_token_ids=tokens.copy(),

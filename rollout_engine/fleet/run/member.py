@@ -11,7 +11,7 @@ import msgspec
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import EngineDeadError, RolloutEngineError
-from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.fleet.run.provider import Provider, Replica
 from rollout_engine.process.client_routing import first_sequence_of
 
@@ -95,7 +95,6 @@ class Member:
 
 def _offset_ids(outputs: EngineCoreOutputs, first: int) -> EngineCoreOutputs:
     """The same outputs with `first` taken from every sequence id."""
-    given = outputs.id_logprobs
     return msgspec.structs.replace(
         outputs,
         sequence_ids=[sequence_id - first for sequence_id in outputs.sequence_ids],
@@ -103,5 +102,7 @@ def _offset_ids(outputs: EngineCoreOutputs, first: int) -> EngineCoreOutputs:
         num_cached_tokens={id - first: count for id, count in outputs.num_cached_tokens.items()},
         prompt_logprobs={id - first: logprobs for id, logprobs in outputs.prompt_logprobs.items()},
         prompt_routed_experts={id - first: routed for id, routed in outputs.prompt_routed_experts.items()},
-        id_logprobs=given and IdLogprobs([id - first for id in given.sequence_ids], given.widths, given.pieces),
+        prompt_hidden_states={id - first: states for id, states in outputs.prompt_hidden_states.items()},
+        id_logprobs=outputs.id_logprobs and outputs.id_logprobs.offset_ids(first),
+        supports=outputs.supports and outputs.supports.offset_ids(first),
     )

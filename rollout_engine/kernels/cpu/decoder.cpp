@@ -3,9 +3,12 @@
 //     x += attention(norm(x))        norm -> q, k, v in one product -> attention (norms q and k, rotates, writes KV) -> product
 //     x += mlp(norm(x))              norm -> gate, up in one product -> silu(gate) * up -> product
 //
-// or, of a layer with a state, norm -> products -> the gated delta rule (`delta_net.h`) -> product in place of attention;
+// or one of the two alone (Nemotron-H), or max(up, 0)^2 in place of silu(gate) * up, or norms of what is added instead (OLMo);
+// or, of a layer with a state, norm -> products -> the gated delta rule (`delta_net.h`), Mamba 2's recurrence (`mamba.h`) or a
+// short convolution (`short_convolution.h`) -> product in place of attention;
 // or, of a mixture of experts, norm -> router -> the same for each expert and the rows that are sent to it -> weighted sum,
-// to which the output of a shared expert may be added, times the sigmoid of a product of its own.
+// to which the output of a shared expert may be added, times the sigmoid of a product of its own. What is added to x may be
+// multiplied by a number first.
 //
 // Before them it may look up embeddings and rotary rows, and behind them it may norm the rows that are wanted. Behind the
 // attention of the last layer only those are computed: of a prompt, one. Each product gets the adapters of those rows that
@@ -28,7 +31,9 @@
 #include "delta_net.h"
 #include "experts.h"
 #include "gemm.h"
+#include "mamba.h"
 #include "rows.h"
+#include "short_convolution.h"
 #include "turns.h"
 
 namespace {
@@ -48,9 +53,10 @@ struct Product {
 extern "C" {
 
 struct Norm {
-    const void* weight;  // [hidden_size]
+    const void* weight;  // [hidden_size]; null: there is none
     float epsilon;
-    int32_t has_offset;  // 1 is added to the weight
+    int32_t has_offset;   // 1 is added to the weight
+    int32_t rounds_once;  // behind the weight alone, as with an offset
 };
 
 // Columns [first, first + size) of `whole`: those that this rank computes.
@@ -68,18 +74,30 @@ struct Mixture {
     int64_t place;  // of the layer, among those that have experts
     Product shared_gate_up, shared_down, shared_gate;  // of the expert of all rows; `packed` null: none
     Columns shared, shared_out;                        // columns of this rank: of half the first, and of the second
+    int32_t is_plain;                                  // experts, and the shared one, have no gates, as `DecoderLayer`
+    Product latent_in, latent_out;  // before all experts but the shared one, and behind their sum; `packed` null: none
+    int64_t expert_size;            // of the inputs and outputs of experts: hidden_size without latents
 };
 
 struct DecoderLayer {
-    AttentionCall attention;  // all but the parts that a step brings; nothing of a layer with `delta`
+    AttentionCall attention;  // all but the parts that a step brings; nothing of a layer with a mixer
     Columns attended;         // of the heads of all ranks
     Norm attention_norm, mlp_norm;
     Product inputs[INPUTS];   // of attention one: q, k and v; `packed` null: no more
     int64_t sizes[INPUTS];    // columns of each
-    Product out, gate_up, down;  // the last two are of no layer with a mixture
+    Product out, gate_up, down;  // the last two are of no layer with a mixture; `out.packed` null: it has an MLP alone
     const Mixture* mixture;      // or null
-    const DeltaNet* delta;       // or null: it has attention
+    const DeltaNet* delta;       // its mixer, or null, as the next two; with none it has attention
+    const Mamba* mamba;
+    const ShortConvolution* convolution;
     int32_t is_gated;            // behind each head of q is one of a gate, whose sigmoid multiplies its output
+    float factor;                // multiplies both results that are added to the residual stream
+    int32_t is_plain;            // its MLP has no gates: `gate_up` is up alone
+    int32_t norms_behind;        // both norms are of what is added, instead of the inputs
+    Norm q_norm, k_norm;         // of all heads together, or none
+
+    bool mixes() const { return out.packed; }
+    bool feeds() const { return mlp_norm.weight; }
 
     int64_t num_projected() const {
         int64_t sum = 0;
@@ -91,11 +109,12 @@ struct DecoderLayer {
 // Of the products of a layer.
 struct LayerAdapters {
     AdapterTable inputs[INPUTS], out, gate_up, down, shared_gate;  // of a mixture the last three are of its shared expert
+    AdapterTable latent_in, latent_out;                            // of a mixture
 
     int64_t low_size() const {
         int64_t size = 0;
         for (const AdapterTable& table : inputs) size = std::max(size, table.num_parts * table.max_rank);
-        for (const AdapterTable* table : {&out, &gate_up, &down, &shared_gate})
+        for (const AdapterTable* table : {&out, &gate_up, &down, &shared_gate, &latent_in, &latent_out})
             size = std::max(size, table->num_parts * table->max_rank);
         return size;
     }
@@ -109,6 +128,7 @@ struct DecoderEnds {
     void* states;                          // [num_rows, hidden_size], out: the rows that are wanted, behind the norm
     int64_t vocab_size, num_positions;
     Norm norm;
+    float factor;  // multiplies embeddings
 };
 
 struct DecoderCall {
@@ -128,7 +148,7 @@ struct DecoderCall {
     int64_t num_tokens, num_rows, num_mixtures;
     const StateChunks* chunks;  // of layers with a state; null without any
     Columns hidden_columns, intermediate;
-    int64_t rotary;             // channels of a head that are rotated
+    int64_t rotary;             // channels of a head that are rotated; 0: none
     int32_t num_layers, num_threads, is_bf16, num_ranks;
 
     // Whether rows that are not wanted end with the last layer's attention. Routes are of all rows.
@@ -153,7 +173,7 @@ int64_t row_stride(int64_t size) {
 
 // The largest sizes of all mixtures.
 struct MixtureSizes {
-    int64_t rows = 0, entries = 0, experts = 0, top_k = 0, intermediate = 0, shared = 0, own_shared = 0;
+    int64_t rows = 0, entries = 0, experts = 0, top_k = 0, intermediate = 0, shared = 0, own_shared = 0, latents = 0;
 
     explicit MixtureSizes(const DecoderCall& c) {
         for (int i = 0; i < c.num_layers; i++) {
@@ -164,7 +184,33 @@ struct MixtureSizes {
             experts = std::max(experts, m->routing.num_experts), top_k = std::max(top_k, m->routing.top_k);
             intermediate = std::max(intermediate, m->intermediate_size);
             shared = std::max(shared, m->shared.whole), own_shared = std::max(own_shared, m->shared.size);
+            if (m->latent_in.packed) latents = std::max(latents, m->expert_size);
         }
+    }
+};
+
+// The largest sizes of all mixers.
+template <typename T>
+struct MixerSizes {
+    int64_t channels = 0, heads = 0, values = 0, scratch_bytes = 0;
+
+    // Whether the layer has one.
+    bool add(const DecoderLayer& layer) {
+        if (const DeltaNet* d = layer.delta) return add(d->num_channels, d->num_heads, 0, DeltaCall<T>{*d}.scratch_bytes());
+        if (const Mamba* m = layer.mamba) {
+            const int64_t size = (int64_t)m->num_heads * m->value_size;
+            return add(m->num_channels, m->num_heads, size, MambaCall<T>{*m}.scratch_bytes());
+        }
+        if (const ShortConvolution* s = layer.convolution)
+            return add(s->run.count, 0, 0, ShortConvolutionCall<T>{*s}.scratch_bytes());
+        return false;
+    }
+
+  private:
+    bool add(int64_t num_channels, int64_t num_heads, int64_t num_values, int64_t num_bytes) {
+        channels = std::max(channels, num_channels), heads = std::max(heads, num_heads);
+        values = std::max(values, num_values), scratch_bytes = std::max(scratch_bytes, num_bytes);
+        return true;
     }
 };
 
@@ -183,7 +229,7 @@ struct Exchanged : Carved {
         const MixtureSizes sizes(c);
         take(activated, std::max(std::min(c.num_tokens, MLP_ROWS) * row_stride<T>(c.intermediate.whole),
                                  sizes.rows * row_stride<T>(sizes.shared)));
-        take(outputs, sizes.entries * c.hidden_columns.whole);
+        take(outputs, sizes.entries * std::max(c.hidden_columns.whole, sizes.latents));
     }
 };
 
@@ -193,8 +239,9 @@ struct Buffers : Carved {
     T *hidden, *cos, *sin;    // as in the call, of a step with ends
     T *normed;                // [T, hidden_size], with row_stride()
     T *inputs;                // [T, columns of the products of the layer's input]
-    T *mixed;                 // [T, C]: of layers with a state, as the next two
+    T *mixed;                 // [T, C]: of layers with a state, as the next three
     float *decays, *betas;    // [T, H]
+    float *values;            // [T, H V], of Mamba 2
     T *gate_up;               // [MLP_ROWS, 2 intermediate_size]
     T *kept, *kept_attended;  // `hidden` and `attended` of the rows that are wanted, where others are dropped
     char *staging, *scratch;
@@ -203,23 +250,19 @@ struct Buffers : Carved {
     float* logits;                // [rows, E], in the type of the model unless they are precise
     T *sent, *projected, *inner;  // [N, hidden_size], [N, 2 I], [N, I]; two with row_stride()
     T *shared, *shared_gates;     // [rows, hidden_size], [rows]
+    T *latents, *latent_sums;     // [rows, L], the second with row_stride()
     float *scores, *choices, *weights;                   // [threads, E], [threads, E], [N]
     int32_t *left, *chosen, *experts, *places, *starts;  // [threads, E], [threads, k], [N], [N], [E + 1]
 
     explicit Buffers(const DecoderCall& c) : Carved(c.memory) {
-        int64_t inputs_size = 0, attended_size = 0, scratch_bytes = 0, channels = 0, heads = 0;
+        int64_t inputs_size = 0, attended_size = 0, scratch_bytes = 0;
+        MixerSizes<T> mixers;
         bool is_int8 = false;
         for (int i = 0; i < c.num_layers; i++) {
             const DecoderLayer& layer = c.layers[i];
             inputs_size = std::max(inputs_size, layer.num_projected());
             attended_size = std::max(attended_size, layer.attended.whole);
-            if (layer.delta) {
-                channels = std::max<int64_t>(channels, layer.delta->num_channels);
-                heads = std::max<int64_t>(heads, layer.delta->num_heads);
-                scratch_bytes = std::max(scratch_bytes, DeltaCall<T>{*layer.delta}.scratch_bytes());
-            } else {
-                scratch_bytes = std::max(scratch_bytes, attention_scratch(&layer.attention));
-            }
+            if (layer.mixes() && !mixers.add(layer)) scratch_bytes = std::max(scratch_bytes, attention_scratch(&layer.attention));
             is_int8 |= layer.inputs[0].scales != nullptr;
         }
         const int64_t mlp_rows = std::min(c.num_tokens, MLP_ROWS);
@@ -227,7 +270,8 @@ struct Buffers : Carved {
         const int64_t looked_up = c.ends ? c.num_tokens : 0, rotated = looked_up * c.rotary;
         take(hidden, looked_up * hidden_size), take(cos, rotated), take(sin, rotated);
         take(normed, c.num_tokens * row_stride<T>(hidden_size)), take(inputs, c.num_tokens * inputs_size);
-        take(mixed, c.num_tokens * channels), take(decays, c.num_tokens * heads), take(betas, c.num_tokens * heads);
+        take(mixed, c.num_tokens * mixers.channels), take(values, c.num_tokens * mixers.values);
+        take(decays, c.num_tokens * mixers.heads), take(betas, c.num_tokens * mixers.heads);
         const MixtureSizes sizes(c);
         take(gate_up, 2 * std::max(mlp_rows * c.intermediate.size, sizes.rows * sizes.own_shared));
         const int64_t num_kept = c.drops_rows() ? c.num_rows : 0;
@@ -237,15 +281,16 @@ struct Buffers : Carved {
         };
         const int64_t before_mlp = staged(c.num_tokens, std::max(hidden_size, attended_size));
         take(staging, std::max({before_mlp, staged(mlp_rows, c.intermediate.whole), staged(sizes.rows, sizes.shared),
-                                staged(sizes.entries, std::max(hidden_size, sizes.intermediate))}));
-        take(scratch, scratch_bytes * c.num_threads);
+                                staged(sizes.entries, std::max({hidden_size, sizes.intermediate, sizes.latents}))}));
+        take(scratch, std::max(scratch_bytes, mixers.scratch_bytes) * c.num_threads);
         take(low, low_size(c));
         const int64_t threads = sizes.entries ? c.num_threads : 0;
-        take(logits, sizes.rows * sizes.experts), take(sent, sizes.entries * row_stride<T>(hidden_size));
+        take(logits, sizes.rows * sizes.experts), take(sent, sizes.entries * row_stride<T>(std::max(hidden_size, sizes.latents)));
         take(projected, sizes.entries * 2 * sizes.intermediate);
         take(inner, sizes.entries * row_stride<T>(sizes.intermediate));
         const int64_t shared_rows = sizes.shared ? sizes.rows : 0;
         take(shared, shared_rows * hidden_size), take(shared_gates, shared_rows);
+        take(latents, sizes.rows * sizes.latents), take(latent_sums, sizes.latents ? sizes.rows * row_stride<T>(sizes.latents) : 0);
         take(scores, threads * sizes.experts), take(choices, threads * sizes.experts), take(weights, sizes.entries);
         take(left, threads * sizes.experts), take(chosen, threads * sizes.top_k);
         take(experts, sizes.entries), take(places, sizes.entries), take(starts, sizes.experts + 1);
@@ -273,7 +318,7 @@ struct Worker {
         for (int i = 0; i < last; i++) finish(i, attend(i));
         const Rows left = c.drops_rows() ? kept(attend(last)) : attend(last);
         finish(last, left);
-        add_and_norm(left, e.delta, nullptr);
+        add_and_norm(left, pending(last), {});
         if (c.ends)
             leave(*c.ends, left);
         else if (c.drops_rows())
@@ -294,22 +339,28 @@ struct Worker {
         const AdapterRows* rows;
     };
 
-    // A layer up to its attention, or its gated delta rule, of all rows of the batch.
+    // A layer up to its attention, or its mixer, of all rows of the batch.
     Rows attend(int i) const {
+        const DecoderLayer& layer = c.layers[i];
         const Rows all = {c.ends ? b.hidden : (T*)c.hidden, e.attended, c.num_tokens, &c.adapter_rows};
-        add_and_norm(all, i ? e.delta : nullptr, &c.layers[i].attention_norm);
+        add_and_norm(all, i ? pending(i - 1) : Added{}, layer.mixes() ? ahead(layer, layer.attention_norm) : Input{});
+        if (!layer.mixes()) return all;
         project(i, all);
-        c.layers[i].delta ? delta(c.layers[i]) : attention(c.layers[i]);
+        mix(layer);
         return all;
     }
 
-    // The rest of the layer; its output waits in `delta`.
+    // The rest of the layer; the output of its MLP waits in `delta`.
     void finish(int i, Rows r) const {
         const DecoderLayer& layer = c.layers[i];
-        multiply(layer.out, adapters_of(i, &LayerAdapters::out, r), r.attended, row_stride<T>(layer.attended.whole),
-                 e.delta, 0, r.count, layer.attended.whole, c.hidden_columns);
-        meet_ranks();
-        add_and_norm(r, e.delta, &layer.mlp_norm);
+        if (layer.mixes()) {
+            multiply(layer.out, adapters_of(i, &LayerAdapters::out, r), r.attended, row_stride<T>(layer.attended.whole),
+                     e.delta, 0, r.count, layer.attended.whole, c.hidden_columns);
+            meet_ranks();
+        }
+        add_and_norm(r, layer.mixes() ? added(layer, layer.attention_norm) : Added{},
+                     layer.feeds() ? ahead(layer, layer.mlp_norm) : Input{});
+        if (!layer.feeds()) return;
         if (const Mixture* m = layer.mixture) {
             const int64_t rows = rows_at_once(*m, c.num_tokens);
             for (int64_t first = 0; first < r.count; first += rows)
@@ -351,6 +402,8 @@ struct Worker {
         for (int64_t row = 0; row < c.num_tokens; row++) {
             const int64_t token = ends.token_ids[row], position = ends.positions[row];
             memcpy(b.hidden + row * size, (const T*)ends.embedding + token * size, size * sizeof(T));
+            if (ends.factor != 1.0f) rows::multiply_row(b.hidden + row * size, ends.factor, size);
+            if (!rotary) continue;
             memcpy(b.cos + row * rotary, (const T*)ends.cos + position * rotary, rotary * sizeof(T));
             memcpy(b.sin + row * rotary, (const T*)ends.sin + position * rotary, rotary * sizeof(T));
         }
@@ -361,7 +414,7 @@ struct Worker {
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < c.num_rows; i++) {
             const int64_t row = c.drops_rows() ? i : c.rows[i];
-            norm_row(r.hidden + row * size, ends.norm, (T*)ends.states + i * size);
+            norm_row(r.hidden + row * size, ends.norm, (T*)ends.states + i * size, size);
         }
     }
 
@@ -372,21 +425,50 @@ struct Worker {
         team.meet();
     }
 
-    // hidden += delta; normed = norm(hidden).
-    void add_and_norm(Rows r, const T* delta, const Norm* norm) const {
+    // What is added to the residual stream: factor * delta, or factor * norm(delta).
+    struct Added {
+        T* delta;  // or null: nothing; the norm of it is written over it
+        float factor;
+        const Norm* norm;  // or null
+    };
+
+    // The next input, `normed`: norm(hidden), or a copy of it.
+    struct Input {
+        const Norm* norm;  // or null
+        bool is_copied;
+    };
+
+    Added added(const DecoderLayer& layer, const Norm& norm) const {
+        return {e.delta, layer.factor, layer.norms_behind ? &norm : nullptr};
+    }
+
+    // The output of a layer's MLP.
+    Added pending(int i) const { return c.layers[i].feeds() ? added(c.layers[i], c.layers[i].mlp_norm) : Added{}; }
+
+    static Input ahead(const DecoderLayer& layer, const Norm& norm) {
+        return {layer.norms_behind ? nullptr : &norm, layer.norms_behind != 0};
+    }
+
+    void add_and_norm(Rows r, Added a, Input input) const {
         const int64_t size = c.hidden_columns.whole, stride = row_stride<T>(size);
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < r.count; row++) {
             T* x = r.hidden + row * size;
-            if (delta) rows::add_row(x, delta + row * size, size);
-            if (norm) norm_row(x, *norm, b.normed + row * stride);
+            T* delta = a.delta ? a.delta + row * size : nullptr;
+            if (delta && a.norm) norm_row(delta, *a.norm, delta, size);
+            if (delta && a.factor == 1.0f) rows::add_row(x, delta, size);
+            if (delta && a.factor != 1.0f) rows::add_multiple_row(x, delta, a.factor, size);
+            if (input.norm) norm_row(x, *input.norm, b.normed + row * stride, size);
+            if (input.is_copied) memcpy(b.normed + row * stride, x, size * sizeof(T));
         }
         team.meet();
     }
 
-    void norm_row(const T* x, const Norm& norm, T* out) const {
-        const auto row = norm.has_offset ? rows::offset_norm_row<T> : rows::norm_row<T>;
-        row(x, (const T*)norm.weight, out, c.hidden_columns.whole, norm.epsilon);
+    static void norm_row(const T* x, const Norm& norm, T* out, int64_t size) {
+        const auto row = norm.has_offset    ? rows::offset_norm_row<T>
+                         : norm.rounds_once ? rows::single_norm_row<T>
+                                            : rows::norm_row<T>;
+        row(x, (const T*)norm.weight, out, size, norm.epsilon);
     }
 
     // The products of a layer's input, side by side.
@@ -406,16 +488,29 @@ struct Worker {
         AttentionCall a = layer.attention;
         const int64_t head = layer.is_gated ? 2 * a.dk : a.dk;
         const int64_t q_size = a.num_heads * head, k_size = a.num_kv_heads * a.dk, size = layer.num_projected();
+        if (layer.q_norm.weight) norm_heads(layer, q_size, k_size, size);
         a.plan = c.plan;
         a.q = b.inputs, a.k = b.inputs + q_size, a.v = b.inputs + q_size + k_size;
         a.out = e.attended + layer.attended.first;
         a.q_token = a.k_token = a.v_token = size, a.q_head = head, a.k_head = a.dk, a.v_head = a.dv;
         a.out_token = row_stride<T>(layer.attended.whole);
-        a.cos = c.ends ? b.cos : c.cos, a.sin = c.ends ? b.sin : c.sin, a.q_factors = c.q_factors, a.scratch = b.scratch;
+        if (c.rotary) a.cos = c.ends ? b.cos : c.cos, a.sin = c.ends ? b.sin : c.sin;
+        a.q_factors = c.q_factors, a.scratch = b.scratch;
         a.num_tokens = c.num_tokens, a.num_threads = c.num_threads, a.rotary = c.rotary;
         attention_in_team(a, team);
         if (layer.is_gated) gate(a, size);
         meet_ranks();
+    }
+
+    // Norms the queries of each row, and its keys.
+    void norm_heads(const DecoderLayer& layer, int64_t q_size, int64_t k_size, int64_t stride) const {
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < c.num_tokens; row++) {
+            T *q = b.inputs + row * stride, *k = q + q_size;
+            norm_row(q, layer.q_norm, q, q_size);
+            norm_row(k, layer.k_norm, k, k_size);
+        }
+        team.meet();
     }
 
     // The outputs of attention times the sigmoids of their gates, which lie behind the queries.
@@ -427,42 +522,61 @@ struct Worker {
         team.meet();
     }
 
-    void delta(const DecoderLayer& layer) const {
-        DeltaCall<T>{*layer.delta, *c.chunks, b.inputs, b.mixed, b.decays, b.betas, e.attended, b.scratch,
-                     layer.num_projected(), row_stride<T>(layer.attended.whole), c.num_tokens, c.num_threads}
-            .run_in_team(team);
+    // The layer's mixer, or attention.
+    void mix(const DecoderLayer& layer) const {
+        const int64_t size = layer.num_projected(), stride = row_stride<T>(layer.attended.whole);
+        if (layer.delta)
+            DeltaCall<T>{*layer.delta, *c.chunks, b.inputs, b.mixed, b.decays, b.betas, e.attended, b.scratch, size, stride,
+                         c.num_tokens, c.num_threads}
+                .run_in_team(team);
+        else if (layer.mamba)
+            MambaCall<T>{*layer.mamba, *c.chunks, b.inputs, b.mixed, b.decays, b.betas, b.values, b.scratch, e.attended, size,
+                         stride, c.num_tokens, c.num_threads}
+                .run_in_team(team);
+        else if (layer.convolution)
+            ShortConvolutionCall<T>{*layer.convolution, *c.chunks, b.inputs, b.mixed, b.scratch, e.attended, size, stride,
+                                    c.num_tokens, c.num_threads}
+                .run_in_team(team);
+        else
+            attention(layer);
     }
 
     // Rows [first, first + count).
     void mlp(int i, Rows r, int64_t first, int64_t count) const {
         const DecoderLayer& layer = c.layers[i];
-        gated_products(i, layer.gate_up, layer.down, c.intermediate, r, first, count,
+        dense_products(i, layer.gate_up, layer.down, layer.is_plain, c.intermediate, r, first, count,
                        e.delta + first * c.hidden_columns.whole, c.hidden_columns);
         meet_ranks();
     }
 
-    // down(silu(gate(x)) * up(x)) of rows [first, first + count), these columns of it.
-    void gated_products(int i, const Product& gate_up, const Product& down, Columns inner, Rows r, int64_t first,
-                        int64_t count, T* out, Columns columns) const {
-        const int64_t size = inner.size, hidden_size = c.hidden_columns.whole;
+    // down(silu(gate(x)) * up(x)), or down(max(up(x), 0)^2), of rows [first, first + count), these columns of it.
+    void dense_products(int i, const Product& gate_up, const Product& down, bool is_plain, Columns inner, Rows r,
+                        int64_t first, int64_t count, T* out, Columns columns) const {
+        const int64_t size = inner.size, projected = is_plain ? size : 2 * size, hidden_size = c.hidden_columns.whole;
         const int64_t x_stride = row_stride<T>(hidden_size), inner_stride = row_stride<T>(inner.whole);
         multiply(gate_up, adapters_of(i, &LayerAdapters::gate_up, r), b.normed + first * x_stride, x_stride,
-                 b.gate_up, first, count, hidden_size, {0, 2 * size, 2 * size});
+                 b.gate_up, first, count, hidden_size, {0, projected, projected});
 #pragma omp for schedule(static) nowait
-        for (int64_t row = 0; row < count; row++) {
-            const T* gate = b.gate_up + row * 2 * size;
-            rows::activate_row(gate, gate + size, e.activated + row * inner_stride + inner.first, size);
-        }
+        for (int64_t row = 0; row < count; row++)
+            activate(b.gate_up + row * projected, e.activated + row * inner_stride + inner.first, size, is_plain);
         team.meet();
         meet_ranks();
         multiply(down, adapters_of(i, &LayerAdapters::down, r), e.activated, inner_stride, out, first, count,
                  inner.whole, columns);
     }
 
+    // silu(gate) * up of [gate, up], or of up alone max(up, 0)^2.
+    void activate(const T* projected, T* out, int64_t size, bool is_plain) const {
+        if (is_plain)
+            rows::squared_relu_row(projected, out, size);
+        else
+            rows::activate_row(projected, projected + size, out, size);
+    }
+
     // The output of the expert of all rows, of rows [first, first + count), in `shared`; threads have met behind it.
     void shared_expert(int layer, const Mixture& m, Rows r, int64_t first, int64_t count) const {
         const int64_t size = c.hidden_columns.whole, x_stride = row_stride<T>(size);
-        gated_products(layer, m.shared_gate_up, m.shared_down, m.shared, r, first, count, b.shared, m.shared_out);
+        dense_products(layer, m.shared_gate_up, m.shared_down, m.is_plain, m.shared, r, first, count, b.shared, m.shared_out);
         if (!m.shared_gate.packed) return;
         multiply(m.shared_gate, adapters_of(layer, &LayerAdapters::shared_gate, r), b.normed + first * x_stride, x_stride,
                  b.shared_gates, first, count, size, {0, 1, 1});
@@ -490,26 +604,52 @@ struct Worker {
         if (omp_get_thread_num() == 0) experts::sort(b.experts, num_entries, num_experts, b.places, b.starts);
         team.meet();
         const int32_t start = b.starts[m.first_expert], stop = b.starts[m.first_expert + m.num_own];
+        const int64_t expert_size = m.expert_size, sent_stride = row_stride<T>(expert_size);
+        const T* input = x;
+        int64_t input_stride = x_stride;
+        if (m.latent_in.packed) {
+            multiply(m.latent_in, adapters_of(layer, &LayerAdapters::latent_in, r), x, x_stride, b.latents, first, count, size,
+                     {0, expert_size, expert_size});
+            input = b.latents, input_stride = expert_size;
+        }
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < num_entries; i++) {
             const int32_t place = b.places[i];
-            if (start <= place && place < stop) memcpy(b.sent + place * x_stride, x + i / k * x_stride, size * sizeof(T));
+            if (start <= place && place < stop)
+                memcpy(b.sent + place * sent_stride, input + i / k * input_stride, expert_size * sizeof(T));
         }
         team.meet();
-        products(m, m.gate_up, b.sent, b.projected, size, 2 * inner_size);
+        const int64_t projected = m.is_plain ? inner_size : 2 * inner_size;
+        products(m, m.gate_up, b.sent, b.projected, expert_size, projected);
 #pragma omp for schedule(static) nowait
-        for (int64_t i = start; i < stop; i++) {
-            const T* gate = b.projected + i * 2 * inner_size;
-            rows::activate_row(gate, gate + inner_size, b.inner + i * inner_stride, inner_size);
-        }
+        for (int64_t i = start; i < stop; i++)
+            activate(b.projected + i * projected, b.inner + i * inner_stride, inner_size, m.is_plain);
         team.meet();
-        products(m, m.down, b.inner, e.outputs, inner_size, size);
+        products(m, m.down, b.inner, e.outputs, inner_size, expert_size);
         meet_ranks();
+        if (m.latent_in.packed) return leave_latents(layer, m, r, first, count);
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < count; row++)
             add_experts(m, row, out + row * size);
         team.meet();
         meet_ranks();
+    }
+
+    // The product of the weighted sums of experts over latents, and the shared expert, of a model that is not cut.
+    void leave_latents(int layer, const Mixture& m, Rows r, int64_t first, int64_t count) const {
+        const int64_t size = c.hidden_columns.whole, k = m.routing.top_k, stride = row_stride<T>(m.expert_size);
+        T* out = e.delta + first * size;
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < count; row++)
+            experts::add_row(e.outputs, b.places + row * k, b.weights + row * k, k, b.latent_sums + row * stride, m.expert_size,
+                             m.expert_size);
+        team.meet();
+        multiply(m.latent_out, adapters_of(layer, &LayerAdapters::latent_out, r), b.latent_sums, stride, out, first, count,
+                 m.expert_size, c.hidden_columns);
+        if (!m.shared_gate_up.packed) return;
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < count; row++) rows::add_row(out + row * size, b.shared + row * size, size);
+        team.meet();
     }
 
     // The weighted sum of the experts of a row, and of the shared one, in this rank's columns.

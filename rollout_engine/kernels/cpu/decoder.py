@@ -18,10 +18,17 @@ from rollout_engine.kernels.cpu.adapters import AdapterRows, AdapterTable, RowsC
 from rollout_engine.kernels.cpu.arguments import address
 from rollout_engine.kernels.cpu.delta_net import DeltaNet, DeltaOperand
 from rollout_engine.kernels.cpu.gemm import PackedWeight, addresses
+from rollout_engine.kernels.cpu.mamba import Mamba, MambaOperand
+from rollout_engine.kernels.cpu.short_convolution import ShortConvolution, ShortConvolutionOperand
 from rollout_engine.kernels.cpu.state_chunks import ChunkTable
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError, Turns
 from rollout_engine.kernels.routing_rule import Groups, RoutingRule
 from rollout_engine.kernels.state_chunks import StateChunks
+
+Mixer = DeltaNet | Mamba | ShortConvolution
+"""Stands in place of attention, and keeps a state."""
+MixerOperand = DeltaOperand | MambaOperand | ShortConvolutionOperand
+"""A mixer as C++ reads it."""
 
 _CACHE_LINE = 64
 NUM_INPUTS = 4
@@ -29,11 +36,15 @@ NUM_INPUTS = 4
 
 
 class Norm(NamedTuple):
-    """RMSNorm: weight * round(x / rms(x)); with an offset round((1 + weight) * x / rms(x))."""
+    """RMSNorm: weight * round(x / rms(x)); with an offset round((1 + weight) * x / rms(x)).
+
+    With `rounds_once` it is round(weight * x / rms(x)).
+    """
 
     weight: Tensor
     epsilon: float
     has_offset: bool = False
+    rounds_once: bool = False
 
 
 class Product(NamedTuple):
@@ -44,10 +55,12 @@ class Product(NamedTuple):
 
 
 class MLP(NamedTuple):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), or down(max(up(x), 0)^2)."""
 
     gate_up: Product
     down: Product
+    is_plain: bool = False
+    """Whether `gate_up` is up alone."""
 
 
 class Routing(NamedTuple):
@@ -89,6 +102,13 @@ class SharedExpert(NamedTuple):
     """The rank's columns of down: its own of the hidden size, or all."""
 
 
+class Latents(NamedTuple):
+    """Products before all experts but the shared one, and behind their weighted sum."""
+
+    enter: Product
+    leave: Product
+
+
 class Mixture(NamedTuple):
     """A mixture of such MLPs, its experts; of their outputs a weighted sum."""
 
@@ -99,25 +119,39 @@ class Mixture(NamedTuple):
     """The number of the first of them."""
     routing: Routing
     shared: SharedExpert | None = None
+    latents: Latents | None = None
+    """Of experts whose inputs are not the layer's; of a model that is not cut."""
 
 
 class LayerWeights(NamedTuple):
-    """One layer: attention, with RMSNorm of each q and k head if given, then an MLP or a mixture of experts."""
+    """One layer: attention, with RMSNorm of each q and k head, or of all together, if given, then an MLP or a mixture.
 
-    attention_norm: Norm
+    Either may be left out: of attention then its norm and products, of the MLP its norm.
+    """
+
+    attention_norm: Norm | None
     inputs: Sequence[Product]
     """Products of the layer's input, side by side: of attention one, q, k and v."""
     q_norm: Norm | None
     k_norm: Norm | None
-    out: Product
-    mlp_norm: Norm
-    mlp: MLP | Mixture
+    out: Product | None
+    mlp_norm: Norm | None
+    mlp: MLP | Mixture | None
     num_heads: int
     attention_params: AttentionParams
     is_gated: bool = False
     """Whether a gate as large as the head follows each head of q, whose sigmoid multiplies the output of the head."""
-    delta: DeltaNet | None = None
-    """The gated delta rule in place of attention; None: the layer attends."""
+    mixer: Mixer | None = None
+    """In place of attention; None: the layer attends."""
+    factor: float = 1.0
+    """Multiplies the results of attention, or the mixer, and of the MLP before they are added."""
+    norms_behind: bool = False
+    """Whether norms are of these results, instead of the inputs."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention."""
+        return self.out is not None and self.mixer is None
 
 
 class DecoderRanks(NamedTuple):
@@ -148,13 +182,16 @@ class DecoderEnds(NamedTuple):
     """[P, head_dim]."""
     norm: Norm
     """The model's last norm."""
+    factor: float = 1.0
+    """Multiplies embeddings."""
 
 
 class DecoderAdapters:
-    """The adapters of a decoder's linears, eight tables a layer: four inputs, out, gate_up, down, shared_gate.
+    """The adapters of a decoder's linears, ten tables a layer: four inputs, out, gate_up, down, shared_gate, latents.
 
-    None: no adapter, or no such product; attention has one input, qkv. Of a layer with a mixture the last three are of
-    its shared expert. It keeps addresses: make a new one when a table is set.
+    None: no adapter, or no such product; attention has one input, qkv. Of a layer with a mixture gate_up, down and
+    shared_gate are of its shared expert, and the last two of its latents. It keeps addresses: make a new one when a
+    table is set.
     """
 
     def __init__(self, tables: Sequence[AdapterTable | None]) -> None:
@@ -168,8 +205,8 @@ class Decoder:
     """Runs all layers over their KV pools. It keeps addresses: make a new one when a weight or pool is replaced.
 
     `pool`: that of each layer which attends; at least one does. `ranks`: this process's part, if there are several.
-    `rotary`: the first channels of a head, which are rotated; None: all. Raises `ValueError` if shapes or dtypes do not
-    fit together.
+    `rotary`: the first channels of a head, which are rotated, or 0; None: all. Raises `ValueError` if shapes or dtypes
+    do not fit together.
     """
 
     def __init__(
@@ -182,30 +219,33 @@ class Decoder:
         self._held = (layers, pool)
         self._ranks = ranks
         self._pools = {(layer.num_blocks, layer.block_size) for layer in pool}
-        self._dtype = layers[0].attention_norm.weight.dtype
-        self._hidden_size = layers[0].attention_norm.weight.numel()
+        norms = [norm for norm in (layers[0].attention_norm, layers[0].mlp_norm) if norm is not None]
+        if not norms:
+            raise ValueError("A layer should have attention, a mixer or an MLP, and the first has none.")
+        self._dtype, self._hidden_size = norms[0].weight.dtype, norms[0].weight.numel()
         self._head_dim = pool[0].call.dk
         self._rotary = self._head_dim if rotary is None else rotary
         pools = _by_layer(layers, pool)
         if ranks is None:
             self._hidden = Columns.all(self._hidden_size)
             mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, MLP)]
-            self._intermediate = Columns.all(mlps[0].gate_up.weight.out_features // 2 if mlps else 0)
+            self._intermediate = Columns.all(mlps[0].down.weight.in_features if mlps else 0)
             attended = [Columns.all(_num_attended(*pair)) for pair in zip(layers, pools, strict=True)]
         else:
             self._hidden, self._intermediate, attended = ranks.hidden, ranks.intermediate, list(ranks.attended)
         rows = list(zip(layers, pools, attended, strict=True))
         for row in rows:
             self._check(*row)
-        self._deltas = [_delta(layer, self._dtype) for layer in layers if layer.delta is not None]
+        self._mixers = [_mixer(layer.mixer, layer, self._dtype) for layer in layers if layer.mixer is not None]
         mixed = [layer.mlp for layer in layers if isinstance(layer.mlp, Mixture)]
         self._mixtures = [_mixture(each, place) for place, each in enumerate(mixed)]
         mixtures = iter(self._mixtures)
         self._layers = (_Layer * len(layers))(*(_layer(*row) for row in rows))
-        deltas = iter(self._deltas)
+        mixers = iter(self._mixers)
         for each, layer in zip(self._layers, layers, strict=True):
             each.mixture = ctypes.addressof(next(mixtures).call) if isinstance(layer.mlp, Mixture) else None
-            each.delta = None if layer.delta is None else next(deltas).address
+            if layer.mixer is not None:
+                setattr(each, _FIELDS[type(layer.mixer)], next(mixers).address)
         self._memory, self._exchanged = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
         self._checked_adapters: DecoderAdapters | None = None
         self._call = _Call(
@@ -264,7 +304,8 @@ class Decoder:
         rows that are not there.
         """
         count, dtype, dim = (plan.num_tokens,), self._dtype, self._rotary
-        vocab_size, num_positions = ends.embedding.numel() // self._hidden_size, ends.cos.numel() // dim
+        vocab_size = ends.embedding.numel() // self._hidden_size
+        num_positions = ends.cos.numel() // dim if dim else len(ends.cos)
         states = torch.empty(rows.numel(), self._hidden_size, dtype=dtype)
         call = _Ends(
             address("token_ids", ends.token_ids, torch.int64, count),
@@ -276,6 +317,7 @@ class Decoder:
             vocab_size,
             num_positions,
             _norm(ends.norm, address("norm", ends.norm.weight, dtype, (self._hidden_size,))),
+            ends.factor,
         )
         self._call.hidden = self._call.cos = self._call.sin = None
         self._call.ends = ctypes.addressof(call)
@@ -322,12 +364,12 @@ class Decoder:
 
     def _chunk_table(self, chunks: StateChunks | None, num_tokens: int) -> ChunkTable | None:
         """The chunks as C++ reads them, and the weights of layers with states made ready."""
-        if not self._deltas:
+        if not self._mixers:
             return None
         if chunks is None:
             raise ValueError("Layers of this model keep states, and the batch names no slots of them.")
-        chunks.check(num_tokens, min(each.num_slots for each in self._deltas))
-        for each in self._deltas:
+        chunks.check(num_tokens, min(each.num_slots for each in self._mixers))
+        for each in self._mixers:
             each.read_vectors()
         return ChunkTable.of(chunks)
 
@@ -375,31 +417,46 @@ class Decoder:
             raise ValueError(f"{num_attended} outputs of heads and {hidden} are not {attended} and {self._hidden}.")
         norms = {"attention_norm": hidden, "mlp_norm": hidden}
         if kv is not None:
-            norms |= {"q_norm": kv.call.dk, "k_norm": kv.call.dk}
+            norms |= dict(zip(("q_norm", "k_norm"), self._sizes_of_norms(layer, kv), strict=True))
             self._check_attention(layer, kv)
-        elif len(layer.inputs) > NUM_INPUTS or layer.out.weight.in_features != attended.whole:
+        elif len(layer.inputs) > NUM_INPUTS:
             raise ValueError(f"A layer with states should have {NUM_INPUTS} inputs at most, not {len(layer.inputs)}.")
+        if (layer.out is None) != (layer.attention_norm is None) or (layer.mlp is None) != (layer.mlp_norm is None):
+            raise ValueError("Attention or a mixer, and an MLP, should each have a norm before it, and only then.")
         for each in layer.inputs:
             _check_product("an input", each, (each.weight.out_features, hidden), self._dtype)
-        _check_product("out", layer.out, (self._hidden.size, attended.whole), self._dtype)
+        if layer.out is not None:
+            _check_product("out", layer.out, (self._hidden.size, attended.whole), self._dtype)
         if isinstance(layer.mlp, Mixture):
             _check_mixture(layer.mlp, self._hidden, self._dtype)
-        else:
+        elif layer.mlp is not None:
             inner = self._intermediate
-            _check_product("gate_up", layer.mlp.gate_up, (2 * inner.size, hidden), self._dtype)
+            _check_product("gate_up", layer.mlp.gate_up, (_num_projected(layer.mlp, inner.size), hidden), self._dtype)
             _check_product("down", layer.mlp.down, (self._hidden.size, inner.whole), self._dtype)
         for name, size in norms.items():
             norm = getattr(layer, name)
             if norm is not None:
                 address(name, norm.weight, self._dtype, (size,))
 
+    def _sizes_of_norms(self, layer: LayerWeights, kv: attention.KVLayer) -> tuple[int, int]:
+        """Channels that the norms of q and k should have: those of a head, or of all if q's has more than a head's."""
+        dim, norm = kv.call.dk, layer.q_norm
+        if norm is None or norm.weight.numel() <= dim:
+            return dim, dim
+        return layer.num_heads * dim, kv.call.num_kv_heads * dim
+
     def _check_attention(self, layer: LayerWeights, kv: attention.KVLayer) -> None:
         call = kv.call
         of_q = 2 * call.dk if layer.is_gated else call.dk
         qkv = layer.num_heads * of_q + call.num_kv_heads * (call.dk + call.dv)
+        heads = self._sizes_of_norms(layer, kv) == (call.dk, call.dk)
+        if not heads and layer.is_gated:
+            raise ValueError("Queries with gates should be normed by heads.")
+        if heads and any(norm is not None and norm.rounds_once for norm in (layer.q_norm, layer.k_norm)):
+            raise ValueError("Norms of heads should round before the weight too, or have an offset.")
         (product,) = layer.inputs
         _check_product("qkv", product, (qkv, self._hidden_size), self._dtype)
-        if self._rotary % 2 or not 0 < self._rotary <= call.dk or (layer.is_gated and call.dk != call.dv):
+        if self._rotary % 2 or not 0 <= self._rotary <= call.dk or (layer.is_gated and call.dk != call.dv):
             raise ValueError(
                 f"{self._rotary} channels of a head should be rotated, an even number up to {call.dk}, and gates be as "
                 f"large as heads, {call.dv}."
@@ -409,6 +466,11 @@ class Decoder:
                 f"The KV pool should be {self._dtype}, with heads of {self._head_dim} channels whose "
                 f"number divides {layer.num_heads}; it is {kv.dtype} with {call.num_kv_heads} heads of {call.dk}."
             )
+
+
+def _num_projected(mlp: MLP, size: int) -> int:
+    """Columns of an MLP's first product, of which `size` are up's."""
+    return size if mlp.is_plain else 2 * size
 
 
 def _check_product(name: str, product: Product, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -433,11 +495,22 @@ def _check_mixture(mixture: Mixture, hidden_columns: Columns, dtype: torch.dtype
     if mixture.shared is not None:
         _check_shared(mixture.shared, hidden_columns, dtype)
     _check_product("router", mixture.router, (count, hidden), dtype)
+    size = mixture.experts[0].down.weight.out_features
+    if mixture.latents is not None:
+        _check_product("enter", mixture.latents.enter, (size, hidden), dtype)
+        _check_product("leave", mixture.latents.leave, (hidden, size), dtype)
+    elif size != hidden:
+        raise ValueError(f"Experts should have {hidden} outputs, as the layer, and have {size}.")
+    if mixture.latents is not None and hidden_columns != Columns.all(hidden):
+        raise ValueError("Experts with latents should not be cut.")
     for expert in mixture.experts:
-        _check_product("gate_up", expert.gate_up, (2 * inner, hidden), dtype)
-        _check_product("down", expert.down, (hidden, inner), dtype)
-    if any(product.bias is not None for expert in mixture.experts for product in expert):
+        _check_product("gate_up", expert.gate_up, (_num_projected(expert, inner), size), dtype)
+        _check_product("down", expert.down, (size, inner), dtype)
+    if any(product.bias is not None for expert in mixture.experts for product in (expert.gate_up, expert.down)):
         raise ValueError("Experts should have no bias.")
+    mlps = [*mixture.experts, *([] if mixture.shared is None else [mixture.shared.mlp])]
+    if len({mlp.is_plain for mlp in mlps}) != 1:
+        raise ValueError("All experts of a mixture should have gates, or none.")
 
 
 def _check_routing(routing: Routing, num_experts: int) -> None:
@@ -452,14 +525,14 @@ def _check_routing(routing: Routing, num_experts: int) -> None:
 def _check_shared(shared: SharedExpert, hidden: Columns, dtype: torch.dtype) -> None:
     if shared.outer not in (hidden, Columns.all(hidden.whole)):
         raise ValueError(f"A shared expert should have all columns or {hidden}, and has {shared.outer}.")
-    _check_product("gate_up", shared.mlp.gate_up, (2 * shared.inner.size, hidden.whole), dtype)
+    _check_product("gate_up", shared.mlp.gate_up, (_num_projected(shared.mlp, shared.inner.size), hidden.whole), dtype)
     _check_product("down", shared.mlp.down, (shared.outer.size, shared.inner.whole), dtype)
     if shared.gate is not None:
         _check_product("shared_gate", shared.gate, (1, hidden.whole), dtype)
 
 
 class _Norm(ctypes.Structure):
-    _fields_ = [("weight", c_void_p), ("epsilon", c_float), ("has_offset", c_int32)]
+    _fields_ = [("weight", c_void_p), ("epsilon", c_float), ("has_offset", c_int32), ("rounds_once", c_int32)]
 
 
 class _Product(ctypes.Structure):
@@ -476,7 +549,7 @@ class _Routing(ctypes.Structure):
         ("bias", c_void_p),
         *((name, c_float) for name in ("scaling", "added", "least")),
         *((name, c_int32) for name in ("is_sigmoid", "is_precise", "is_normalised", "is_rounded")),
-        *((name, c_int32) for name in ("is_bias_bf16", "sums_two")),
+        *((name, c_int32) for name in ("is_bias_bf16", "sums_two", "is_stepwise")),
     ]
 
 
@@ -489,6 +562,9 @@ class _MixtureCall(ctypes.Structure):
         ("place", c_int64),
         *((name, _Product) for name in ("shared_gate_up", "shared_down", "shared_gate")),
         *((name, _Columns) for name in ("shared", "shared_out")),
+        ("is_plain", c_int32),
+        *((name, _Product) for name in ("latent_in", "latent_out")),
+        ("expert_size", c_int64),
     ]
 
 
@@ -497,6 +573,10 @@ class _Mixture(NamedTuple):
 
     call: _MixtureCall
     products: tuple[ctypes.Array[_Product], ctypes.Array[_Product]]
+
+
+_FIELDS: dict[type, str] = {DeltaNet: "delta", Mamba: "mamba", ShortConvolution: "convolution"}
+"""Fields of `_Layer` that point to mixers, by the kinds of these."""
 
 
 class _Layer(ctypes.Structure):
@@ -508,8 +588,11 @@ class _Layer(ctypes.Structure):
         ("inputs", _Product * NUM_INPUTS),
         ("sizes", c_int64 * NUM_INPUTS),
         *((name, _Product) for name in ("out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("mixture", "delta")),
+        *((name, c_void_p) for name in ("mixture", *_FIELDS.values())),
         ("is_gated", c_int32),
+        ("factor", c_float),
+        *((name, c_int32) for name in ("is_plain", "norms_behind")),
+        *((name, _Norm) for name in ("q_norm", "k_norm")),
     ]
 
 
@@ -518,6 +601,7 @@ class _Ends(ctypes.Structure):
         *((name, c_void_p) for name in ("token_ids", "positions", "embedding", "cos", "sin", "states")),
         *((name, c_int64) for name in ("vocab_size", "num_positions")),
         ("norm", _Norm),
+        ("factor", c_float),
     ]
 
 
@@ -540,7 +624,7 @@ class _Call(ctypes.Structure):
 def _by_layer(layers: Sequence[LayerWeights], pool: Sequence[attention.KVLayer]) -> list[attention.KVLayer | None]:
     """The pool of each layer; None: it does not attend."""
     own = iter(pool)
-    found = [next(own) if layer.delta is None else None for layer in layers]
+    found = [next(own) if layer.attends else None for layer in layers]
     if next(own, None) is not None:
         raise ValueError(f"{len(pool)} KV pools should be those of the layers that attend, and are more.")
     return found
@@ -548,15 +632,23 @@ def _by_layer(layers: Sequence[LayerWeights], pool: Sequence[attention.KVLayer])
 
 def _num_attended(layer: LayerWeights, kv: attention.KVLayer | None) -> int:
     """Columns that a layer gives its product `out`."""
-    if layer.delta is not None:
-        return layer.delta.attended
+    if layer.mixer is not None:
+        return layer.mixer.attended
+    if layer.out is None:
+        return 0
     assert kv is not None, "a layer without another mixer attends"
     return int(layer.num_heads * kv.call.dv)
 
 
-def _delta(layer: LayerWeights, dtype: torch.dtype) -> DeltaOperand:
-    assert layer.delta is not None, "the layer keeps a state"
-    return DeltaOperand(layer.delta, dtype, sum(each.weight.out_features for each in layer.inputs))
+def _mixer(mixer: Mixer, layer: LayerWeights, dtype: torch.dtype) -> MixerOperand:
+    num_columns = sum(each.weight.out_features for each in layer.inputs)
+    match mixer:
+        case DeltaNet():
+            return DeltaOperand(mixer, dtype, num_columns)
+        case Mamba():
+            return MambaOperand(mixer, dtype, num_columns)
+        case ShortConvolution():
+            return ShortConvolutionOperand(mixer, dtype, num_columns)
 
 
 def _layer(layer: LayerWeights, kv: attention.KVLayer | None, attended: Columns) -> _Layer:
@@ -564,24 +656,31 @@ def _layer(layer: LayerWeights, kv: attention.KVLayer | None, attended: Columns)
     call.lse = call.sinks = None
     call.num_heads = layer.num_heads
     call.scale, call.sliding_window, call.softcap = layer.attention_params
+    is_whole = kv is not None and layer.q_norm is not None and layer.q_norm.weight.numel() > kv.call.dk
     for name in ("q", "k"):
-        norm = getattr(layer, f"{name}_norm")
+        norm = None if is_whole else getattr(layer, f"{name}_norm")
         setattr(call, f"{name}_weight", norm and norm.weight.data_ptr())
         setattr(call, f"{name}_epsilon", norm.epsilon if norm else 0.0)
         setattr(call, f"{name}_offset", norm.has_offset if norm else False)
-    norms = (_norm(norm, norm.weight.data_ptr()) for norm in (layer.attention_norm, layer.mlp_norm))
-    of_mlp = (None, None) if isinstance(layer.mlp, Mixture) else layer.mlp
+    whole = (layer.q_norm, layer.k_norm) if is_whole else (None, None)
+    *norms, q_norm, k_norm = (
+        _Norm() if norm is None else _norm(norm, norm.weight.data_ptr())
+        for norm in (layer.attention_norm, layer.mlp_norm, *whole)
+    )
+    of_mlp = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else (None, None)
     made = _Layer(call, _Columns(*attended), *norms)
     for number, product in enumerate(layer.inputs):
         made.inputs[number], made.sizes[number] = _product(product), product.weight.out_features
     made.out, made.gate_up, made.down = map(_product, (layer.out, *of_mlp))
-    made.is_gated = layer.is_gated
+    made.is_gated, made.factor = layer.is_gated, layer.factor
+    made.is_plain, made.norms_behind = isinstance(layer.mlp, MLP) and layer.mlp.is_plain, layer.norms_behind
+    made.q_norm, made.k_norm = q_norm, k_norm
     return made
 
 
 def _norm(norm: Norm, weight: int) -> _Norm:
     """`weight`: the address of its weight."""
-    return _Norm(weight, norm.epsilon, norm.has_offset)
+    return _Norm(weight, norm.epsilon, norm.has_offset, norm.rounds_once)
 
 
 def _products_of(layer: LayerWeights) -> Iterator[Product | None]:
@@ -590,11 +689,13 @@ def _products_of(layer: LayerWeights) -> Iterator[Product | None]:
     yield from _mlp_products(layer.mlp)
 
 
-def _mlp_products(mlp: MLP | Mixture) -> tuple[Product | None, Product | None, Product | None]:
-    """The products gate_up and down of a layer's MLP, or of a mixture's shared expert, and that one's gate."""
+def _mlp_products(mlp: MLP | Mixture | None) -> tuple[Product | None, ...]:
+    """The products gate_up and down of a layer's MLP, or of a mixture's shared expert, that one's gate, and latents."""
     if isinstance(mlp, MLP):
-        return *mlp, None
-    return (None, None, None) if mlp.shared is None else (*mlp.shared.mlp, mlp.shared.gate)
+        return mlp.gate_up, mlp.down, None, None, None
+    shared, latents = (None, None) if mlp is None else (mlp.shared, mlp.latents)
+    of_shared = (None, None, None) if shared is None else (shared.mlp.gate_up, shared.mlp.down, shared.gate)
+    return *of_shared, *((None, None) if latents is None else latents)
 
 
 def _product(product: Product | None) -> _Product:
@@ -616,9 +717,14 @@ def _mixture(mixture: Mixture, place: int) -> _Mixture:
         intermediate_size=mixture.experts[0].down.weight.in_features,
         routing=_routing(mixture.routing, mixture.router.weight.out_features),
         place=place,
+        is_plain=mixture.experts[0].is_plain,
+        expert_size=mixture.experts[0].down.weight.out_features,
     )
+    if mixture.latents is not None:
+        call.latent_in, call.latent_out = map(_product, mixture.latents)
     if (shared := mixture.shared) is not None:
-        call.shared_gate_up, call.shared_down, call.shared_gate = map(_product, (*shared.mlp, shared.gate))
+        products = (shared.mlp.gate_up, shared.mlp.down, shared.gate)
+        call.shared_gate_up, call.shared_down, call.shared_gate = map(_product, products)
         call.shared, call.shared_out = _Columns(*shared.inner), _Columns(*shared.outer)
     return _Mixture(call, (gate_up, down))
 
@@ -630,7 +736,7 @@ def _routing(routing: Routing, num_experts: int) -> _Routing:
         None if bias is None else bias.data_ptr(),
         *(rule.scaling, rule.added, rule.least),
         *(rule.sigmoid, rule.precise, rule.normalised, rule.rounded),
-        *(bias is not None and bias.dtype == torch.bfloat16, groups.sums_two),
+        *(bias is not None and bias.dtype == torch.bfloat16, groups.sums_two, rule.stepwise),
     )
 
 

@@ -23,7 +23,7 @@ struct DeltaNet {
     int64_t num_runs;
     int32_t num_channels, width;                           // C, W
     int32_t num_heads, num_groups, key_size, value_size;  // H, G, K, V
-    float scale, key_epsilon, norm_epsilon;
+    float scale, key_epsilon, norm_epsilon, beta_factor;  // the last multiplies sigmoid(b)
     rows::GatedNormRule norm;
 };
 
@@ -104,7 +104,8 @@ struct DeltaCall {
                 a[i] = vec::to_float(row[net.decays[h + i]]);
             }
             const F step = softplus(vec::load(a) + load_first(net.biases + h, n));
-            store_first(betas + t * net.num_heads + h, rounded(sigmoid(vec::load(b)), row), n);
+            const F beta = rounded(sigmoid(vec::load(b)), row);
+            store_first(betas + t * net.num_heads + h, rounded(vec::product(beta, vec::set1(net.beta_factor)), row), n);
             store_first(decays + t * net.num_heads + h, vec::product(load_first(net.rates + h, n), step), n);
         }
     }

@@ -13,11 +13,15 @@ from rollout_engine.kernels.cpu.convolution import ChannelRun
 
 
 class GatedNorm(NamedTuple):
-    """round(weight * round(x / rms(x))) * silu(gate); with `is_rounded` False only the end is rounded."""
+    """round(weight * round(x / rms(x))) * silu(gate); with `is_rounded` False only the end is rounded.
+
+    With `is_gate_first` x * silu(gate) stands in place of x, and nothing behind the norm.
+    """
 
     weight: Tensor
     epsilon: float
     is_rounded: bool
+    is_gate_first: bool = False
 
 
 class DeltaColumns(NamedTuple):
@@ -55,6 +59,8 @@ class DeltaNet(NamedTuple):
     """Heads of q and k."""
     key_epsilon: float
     """Added to the squared lengths of q and k, by which they are divided."""
+    beta_factor: float
+    """Multiplies sigmoid(b)."""
     tails: Tensor
     """[S, W - 1, C]: inputs of the convolution before a position, by slot."""
     states: Tensor
@@ -97,7 +103,7 @@ class DeltaOperand:
             address("states", net.states, torch.float32, (num_slots, num_heads, key_size, value_size)),
             *(None, None, None, len(runs)),
             *(num_channels, width, num_heads, net.num_groups, key_size, value_size),
-            *(key_size**-0.5, net.key_epsilon, norm.epsilon, False, False, norm.is_rounded),
+            *(key_size**-0.5, net.key_epsilon, norm.epsilon, net.beta_factor, False, False, norm.is_rounded),
         )
         self.address = ctypes.addressof(self._call)
         self.read_vectors()
@@ -137,6 +143,6 @@ class _DeltaNet(ctypes.Structure):
         *((name, c_void_p) for name in ("tails", "states", "rates", "biases", "norm_weight")),
         ("num_runs", c_int64),
         *((name, c_int32) for name in ("num_channels", "width", "num_heads", "num_groups", "key_size", "value_size")),
-        *((name, c_float) for name in ("scale", "key_epsilon", "norm_epsilon")),
+        *((name, c_float) for name in ("scale", "key_epsilon", "norm_epsilon", "beta_factor")),
         *((name, c_int32) for name in ("is_gate_first", "is_sigmoid", "is_rounded")),
     ]

@@ -50,6 +50,7 @@ struct Routing {
     int32_t is_rounded;     // to the type of the model
     int32_t is_bias_bf16;   // else float32
     int32_t sums_two;       // the score of a group is the sum of its two largest, else its largest
+    int32_t is_stepwise;    // scores, their sum, shares and products are rounded each
 };
 
 // Integers in the order of numbers, NaN above all; GONE is below all.
@@ -80,14 +81,23 @@ inline float group_score(const float* choices, int64_t size, bool sums_two) {
     return sums_two ? first + second : first;
 }
 
+// A number rounded to the type of the model.
+template <typename T>
+float rounded_number(float x) {
+    T rounded;
+    rows::store_first(&rounded, vec::set1(x), 1);
+    return vec::to_float(rounded);
+}
+
 // The k experts with the largest choices (scores plus bias), of equal ones those of the lower numbers; `chosen` [k], from
 // the largest to the smallest, `experts` and `weights` [k], in the order of their numbers. `choices` and `left`
 // [num_experts] are scratch.
 template <typename T>
 void choose_row(const Routing& r, const float* scores, float* choices, int32_t* left, int32_t* chosen, int32_t* experts,
                 float* weights) {
+    const auto step = [&r](float x) { return r.is_stepwise ? rounded_number<T>(x) : x; };
     for (int64_t i = 0; i < r.num_experts; i++) {
-        choices[i] = scores[i];
+        choices[i] = step(scores[i]);
         if (r.bias) choices[i] += r.is_bias_bf16 ? vec::to_float(((const bf16*)r.bias)[i]) : ((const float*)r.bias)[i];
     }
     if (r.num_groups > 1) {
@@ -105,12 +115,12 @@ void choose_row(const Routing& r, const float* scores, float* choices, int32_t* 
     for (int64_t slot = 0; slot < r.top_k; slot++) {
         const int32_t best = best_of(left, r.num_experts);
         left[best] = GONE, chosen[slot] = best;
-        total = slot ? total + scores[best] : scores[best];
+        total = slot ? total + step(scores[best]) : step(scores[best]);
     }
-    total = std::max(total + r.added, r.least);
+    total = std::max(step(step(total) + r.added), r.least);
     for (int64_t slot = 0; slot < r.top_k; slot++) {
-        float weight = scores[chosen[slot]];
-        if (r.is_normalised) weight /= total;
+        float weight = step(scores[chosen[slot]]);
+        if (r.is_normalised) weight = step(weight / total);
         weight *= r.scaling;
         int64_t place = slot;
         for (; place && experts[place - 1] > chosen[slot]; place--)

@@ -49,6 +49,13 @@ void offset_norm(const Rows& a) {
     });
 }
 
+template <typename T>
+void single_norm(const Rows& a) {
+    for_rows<T>(a, [&](int64_t outer, int64_t inner, T* out) {
+        rows::single_norm_row(row_of<T>(a.x, outer, inner), (const T*)a.other.data, out, a.size, (float)a.epsilon);
+    });
+}
+
 struct NormGradients {
     Operand x;
     const void *weight, *grad;  // [size], [outer, inner, size]
@@ -180,6 +187,7 @@ void l2_gradients(const L2Gradients& a) {
 
 extern "C" void rows_norm(const Rows* a) { a->is_bf16 ? norm<bf16>(*a) : norm<float>(*a); }
 extern "C" void rows_offset_norm(const Rows* a) { a->is_bf16 ? offset_norm<bf16>(*a) : offset_norm<float>(*a); }
+extern "C" void rows_single_norm(const Rows* a) { a->is_bf16 ? single_norm<bf16>(*a) : single_norm<float>(*a); }
 extern "C" void rows_norm_gradients(const NormGradients* a) {
     a->is_bf16 ? norm_gradients<bf16>(*a) : norm_gradients<float>(*a);
 }

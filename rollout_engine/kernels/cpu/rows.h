@@ -1,6 +1,6 @@
 // Operations on a row of activations: RMSNorm and its gradients, RMSNorm with a gate, L2 norm, sigmoid, softplus, SiLU, SiLU or
-// sigmoid times a second operand, rotation by position, sum. float32 inside; rounded where the Hugging Face modules round. A row's bits depend on that
-// row alone.
+// sigmoid times a second operand, rotation by position, product, sum. float32 inside; rounded where the Hugging Face modules
+// round. A row's bits depend on that row alone.
 #pragma once
 
 #include <cmath>
@@ -82,6 +82,13 @@ template <typename T>
 void offset_norm_row(const T* x, const T* weight, T* out, int64_t size, float epsilon) {
     const F scale = vec::set1(inverse_rms(x, size, epsilon));
     map(x, weight, out, size, [=](F v, F w) LAMBDA_INLINE { return vec::product(vec::product(v, scale), 1.0f + w); });
+}
+
+// weight * x / sqrt(mean(x^2) + epsilon), rounded once: the formula of Nemotron-H and OLMo 2 in transformers.
+template <typename T>
+void single_norm_row(const T* x, const T* weight, T* out, int64_t size, float epsilon) {
+    const F scale = vec::set1(inverse_rms(x, size, epsilon));
+    map(x, weight, out, size, [=](F v, F w) LAMBDA_INLINE { return vec::product(vec::product(v, scale), w); });
 }
 
 // Gradients of y = (offset + w) n, n = x s, s = 1 / rms, with w for the first factor: dx = s (w dy - n mean(n w dy)), and
@@ -243,14 +250,52 @@ void activate_row(const T* x, const T* other, T* out, int64_t size) {
         map(x, x, out, size, [](F v, F) LAMBDA_INLINE { return silu(v); });
 }
 
+VEC_INLINE F product(F a, F b, const float*) { return vec::product(a, b); }
+VEC_INLINE F product(F a, F b, const bf16* type) { return rounded(a * b, type); }
+
+// max(x, 0)^2, rounded.
+template <typename T>
+void squared_relu_row(const T* x, T* out, int64_t size) {
+    map(x, x, out, size, [](F v, F) LAMBDA_INLINE {
+        const F positive = vec::max(F{}, v);  // NaN stays
+        return vec::product(positive, positive);
+    });
+}
+
 // x + y, rounded, over `x`.
 template <typename T>
 void add_row(T* x, const T* y, int64_t size) {
     map(x, y, x, size, [](F a, F b) LAMBDA_INLINE { return a + b; });
 }
 
-VEC_INLINE F product(F a, F b, const float*) { return vec::product(a, b); }
-VEC_INLINE F product(F a, F b, const bf16* type) { return rounded(a * b, type); }
+// x + factor * y, rounded after each of the two, over `x`.
+template <typename T>
+void add_multiple_row(T* x, const T* y, float factor, int64_t size) {
+    const F by = vec::set1(factor);
+    map(x, y, x, size, [x, by](F a, F b) LAMBDA_INLINE { return a + product(b, by, x); });
+}
+
+// a * b, rounded; `out` may be one of them.
+template <typename T>
+void multiply_row(const T* a, const T* b, T* out, int64_t size) {
+    map(a, b, out, size, [](F u, F v) LAMBDA_INLINE { return vec::product(u, v); });
+}
+
+// factor * x, rounded, of a factor that is not, over `x`.
+template <typename T>
+void multiply_row(T* x, float factor, int64_t size) {
+    const F by = vec::set1(factor);
+    map(x, x, x, size, [by](F v, F) LAMBDA_INLINE { return vec::product(v, by); });
+}
+
+// A row as another type.
+template <typename A, typename B>
+void convert_row(const A* x, B* out, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = size - i < LANES ? (int)(size - i) : LANES;
+        store_first(out + i, load_first(x + i, n), n);
+    }
+}
 
 // x * cos + (-x2, x1) * sin over `x` = (x1, x2), each product and the sum rounded: rotary positions (Su et al. 2021) as
 // transformers computes them.

@@ -86,16 +86,18 @@ def supports(x: Tensor, other: Tensor | None = None) -> bool:
     return x.dtype in DTYPES and same_dtype and x.is_cpu and build.load_kernels() is not None
 
 
-def norm(x: Tensor, weight: Tensor, epsilon: float, *, has_offset: bool = False) -> Tensor:
-    """C++ side of `kernels.norm.rms_norm` and, with `has_offset`, of `offset_rms_norm`: x [..., D], `weight` [D].
+def norm(x: Tensor, weight: Tensor, epsilon: float, *, has_offset: bool = False, rounds_once: bool = False) -> Tensor:
+    """C++ side of `kernels.norm.rms_norm` of x [..., D], `weight` [D].
 
-    Raises `ValueError` for unreadable tensors.
+    With `has_offset` it is that of `offset_rms_norm`, with `rounds_once` that of `single_rms_norm`. Raises `ValueError`
+    for unreadable tensors.
     """
     check_floats("x", x)
     weight = weight.contiguous()
     address("weight", weight, x.dtype, x.shape[-1:] or (1,))
     x, layout = _readable(x)
-    return _run("rows_offset_norm" if has_offset else "rows_norm", x, layout, weight, (0, 0, 0, 0), epsilon)
+    name = "rows_offset_norm" if has_offset else "rows_single_norm" if rounds_once else "rows_norm"
+    return _run(name, x, layout, weight, (0, 0, 0, 0), epsilon)
 
 
 def norm_gradients(

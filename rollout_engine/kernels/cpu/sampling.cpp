@@ -8,10 +8,13 @@
 // `weigh_chunk` is the only place that computes weights, and is not inlined, so each time it gives the same bits.
 // With truncation the same sums are computed again without the weights of cut tokens. With a mask a row is drawn again, as a
 // row with -inf at the tokens that it forbids would be, bit for bit; its statistics and log-prob stay those of the whole row.
+// A row that is scored over its support is such a row too, so its log-prob has the bits of a draw from these tokens.
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "grammar.h"
+#include "largest.h"
 #include "openmp.h"
 #include "truncation.h"
 #include "vec.h"
@@ -51,6 +54,8 @@ struct Rows {
     float* masked;                   // [threads, vocab_size], scratch; null unless rows are truncated and masked
     const float* grad;         // gradient: [rows], of `logprob`
     void* grad_logits;         // gradient: [rows, vocab_size], out, contiguous, in the dtype of the logits
+    const int64_t* support_start;  // score, gradient: [rows + 1], places in `support`; null: every row has all tokens
+    const int32_t* support;        // the tokens of each row, ascending; a row without any has all
     int64_t threads;
 };
 
@@ -101,20 +106,7 @@ __attribute__((noinline)) float weigh_chunk(const T* logits, int n, float maximu
     return vec::sum(sum);
 }
 
-// The largest logit; NaN is ignored here and shows in the total.
-template <typename T>
-float largest(const T* logits, int64_t size) {
-    const F lowest = vec::set1(-INFINITY);
-    F top[4] = {lowest, lowest, lowest, lowest};
-    int64_t t = 0;
-    for (; t + 4 * LANES <= size; t += 4 * LANES)
-        for (int i = 0; i < 4; i++) top[i] = vec::max(vec::load(logits + t + i * LANES), top[i]);
-    float result = vec::max(vec::max(vec::max(top[0], top[1]), vec::max(top[2], top[3])));
-    for (; t < size; t++) result = std::max(result, vec::to_float(logits[t]));
-    return result;
-}
-
-// The same among tokens that the mask allows, in a row without NaN.
+// The largest logit among tokens that the mask allows, in a row without NaN.
 template <typename T>
 float largest_allowed(const T* logits, int64_t size, const uint32_t* mask) {
     const F lowest = vec::set1(-INFINITY);
@@ -216,8 +208,8 @@ struct Row {
         return chunk * CHUNK + std::min(token, last_with_weight);
     }
 
-    // (one-hot - softmax) / temperature * grad, from the saved row statistics.
-    static void gradient(const Rows& a, int64_t i, T* out) {
+    // (one-hot - softmax) / temperature * grad, from the saved row statistics; 0 for tokens that the mask, if any, forbids.
+    static void gradient(const Rows& a, int64_t i, const uint32_t* mask, T* out) {
         const T* logits = (const T*)a.logits + i * a.stride;
         const int64_t size = a.vocab_size, token = a.token[i];
         const float scale = a.grad[i] / a.temperature[i];
@@ -226,8 +218,8 @@ struct Row {
         float weights[CHUNK];
         for (int64_t start = 0; start < size; start += CHUNK) {
             const int n = (int)std::min<int64_t>(CHUNK, size - start);
-            weigh_chunk(logits + start, n, a.maximum[i], inverse_temperature, truncation::EVERYTHING, nullptr,
-                        weights);
+            weigh_chunk(logits + start, n, a.maximum[i], inverse_temperature, truncation::EVERYTHING,
+                        mask ? mask + start / 32 : nullptr, weights);
             for (int k = 0; k < CHUNK; k++) weights[k] *= shrink;
             if (start <= token && token < start + n) weights[token - start] += scale;
             for (int k = 0; k < n; k += LANES) {
@@ -379,20 +371,112 @@ void restrict_rows(const Restriction& r) {
     }
 }
 
+// A thread's mask of one row's support after the other.
+struct SupportMask {
+    std::vector<uint32_t> bits;
+
+    explicit SupportMask(const Rows& a) : bits(a.support_start ? (a.vocab_size + 31) / 32 : 0) {}
+
+    // The mask of row i until the next call; null where it has all tokens.
+    const uint32_t* of(const Rows& a, int64_t i) {
+        if (!a.support_start || a.support_start[i] == a.support_start[i + 1]) return nullptr;
+        std::fill(bits.begin(), bits.end(), 0);
+        for (int64_t k = a.support_start[i]; k < a.support_start[i + 1]; k++)
+            bits[a.support[k] / 32] |= 1u << (a.support[k] % 32);
+        return bits.data();
+    }
+};
+
 template <typename T>
 void score(const Rows& a) {
-#pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
-    for (int64_t i = 0; i < a.rows; i++) {
-        Row<T> row(a, i);
-        row.finish(a, i, row.total(truncation::EVERYTHING, nullptr));
-        row.finish_token(a, i);
+#pragma omp parallel num_threads(a.threads) if (a.threads > 1)
+    {
+        SupportMask support(a);
+#pragma omp for
+        for (int64_t i = 0; i < a.rows; i++) {
+            const uint32_t* mask = support.of(a, i);
+            Row<T> row = mask ? Row<T>(a, i, 0.0f) : Row<T>(a, i);
+            if (mask) row.mask_with(mask);
+            row.finish(a, i, row.total(truncation::EVERYTHING, nullptr));
+            row.finish_token(a, i);
+        }
     }
 }
 
 template <typename T>
 void gradient(const Rows& a) {
-#pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
-    for (int64_t i = 0; i < a.rows; i++) Row<T>::gradient(a, i, (T*)a.grad_logits + i * a.vocab_size);
+#pragma omp parallel num_threads(a.threads) if (a.threads > 1)
+    {
+        SupportMask support(a);
+#pragma omp for
+        for (int64_t i = 0; i < a.rows; i++)
+            Row<T>::gradient(a, i, support.of(a, i), (T*)a.grad_logits + i * a.vocab_size);
+    }
+}
+
+// Rows whose tokens within an edge are counted, or listed.
+struct Kept {
+    const void* logits;  // [.., vocab_size] float32, or bfloat16
+    int64_t is_bf16, rows, vocab_size, stride;
+    const int64_t* row;       // [rows], of the logits
+    const float* floor;       // [rows], see truncation::Edge
+    const int64_t* last_tie;  // [rows]
+    int64_t* count;           // [rows], out, if `ids` is null
+    const int64_t* start;     // [rows], place of a row's first id in `ids`
+    int32_t* ids;             // out, ascending in each row
+    int64_t threads;
+};
+
+// Which of sixteen tokens from `token` on an edge keeps. A token without probability, of logit -inf, is never kept.
+VEC_INLINE vec::I kept_lanes(F x, int64_t token, const Edge& edge) {
+    const F floor = vec::set1(edge.floor);
+    const vec::I some = x > vec::set1(-INFINITY);
+    if (token + LANES - 1 <= edge.last_tie) return (x >= floor) & some;
+    if (token > edge.last_tie) return (x > floor) & some;
+    return ((x > floor) | ((x == floor) & (vec::lane_numbers() <= (int)(edge.last_tie - token)))) & some;
+}
+
+// Lists the tokens of a row within an edge, or counts them if `ids` is null. Returns their number.
+template <typename T>
+int64_t list_kept(const T* logits, int64_t size, const Edge& edge, int32_t* ids) {
+    constexpr int BLOCK = 4 * LANES;
+    int64_t found = 0;
+    for (int64_t start = 0; start < size; start += BLOCK) {
+        int32_t kept[BLOCK] = {};
+        vec::I any = {};
+        for (int i = 0; i < BLOCK && start + i < size; i += LANES) {
+            const int here = (int)std::min<int64_t>(LANES, size - start - i);
+            const F x = here == LANES ? vec::load(logits + start + i) : vec::load(logits + start + i, here);
+            vec::I lanes = kept_lanes(x, start + i, edge);
+            if (here < LANES) lanes = lanes & (vec::lane_numbers() < here);
+            any = any | lanes;
+            vec::write(kept + i, lanes);
+        }
+        int32_t lanes[LANES], some = 0;
+        vec::write(lanes, any);
+        for (int i = 0; i < LANES; i++) some |= lanes[i];
+        if (!some) continue;  // most blocks
+        int32_t listed[BLOCK];
+        int num = 0;
+        for (int i = 0; i < BLOCK; i++) {  // a mask's lanes are 0 and -1
+            listed[num] = (int32_t)(start + i);
+            num -= kept[i];
+        }
+        if (ids) memcpy(ids + found, listed, num * sizeof(int32_t));
+        found += num;
+    }
+    return found;
+}
+
+template <typename T>
+void list_rows(const Kept& a) {
+#pragma omp parallel for schedule(dynamic) num_threads(a.threads) if (a.threads > 1)
+    for (int64_t i = 0; i < a.rows; i++) {
+        const T* logits = (const T*)a.logits + a.row[i] * a.stride;
+        const int64_t found =
+            list_kept(logits, a.vocab_size, {a.floor[i], a.last_tie[i]}, a.ids ? a.ids + a.start[i] : nullptr);
+        if (!a.ids) a.count[i] = found;
+    }
 }
 
 }  // namespace
@@ -400,6 +484,8 @@ void gradient(const Rows& a) {
 extern "C" int64_t sampling_draw(const Rows* a) { return a->is_bf16 ? draw<bf16>(*a) : draw<float>(*a); }
 extern "C" void sampling_score(const Rows* a) { a->is_bf16 ? score<bf16>(*a) : score<float>(*a); }
 extern "C" void sampling_gradient(const Rows* a) { a->is_bf16 ? gradient<bf16>(*a) : gradient<float>(*a); }
+
+extern "C" void sampling_kept(const Kept* a) { a->is_bf16 ? list_rows<bf16>(*a) : list_rows<float>(*a); }
 
 extern "C" void sampling_restrict(const Restriction* r) {
     r->rows->is_bf16 ? restrict_rows<bf16>(*r) : restrict_rows<float>(*r);

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error, check_ids
-from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, TokenMasks, Truncation, UniformsOf
+from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, TokenMasks, TokenSets, Truncation, UniformsOf
 
 _SMALL = 1 << 15
 """Number of logits below which a second thread does not pay."""
@@ -27,7 +27,16 @@ class _Rows(ctypes.Structure):
         *((f"rules_{name}", c_void_p) for name in Truncation._fields),
         *((name, c_void_p) for name in ("candidate", "kept_log_total", "floor", "last_tie", "mask")),
         ("mask_words", c_int64),
-        *((name, c_void_p) for name in ("mask_row", "masked", "grad", "grad_logits")),
+        *((name, c_void_p) for name in ("mask_row", "masked", "grad", "grad_logits", "support_start", "support")),
+        ("threads", c_int64),
+    ]
+
+
+class _Kept(ctypes.Structure):
+    _fields_ = [
+        ("logits", c_void_p),
+        *((name, c_int64) for name in ("is_bf16", "rows", "vocab_size", "stride")),
+        *((name, c_void_p) for name in ("row", "floor", "last_tie", "count", "start", "ids")),
         ("threads", c_int64),
     ]
 
@@ -51,7 +60,7 @@ class PreparedRows:
         rules: Truncation | None,
         drawn: tuple[RowStats, KeptTokens | None] | None = None,
     ) -> None:
-        logits = _readable(logits)
+        logits = readable(logits)
         self.num_rows, vocab_size = logits.shape
         if drawn is None:
             kept = None if rules is None else KeptTokens.empty(self.num_rows)
@@ -125,28 +134,59 @@ def _form(logits: Tensor) -> tuple[object, ...]:
     return logits.shape, logits.dtype, logits.stride()
 
 
-def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:
+def score(logits: Tensor, temperatures: Tensor, tokens: Tensor, support: TokenSets | None = None) -> RowStats:
     """Statistics of every row, with the log-prob of its given token; `tokens` int64 [N].
 
-    Raises `ValueError` for tensors it cannot read.
+    `support`: the only tokens that count; None: all. Raises `ValueError` for tensors it cannot read.
     """
-    logits = _readable(logits)
+    logits = readable(logits)
     stats = RowStats.empty(len(logits), "cpu")._replace(tokens=tokens.contiguous())
     args = _rows(logits, temperatures, stats)
     check_ids("token_ids", tokens, logits.shape[1], of="the vocabulary of these logits")
+    _set_support(args, support)
     _library().sampling_score(ctypes.addressof(args))
     return stats
 
 
-def gradient(logits: Tensor, temperatures: Tensor, stats: RowStats, grad: Tensor) -> Tensor:
+def kept_ids(logits: Tensor, rows: Tensor, floor: Tensor, last_tie: Tensor) -> TokenSets:
+    """Tokens of some `rows` of `logits`, int64 [n], that edges [n] keep: C++ side of `kernels.truncation.kept_ids`."""
+    logits, count = readable(logits), len(rows)
+    check_ids("rows", rows, len(logits), of="the rows of these logits")
+    found = torch.empty(count, dtype=torch.int64)
+    args = _Kept(
+        address("logits", logits, logits.dtype, logits.shape, strided_rows=True),
+        logits.dtype == torch.bfloat16,
+        count,
+        logits.shape[1],
+        logits.stride(0),
+        address("rows", rows, torch.int64, (count,)),
+        address("floor", floor, torch.float32, (count,)),
+        address("last_tie", last_tie, torch.int64, (count,)),
+        found.data_ptr(),
+        threads=1 if count * logits.shape[1] < _SMALL else min(count, torch.get_num_threads()),
+    )
+    _library().sampling_kept(ctypes.addressof(args))
+    starts = torch.zeros(count + 1, dtype=torch.int64)
+    torch.cumsum(found, 0, out=starts[1:])
+    ids = torch.empty(int(starts[-1]), dtype=torch.int32)
+    if len(ids):
+        args.start, args.ids = starts.data_ptr(), ids.data_ptr()
+        _library().sampling_kept(ctypes.addressof(args))
+    return TokenSets(starts, ids)
+
+
+def gradient(
+    logits: Tensor, temperatures: Tensor, stats: RowStats, grad: Tensor, support: TokenSets | None = None
+) -> Tensor:
     """Gradient [N, V] of the log-probs with respect to `logits`, in their dtype, times `grad` float32 [N].
 
-    Raises `ValueError` for tensors it cannot read.
+    `support`: that of `score`. Raises `ValueError` for tensors it cannot read.
     """
-    readable = _readable(logits)
-    args = _rows(readable, temperatures, stats)
-    grad, result = grad.contiguous(), torch.empty(readable.shape, dtype=readable.dtype)
-    args.grad, args.grad_logits = address("grad", grad, torch.float32, readable.shape[:1]), result.data_ptr()
+    own = readable(logits)
+    args = _rows(own, temperatures, stats)
+    _set_support(args, support)
+    grad, result = grad.contiguous(), torch.empty(own.shape, dtype=own.dtype)
+    args.grad, args.grad_logits = address("grad", grad, torch.float32, own.shape[:1]), result.data_ptr()
     _library().sampling_gradient(ctypes.addressof(args))
     return result.to(logits.dtype)
 
@@ -183,6 +223,13 @@ def _rows(logits: Tensor, temperatures: Tensor, stats: RowStats) -> _Rows:
     )
 
 
+def _set_support(args: _Rows, support: TokenSets | None) -> None:
+    """Set the tokens of each row; the caller has checked the ids. `support` has to outlive the call of C++."""
+    if support is not None:
+        args.support_start = address("support.starts", support.starts, torch.int64, (args.rows + 1,))
+        args.support = address("support.ids", support.ids, torch.int32, (int(support.starts[-1]),))
+
+
 def _kept_addresses(kept: KeptTokens, n: int) -> list[int]:
     dtypes = torch.float64, torch.float32, torch.int64
     named = zip(KeptTokens._fields, kept, dtypes, strict=True)
@@ -211,7 +258,7 @@ def _mask_addresses(masks: TokenMasks, n: int, vocab_size: int) -> tuple[int, in
     return found
 
 
-def _readable(logits: Tensor) -> Tensor:
+def readable(logits: Tensor) -> Tensor:
     """`logits` as float32 or bfloat16 [N, V] with contiguous rows."""
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
         raise argument_error("logits", logits, "a tensor of floats [N, V]")
@@ -226,5 +273,6 @@ def _library() -> ctypes.CDLL:
         sampling_draw=(c_int64, c_void_p),
         sampling_score=(None, c_void_p),
         sampling_gradient=(None, c_void_p),
+        sampling_kept=(None, c_void_p),
         sampling_uniforms=(None, c_void_p, c_void_p, c_int64, c_void_p),
     )

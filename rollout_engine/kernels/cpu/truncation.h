@@ -42,13 +42,14 @@ typedef uint64_t Bits __attribute__((vector_size(64)));
 
 // e^x for x <= 0; below -708 it is e^-708, negligible beside the largest weight, 1.
 // 2^n p(r) with |r| <= ln2 / 2, p the Taylor polynomial of degree 11: relative error below 1e-14.
-VEC_INLINE D exp_nonpositive(D x) {
+template <typename V, typename B>
+VEC_INLINE V exp_nonpositive(V x) {
     const double round = 6755399441055744.0;  // 1.5 * 2^52: adding it leaves the nearest integer in the low bits
-    x = x < -708.0 ? D{} - 708.0 : x;
-    const D shifted = x * 1.4426950408889634 + round;
-    const D n = shifted - round;
-    const D r = (x - n * 0.6931471803691238) - n * 1.9082149292705877e-10;
-    D p = r * (1.0 / 39916800.0) + 1.0 / 3628800.0;
+    x = x < -708.0 ? V{} - 708.0 : x;
+    const V shifted = x * 1.4426950408889634 + round;
+    const V n = shifted - round;
+    const V r = (x - n * 0.6931471803691238) - n * 1.9082149292705877e-10;
+    V p = r * (1.0 / 39916800.0) + 1.0 / 3628800.0;
     p = p * r + 1.0 / 362880.0;
     p = p * r + 1.0 / 40320.0;
     p = p * r + 1.0 / 5040.0;
@@ -59,7 +60,7 @@ VEC_INLINE D exp_nonpositive(D x) {
     p = p * r + 0.5;
     p = p * r + 1.0;
     p = p * r + 1.0;
-    return (D)((Bits)p + ((Bits)shifted << 52));
+    return (V)((B)p + ((B)shifted << 52));
 }
 
 // End of a walk: the first `kept` of the `ties` tokens equal to `logit` are kept; `mass` is that of all kept tokens.
@@ -179,7 +180,7 @@ struct Row {
         for (int i = 0; i < BLOCK; i += 8) {
             Eight narrow;
             memcpy(&narrow, x + i, sizeof narrow);
-            const D w = exp_nonpositive((__builtin_convertvector(narrow, D) - (double)top) * inverse_temperature);
+            const D w = exp_nonpositive<D, Bits>((__builtin_convertvector(narrow, D) - (double)top) * inverse_temperature);
             memcpy(weights + i, &w, sizeof w);
         }
     }

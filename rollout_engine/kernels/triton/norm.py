@@ -1,4 +1,4 @@
-"""RMSNorm, alone or after a residual addition; a row has the same bits in any batch. Twin: `kernels.norm.rms_norm`."""
+"""RMSNorm, alone or after a residual addition; a row has the same bits in any batch. Twins: `kernels.norm`."""
 
 import math
 
@@ -14,20 +14,23 @@ _TILE = 2048
 """Elements per program, for rows shorter than this."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, *, has_offset: bool = False) -> Tensor:
     """Write weight * round(x / sqrt(mean(x^2) + epsilon)) into `out`, over the last of at most three dimensions.
 
-    Rows are contiguous, other strides are free. `out` may be `x`.
+    With `has_offset` the weight is 1 + weight, and only the result is rounded. Rows are contiguous, other strides are
+    free. `out` may be `x`.
     """
-    return _run(x, None, weight, epsilon, out)
+    return _run(x, None, weight, epsilon, out, has_offset)
 
 
-def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+def add_rms_norm(
+    residual: Tensor, delta: Tensor, weight: Tensor, epsilon: float, out: Tensor, *, has_offset: bool = False
+) -> Tensor:
     """Set `residual` [R, D] to round(residual + delta), and `out` to its `rms_norm`, bit for bit; it may be `delta`."""
-    return _run(residual, delta, weight, epsilon, out)
+    return _run(residual, delta, weight, epsilon, out, has_offset)
 
 
-def _run(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+def _run(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: Tensor, has_offset: bool) -> Tensor:
     (*outer, size), strides = x.shape, tuple(_strides(one) for one in (x, x if delta is None else delta, out))
     num_rows, inner = math.prod(outer), outer[-1] if outer else 1
     block = next_power_of_2(size)
@@ -37,7 +40,7 @@ def _run(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: T
             (-(-num_rows // rows_at_once),),
             (x, x if delta is None else delta, out, weight),
             (num_rows, inner),
-            (*strides, epsilon, size, delta is not None, rows_at_once, block),
+            (*strides, epsilon, size, delta is not None, has_offset, rows_at_once, block),
             num_warps=4 if block <= 4096 else 8,
         )
     return out
@@ -66,6 +69,7 @@ def _norm_kernel(
     epsilon,
     SIZE: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -82,7 +86,10 @@ def _norm_kernel(
         tl.store(place, narrow(x, dtype), mask=mask)
     scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / SIZE + epsilon)
     weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    result = weight[None, :] * rounded(x * scale[:, None], dtype)
+    if HAS_OFFSET:
+        result = (1.0 + weight)[None, :] * (x * scale[:, None])
+    else:
+        result = weight[None, :] * rounded(x * scale[:, None], dtype)
     tl.store(out_ptr + i * out_strides[0] + j * out_strides[1] + column[None, :], narrow(result, dtype), mask=mask)
 
 

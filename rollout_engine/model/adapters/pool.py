@@ -247,8 +247,6 @@ class AdapterPool(ABC):
             kinds = sorted({each.rpartition(".")[2] for each in self._linears})
             hint = did_you_mean(name, self._linears) or f"Its linear layers are called {', '.join(kinds)}."
             bound = f"a linear layer of {type(self._module).__name__}, other than its head"
-            if hasattr(self._module, "pictures"):
-                hint += " Its vision tower takes no adapters: leave it out, by LoraConfig(exclude_modules=...)."
             raise RequestError.for_field("target", name, bound, hint)
         return found
 

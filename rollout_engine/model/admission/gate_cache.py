@@ -67,8 +67,8 @@ def write(key: str, geometry: list[LayerGeometry]) -> None:
 def read_pictures(key: str) -> PictureAttention | None:
     """The result of the trial of a composite's pictures under `key`, a `key_of_pictures`; None: it has passed none."""
     try:
-        stored = (cache_directory("gate") / f"{key}.pictures").read_bytes()
-        found: PictureAttention = msgspec.json.decode(stored, type=PictureAttention)
+        written = (cache_directory("gate") / f"{key}.pictures").read_bytes()
+        found: PictureAttention = msgspec.json.decode(written, type=PictureAttention)
         return found
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None

@@ -1,6 +1,10 @@
-"""The adapters of a model on the CPU, added to its row-invariant linears, and to projections of latents."""
+"""The adapters of a model on the CPU, added to its row-invariant linears, and to projections of latents.
 
-from collections.abc import Iterator, Sequence
+Linears of a vision tower are among them. A picture is encoded under the adapter of its sequence (`encoding`), before
+the rows of text are computed under those of theirs (`active`).
+"""
+
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +17,7 @@ from rollout_engine.kernels.adapters import AdapterPair, AdapterRows, AdapterTab
 from rollout_engine.kernels.cpu.adapters import BLOCK_ROWS
 from rollout_engine.kernels.latent import LatentAdapter
 from rollout_engine.model.adapters.peft_format import LinearAdapter
-from rollout_engine.model.adapters.pool import AdapterPool, Target
+from rollout_engine.model.adapters.pool import AdapterPool, Pairs, Target
 from rollout_engine.model.modules.composites import PICTURES
 from rollout_engine.model.modules.latent_attention import LatentProjection
 from rollout_engine.model.modules.own_forwards import linears_read_by_routers
@@ -22,7 +26,10 @@ from rollout_engine.model.ranks.cut import inputs_of, outputs_of
 
 
 class CpuAdapterPool(AdapterPool):
-    """Adds adapters to products of `LinearGroup`s inside `active`; the compiled decoder reads their tables."""
+    """Adds adapters to products of `LinearGroup`s inside `active`; the compiled decoder reads their tables.
+
+    Satisfies `pictures.encoder.TowerAdapters`.
+    """
 
     block_rows = BLOCK_ROWS
 
@@ -31,6 +38,12 @@ class CpuAdapterPool(AdapterPool):
         self._of_number: dict[int, LinearGroup | LatentProjection] = {}
         self.active_rows: AdapterRows | None = None
         """Rows of the batch that is computed now, inside `active`."""
+        self._encoding_slot: int | None = None
+        """Slot of the adapter that a picture is encoded under, -1 for none, inside `encoding`; None outside."""
+        self._tower_groups: set[int] = set()
+        """Numbers of the groups of linears that are of a vision tower or its projector."""
+        self._tower_versions: dict[int, int] = {}
+        """By slot, of adapters that change the tower."""
 
     def table_of(self, group: LinearGroup) -> AdapterTable | None:
         """The adapters of a group of linears, until an adapter is installed or removed; None: none changes it."""
@@ -45,16 +58,36 @@ class CpuAdapterPool(AdapterPool):
         finally:
             self.active_rows = None
 
+    @contextmanager
+    def encoding(self, slot: int) -> Iterator[None]:
+        self._encoding_slot = slot
+        try:
+            yield
+        finally:
+            self._encoding_slot = None
+
+    def tower_version(self, slot: int) -> int:
+        return self._tower_versions.get(slot, 0)
+
+    def put(self, slot: int, pairs: Pairs) -> None:
+        super().put(slot, pairs)
+        if not self._tower_groups.isdisjoint(pairs):
+            self._tower_versions[slot] = self.num_changes
+
+    def _clear(self, slot: int, keep: Collection[int]) -> None:
+        super()._clear(slot, keep)
+        self._tower_versions.pop(slot, None)
+
     def _find_targets(self) -> dict[str, Target]:
         head = self._module.get_output_embeddings()  # type: ignore[operator]
         others = {id(head), *map(id, linears_read_by_routers(self._module))}  # a LoRA of these changes nothing in peft
         found = {}
         for name, child in self._module.named_modules():
-            if name.startswith(f"{PICTURES}."):
-                continue
             if isinstance(child, RowInvariantLinear) and id(child) not in others:
                 found[name] = Target(id(child._group), child._slot, child, inputs_of(child), outputs_of(child))
                 self._of_number[id(child._group)] = child._group
+                if name.startswith(f"{PICTURES}."):
+                    self._tower_groups.add(id(child._group))
             elif isinstance(child, LatentProjection):
                 found[name] = Target(id(child), 0, child, inputs_of(child), outputs_of(child))
                 self._of_number[id(child)] = child
@@ -82,8 +115,10 @@ class CpuAdapterPool(AdapterPool):
             owner.add_to = None
 
     def _add(self, table: AdapterTable, x: Tensor, out: Tensor) -> None:
-        if self.active_rows is not None:
-            add_adapters(table, x, out, self.active_rows)
+        slot = self._encoding_slot
+        rows = self.active_rows if slot is None else AdapterRows.of([slot], [len(x)])
+        if rows is not None:
+            add_adapters(table, x, out, rows)
 
 
 class LatentAdapterTable:

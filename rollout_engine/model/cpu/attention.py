@@ -13,9 +13,9 @@ from rollout_engine.kernels.memory import release_pages, resident_bytes
 from rollout_engine.model.cpu.eager_attention import EagerPool
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.indexed import IndexKeys
-from rollout_engine.model.cpu.states import CpuStatePool
 from rollout_engine.model.modules.attention_interface import attending
 from rollout_engine.model.modules.geometry import LayerGeometry, each_once, kv_pools
+from rollout_engine.model.modules.state_pool import StatePool
 
 
 class CpuKVPool:
@@ -35,7 +35,7 @@ class CpuKVPool:
     ) -> None:
         pool = CompiledPool if compiled.supports(dtype) else EagerPool
         self._pool = pool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
-        self.states = CpuStatePool(geometry, num_slots=num_state_slots, dtype=dtype)
+        self.states = StatePool(geometry, num_slots=num_state_slots, dtype=dtype)
         self._index_keys = IndexKeys(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         self.block_size = block_size
         self._shape = num_blocks, block_size

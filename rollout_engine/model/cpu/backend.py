@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.base.pictures import PlacedPicture, SharedPictures
+from rollout_engine.base.pictures import EncodedPictures, Picture, PlacedPicture, SharedPictures
+from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.adapters import AdapterRows
@@ -25,15 +26,18 @@ from rollout_engine.model.cpu.sequence_logprobs import sequence_logprobs
 from rollout_engine.model.cpu.shadow_memory import CpuShadowMemory
 from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
 from rollout_engine.model.kv_size import describe_pool, describe_states, size_pool, size_states
+from rollout_engine.model.modules.composites import PICTURES
 from rollout_engine.model.modules.heads import head_of, pooling_info
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.modules.placed_features import placing, take_placed_features
+from rollout_engine.model.modules.prefix_trial import shares_prefixes
 from rollout_engine.model.packing.linear_groups import linear_groups
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.pictures.encoder import PictureEncoder
 from rollout_engine.model.pictures.scored_rows import features_of_rows
 from rollout_engine.model.pictures.step_inputs import SequencesWithPictures
 from rollout_engine.model.pictures.tower import attach_tower
+from rollout_engine.model.pictures.tower_digest import Values
 from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.ranks.seat import Seat, described_ranks, score_together
@@ -77,6 +81,8 @@ class CpuBackend(Backend):
         if self.is_deterministic:
             sizes = {"max_loras": config.max_loras, "max_rank": config.max_lora_rank}
             self.adapters = CpuAdapterPool(loaded.module, names=loaded.names, **sizes)
+        if pictures is not None:
+            pictures.encoder.adapters = self.adapters
         model = CpuModel(
             loaded.module,
             loaded.geometry,
@@ -124,8 +130,9 @@ class CpuBackend(Backend):
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
         pictures: SharedPictures | None = None,
-    ) -> Iterator[dict[int, np.ndarray]]:
-        given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts, pictures)
+        asked: AskedScores = TOKENS_ALONE,
+    ) -> Iterator[dict[int, TokenScores]]:
+        given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts, pictures, asked)
         return score_together(self._seat, self._score, *given, *options)
 
     def _score(
@@ -136,38 +143,52 @@ class CpuBackend(Backend):
         adapter_slot: int,
         routed_experts: Sequence[np.ndarray] | None,
         pictures: SharedPictures | None,
-    ) -> Iterator[dict[int, np.ndarray]]:
+        asked: AskedScores,
+    ) -> Iterator[dict[int, TokenScores]]:
         placed = None if pictures is None else pictures.place_all()
 
         @contextmanager
-        def around(members: list[int], num_columns: int) -> Iterator[None]:
+        def around(members: list[int], num_columns: int, num_tokens: int) -> Iterator[None]:
             with ExitStack() as contexts:
                 if self.adapters is not None and adapter_slot >= 0:
-                    rows = AdapterRows.of([adapter_slot], [len(members) * num_columns])
-                    contexts.enter_context(self.adapters.active(rows))
+                    contexts.enter_context(self.adapters.active(AdapterRows.of([adapter_slot], [num_tokens])))
                 if routed_experts is not None:
                     given = [routed_experts[index] for index in members]
                     contexts.enter_context(self.runner.routing.replaying(given, num_columns))
                 if placed is not None:
                     ids, own = [sequences[index] for index in members], [placed[index] for index in members]
-                    contexts.enter_context(self._placing(ids, own, num_columns))
+                    contexts.enter_context(self._placing(ids, own, num_columns, adapter_slot))
                 yield
 
-        return sequence_logprobs(
+        yield from sequence_logprobs(
             self.runner.model.module,
             sequences,
             num_prompt,
             temperature=temperature,
             vocab_size=self._vocab_size,
+            asked=asked,
             around=around,
+            shared=placed is None and routed_experts is None and self._shares_prefixes(),
         )
 
+    def _shares_prefixes(self) -> bool:
+        """Whether beginnings that sequences share may be scored once. All ranks call it together, and agree."""
+        if not self.is_deterministic:
+            return False
+        with torch.no_grad():
+            shares = shares_prefixes(self.runner.model.module)
+        return shares if self._seat is None else self._seat.all_agree(shares)
+
     def _placing(
-        self, rows: list[list[int]], placed: list[list[PlacedPicture]], num_columns: int
+        self, rows: list[list[int]], placed: list[list[PlacedPicture]], num_columns: int, adapter_slot: int
     ) -> AbstractContextManager[None]:
         assert self.runner.pictures is not None, "a model without pictures is given none"
         take_placed_features(self.runner.model.module.base_model)
-        return placing(features_of_rows(self.runner.pictures, rows, placed, num_columns))
+        return placing(features_of_rows(self.runner.pictures, rows, placed, num_columns, adapter_slot))
+
+    def encode_pictures(self, pictures: Sequence[Picture], values: Values) -> EncodedPictures:
+        assert self.runner.pictures is not None, "a model without pictures is given none"
+        return self.runner.pictures.encoder.encode_arrays(pictures, lambda name: values(f"{PICTURES}.{name}"))
 
     def reset_encoder_cache(self) -> None:
         if self.runner.pictures is not None:

@@ -13,10 +13,10 @@ from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
-from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry, keeps_states
 from rollout_engine.model.modules.one_thread import one_thread
 from rollout_engine.model.modules.positions import far_starts
+from rollout_engine.model.modules.structure_checks import UnsupportedStructure
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.ranks.seat import ELSEWHERE
 

@@ -43,7 +43,8 @@ class FlatBatch(NamedTuple):
         work = (Chunk(c.num_computed_tokens, len(c.token_ids), c.block_ids) for c in chunks)
         columns, states = ChunkColumns.of(work), None
         if any(chunk.state_slot >= 0 for chunk in chunks):
-            states = _states_in_place(chunks, columns)
+            sizes, slots = [len(c.token_ids) for c in chunks], [c.state_slot for c in chunks]
+            states = StateChunks.in_place(sizes, columns.first_positions, slots)
         return cls(np.array(token_ids, np.int64), columns, None if shifts is None else np.array(shifts), states)
 
     @property
@@ -66,9 +67,3 @@ class FlatBatch(NamedTuple):
             table = columns.block_starts[row] + np.arange(-(-(first + end - start) // block_size))
             made.append(SequenceChunk(self.token_ids[start:end].tolist(), first, blocks[table].tolist()))
         return made
-
-
-def _states_in_place(chunks: Sequence[SequenceChunk], columns: ChunkColumns) -> StateChunks:
-    slots = np.array([chunk.state_slot for chunk in chunks], np.int64)
-    sources = np.where(columns.first_positions > 0, slots, -1)
-    return StateChunks(columns.token_starts, sources, np.arange(len(chunks) + 1), columns.token_starts[1:], slots)

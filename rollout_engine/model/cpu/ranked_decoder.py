@@ -5,13 +5,9 @@ from typing import NamedTuple
 from torch import nn
 
 from rollout_engine.kernels.cpu.decoder import Columns, DecoderRanks
-from rollout_engine.model.modules.decoder_structure import (
-    MLP,
-    DecoderStructure,
-    Mixture,
-    UnsupportedStructure,
-    require,
-)
+from rollout_engine.model.modules.decoder_structure import DecoderStructure
+from rollout_engine.model.modules.feed_forwards import MLP, Mixture
+from rollout_engine.model.modules.structure_checks import UnsupportedStructure, require
 from rollout_engine.model.ranks.cut import LinearCut, ModelCut
 from rollout_engine.model.ranks.share import Share
 from rollout_engine.model.ranks.shared_exchange import SharedExchange
@@ -24,13 +20,15 @@ def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
     """
     linears = {id(each.module): each for each in cut.linears}
     mlps = [layer.mlp for layer in structure.layers if isinstance(layer.mlp, MLP)]
-    attended = [_input(linears, layer.qkv, layer.out) for layer in structure.layers]
+    attended = [_input(linears, layer.qkv, layer.out) for layer in structure.layers if layer.out is not None]
     intermediate = {_input(linears, mlp.gate_up, mlp.down) for mlp in mlps} or {Share.all(0)}
     mixtures = [layer.mlp for layer in structure.layers if isinstance(layer.mlp, Mixture)]
     cut_shared = [each.shared for each in mixtures if each.shared is not None and id(each.shared.down) in linears]
     downs = [mlp.down for mlp in (*mlps, *cut_shared)]
-    hidden = {linears[id(child)].share for child in (*(layer.out for layer in structure.layers), *downs)}
+    outs = [layer.out for layer in structure.layers if layer.out is not None]
+    hidden = {linears[id(child)].share for child in (*outs, *downs)}
     require(len(hidden) == len(intermediate) == 1, "its layers differ in their sizes")
+    require(all(mixture.latents is None for mixture in mixtures), "its experts have latents")
     experts = {id(child) for child, _ in cut.experts}
     require(all(id(mixture.experts) in experts for mixture in mixtures), "its experts are not cut as wholes")
     exchange = cut.seat.exchange
@@ -54,12 +52,12 @@ class SharedColumns(NamedTuple):
     """The columns of down that the rank computes: its own of the hidden size, or all."""
 
 
-def shared_columns(cut: ModelCut | None, mlp: MLP | Mixture) -> SharedColumns | None:
+def shared_columns(cut: ModelCut | None, mlp: MLP | Mixture | None) -> SharedColumns | None:
     """Those of the shared expert of `mlp`; None if there is none, or every rank computes all of it.
 
     Raises `UnsupportedStructure` if its products are cut otherwise than the decoder computes them.
     """
-    if cut is None or isinstance(mlp, MLP) or mlp.shared is None:
+    if cut is None or not isinstance(mlp, Mixture) or mlp.shared is None:
         return None
     linears = {id(each.module): each for each in cut.linears}
     require(mlp.shared_gate is None or id(mlp.shared_gate) not in linears, "the gate of its shared expert is cut")

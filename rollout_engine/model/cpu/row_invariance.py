@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from rollout_engine.kernels.activation import gated_silu, gelu_tanh, silu
 from rollout_engine.kernels.adapters import added
-from rollout_engine.kernels.norm import gated_rms_norm, offset_rms_norm, rms_norm
+from rollout_engine.kernels.entropy import row_figures
+from rollout_engine.kernels.norm import gated_rms_norm, offset_rms_norm, rms_norm, single_rms_norm
 from rollout_engine.kernels.token_logprobs import row_stats
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.cpu.experts import (
@@ -31,12 +32,14 @@ from rollout_engine.model.modules.latent_attention import LatentProjection, cach
 from rollout_engine.model.modules.mixers import MixerConvolution, mixers_of, swap_mixers
 from rollout_engine.model.modules.module_patterns import (
     SILU_CLASSES,
+    MLPNames,
     children_of_one_dtype,
+    gated_mlp_names,
     gated_norm_options,
-    is_gated_mlp,
     is_gelu_tanh,
     offset_norm_epsilon,
     rms_norm_epsilon,
+    single_norm_epsilon,
 )
 from rollout_engine.model.modules.own_forwards import OwnForward, names_a_gate, names_an_activation, swap_calls
 from rollout_engine.model.modules.routers import routers_of
@@ -64,15 +67,17 @@ def make_row_invariant(module: nn.Module) -> None:
     for child in children_of_one_dtype(module):
         if isinstance(child, OwnForward):
             continue
-        if is_gated_mlp(child):
-            child.__class__ = RowInvariantMLP
+        if (names := gated_mlp_names(child)) is not None:
+            become(child, RowInvariantMLP)._names = names
         elif (epsilon := rms_norm_epsilon(child)) is not None:
             become(child, RowInvariantRMSNorm)._epsilon = epsilon
         elif (epsilon := offset_norm_epsilon(child)) is not None:
             become(child, RowInvariantOffsetNorm)._epsilon = epsilon
+        elif (epsilon := single_norm_epsilon(child)) is not None:
+            become(child, RowInvariantSingleNorm)._epsilon = epsilon
         elif isinstance(child, RowInvariantRouter | RowInvariantExperts):
             continue
-        elif (pattern := router_pattern(child)) is not None and has_product(pattern, child):
+        elif (pattern := router_pattern(child, takes_steps=True)) is not None and has_product(pattern, child):
             swap_router(child, pattern)
         elif (form := expert_form(child)) is not None:
             swap_experts(child, form)
@@ -103,14 +108,14 @@ class RowInvariantActivation(nn.Module):
 
 
 class RowInvariantMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) of three linears."""
+    """down(silu(gate(x)) * up(x)) of two or three linears."""
 
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
+    _names: MLPNames
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+        gate_up = [getattr(self, name)(x) for name in self._names.gate_up]
+        gate, up = gate_up if len(gate_up) == 2 else gate_up[0].chunk(2, dim=-1)
+        out: Tensor = getattr(self, self._names.down)(gated_silu(gate, up))
         return out
 
 
@@ -135,6 +140,16 @@ class RowInvariantOffsetNorm(nn.Module):
             return offset_rms_norm(x, self.weight, self._epsilon)
 
 
+class RowInvariantSingleNorm(nn.Module):
+    """`kernels.norm.single_rms_norm` as a module."""
+
+    weight: Tensor
+    _epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return single_rms_norm(hidden_states, self.weight, self._epsilon)
+
+
 class RowInvariantGatedNorm(nn.Module):
     """`kernels.norm.gated_rms_norm` as a module."""
 
@@ -150,4 +165,4 @@ _REPLACED = (
     RowInvariantLinear | RowInvariantRouter | RowInvariantExperts | OwnForward | LatentProjection | MixerConvolution
 )
 unproven_parts = partial(unproven_parts_but, _REPLACED)
-ARITHMETIC = Arithmetic(ATTENTION_NAME, make_row_invariant, unproven_parts, row_stats, added)
+ARITHMETIC = Arithmetic(ATTENTION_NAME, make_row_invariant, unproven_parts, row_stats, added, row_figures)

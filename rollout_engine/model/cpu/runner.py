@@ -17,13 +17,13 @@ from rollout_engine.kernels.cpu.attention import ChunkColumns
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.routing import RoutingRecorder
-from rollout_engine.model.cpu.states import StateSlots
 from rollout_engine.model.pictures.step_inputs import PictureInputs, SequencesWithPictures
 from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.ranks.seat import Seat, lead, preparing
 from rollout_engine.model.sampling.asked_rows import AskedRows
 from rollout_engine.model.sampling.draft_draws import DraftTask, Row, draw_behind_drafts
 from rollout_engine.model.sampling.draw_pieces import sample_rows
+from rollout_engine.model.sampling.hidden_states import StateRecorder
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
@@ -31,6 +31,7 @@ from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 from rollout_engine.model.sequences.block_tables import BlockTableMatrix
 from rollout_engine.model.sequences.sequence_states import SequenceStates
+from rollout_engine.model.sequences.state_slots import StateSlots
 
 
 class CpuRunner:
@@ -57,6 +58,7 @@ class CpuRunner:
         self._state_slots: StateSlots | None = None if model.kv.states.is_empty else StateSlots()
         """Slots of sequences; None: the model keeps no states."""
         self.routing = RoutingRecorder(model)
+        self._states = StateRecorder()
         self._logits: LogitRows | None = None
         """Logits that the step that was followed last has left."""
         self._computed = _Computed([], [], np.empty(0, np.int64))
@@ -88,7 +90,9 @@ class CpuRunner:
             prompt_logprobs = {}
         num_encoded = 0 if pictures is None else pictures.num_encoded
         if not work.samples:
-            return ModelRunnerOutput(token_ids=[], logprobs=None, pooled=pooled, num_encoded_pictures=num_encoded)
+            out = ModelRunnerOutput(token_ids=[], logprobs=None, pooled=pooled, num_encoded_pictures=num_encoded)
+            self._states.add_to(out)  # parts of prompts
+            return out
         if _has_drafts(work, batch):
             out = self._sample_drafts(logits, work, asked.drawn_rows.tolist())
         else:
@@ -97,6 +101,7 @@ class CpuRunner:
             out = self._sample(logits, [task.sequence_id for task in work.samples])
         out.prompt_logprobs, out.pooled, out.num_encoded_pictures = prompt_logprobs, pooled, num_encoded
         self.routing.add_to(out, work, batch)
+        self._states.add_to(out)
         return out
 
     def follow(self, work: SchedulerOutput, token_ids: np.ndarray) -> None:
@@ -131,10 +136,12 @@ class CpuRunner:
         if not work.scheduled:
             return LogitRows.of(torch.empty(0)), {}
         pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
+        state_rows = [*pooled_rows, *self._states.rows(work, batch.columns.token_starts)]
         with self.routing.step(work, batch):
             adapter_rows = self._adapter_rows(work.scheduled)
-            logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, adapter_rows, pictures)
-        return logits, self._pooler.pool(states) if self._pooler else {}
+            logits, states = self.model.forward_states(batch, logit_rows, state_rows, adapter_rows, pictures)
+        self._states.take(states[len(pooled_rows) :])
+        return logits, self._pooler.pool(states[: len(pooled_rows)]) if self._pooler else {}
 
     def _picture_inputs(self, work: SchedulerOutput, batch: FlatBatch) -> PictureInputs | None:
         if self.pictures is None:
@@ -146,6 +153,7 @@ class CpuRunner:
             self._computed, self._drawn = _Computed([], [], np.empty(0, np.int64)), None
         self._sequences.begin_step(work)
         self.routing.update(work)
+        self._states.update(work)
         if self._pooler is not None:
             self._pooler.update(work)
         for sequence_id in work.finished_sequence_ids:
@@ -225,7 +233,8 @@ class CpuRunner:
             places = torch.tensor([row.row for row in rows])
             edits = self._sequences.edits_of(of, positions)
             behind = {i: each.behind(rows[i].drafted) if rows[i].drafted else each for i, each in edits.items()}
-            return sample_rows(logits.at(places), batch, RowEdits(behind), self._vocab_size)
+            active = RowEdits({i: each for i, each in behind.items() if each.are_active})
+            return sample_rows(logits.at(places), batch, active, self._vocab_size)
 
         return draw_behind_drafts(tasks, draw)
 

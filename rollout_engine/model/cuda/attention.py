@@ -1,4 +1,4 @@
-"""The KV pool on a device, and how Hugging Face modules attend over it."""
+"""The pools of KV and of states on a device, and how Hugging Face modules attend over KV."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.state_chunks import ChunkTensors, StateChunks
 from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.kernels.triton.layout import KVLayer
@@ -16,6 +17,7 @@ from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, 
 from rollout_engine.model.cuda.memory import ReleasableMemory
 from rollout_engine.model.cuda.upload import upload
 from rollout_engine.model.modules.geometry import LayerGeometry, each_once, kv_pools
+from rollout_engine.model.modules.state_pool import StatePool
 
 __all__ = ["CudaAttention", "CudaBatch", "CudaKVPool", "Limits", "ModuleStep"]
 
@@ -34,10 +36,13 @@ class CudaBatch(NamedTuple):
     """The rows that have an adapter; None: none has."""
     routed: Tensor | None = None
     """int32 [T, layers with experts, k], experts to send tokens to; -1: those that routers choose. None: all those."""
+    states: StateChunks | ChunkTensors | None = None
+    """The slots of states that its sequences read and write, on the device for a captured batch; None: no layer keeps
+    any."""
 
 
 class CudaKVPool:
-    """The KV pool of all layers."""
+    """The KV pool of all layers that attend, and the states of layers that keep some, in `num_state_slots` slots."""
 
     def __init__(
         self,
@@ -48,35 +53,36 @@ class CudaKVPool:
         dtype: torch.dtype,
         device: torch.device,
         routing: RoutingInfo | None = None,
+        num_state_slots: int = 0,
     ) -> None:
         """`routing`: routers whose choices are kept next to the KV."""
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.layers = list(
-            kv_pools(
-                geometry,
-                lambda layer: KVLayer.zeros(
-                    num_blocks,
-                    layer.num_kv_heads,
-                    block_size,
-                    layer.head_dim_k,
-                    layer.head_dim_v,
-                    dtype=dtype,
-                    device=device,
-                    has_latents=layer.has_latents,
-                ),
-            ).values()
+        self.device = torch.device(device)
+        self.layers = kv_pools(
+            geometry,
+            lambda layer: KVLayer.zeros(
+                num_blocks,
+                layer.num_kv_heads,
+                block_size,
+                layer.head_dim_k,
+                layer.head_dim_v,
+                dtype=dtype,
+                device=device,
+                has_latents=layer.has_latents,
+            ),
         )
+        self.states = StatePool(geometry, num_slots=num_state_slots, dtype=dtype, device=self.device)
         self.routed: Tensor | None = None
         """uint8 or int16 [num_blocks, block_size, layers with experts, k]; None without routers."""
         if routing is not None:
             kept = torch.uint8 if routing.dtype == np.uint8 else torch.int16
             self.routed = torch.zeros(num_blocks, block_size, *routing.shape, dtype=kept, device=device)
-        self.memory = ReleasableMemory(self.tensors())
+        self.memory = ReleasableMemory([*self.tensors(), *self.states.tensors()])
         self._copies: BlockCopies | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the pool; blocks are the first dimension of its shape."""
-        for layer in each_once(self.layers):
+        """Every tensor of KV; blocks are the first dimension of its shape."""
+        for layer in each_once(self.layers.values()):
             yield from layer.own_tensors
         if self.routed is not None:
             yield self.routed
@@ -93,18 +99,18 @@ class CudaKVPool:
         return self.memory.num_bytes
 
     def release(self) -> None:
-        """Forget all KV and give its memory back to the device; the next step takes it again."""
+        """Forget all KV and states and give their memory back to the device; the next step takes it again."""
         self._copies = None  # it holds addresses
         self.memory.release()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination), in every layer, reading each before it is written: one upload that
         nothing waits for, and one launch, but for a block that an earlier pair reads and a later one writes."""
-        if not pairs:
+        if not pairs or not self.layers:
             return
         if self._copies is None:
             self._copies = BlockCopies(list(self.tensors()))
-        (on_device,) = upload([np.array(pairs, np.int64)], self.layers[0].keys.device)
+        (on_device,) = upload([np.array(pairs, np.int64)], self.device)
         for start, end in _independent(pairs):
             self._copies.run(on_device[start:end])
 
@@ -134,22 +140,24 @@ class CudaAttention:
         block_size: int,
     ) -> None:
         """`block_size`: KV positions of a block."""
-        heads = [
-            Heads.of(g.num_heads, g.num_kv_heads, g.head_dim_k, g.head_dim_v, dtype, has_latents=g.has_latents)
-            for g in geometry
-        ]
-        self._windows: dict[Heads, set[int]] = {each: set() for each in heads}
-        for each, layer in zip(heads, geometry, strict=True):
-            self._windows[each].add(layer.sliding_window or 0)
+        heads = {
+            index: Heads.of(g.num_heads, g.num_kv_heads, g.head_dim_k, g.head_dim_v, dtype, has_latents=g.has_latents)
+            for index, g in enumerate(geometry)
+            if g.attends
+        }
+        self._windows: dict[Heads, set[int]] = {each: set() for each in heads.values()}
+        for index, each in heads.items():
+            self._windows[each].add(geometry[index].sliding_window or 0)
         how: dict[str, Any] = {"deterministic": deterministic, "block_size": block_size}
         made = {each: PagedAttention(each, limits, device, **how) for each in self._windows}
         self._plans = made
-        self._of_layer = [made[each] for each in heads]
+        self._of_layer = {index: made[each] for index, each in heads.items()}
 
     @property
     def prefix_shape(self) -> tuple[int, int] | None:
         """(KV positions per unit, tokens per item) of shared prefixes; None if heads differ between layers."""
-        return self._of_layer[0].prefix_shape if len(self._plans) == 1 else None
+        (plan, *others) = self._plans.values() or [None]
+        return None if others or plan is None else plan.prefix_shape
 
     def plan(self, batch: Batch) -> None:
         """Plan the work of `batch` for all layers."""

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.base.pictures import SharedPictures
+from rollout_engine.base.pictures import EncodedPictures, Picture, SharedPictures
 from rollout_engine.base.speculation_config import SpeculationConfig
+from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.triton.rounding import compiles_kernels
 from rollout_engine.model.backend import Backend
@@ -33,11 +34,22 @@ from rollout_engine.model.cuda.row_invariance import ARITHMETIC, LATENT_KERNELS
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.cuda.sequence_logprobs import sequence_logprobs
 from rollout_engine.model.cuda.shadow_memory import CudaShadowMemory
+from rollout_engine.model.cuda.state_layers import STATE_KERNELS
 from rollout_engine.model.cuda.warm_up import warm_up
 from rollout_engine.model.cuda.weight_memory import CudaWeightMemory
-from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, describe_pool, most_blocks, size_pool
+from rollout_engine.model.kv_size import (
+    DRAFT_SHARE,
+    bytes_of_states,
+    bytes_per_block,
+    describe_pool,
+    describe_states,
+    most_blocks,
+    size_pool,
+    size_states,
+)
 from rollout_engine.model.modules.latent_attention import use_latent_kernels
 from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.model.modules.mixers import use_state_kernels
 from rollout_engine.model.modules.routers import routers_of, routing_info
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.ranks.cut import ModelCut
@@ -58,7 +70,6 @@ class CudaBackend(Backend):
     runs_ahead = True
     generates = True
     pooling = None
-    num_state_slots = 0
     max_prefill_beside_decode = 1 << 30
     """A device computes a longer step faster per token."""
 
@@ -78,6 +89,7 @@ class CudaBackend(Backend):
             _check_cut(loaded.cut)
             connect(loaded.module, loaded.cut, replaced_experts=False)
         use_latent_kernels(loaded.module, LATENT_KERNELS)
+        use_state_kernels(loaded.module, STATE_KERNELS)
         self._fused = runs_fused(
             loaded, deterministic=deterministic, block_size=config.tokens_per_block, seat=self._seat
         )
@@ -92,7 +104,10 @@ class CudaBackend(Backend):
         self.num_blocks = self._num_blocks(model_len)
         if self._seat is not None:
             self.num_blocks = min(self._seat.exchange.agree(self.num_blocks))
-        model = self._model(self.num_blocks, min(model_len, self.num_blocks * config.tokens_per_block))
+        memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+        self.num_state_slots = size_states(config, loaded, self.num_blocks, memory)
+        context = min(model_len, self.num_blocks * config.tokens_per_block)
+        model = self._model(self.num_blocks, context, self.num_state_slots)
         self.runner: CudaRunner = CudaRunner(
             model,
             vocab_size=loaded.vocab_size,
@@ -115,7 +130,7 @@ class CudaBackend(Backend):
             f"deterministic {deterministic}, "
             f"decoder {'fused' if self._fused else 'modules'}, "
             f"graphs {'off' if graphs is None else graphs.describe_count()}, "
-            f"{describe_pool(config, loaded, self.num_blocks)}"
+            f"{describe_pool(config, loaded, self.num_blocks)}{describe_states(loaded, self.num_state_slots)}"
         )
 
     def score(
@@ -127,14 +142,18 @@ class CudaBackend(Backend):
         adapter_slot: int = -1,
         routed_experts: Sequence[np.ndarray] | None = None,
         pictures: SharedPictures | None = None,
-    ) -> Iterator[dict[int, np.ndarray]]:
+        asked: AskedScores = TOKENS_ALONE,
+    ) -> Iterator[dict[int, TokenScores]]:
         assert pictures is None, "refused on devices"
-        given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts, pictures)
+        given, options = (sequences, num_prompt, temperature), (adapter_slot, routed_experts, pictures, asked)
         return score_together(self._seat, self._score, *given, *options)
 
-    def _score(self, *given: Any) -> Iterator[dict[int, np.ndarray]]:
-        *arguments, _ = given
-        return sequence_logprobs(self.runner.model, *arguments)
+    def _score(self, *given: Any) -> Iterator[dict[int, TokenScores]]:
+        *arguments, _, asked = given
+        return sequence_logprobs(self.runner.model, *arguments, asked=asked)
+
+    def encode_pictures(self, pictures: Sequence[Picture], values: Callable[[str], Tensor]) -> EncodedPictures:
+        raise AssertionError("refused on devices")
 
     def reset_encoder_cache(self) -> None:
         """Do nothing: pictures are not encoded on a device."""
@@ -142,11 +161,12 @@ class CudaBackend(Backend):
     def memory_of(self, weights: Sequence[Tensor]) -> CudaWeightMemory:
         return CudaWeightMemory(weights, self.runner)
 
-    def _model(self, num_blocks: int, context: int) -> CudaModel:
+    def _model(self, num_blocks: int, context: int, num_state_slots: int = 0) -> CudaModel:
         return CudaModel(
             self._loaded.module,
             self._loaded.geometry,
             num_blocks=num_blocks,
+            num_state_slots=num_state_slots,
             block_size=self._config.tokens_per_block,
             limits=Limits(self._config.max_num_batched_tokens, self._config.max_num_seqs, context),
             fused=self._fused,
@@ -180,15 +200,19 @@ class CudaBackend(Backend):
         room = int(total * config.gpu_memory_utilization) - foreign - peak - graphs
         room -= self._update_bytes(room)
         room -= self._draft_bytes(room)
+        states = bytes_of_states(config, self._loaded, room, total)
+        room -= states
         routed = 0 if self.routing is None else self.routing.num_token_bytes * config.tokens_per_block
-        num_blocks = room // (bytes_per_block(self._loaded, config.tokens_per_block) + routed)
+        block_bytes = bytes_per_block(self._loaded, config.tokens_per_block) + routed
+        most = most_blocks(config, self._loaded)
+        num_blocks = room // block_bytes if block_bytes else most  # no layer attends
         if num_blocks * config.tokens_per_block < min(model_len, 64):
             raise ConfigError(
                 f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {room} bytes for the KV pool: of "
-                f"{total}, others take {foreign}, weights and the largest step {peak}, CUDA graphs {graphs}. Give "
-                "more, or shorter steps."
+                f"{total}, others take {foreign}, weights and the largest step {peak}, CUDA graphs {graphs}, states "
+                f"of sequences {states}. Give more, or shorter steps."
             )
-        return min(num_blocks, most_blocks(config, self._loaded))
+        return min(num_blocks, most)
 
     @property
     def _drafting(self) -> SpeculationConfig | None:

@@ -63,7 +63,8 @@ class DecodeGraphs:
         self._model, self._rows, self._given_capture = model, rows, capture
         self._has_prefixes = (False, True) if shares_prefixes else (False,)
         self._sizes = _ladder(max_batch)
-        self._inputs = DecodeInputs(max_batch, model.kv.block_size, rows)
+        has_states = not model.kv.states.is_empty
+        self._inputs = DecodeInputs(max_batch, model.kv.block_size, rows, has_states=has_states)
         self._drawn = DrawMemory.empty(max_batch, vocab_size, model.device)
         self.void()
 

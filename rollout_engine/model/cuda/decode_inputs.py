@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.adapters import AdapterRows
+from rollout_engine.kernels.state_chunks import ChunkTensors, StateChunks
 from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.decode_inputs import prepare
 from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
@@ -21,6 +22,8 @@ from rollout_engine.model.cuda.upload import StaticColumns
 
 _BATCH = {"token_ids": (torch.int64, 0), "positions": (torch.int64, 0), "slots": (torch.int64, -1)}
 _BATCH |= {"rows": (torch.int64, 0), "context_lens": (torch.int32, 0), "units": (torch.int32, 0)}
+_STATES = {"sources": (torch.int64, -1), "write_slots": (torch.int64, -1)}
+"""Columns of slots of states: a padded row begins with zeros, and writes none."""
 _DRAWS = [(torch.from_numpy(column).dtype, column.item()) for column in padding_row().flat]
 """Dtype and padding value of each column. A padded row has no context, writes no KV and returns no token."""
 _BLOCK_FIELDS = 3
@@ -38,20 +41,26 @@ class DecodeStep(NamedTuple):
     prefixes: SharedPrefixes | None
     changes: TableChanges
     adapters: AdapterRows | None = None
+    states: StateChunks | None = None
+    """One write for each sequence; None: no layer keeps states."""
 
 
 class DecodeInputs:
     """Static memory for a batch and its draws."""
 
-    def __init__(self, max_batch: int, block_size: int, rows: SequenceRows) -> None:
+    def __init__(self, max_batch: int, block_size: int, rows: SequenceRows, *, has_states: bool = False) -> None:
+        """`has_states`: sequences have slots of states."""
+        self._columns = _BATCH | (_STATES if has_states else {})
         device, max_blocks = rows.tables_on_device.device, rows.matrix.shape[1]
         self._rows, self._block_size, self._max_changes = rows, block_size, _BLOCKS_AT_ONCE * max_batch
-        sizes = [(dtype, max_batch) for dtype, _ in (*_BATCH.values(), *_DRAWS)]
+        sizes = [(dtype, max_batch) for dtype, _ in (*self._columns.values(), *_DRAWS)]
         sizes += [(torch.int32, max_batch), (torch.int32, max_batch * _BLOCK_FIELDS)]
         sizes += [(torch.int32, max_batch * COLUMNS), (torch.int32, 1)]
         sizes += [(torch.int64, self._max_changes), (torch.int32, self._max_changes)]
         self._static = StaticColumns(sizes, device)
         self._starts = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
+        self._bounds = torch.arange(max_batch + 1, device=device)
+        self._ends = torch.arange(1, max_batch + 1, device=device)
         self._tables = torch.zeros(max_batch, max_blocks, dtype=torch.int32, device=device)
 
     def clear(self) -> None:
@@ -65,6 +74,8 @@ class DecodeInputs:
             self._rows.upload(changes)
             changes = TableChanges(changes.places[:0], changes.blocks[:0])
         batch = {name: getattr(flat, name) for name in _BATCH if name != "units"}
+        if step.states is not None:
+            batch |= {name: getattr(step.states, name) for name in _STATES}
         draws = [] if step.draws is None else step.draws.flat
         self._send(batch, draws, size, step._replace(changes=changes))
         token_ids, _, _, rows, context_lens, *_ = (column[: len(flat.rows)] for column in self._static.columns)
@@ -80,7 +91,8 @@ class DecodeInputs:
 
     def batch(self, size: int, *, has_prefixes: bool, has_adapters: bool = False) -> CudaBatch:
         """The static batch of `size` sequences."""
-        token_ids, positions, slots, _, lens, units = (column[:size] for column in self._static.columns[: len(_BATCH)])
+        own = [column[:size] for column in self._static.columns[: len(self._columns)]]
+        token_ids, positions, slots, _, lens, units, *of_states = own
         prefixes = None
         if has_prefixes:
             items, num_items = self._static.columns[-4:-2]
@@ -90,11 +102,18 @@ class DecodeInputs:
             adapter_rows, adapter_blocks = self._static.columns[-6:-4]
             adapters = AdapterBatch(adapter_rows[:size], adapter_blocks.view(-1, _BLOCK_FIELDS)[:size])
         attention = Batch(self._starts[: size + 1], lens, self._tables[:size], size, prefixes)
-        return CudaBatch(token_ids, positions, slots, attention, adapters)
+        states = self._chunks(size, *of_states) if of_states else None
+        return CudaBatch(token_ids, positions, slots, attention, adapters, states=states)
+
+    def _chunks(self, size: int, sources: Tensor, slots: Tensor) -> ChunkTensors:
+        """Chunks of one token, each of which writes one slot."""
+        bounds, ends = self._bounds[: size + 1], self._ends[:size]
+        return ChunkTensors(bounds, sources, bounds, ends, slots, self._bounds[:size])
 
     def draws(self, size: int) -> DrawColumns[Tensor]:
         """The static draws of `size` sequences."""
-        columns = self._static.columns[len(_BATCH) : len(_BATCH) + len(_DRAWS)]
+        first = len(self._columns)
+        columns = self._static.columns[first : first + len(_DRAWS)]
         return DrawColumns.of_flat(column[:size] for column in columns)
 
     def _send(
@@ -105,10 +124,10 @@ class DecodeInputs:
         step: DecodeStep | None = None,
     ) -> None:
         none = np.empty(0, np.int32)
-        prefixes, changes, plan = (None, None, None) if step is None else step[2:]
+        prefixes, changes, plan = (None, None, None) if step is None else (step.prefixes, step.changes, step.adapters)
         if prefixes is not None:
             batch = batch | {"units": prefixes.units}
-        columns = [(batch.get(name, none), size, padding) for name, (_, padding) in _BATCH.items()]
+        columns = [(batch.get(name, none), size, padding) for name, (_, padding) in self._columns.items()]
         pairs = zip(draws or repeat(none), _DRAWS, strict=False)
         columns += [(column, size, padding) for column, (_, padding) in pairs]
         rows, blocks = (none, none) if plan is None else (plan.rows, plan.blocks.reshape(-1))

@@ -5,7 +5,8 @@
                                                          ├─ gate|up ── activation ── down ──┐
                                                          └────────────────────── add, norm ─┘
 
-In a mixture of experts, `experts` computes the part between the last two norms, and a shared MLP is added to it.
+In a mixture of experts, `experts` computes the part between the last two norms, and a shared MLP is added to it. In
+place of attention a layer may have the gated delta rule of `delta_net`, over states in slots.
 
 Products are torch's. In deterministic mode they are those of `kernels.triton.matmul`, and heads are normed before they
 are rotated, by the same kernel as in a trainer's modules.
@@ -16,16 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout_engine.kernels.activation import sigmoid
+from rollout_engine.kernels.state_chunks import ChunkTensors
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
-from rollout_engine.kernels.triton.rotary import rotate_and_write
+from rollout_engine.kernels.triton.rotary import HeadNorms, rotate_and_write
 from rollout_engine.kernels.triton.routers import Routes
 from rollout_engine.model.cuda.adapters import CudaAdapterPool
 from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKVPool
-from rollout_engine.model.cuda.decoder_parts import MLP, Layer, Linear, Mixture, Parts
+from rollout_engine.model.cuda.decoder_parts import MLP, Attention, Layer, Linear, Mixer, Mixture, Norm, Parts
 from rollout_engine.model.sampling.logit_rows import LogitRows
 
 
@@ -62,13 +64,12 @@ class CudaDecoder:
         residual = self._embed(batch.token_ids)
         hidden = torch.empty_like(residual)
         norms = [*(layer.attention_norm for layer in parts.layers), parts.norm]
-        rms_norm(residual, norms[0].weight, norms[0].epsilon, hidden)
+        _norm(residual, norms[0], hidden)
         for index, layer in enumerate(parts.layers):
-            delta = self._attend(layer, hidden, batch, index, pool.layers[index])
-            add_rms_norm(residual, delta, layer.mlp_norm.weight, layer.mlp_norm.epsilon, hidden)
+            delta = self._mix(layer, hidden, batch, index, pool)
+            _add_and_norm(residual, delta, layer.mlp_norm, hidden)
             delta = self._feed_forward(layer.mlp, hidden, batch, pool)
-            following = norms[index + 1]
-            add_rms_norm(residual, delta, following.weight, following.epsilon, hidden)
+            _add_and_norm(residual, delta, norms[index + 1], hidden)
         return hidden
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -81,23 +82,44 @@ class CudaDecoder:
         """Logits [R, V] of hidden states [R, H], behind the final norm."""
         return self._product(hidden, self._parts.head)
 
-    def _attend(self, layer: Layer, hidden: Tensor, batch: CudaBatch, index: int, kv: KVLayer) -> Tensor:
-        shape = layer.geometry
-        sizes = [shape.num_heads * shape.head_dim_k, *(shape.num_kv_heads * dim for dim in _dims(layer))]
+    def _mix(self, layer: Layer, hidden: Tensor, batch: CudaBatch, index: int, pool: CudaKVPool) -> Tensor:
+        if isinstance(layer.mixing, Attention):
+            out = self._attend(layer.mixing, hidden, batch, index, pool.layers[index])
+        else:
+            out = self._recur(layer.mixing, hidden, batch, index, pool)
+        return self._multiply_adapted(out, layer.out, batch)
+
+    def _recur(self, mixer: Mixer, hidden: Tensor, batch: CudaBatch, index: int, pool: CudaKVPool) -> Tensor:
+        chunks, states = batch.states, pool.states.layers[index]
+        assert chunks is not None and states is not None, "its sequences have slots"
+        on_device = chunks if isinstance(chunks, ChunkTensors) else chunks.on(hidden.device)
+        projected = [self._multiply_adapted(hidden, linear, batch) for linear in mixer.inputs]
+        return mixer.delta.compute(torch.cat(projected, 1), states, on_device)
+
+    def _attend(self, layer: Attention, hidden: Tensor, batch: CudaBatch, index: int, kv: KVLayer) -> Tensor:
+        shape, gate = layer.geometry, None
+        sizes = [(1 + layer.is_gated) * shape.num_heads * shape.head_dim_k]
+        sizes += [shape.num_kv_heads * dim for dim in (shape.head_dim_k, shape.head_dim_v)]
         q, k, v = self._multiply_adapted(hidden, layer.qkv, batch).split(sizes, dim=1)
         q, k = (x.unflatten(1, (-1, shape.head_dim_k)) for x in (q, k))
         v = v.unflatten(1, (-1, shape.head_dim_v))
-        norms = layer.head_norms
-        if norms is not None and self._deterministic:
-            rms_norm(q, norms.q_weight, norms.epsilon, q)
-            rms_norm(k, norms.k_weight, norms.epsilon, k)
-            norms = None
+        if layer.is_gated:
+            q, gate = q[:, ::2], q[:, 1::2]
+        norms = None
+        if layer.head_norms is not None:
+            of_q, of_k = layer.head_norms
+            if self._deterministic or of_q.has_offset:
+                _norm(q, of_q, q)
+                _norm(k, of_k, k)
+            else:
+                norms = HeadNorms(of_q.weight, of_k.weight, of_q.epsilon)
         rotate_and_write(q, k, v, batch.positions, batch.slots, self._parts.rotary, kv, q, norms)
         if self._parts.query_factors is not None:
             q.mul_(self._parts.query_factors[batch.positions][:, None, None])
         out = q.new_empty(len(q), shape.num_heads, shape.head_dim_v)
-        self._attention.attend(index, q, kv, layer.attention_params, out)
-        return self._multiply_adapted(out.flatten(1), layer.out, batch)
+        self._attention.attend(index, q, kv, layer.params, out)
+        mixed: Tensor = out.flatten(1)
+        return mixed if gate is None else mixed * sigmoid(gate.flatten(1))
 
     def _feed_forward(self, mlp: MLP | Mixture, hidden: Tensor, batch: CudaBatch, pool: CudaKVPool) -> Tensor:
         if isinstance(mlp, MLP):
@@ -152,5 +174,9 @@ class CudaDecoder:
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _dims(layer: Layer) -> tuple[int, int]:
-    return layer.geometry.head_dim_k, layer.geometry.head_dim_v
+def _norm(x: Tensor, norm: Norm, out: Tensor) -> None:
+    rms_norm(x, norm.weight, norm.epsilon, out, has_offset=norm.has_offset)
+
+
+def _add_and_norm(residual: Tensor, delta: Tensor, norm: Norm, out: Tensor) -> None:
+    add_rms_norm(residual, delta, norm.weight, norm.epsilon, out, has_offset=norm.has_offset)

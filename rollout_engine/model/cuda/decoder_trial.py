@@ -10,13 +10,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
+from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.kernels.triton.paged_attention import Batch, Limits
 from rollout_engine.model.cuda.attention import CudaBatch
 from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
-from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
-from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.geometry import LayerGeometry, keeps_states
 from rollout_engine.model.modules.positions import far_starts
+from rollout_engine.model.modules.structure_checks import UnsupportedStructure
 from rollout_engine.model.ranks.seat import ELSEWHERE, Seat
 
 BLOCK_SIZE = 16
@@ -125,7 +126,9 @@ def small_model(
     width = _blocks_each(block_size)
     context = max(width * block_size, _far_shift(module) + _LONGEST)
     limits = Limits(num_tokens=64, num_sequences=4, context=context)
-    return CudaModel(module, geometry, num_blocks=2 * width, block_size=block_size, limits=limits, **options)
+    sizes: dict[str, Any] = {"num_blocks": 2 * width, "block_size": block_size}
+    num_slots = 2 * keeps_states(geometry)
+    return CudaModel(module, geometry, **sizes, num_state_slots=num_slots, limits=limits, **options)
 
 
 def disagreement(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
@@ -153,6 +156,8 @@ def served(model: CudaModel, shift: int = 0) -> list[Tensor]:
     for sizes in _SIZES:
         batch = _batch(token_ids, first, sizes, model.kv.block_size)
         batch = batch._replace(positions=batch.positions + shift)
+        if not model.kv.states.is_empty:
+            batch = batch._replace(states=StateChunks.in_place(sizes, first, [0, 1]))
         rows = torch.arange(sum(sizes), device=model.device)
         for index, part in enumerate(model.forward(batch, rows).split(sizes)):
             logits[index].append(part)

@@ -64,7 +64,7 @@ class Drawing:
         for piece in pieces:
             part = draws.part(piece)
             arrived = CudaDraws.of(part, upload(part.sent, self._device))
-            arrived = arrived._replace(has_rules=columns.has_rules, num_top=columns.num_top)
+            arrived = CudaDraws(*arrived[:3], *columns[3:])  # all pieces have the same columns
             outcome = self.sampler.draw(logits.take(piece), arrived, self._rows.last_tokens)
             outcomes.append(outcome.clone())  # the next piece may be drawn in the same memory
         return torch.cat(outcomes)
@@ -72,16 +72,16 @@ class Drawing:
     def behind_drafts(self, work: SchedulerOutput, logits: LogitRows, first_rows: np.ndarray) -> ModelRunnerOutput:
         """Draw behind drafted tokens and wait for the outcome; `first_rows` int64 [S]: each sample's first of `logits`.
 
-        A sequence whose logits are edited on the device draws one token after the other, as without drafts: its record
-        there learns of each when the next is drawn.
+        A sequence whose logits may be edited draws one token after the other, as without drafts: its record on the
+        device learns of each when the next is drawn, and so does the host.
         """
         sequences = [self._sequences[task.sequence_id] for task in work.samples]
-        edited = self._sequences.edits_of(sequences, [len(sequence.token_ids) for sequence in sequences])
-        rows = zip(work.samples, sequences, first_rows.tolist(), strict=True)
-        tasks = [
-            DraftTask(sequence, row, work.scheduled[task.row].draft_token_ids, one_by_one=index in edited)
-            for index, (task, sequence, row) in enumerate(rows)
-        ]
+        drafts = [work.scheduled[task.row].draft_token_ids for task in work.samples]
+        firsts = [len(sequence.token_ids) for sequence in sequences]
+        lasts = [first + len(draft) for first, draft in zip(firsts, drafts, strict=True)]
+        edited = {index for places in (firsts, lasts) for index in self._sequences.edits_of(sequences, places)}
+        rows = zip(sequences, first_rows.tolist(), drafts, strict=True)
+        tasks = [DraftTask(*each, one_by_one=index in edited) for index, each in enumerate(rows)]
         out = draw_behind_drafts(tasks, partial(self._draw_rows, logits))
         self.put_last_tokens(sequences, [sequence.token_ids[-1] for sequence in sequences])
         return out

@@ -107,7 +107,7 @@ class Draws(NamedTuple):
     special: SpecialColumns[np.ndarray] | None
     """The rows that ask for more; None without any."""
     on_host: dict[int, LogitEdits]
-    """Rows that logits processors edit or grammars restrict."""
+    """Rows that logits processors edit, grammars restrict, or budgets of thinking may force."""
 
     @property
     def has_rules(self) -> bool:
@@ -118,6 +118,11 @@ class Draws(NamedTuple):
     def num_top(self) -> int:
         """The most top tokens that any row asks for."""
         return int(self.batch.num_top.max(initial=0))
+
+    @property
+    def has_entropies(self) -> bool:
+        """Whether any row asks for the entropy of its distribution."""
+        return bool(self.batch.wants_entropy.any())
 
     @property
     def plain(self) -> DrawColumns[np.ndarray]:
@@ -161,6 +166,7 @@ class CudaDraws(NamedTuple):
     """Columns of the edited rows."""
     has_rules: bool
     num_top: int
+    has_entropies: bool
 
     @classmethod
     def of(cls, draws: Draws, uploaded: Iterable[Tensor]) -> "CudaDraws":
@@ -170,7 +176,7 @@ class CudaDraws(NamedTuple):
         if draws.special is not None:
             special = SpecialColumns(*islice(columns, len(SpecialColumns._fields)))
             edited = DrawColumns.of_flat(columns) if len(special.edited) else None
-        return cls(plain, special, edited, draws.has_rules, draws.num_top)
+        return cls(plain, special, edited, draws.has_rules, draws.num_top, draws.has_entropies)
 
 
 class DrawSettings(NamedTuple):

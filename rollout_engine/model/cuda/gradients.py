@@ -110,3 +110,9 @@ def norm_rows(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm of x [..., D], without gradients: the forward of `kernels.norm.rms_norm`."""
     rows = x.reshape(-1, x.shape[-1])
     return rms_norm(rows, weight, epsilon, torch.empty_like(rows)).view(x.shape)
+
+
+def offset_norm_rows(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of x [..., D] by 1 + weight, without gradients: the forward of `kernels.norm.offset_rms_norm`."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return rms_norm(rows, weight, epsilon, torch.empty_like(rows), has_offset=True).view(x.shape)

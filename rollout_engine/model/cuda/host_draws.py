@@ -1,4 +1,4 @@
-"""Draws on the host, from a copy of their logits, for rows that logits processors edit or grammars restrict."""
+"""Draws on the host, from a copy of their logits, for rows of logits processors, grammars and budgets of thinking."""
 
 import numpy as np
 import torch
@@ -15,12 +15,15 @@ from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 
 
 def draw_rows(out: ModelRunnerOutput, draws: Draws, logits: LogitRows, vocab_size: int) -> None:
-    """Draw the rows `draws.on_host` of `logits` and overwrite their results in `out`, unless a grammar allows those.
+    """Draw the rows `draws.on_host` of `logits` and overwrite their results in `out`, unless these stand.
+
+    They do if a grammar allows them, or nothing edits the row after all. The host has all tokens before them.
 
     Tempered log-probs are computed by the same kernel as a trainer's.
     """
     allowed = _find_allowed(out, draws)
-    rows = np.array([row for row in draws.on_host if row not in allowed], np.int64)
+    edited = [row for row, each in draws.on_host.items() if each.are_active and row not in allowed]
+    rows = np.array(edited, np.int64)
     for piece in row_pieces(len(rows), vocab_size, torch.device("cpu")):
         _draw_piece(out, draws, logits, rows[piece])
 

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.kernels.triton.paged_attention import Batch
 from rollout_engine.model.cuda.attention import CudaBatch
 from rollout_engine.model.cuda.draws import CudaDraws, Draws, columns_of, special_columns
@@ -18,7 +19,7 @@ from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 def run_largest_step(model: CudaModel, vocab_size: int, num_drafted: int = 0) -> None:
     """Compute as many tokens as `model.limits` allow, and draw from each row of logits that is in the first piece.
 
-    Logits are those of its sequences, and of `num_drafted` tokens of each. KV goes to block 0.
+    Logits are those of its sequences, and of `num_drafted` tokens of each. KV goes to block 0, and states are lost.
     """
     limits, device = model.limits, model.device
     num_sequences = min(limits.num_sequences, limits.num_tokens)
@@ -29,7 +30,8 @@ def run_largest_step(model: CudaModel, vocab_size: int, num_drafted: int = 0) ->
     max_blocks = -(-limits.context // model.kv.block_size)
     tables = torch.zeros(num_sequences, max_blocks, dtype=torch.int32, device=device)
     attention = Batch(starts, starts.diff(), tables, num_decodes=0)
-    batch = CudaBatch(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), attention)
+    states = None if model.kv.states.is_empty else StateChunks.whole(np.diff(bounds).tolist())
+    batch = CudaBatch(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), attention, states=states)
     rows = torch.arange(num_drawn, device=device) if num_drafted else starts[1:].long() - 1
     logits = model.forward_rows(batch, rows).take(row_pieces(num_drawn, vocab_size, device)[0])
     count = len(logits)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.routed_experts import RoutingInfo
+from rollout_engine.kernels.state_chunks import ChunkTensors
 from rollout_engine.kernels.triton.paged_attention import Limits
 from rollout_engine.model.cuda.adapters import CudaAdapterPool
 from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKVPool, ModuleStep
@@ -25,7 +26,7 @@ from rollout_engine.model.sampling.module_logits import module_logits
 
 
 class CudaModel:
-    """A module built with `ATTENTION_NAME`, on a device, and its KV pool.
+    """A module built with `ATTENTION_NAME`, on a device, and its pools of KV and of states.
 
     `fused`: its layers run by our kernels, not as modules, unless `layer_watch` has watchers; raises
     `UnsupportedStructure` if they cannot. `deterministic`: a row's bits do not depend on its batch, if layers are fused
@@ -42,6 +43,7 @@ class CudaModel:
         block_size: int,
         limits: Limits,
         fused: bool,
+        num_state_slots: int = 0,
         deterministic: bool = False,
         adapters: CudaAdapterPool | None = None,
         routing: RoutingInfo | None = None,
@@ -55,7 +57,7 @@ class CudaModel:
             "routing": routing,
         }
         self.make_pool = partial(CudaKVPool, geometry, **shape)
-        self.kv = self.make_pool(num_blocks=num_blocks)
+        self.kv = self.make_pool(num_blocks=num_blocks, num_state_slots=num_state_slots)
         self.attention = CudaAttention(
             *(geometry, limits, weight.dtype, weight.device),
             deterministic=deterministic,
@@ -93,7 +95,9 @@ class CudaModel:
             )
 
         def forward(rows: Tensor) -> Any:
-            with attending(ModuleStep(pool, self.attention, batch)), self._route_tokens(batch, pool):
+            assert not isinstance(batch.states, ChunkTensors), "batches of modules are not captured"
+            states = pool.states.step(batch.states)
+            with attending(ModuleStep(pool, self.attention, batch)), states, self._route_tokens(batch, pool):
                 return self.module(
                     input_ids=batch.token_ids[None],
                     position_ids=batch.positions[None],

@@ -18,6 +18,7 @@ from rollout_engine.kernels.latent import LatentKernels
 from rollout_engine.kernels.triton import latent as triton_latent
 from rollout_engine.kernels.triton.adapters import added
 from rollout_engine.kernels.triton.dense import attend_dense
+from rollout_engine.kernels.triton.entropy import row_figures
 from rollout_engine.kernels.triton.matmul import tile_for
 from rollout_engine.kernels.triton.sampling import score
 from rollout_engine.model.backend import Arithmetic
@@ -30,11 +31,17 @@ from rollout_engine.model.cuda.gradients import (
     scores,
     takes_scores,
 )
+from rollout_engine.model.cuda.state_layers import REPLACED, OffsetNorm, make_mixers_exact
 from rollout_engine.model.modules.attention_interface import rollout_attention
 from rollout_engine.model.modules.expert_patterns import expert_form, router_pattern
 from rollout_engine.model.modules.indexed_attention import has_indexers
 from rollout_engine.model.modules.latent_attention import LatentProjection, cache_latents, use_latent_kernels
-from rollout_engine.model.modules.module_patterns import children_of_one_dtype, is_gated_mlp, rms_norm_epsilon
+from rollout_engine.model.modules.module_patterns import (
+    children_of_one_dtype,
+    is_gated_mlp,
+    offset_norm_epsilon,
+    rms_norm_epsilon,
+)
 from rollout_engine.model.modules.own_forwards import OwnForward, RowScores, names_a_gate, swap_calls, swap_own_router
 from rollout_engine.model.modules.routers import routers_of
 from rollout_engine.model.modules.row_trial import unproven_parts
@@ -50,8 +57,8 @@ LATENT_KERNELS = LatentKernels(triton_latent.absorb, triton_latent.expand)
 def make_row_invariant(module: nn.Module) -> None:
     """Replace every `nn.Linear`, and the norms, MLPs, routers and experts that our kernels compute, below a causal LM.
 
-    Other routers, and modules with gates, keep their forwards, with our functions in them. Experts of which some return
-    their input keep torch's own. Attention that expands latents caches latents instead.
+    Other routers, modules with gates and mixers keep their forwards, with our functions in them. Experts of which some
+    return their input keep torch's own. Attention that expands latents caches latents instead.
     """
     cache_latents(module)
     if has_indexers(module):
@@ -59,6 +66,7 @@ def make_row_invariant(module: nn.Module) -> None:
             f"{type(module).__name__} attends to positions chosen by an indexer, and is exact on a CPU only."
         )
     use_latent_kernels(module, LATENT_KERNELS)
+    make_mixers_exact(module, _SCORES)
     for child in children_of_one_dtype(module):
         if hasattr(child, "inv_freq"):
             _compute_on_the_host(module, child)
@@ -68,6 +76,8 @@ def make_row_invariant(module: nn.Module) -> None:
             child.__class__ = _MLP
         elif (epsilon := rms_norm_epsilon(child)) is not None:
             become(child, _RMSNorm)._epsilon = epsilon
+        elif (epsilon := offset_norm_epsilon(child)) is not None:
+            become(child, OffsetNorm)._epsilon = epsilon
         elif isinstance(child, TrainedRouter | TrainedExperts):
             continue
         elif (pattern := router_pattern(child)) is not None:
@@ -139,5 +149,6 @@ class _RMSNorm(nn.Module):
 
 
 AttentionInterface.register(_ATTENTION_NAME, partial(rollout_attention, dense=attend_dense))
-_unproven_parts = partial(unproven_parts, _Linear | TrainedRouter | TrainedExperts | OwnForward | LatentProjection)
-ARITHMETIC = Arithmetic(_ATTENTION_NAME, make_row_invariant, _unproven_parts, score, added)
+_KNOWN = _Linear | TrainedRouter | TrainedExperts | OwnForward | LatentProjection | REPLACED
+_unproven_parts = partial(unproven_parts, _KNOWN)
+ARITHMETIC = Arithmetic(_ATTENTION_NAME, make_row_invariant, _unproven_parts, score, added, row_figures)

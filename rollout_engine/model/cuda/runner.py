@@ -25,6 +25,7 @@ from rollout_engine.base.messages import (
 )
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import AdapterRows
+from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.kernels.triton.adapters import AdapterBatch
 from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
 from rollout_engine.kernels.triton.sampling import score
@@ -48,13 +49,14 @@ from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
 from rollout_engine.model.sequences.sequence_states import SequenceStates
+from rollout_engine.model.sequences.state_slots import StateSlots
 
 Result = Callable[[], ModelRunnerOutput]
 _PromptResult = Callable[[], dict[int, PromptLogprobs]]
 
 
 class CudaRunner:
-    """The model, its KV pool, and the sequences they work on."""
+    """The model, its pools of KV and states, and the sequences they work on."""
 
     def __init__(
         self,
@@ -74,6 +76,8 @@ class CudaRunner:
         self._vocab_size = vocab_size
         self._prompts = PromptScorer(vocab_size, score, lambda figures: Download(figures).wait)
         self._sequences = SequenceStates(vocab_size, processors, self._prompts, grammars)
+        self._state_slots: StateSlots | None = None if model.kv.states.is_empty else StateSlots()
+        """Slots of sequences; None: the model keeps no states."""
         size = model.kv.block_size
         self.rows = SequenceRows(-(-model.limits.context // size), model.device)
         self.drawing = Drawing(self._sequences, self.rows, vocab_size=vocab_size, context=model.limits.context)
@@ -167,7 +171,9 @@ class CudaRunner:
         num_drafted = np.array([len(chunk.draft_token_ids) for chunk in scheduled], np.int64)
         asked = AskedRows.of(chunks, flat.token_starts, num_drafted, self._prompts.rows(scheduled))
         draws = None if num_drafted.any() else self.drawing.of(work, flat.context_lens[chunks].astype(np.int64))
-        return _Step(flat, asked, draws, self._prefixes(flat), changes, self._adapter_rows(scheduled), order)
+        slots = self._state_slots
+        states = None if slots is None else slots.chunks(scheduled, flat.token_starts)
+        return _Step(flat, asked, draws, self._prefixes(flat), changes, self._adapter_rows(scheduled), order, states)
 
     def _run(self, work: SchedulerOutput, step: "_Step | None") -> "_Computed | None":
         """Launch a step up to its logits. All ranks do so together, over the tokens that rank 0 has drawn."""
@@ -186,6 +192,8 @@ class CudaRunner:
         self._sequences.begin_step(work)
         for sequence_id in work.finished_sequence_ids:
             self.rows.forget(sequence_id)
+        if self._state_slots is not None:
+            self._state_slots.forget(work.finished_sequence_ids)
         self.drawing.update(work)
         if self._routing is not None:
             self._routing.update(work)
@@ -199,7 +207,7 @@ class CudaRunner:
             return None
         in_order = asked.takes_all_in_order(len(flat.rows))
         plain = draws.plain if in_order else None
-        found = self.graphs.run(DecodeStep(flat, plain, step.prefixes, step.changes, step.adapters))
+        found = self.graphs.run(DecodeStep(flat, plain, step.prefixes, step.changes, step.adapters, step.states))
         if found is None:
             return None
         logits, drawn = found
@@ -212,7 +220,7 @@ class CudaRunner:
         return _Computed(LogitRows.of(logits[logit_rows]), drawn_rows, CudaDraws.of(draws, arrived), None)
 
     def _compute(self, step: "_Step") -> "_Computed":
-        flat, asked, draws, prefixes, _, plan, _ = step
+        flat, asked, draws, prefixes, _, plan, _, states = step
         adapters = [] if plan is None else [plan.rows, plan.blocks]
         shared = [] if prefixes is None else [prefixes.items, prefixes.units, prefixes.num_items]
         of_draws = [] if draws is None else [asked.drawn_rows, *draws.sent]
@@ -225,7 +233,8 @@ class CudaRunner:
         found = Prefixes(*islice(arrived, len(shared))) if shared else None
         added = AdapterBatch(*islice(arrived, len(adapters))) if adapters else None
         attention = Batch(starts, lens, self.rows.tables_on_device[rows], flat.num_decodes, found)
-        logits = self.model.forward_rows(CudaBatch(token_ids, positions, slots, attention, added), logit_rows)
+        batch = CudaBatch(token_ids, positions, slots, attention, added, states=states)
+        logits = self.model.forward_rows(batch, logit_rows)
         if draws is None:
             return _Computed(logits, None, None, None)
         return _Computed(logits, next(arrived), CudaDraws.of(draws, list(arrived)), None)
@@ -296,6 +305,8 @@ class _Step(NamedTuple):
     adapters: AdapterRows | None
     order: list[int]
     """Indices into `scheduled` of the chunks of `flat`."""
+    states: StateChunks | None
+    """None: no layer keeps states."""
 
 
 class _Computed(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 from rollout_engine.base.messages import ModelRunnerOutput
 from rollout_engine.kernels.row_stats import KeptTokens, RowStats
 from rollout_engine.kernels.token_logprobs import logprobs_at
+from rollout_engine.kernels.triton.entropy import row_figures
 from rollout_engine.kernels.triton.logit_edits import edit
 from rollout_engine.kernels.triton.outcome import Status, write_edited_outcomes, write_outcomes
 from rollout_engine.kernels.triton.sampling import SamplingWorkspace, sample, score
@@ -26,7 +27,8 @@ from rollout_engine.model.sampling.logit_rows import aligned_rows
 from rollout_engine.model.sampling.sampler import BAD_LOGITS, NONE_LEFT, ranks_of
 
 _NUM_COLUMNS = 4
-"""Columns of `kernels.triton.outcome`; after them ids and log-probs of the top tokens, and the drawn token's rank."""
+"""Columns of `kernels.triton.outcome`; after them ids and log-probs of the top tokens, the drawn token's rank, and the
+entropy of the row, each if any row asks."""
 _EDITED_NUMEL = 1 << 25
 """Logits that are copied to be edited at a time: 128 MiB."""
 _ERRORS = {Status.UNUSABLE: BAD_LOGITS, Status.NONE_LEFT: NONE_LEFT}
@@ -72,8 +74,8 @@ class CudaSampler:
     def draw(self, logits: Tensor, draws: CudaDraws, last_tokens: Tensor, drawn: DrawMemory | None = None) -> Tensor:
         """Draw from `logits` [N, V]; write the tokens to `last_tokens`, int64, at the places of `draws`.
 
-        Returns the columns for `to_output`: float64 [N, 4], or [N, 5 + 2 x top tokens] if any are asked for.
-        `drawn`: the memory of `draw_plainly` for the same logits and draws, if it has run.
+        Returns the columns for `to_output`: float64 [N, 4], with 1 + 2 x top tokens more if any are asked for, and one
+        more for entropies. `drawn`: the memory of `draw_plainly` for the same logits and draws, if it has run.
         """
         count, columns = len(logits), draws.columns
         memory = drawn
@@ -97,9 +99,11 @@ class CudaSampler:
         elif width:
             top_tokens(logits, columns.temperatures, memory.workspace, memory.stats, *top)
             ranks[:, 0] = _ranks_of(logits, memory.stats)
-        return (
-            torch.cat([memory.outcome, *(column.double() for column in (*top, ranks))], 1) if width else memory.outcome
-        )
+        more = [column.double() for column in (*top, ranks)] if width else []
+        if draws.has_entropies:  # of all rows: there is no list of those that ask on the device
+            rows = torch.arange(count, device=self._device)
+            more.append(row_figures(logits, rows, columns.temperatures)[:, 2:])
+        return torch.cat([memory.outcome, *more], 1) if more else memory.outcome
 
     def _draw_special(
         self,
@@ -205,6 +209,9 @@ def to_output(draws: Draws, drawn: Tensor) -> ModelRunnerOutput:
         logprobs=logprobs if draws.batch.wants_logprobs else None,
         kept_logprob_mass=torch.tensor(mass).tolist() if draws.has_rules else None,
     )
+    if draws.has_entropies:
+        out.entropies = np.where(draws.batch.wants_entropy, drawn[:, -1].float().numpy(), 0).astype(np.float32)
+        drawn = drawn[:, :-1]
     if draws.num_top:
         out.top_logprobs, out.sampled_ranks = _top_columns(draws.batch.num_top, drawn)
     if min(statuses) != Status.DRAWN:

@@ -1,16 +1,25 @@
-"""Log-probs of given sequences, by the kernels of steps (on a device). KV is written to a pool of its own."""
+"""Scores of given sequences, by the kernels of steps (on a device). KV and states are in a pool of its own.
+
+Sequences are computed one after another, those that begin alike together: the KV of a beginning that a sequence shares
+with the one before it is in the pool already, and is not computed again. A state is that of one position alone: layers
+that keep some compute all tokens.
+"""
 
 from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.token_logprobs import row_temperatures
+from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenScores
+from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.kernels.triton import sampling
 from rollout_engine.kernels.triton.paged_attention import Batch
 from rollout_engine.model.cuda.attention import CudaBatch, CudaKVPool
 from rollout_engine.model.cuda.model import CudaModel
+from rollout_engine.model.sampling.scored_rows import score_rows
+from rollout_engine.model.sequences.beginnings import order_by_beginnings
 
 _TOKENS = 512
 """Tokens computed at a time."""
@@ -24,34 +33,46 @@ def sequence_logprobs(
     temperature: float,
     adapter_slot: int = -1,
     routed_experts: Sequence[np.ndarray] | None = None,
-) -> Iterator[dict[int, np.ndarray]]:
-    """Yield, some tokens at a time, the log-probs of tokens after the prompt: index -> float32 [len - num_prompt].
+    asked: AskedScores = TOKENS_ALONE,
+) -> Iterator[dict[int, TokenScores]]:
+    """Yield, some tokens at a time, the scores of tokens after the prompt by the index of their sequence.
 
     `adapter_slot`: of the adapter that all rows have; -1: none. `routed_experts`: of each sequence int16
     [len - 1, L, k], experts that its tokens are sent to; -1: by their routers' choice.
     """
     longest = max(map(len, sequences), default=0)
-    pool = model.make_pool(num_blocks=-(-longest // model.kv.block_size))
-    for i, (tokens, first) in enumerate(zip(sequences, num_prompt, strict=True)):
+    num_slots = 0 if model.kv.states.is_empty else 1
+    pool = model.make_pool(num_blocks=-(-longest // model.kv.block_size), num_state_slots=num_slots)
+    score = partial(_score_sequence, model, pool, temperature, adapter_slot)
+    num_held = 0
+    for i, num_common in order_by_beginnings(sequences):
         experts = None if routed_experts is None else routed_experts[i]
-        yield {i: (yield from _score_sequence(model, pool, tokens, first, temperature, adapter_slot, experts))}
+        reuses = experts is None and not num_slots
+        known = min(num_common, num_held, num_prompt[i] - 1) if reuses else 0
+        num_held = len(sequences[i]) - 1  # no KV is computed of a sequence's last token
+        yield {i: (yield from score(sequences[i], known, num_prompt[i], experts, asked.of([i])))}
 
 
 def _score_sequence(
     model: CudaModel,
     pool: CudaKVPool,
-    tokens: list[int],
-    num_prompt: int,
     temperature: float,
     adapter_slot: int,
+    tokens: list[int],
+    num_known: int,
+    num_prompt: int,
     routed_experts: np.ndarray | None,
-) -> Generator[dict[int, np.ndarray], None, np.ndarray]:
-    """Compute one sequence; yield nothing new between two pieces of it."""
+    asked: AskedScores,
+) -> Generator[dict[int, TokenScores], None, TokenScores]:
+    """Compute one sequence behind its first `num_known` tokens, whose KV is there; yield nothing new between pieces."""
     ids = torch.tensor(tokens, device=model.device)
     routed = None if routed_experts is None else torch.tensor(routed_experts, dtype=torch.int32, device=model.device)
-    found = [np.empty(0, np.float32)]
+    candidate_ids = None
+    if asked.candidate_ids is not None:
+        candidate_ids = torch.from_numpy(asked.candidate_ids[0].astype(np.int64)).to(model.device)
+    found: list[TokenScores] = []
     step, width = min(_TOKENS, model.limits.num_tokens), -(-model.limits.context // pool.block_size)
-    for start in range(0, len(tokens) - 1, step):
+    for start in range(num_known, len(tokens) - 1, step):
         end = min(start + step, len(tokens) - 1)
         wanted = max(start, num_prompt - 1)
         rows = torch.arange(wanted - start, max(end - start, wanted - start), device=model.device)
@@ -63,12 +84,13 @@ def _score_sequence(
             batch = batch._replace(routed=routed[start:end])
         logits = model.forward(batch, rows if len(rows) else rows.new_zeros(1), pool)
         if len(rows):
-            temperatures = row_temperatures(temperature, logits)
-            stats = sampling.score(logits, temperatures, ids[wanted + 1 : end + 1])
-            found.append(stats.logprobs.cpu().numpy())
+            first = wanted + 1 - num_prompt
+            candidates = None if candidate_ids is None else candidate_ids[first : first + len(rows)]
+            targets = ids[wanted + 1 : end + 1]
+            found.append(score_rows(logits, targets, temperature, sampling.score, candidates, asked.num_top).on_host())
         if end < len(tokens) - 1:
             yield {}
-    return np.concatenate(found)
+    return TokenScores.join(found)
 
 
 def _chunk(ids: Tensor, start: int, end: int, pool: CudaKVPool, width: int) -> CudaBatch:
@@ -78,4 +100,5 @@ def _chunk(ids: Tensor, start: int, end: int, pool: CudaKVPool, width: int) -> C
     bounds = torch.tensor([0, end - start], dtype=torch.int32, device=ids.device)
     lens = torch.tensor([end], dtype=torch.int32, device=ids.device)
     attention = Batch(bounds, lens, table[None], num_decodes=int(end - start == 1))
-    return CudaBatch(ids[start:end], positions, positions, attention)
+    states = None if pool.states.is_empty else StateChunks.in_place([end - start], [start], [0])
+    return CudaBatch(ids[start:end], positions, positions, attention, states=states)

@@ -2,8 +2,8 @@
 
 Which code of a kernel a step needs depends on its rows: a chunk or a decode, a shared prefix, truncation, edited
 logits, processed log-probs, top tokens, prompt log-probs, copied blocks. The steps here ask for all of these, in
-sequences of no request; they write KV to block 0, which nothing reads before it is written again. A mixture of
-experts also replays a choice.
+sequences of no request; they write KV to block 0, and states to slots 0 and 1, which nothing reads before they are
+written again. A mixture of experts also replays a choice.
 """
 
 import logging
@@ -13,7 +13,7 @@ from itertools import count
 
 import numpy as np
 
-from rollout_engine.base.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+from rollout_engine.base.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput, StateMove
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.cuda.sequence_logprobs import sequence_logprobs
@@ -70,7 +70,12 @@ def _step(
     work = _work(finished=list(runner.block_tables()))
     work.new = [NewSequence(each, [0] * context, context, params, seed=0) for each in ids]
     work.block_copies = [(0, 0)]
-    work.scheduled = [ScheduledSequence(each, num_computed, num_scheduled, blocks) for each in ids]
+    has_states = not runner.model.kv.states.is_empty
+    moves = [StateMove(-1, slot) if has_states else None for slot in range(len(ids))]
+    scheduled = zip(ids, moves, strict=True)
+    work.scheduled = [
+        ScheduledSequence(each, num_computed, num_scheduled, blocks, state=move) for each, move in scheduled
+    ]
     work.samples = [SampleTask(each, row) for row, each in enumerate(ids)]
     return work
 

@@ -121,12 +121,12 @@ def _admit(
 
     Ranks on devices cache keys and values that latents are expanded to.
     """
-    if device == _CPU:
-        swap_mixers(module)
-    elif any(map(is_mixer, module.modules())):
+    if device != _CPU and has_ranks and any(map(is_mixer, module.modules())):
         raise ConfigError(
-            f"{type(module).__name__} has layers that keep a state, and these run on a CPU alone. Use device='cpu'."
+            f"{type(module).__name__} has layers that keep a state, which one device computes. Leave "
+            "tensor_parallel_size out, or use device='cpu'."
         )
+    swap_mixers(module)
     if has_indexers(module):
         _check_indexed(device, has_ranks=has_ranks)
     if device == _CPU or not has_ranks:

@@ -1,90 +1,88 @@
 """The parts of a Hugging Face module built as Llama is. Only such modules have layers that a fused decoder can run.
 
-Some decoders also run layers with the gated delta rule in place of attention, gates of attention and partial rotations.
+Some decoders also run layers with a mixer in place of attention, gates of attention, partial rotations or none, norms
+of results, numbers by which Granite multiplies residuals and embeddings and divides logits, and layers with attention
+or an MLP alone.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollout_engine.model.modules import layer_patterns
+from rollout_engine.model.modules import block_patterns, layer_patterns
+from rollout_engine.model.modules.feed_forwards import MLP, Mixture, feed_forward, mlp_structure
 from rollout_engine.model.modules.geometry import LayerGeometry
-from rollout_engine.model.modules.layer_patterns import MIXER, QueryFactors
+from rollout_engine.model.modules.layer_patterns import QueryFactors
+from rollout_engine.model.modules.mamba_patterns import MambaPattern, mamba_pattern
 from rollout_engine.model.modules.mixer_patterns import DeltaPattern, delta_pattern
-from rollout_engine.model.modules.mixture_patterns import MixtureParts, mixture_pattern
+from rollout_engine.model.modules.part_names import names_by_role
 from rollout_engine.model.modules.positions import far_starts
+from rollout_engine.model.modules.short_convolution_patterns import ConvolutionPattern, convolution_pattern
+from rollout_engine.model.modules.structure_checks import (
+    UnsupportedStructure,
+    check_linears,
+    kind_of,
+    require,
+    require_no_tensors,
+    require_pattern,
+)
 from rollout_engine.model.packing.module_types import tensor_of
 
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_QKV = ("q_proj", "k_proj", "v_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_ROUTERS = {"gate", "router"}
-_EXPERTS = "experts"
+_BASE = {"embedding", "layers", "norm"}
+_FEED_FORWARDS = ({"mlp"}, {"mixture"}, {"shared_mlp"}, {"mixture", "shared_mlp"})
+"""Roles of the parts that follow a layer's second norm."""
 
 
-class UnsupportedStructure(Exception):
-    """Why the layers of a module must run as modules."""
-
-
-class MLP(NamedTuple):
-    """down(activation(gate(x)) * up(x))."""
+class Mixer(NamedTuple):
+    """A mixer in place of attention: the gated delta rule, Mamba 2's recurrence or a short convolution."""
 
     module: nn.Module
-    gate_up: list[nn.Module]
-    down: nn.Module
-
-
-class Mixture(NamedTuple):
-    """A mixture of experts."""
-
-    module: nn.Module
-    router: nn.Module
-    experts: nn.Module
-    bias_name: str | None = None
-    """The tensor of `module` that its router adds to scores; None: it gives the router none."""
-    shared: MLP | None = None
-    """Computes every token, in addition to its experts; None: nothing does."""
-    shared_gate: nn.Module | None = None
-    """A linear with one output, whose sigmoid multiplies the shared MLP's; None: nothing does."""
-
-
-class DeltaNet(NamedTuple):
-    """A mixer with the gated delta rule."""
-
-    module: nn.Module
-    """Has the parameters A_log and dt_bias."""
+    """Has the vectors of one element a head, if there are some."""
     convolution: nn.Module
-    norm: nn.Module
-    pattern: DeltaPattern
+    norm: nn.Module | None
+    """Behind a recurrence."""
+    pattern: DeltaPattern | MambaPattern | ConvolutionPattern
 
 
 class DecoderLayer(NamedTuple):
     """One decoder layer; each part is a module of its own."""
 
-    attention_norm: nn.Module
+    attention_norm: nn.Module | None
+    """None: the layer is an MLP or a mixture alone, and has no `out`."""
     qkv: list[nn.Module]
-    """The projections of attention; with `delta` all linears of the layer's input."""
+    """The projections of attention; with `mixer` all linears of the layer's input."""
     head_norms: list[nn.Module]
     """RMSNorms of the heads of q and k; none if the architecture has none."""
-    out: nn.Module
-    mlp_norm: nn.Module
-    mlp: MLP | Mixture
+    out: nn.Module | None
+    mlp_norm: nn.Module | None
+    """None: the layer is attention or a mixer alone, and has no `mlp`."""
+    mlp: MLP | Mixture | None
     geometry: LayerGeometry
     query_factors: QueryFactors | None
     is_gated: bool = False
     """Whether attention has gates, as `AttentionPattern.is_gated`."""
-    delta: DeltaNet | None = None
+    mixer: Mixer | None = None
     """Stands in place of attention; None: the layer attends."""
+    factor: float = 1.0
+    """Multiplies the results of attention, or the mixer, and of the MLP before they are added."""
+    norms_behind: bool = False
+    """Whether the norms are of these results, instead of the inputs."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention."""
+        return self.out is not None and self.mixer is None
 
 
 class DecoderStructure(NamedTuple):
     """A causal LM, or one with a head that classifies."""
 
     embedding: nn.Module
-    rotary: nn.Module
+    rotary: nn.Module | None
+    """None: nothing is rotated."""
     layers: list[DecoderLayer]
     norm: nn.Module
     head: nn.Module | None
@@ -92,7 +90,13 @@ class DecoderStructure(NamedTuple):
     query_factors: QueryFactors | None
     """Multiplies the queries of every layer after their rotation; None: nothing does."""
     rotary_size: int
-    """The first channels of a head, which are rotated."""
+    """The first channels of a head, which are rotated; 0: none."""
+    embedding_factor: float = 1.0
+    """Multiplies embeddings."""
+    logit_divisor: float = 1.0
+    """Divides the outputs of the head."""
+    has_precise_logits: bool = False
+    """Whether these become float32 at last."""
 
 
 def decoder_structure(
@@ -100,33 +104,53 @@ def decoder_structure(
 ) -> DecoderStructure:
     """The parts of `module`, whose weights are loaded. Raises `UnsupportedStructure` if it is not built as Llama is.
 
-    `takes_mixers`: layers may have the gated delta rule, and attention gates and partial rotations.
+    `takes_mixers`: it may differ from Llama in the ways at the head of this file.
     """
     base = getattr(module, module.base_model_prefix)
-    children = dict(base.named_children())
-    require(children.keys() == {"embed_tokens", "layers", "norm", "rotary_emb"}, f"{_kind(base)} has other parts")
-    layers = list(children["layers"])
+    children = _parts(base)
+    require(children.keys() - {"rotary"} == _BASE, f"{kind_of(base)} has other parts")
+    layers, rotary = list(children["layers"].children()), children.get("rotary")
     require(len(layers) == len(geometry), f"{len(geometry)} of its {len(layers)} layers have attention")
     head = module.get_output_embeddings()
-    _require_pattern(layer_patterns.base_reason(base))
-    if head is not None:
-        _require_pattern(layer_patterns.head_reason(module))
+    embedding_factor = _require_match(block_patterns.base_pattern(base)).number
+    of_head = block_patterns.BlockPattern(None) if head is None else _require_match(block_patterns.head_pattern(module))
     positions = _tried_positions(module)
     dims = {one.head_dim_k for one in geometry if one.attends}
     require(len(dims) == 1, "its layers do not attend, or with heads of several sizes")
-    rotary_size = _rotary_size(children["rotary_emb"], tensor_of(children["norm"]))
-    attention = _AttentionForm(positions, rotary_size, takes_mixers)
+    rotary_size = 0 if rotary is None else _rotary_size(rotary, tensor_of(children["norm"]))
+    form = _Form(positions, rotary_size, takes_mixers)
     require(takes_mixers or {rotary_size} == dims, "its rotations are of some channels")
-    parts = [_layer(layer, one, attention) for layer, one in zip(layers, geometry, strict=True)]
+    parts = [_layer(layer, one, form) for layer, one in zip(layers, geometry, strict=True)]
+    numbers = {embedding_factor, of_head.number, *(part.factor for part in parts)}
+    is_plain = numbers == {1.0} and not of_head.is_precise
+    require(takes_mixers or is_plain, "it multiplies embeddings, residuals or logits by numbers, or widens these")
     return DecoderStructure(
-        embedding=children["embed_tokens"],
-        rotary=children["rotary_emb"],
+        embedding=children["embedding"],
+        rotary=rotary,
         layers=parts,
         norm=children["norm"],
         head=head,
-        query_factors=_common_factors([part for part in parts if part.delta is None], positions),
+        query_factors=_common_factors([part for part in parts if part.attends], positions),
         rotary_size=rotary_size,
+        embedding_factor=embedding_factor,
+        logit_divisor=of_head.number,
+        has_precise_logits=of_head.is_precise,
     )
+
+
+def _parts(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of a module by their roles."""
+    children = dict(module.named_children())
+    names = names_by_role(children)
+    if names is None:
+        raise UnsupportedStructure(f"{kind_of(module)} has other parts")
+    return {role: children[name] for role, name in names.items()}
+
+
+def _require_match(pattern: block_patterns.BlockPattern) -> block_patterns.BlockPattern:
+    """The pattern itself. Raises `UnsupportedStructure` if it is not matched."""
+    require_pattern(pattern.reason)
+    return pattern
 
 
 def _rotary_size(rotary: nn.Module, like: Tensor) -> int:
@@ -136,7 +160,8 @@ def _rotary_size(rotary: nn.Module, like: Tensor) -> int:
         with torch.no_grad():
             cos, _ = rotary(like[None, None], position_ids=positions)
     except Exception as problem:  # foreign modules may fail in any way
-        raise UnsupportedStructure(f"{_kind(rotary)} does not run as Llama's does ({problem})") from None
+        raise UnsupportedStructure(f"{kind_of(rotary)} does not run as Llama's does ({problem})") from None
+    require(cos.dtype == like.dtype, "its rotations have another dtype than its weights")
     return int(cos.shape[-1])
 
 
@@ -154,19 +179,7 @@ def _common_factors(layers: Sequence[DecoderLayer], positions: Tensor) -> QueryF
     return found[0]
 
 
-def require(condition: bool, otherwise: str) -> None:
-    """Raise `UnsupportedStructure` with the reason `otherwise`, unless `condition` holds."""
-    if not condition:
-        raise UnsupportedStructure(otherwise)
-
-
-def _require_pattern(reason: str | None) -> None:
-    """Raise `UnsupportedStructure` with `reason`, the result of a trial in `layer_patterns`, unless it is None."""
-    if reason is not None:
-        raise UnsupportedStructure(reason)
-
-
-class _AttentionForm(NamedTuple):
+class _Form(NamedTuple):
     """The extent to which layers may differ from Llama's."""
 
     positions: Tensor
@@ -175,119 +188,111 @@ class _AttentionForm(NamedTuple):
     takes_mixers: bool
 
 
-def _layer(layer: nn.Module, geometry: LayerGeometry, form: _AttentionForm) -> DecoderLayer:
-    children = dict(layer.named_children())
-    if MIXER in children:
-        return _layer_with_mixer(layer, children, geometry, form)
-    require(geometry.attends, f"{_kind(layer)} does not attend")
-    require(children.keys() == _LAYER, f"{_kind(layer)} has other parts")
-    attention, mlp = children["self_attn"], children["mlp"]
-    inner = dict(attention.named_children())
-    head_norms = [inner.pop(name) for name in ("q_norm", "k_norm") if name in inner]
-    require(inner.keys() == {*_QKV, "o_proj"} and len(head_norms) != 1, f"{_kind(attention)} has other parts")
+class _Mixing(NamedTuple):
+    """The part of a layer between its two norms."""
+
+    inputs: list[nn.Module]
+    out: nn.Module
+    head_norms: Sequence[nn.Module] = ()
+    query_factors: QueryFactors | None = None
+    is_gated: bool = False
+    mixer: Mixer | None = None
+
+
+def _layer(layer: nn.Module, geometry: LayerGeometry, form: _Form) -> DecoderLayer:
+    children = _parts(layer)
+    if children.keys() == {"norm", "half"}:
+        return _half_layer(layer, children, geometry, form)
+    role = "mixer" if "mixer" in children else "attention"
+    first, second = norms = ("mlp_norm", "norm_behind") if "norm_behind" in children else ("attention_norm", "mlp_norm")
+    others = children.keys() - {role, *norms}
+    require(len(children) - len(others) == 3 and others in _FEED_FORWARDS, f"{kind_of(layer)} has other parts")
+    require(form.takes_mixers or role == "attention", "some of its layers keep states")
+    require(form.takes_mixers or (others == {"mlp"} and second == "mlp_norm"), f"{kind_of(layer)} has other parts")
+    mlp = feed_forward({name: children[name] for name in others})
+    require_no_tensors(layer)
+    mixing = _attention(layer, children[role], geometry, form)
+    return DecoderLayer(
+        attention_norm=children[first],
+        qkv=mixing.inputs,
+        head_norms=[*mixing.head_norms],
+        out=mixing.out,
+        mlp_norm=children[second],
+        mlp=mlp,
+        geometry=geometry,
+        query_factors=mixing.query_factors,
+        is_gated=mixing.is_gated,
+        mixer=mixing.mixer,
+        norms_behind=second == "norm_behind",
+        factor=_require_match(block_patterns.layer_pattern(layer)).number,
+    )
+
+
+def _half_layer(layer: nn.Module, children: dict[str, nn.Module], geometry: LayerGeometry, form: _Form) -> DecoderLayer:
+    """A layer with attention, a mixer, an MLP or a mixture alone."""
+    require(form.takes_mixers, f"{kind_of(layer)} has other parts")
+    require_no_tensors(layer)
+    mixes = geometry.attends or geometry.state is not None
+    mixing = _attention(layer, children["half"], geometry, form) if mixes else None
+    return DecoderLayer(
+        attention_norm=children["norm"] if mixing is not None else None,
+        qkv=[] if mixing is None else mixing.inputs,
+        head_norms=[] if mixing is None else [*mixing.head_norms],
+        out=None if mixing is None else mixing.out,
+        mlp_norm=children["norm"] if mixing is None else None,
+        mlp=mlp_structure(children["half"]) if mixing is None else None,
+        geometry=geometry,
+        query_factors=None if mixing is None else mixing.query_factors,
+        is_gated=mixing is not None and mixing.is_gated,
+        mixer=None if mixing is None else mixing.mixer,
+        factor=_require_match(block_patterns.layer_pattern(layer)).number,
+    )
+
+
+def _attention(layer: nn.Module, attention: nn.Module, geometry: LayerGeometry, form: _Form) -> _Mixing:
+    """The attention of a layer, or the mixer that stands in its place."""
+    if geometry.state is not None:
+        return _mixer(layer, attention, geometry)
+    require(geometry.attends, f"{kind_of(layer)} does not attend")
+    inner = _parts(attention)
+    head_norms = [inner.pop(role) for role in ("q_norm", "k_norm") if role in inner]
+    require(inner.keys() == {"q", "k", "v", "out"} and len(head_norms) != 1, f"{kind_of(attention)} has other parts")
     require(not geometry.has_sinks, "its attention has sinks")
-    is_mixture = _EXPERTS in dict(mlp.named_children())
-    for child in (layer, attention, *([] if is_mixture else [mlp])):
-        require(not list(child.parameters(recurse=False)), "its layers have parameters of their own")
-        require(not list(child.buffers(recurse=False)), "its layers have buffers of their own")
+    require_no_tensors(attention)
     require(len({parameter.dtype for parameter in layer.parameters()}) == 1, "its weights have several dtypes")
-    _check_linears(inner.values())
+    check_linears(inner.values())
     is_partial = form.rotary_size != geometry.head_dim_k
     sizes = (form.rotary_size,) if is_partial else ()
-    pattern = layer_patterns.attention_pattern(attention, geometry, form.positions, *sizes)
-    _require_pattern(pattern.reason)
+    whole = [tensor_of(norm).numel() for norm in head_norms] == [
+        heads * geometry.head_dim_k for heads in (geometry.num_heads, geometry.num_kv_heads)
+    ] and geometry.num_heads > 1
+    require(form.takes_mixers or not whole, "its norms of queries span more than one head")
+    pattern = layer_patterns.attention_pattern(attention, geometry, form.positions, *sizes, norms_whole=whole)
+    require_pattern(pattern.reason)
     require(form.takes_mixers or not pattern.is_gated, "its attention has gates")
-    _require_pattern(layer_patterns.layer_reason(layer))
-    return DecoderLayer(
-        attention_norm=children["input_layernorm"],
-        qkv=[inner[name] for name in _QKV],
-        head_norms=head_norms,
-        out=inner["o_proj"],
-        mlp_norm=children["post_attention_layernorm"],
-        mlp=_mlp(mlp),
-        geometry=geometry,
-        query_factors=pattern.query_factors,
-        is_gated=pattern.is_gated,
-    )
+    inputs = [inner[role] for role in ("q", "k", "v")]
+    return _Mixing(inputs, inner["out"], head_norms, pattern.query_factors, pattern.is_gated)
 
 
-def _layer_with_mixer(
-    layer: nn.Module, children: dict[str, nn.Module], geometry: LayerGeometry, form: _AttentionForm
-) -> DecoderLayer:
-    mixer, mlp = children[MIXER], children["mlp"]
-    require(form.takes_mixers and geometry.state is not None, "some of its layers keep states")
-    require(children.keys() == {*_LAYER, MIXER} - {"self_attn"}, f"{_kind(layer)} has other parts")
-    is_mixture = _EXPERTS in dict(mlp.named_children())
-    for child in (layer, *([] if is_mixture else [mlp])):
-        require(
-            not [*child.parameters(recurse=False), *child.buffers(recurse=False)], "its layers have their own tensors"
-        )
-    assert geometry.state is not None, "it keeps one"
-    pattern = delta_pattern(mixer, geometry.state)
-    _require_pattern(pattern.reason)
-    _require_pattern(layer_patterns.layer_reason(layer))
-    inner = dict(mixer.named_children())
-    own = [*mixer.parameters(recurse=False), *inner["norm"].parameters()]  # read as float32, whatever they are
+def _mixer(layer: nn.Module, module: nn.Module, geometry: LayerGeometry) -> _Mixing:
+    state, inner = geometry.state, dict(module.named_children())
+    require(state is not None and not geometry.attends, f"{kind_of(layer)} attends and keeps a state")
+    assert state is not None, "as required"
+    pattern: DeltaPattern | MambaPattern | ConvolutionPattern
+    if state.recurrence is None:
+        pattern, inputs = convolution_pattern(module, state), ["in_proj"]
+    elif "in_proj" in inner:
+        pattern, inputs = mamba_pattern(module, state), ["in_proj"]
+    else:
+        pattern = delta_pattern(module, state)
+        inputs = [*pattern.inputs]
+    require_pattern(pattern.reason)
+    norm_name, out = (pattern.norm, pattern.out) if isinstance(pattern, DeltaPattern) else ("norm", "out_proj")
+    norm = inner.get(norm_name)
+    own = [*module.parameters(recurse=False), *(() if norm is None else norm.parameters())]  # read as float32
     others = {parameter.dtype for parameter in layer.parameters() if not any(parameter is each for each in own)}
     require(len(others) == 1, "its weights have several dtypes")
-    inputs = [inner[name] for name in pattern.inputs]
-    _check_linears([*inputs, inner["out_proj"]])
-    return DecoderLayer(
-        attention_norm=children["input_layernorm"],
-        qkv=inputs,
-        head_norms=[],
-        out=inner["out_proj"],
-        mlp_norm=children["post_attention_layernorm"],
-        mlp=_mlp(mlp),
-        geometry=geometry,
-        query_factors=None,
-        delta=DeltaNet(mixer, inner["conv1d"], inner["norm"], pattern),
-    )
-
-
-def _mlp(mlp: nn.Module) -> MLP | Mixture:
-    children = dict(mlp.named_children())
-    if _EXPERTS in children:
-        return _mixture(mlp, children)
-    require(children.keys() >= set(_MLP), f"{_kind(mlp)} has other parts")
-    _check_linears(children[name] for name in _MLP)
-    return MLP(mlp, [children["gate_proj"], children["up_proj"]], children["down_proj"])
-
-
-def _mixture(mixture: nn.Module, children: dict[str, nn.Module]) -> Mixture:
-    names = _names_of(mixture, children)
-    pattern = mixture_pattern(mixture, names)
-    _require_pattern(pattern.reason)
-    for parameter in mixture.parameters():
-        if parameter.dim() > 1:
-            _check_values(parameter)
-    shared = None if names.shared is None else _mlp(children[names.shared])
-    assert not isinstance(shared, Mixture), "it has the parts of an MLP"
-    gate = None if names.shared_gate is None else children[names.shared_gate]
-    return Mixture(mixture, children[names.router], children[names.experts], pattern.bias_name, shared, gate)
-
-
-def _names_of(mixture: nn.Module, children: dict[str, nn.Module]) -> MixtureParts:
-    """Raises `UnsupportedStructure` if `mixture` has other parts."""
-    routers = sorted(_ROUTERS & children.keys())
-    others = {name: child for name, child in children.items() if name not in (*_ROUTERS, _EXPERTS)}
-    shared = [name for name, child in others.items() if dict(child.named_children()).keys() >= set(_MLP)]
-    gates = [name for name, child in others.items() if isinstance(child, nn.Linear) and child.out_features == 1]
-    is_known = len(routers) == 1 and len(gates) <= len(shared) <= 1 and len(shared) + len(gates) == len(others)
-    require(is_known, f"{_kind(mixture)} has other parts")
-    return MixtureParts(routers[0], _EXPERTS, next(iter(shared), None), next(iter(gates), None))
-
-
-def _check_linears(linears: Iterable[nn.Module]) -> None:
-    for child in linears:
-        require(isinstance(child, nn.Linear), "its projections are not linear layers")
-        _check_values(tensor_of(child))
-
-
-def _check_values(weight: Tensor) -> None:
-    # Both ways to compute a product with zeros agree, so a trial would prove nothing.
-    require(bool(weight[0].any()), "its weights are zeros")
-
-
-def _kind(module: nn.Module) -> str:
-    return type(module).__name__
+    linears = [inner[name] for name in inputs]
+    check_linears([*linears, inner[out]])
+    convolution = inner["conv" if state.recurrence is None else "conv1d"]
+    return _Mixing(linears, inner[out], mixer=Mixer(module, convolution, norm, pattern))

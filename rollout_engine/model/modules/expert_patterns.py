@@ -26,8 +26,8 @@ _COLUMNS = 16
 """Inputs of routers in trials."""
 _MOST_EXPERTS = 1024
 """Number of different logits of a trial that are exact in bfloat16."""
-_TINY = 1e-20
-"""Added to sums of weights by DeepSeek-V3's code and by its descendants."""
+_ADDED = (1e-20, 1e-6)
+"""Added to sums of weights by DeepSeek-V3's code and by its descendants, and by LFM2's."""
 _NO_HOOKS: dict[str, Any] = {"_forward_pre_hooks": {}, "_forward_hooks": {}}
 """Hooks of trial copies: replays and ranks hook modules, which is not part of their formulas."""
 
@@ -44,10 +44,11 @@ class RouterPattern(NamedTuple):
     """That of the logits that it returns."""
 
 
-def router_pattern(child: nn.Module) -> RouterPattern | None:
+def router_pattern(child: nn.Module, *, takes_steps: bool = False) -> RouterPattern | None:
     """The formula by which a router chooses its `top_k` experts; None of other modules.
 
-    It is tried with its own numbers of experts and groups, over a few columns with known values.
+    It is tried with its own numbers of experts and groups, over a few columns with known values. `takes_steps`: the
+    rule may round each step to the dtype of the weight.
     """
     trial = _RouterTrial.of(child)
     if trial is None:
@@ -56,7 +57,9 @@ def router_pattern(child: nn.Module) -> RouterPattern | None:
     precise = trial.is_precise()
     if found is None or precise is None:
         return None
-    for routing in trial.choices(precise):
+    rounds = takes_steps and trial.dtype != torch.float32 and not precise
+    plain = list(trial.choices(precise))
+    for routing in plain + [each._replace(stepwise=True) for each in plain if rounds]:
         if trial.chooses(routing, found) and (whole := trial.find_weighting(routing, found)) is not None:
             pattern = RouterPattern(whole, trial.has_bias, trial.bias_name, found.logits.dtype)
             return pattern if trial.agrees(whole) else None
@@ -230,7 +233,7 @@ class _RouterTrial(NamedTuple):
         found = self.run(torch.eye(_COLUMNS)[:1], weight, bias)
         if found is None:
             return None
-        for added, least in ((0.0, 0.0), (_TINY, 0.0), *((0.0, number) for number in numbers)):
+        for added, least in ((0.0, 0.0), *((number, 0.0) for number in _ADDED), *((0.0, number) for number in numbers)):
             tried = routing._replace(added=added, least=least)
             if torch.allclose(found.weights.float(), self._select_by(tried, found).weights.float(), rtol=0.02, atol=0):
                 return tried
@@ -264,6 +267,7 @@ def expert_form(child: nn.Module) -> ExpertForm | None:
     num_first, num_second = (len(tensor_of(child, name)) for name in EXPERT_MATRICES)
     activations = [each for each in child.children() if type(each) is not nn.Identity]
     is_silu = len(activations) == 1 and type(activations[0]) in SILU_CLASSES
+    is_silu = is_silu or (not activations and getattr(child, "act_fn", None) is F.silu)
     gates = [None] * is_silu + [gate for gate in [getattr(type(child), "_apply_gate", None)] if gate is not None]
     forms = (
         ExpertForm(is_transposed, has_bias, gate, has_identities=num_first > num_second)

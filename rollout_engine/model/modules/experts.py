@@ -43,17 +43,22 @@ class Routing(RoutingRule):
         `kernel` replaces torch's scores; it need not support gradients. `bias` [E] is added to scores for the choice
         alone. `dtype`: that of the router's weight; None: that of the logits.
         """
-        found = scores(logits, kernel or _scores, is_sigmoid=self.sigmoid)
+        found = self._step(scores(logits, kernel or _scores, is_sigmoid=self.sigmoid), dtype or logits.dtype)
         wanted = found.detach() if bias is None else (found + bias).detach()
         experts = torch.topk(self._ranking(wanted), k, dim=-1).indices
         weights = found.gather(-1, experts)
         if self.normalised:
-            total = sum_in_order(weights)[:, None]
-            total = total + self.added if self.added else total
+            total = self._step(sum_in_order(weights)[:, None], dtype or logits.dtype)
+            total = self._step(total + self.added, dtype or logits.dtype) if self.added else total
             weights = weights / (total.clamp(min=self.least) if self.least else total)
+            weights = self._step(weights, dtype or logits.dtype)
         if self.scaling != 1.0:
             weights = weights * self.scaling
         return weights.to(dtype or logits.dtype) if self.rounded else weights, experts
+
+    def _step(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """float32 numbers, rounded to `dtype` if this rule rounds after each step."""
+        return x.to(dtype).float() if self.stepwise else x
 
     def _ranking(self, wanted: Tensor) -> Tensor:
         """Integers [T, E] in the order of `wanted` float32 [T, E], with all experts of other groups behind."""

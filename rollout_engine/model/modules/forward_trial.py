@@ -20,6 +20,7 @@ _ANYWHERE = {"config", "layer_idx", "training", "hidden_size"}
 _ATTENTION = (
     _ANYWHERE
     | {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "scaling", "sliding_window", "use_rope"}
+    | {"out_proj", "q_layernorm", "k_layernorm"}
     | {"num_heads", "num_attention_heads", "num_key_value_heads", "num_key_value_groups", "is_causal"}
     | {"attention_dropout", "residual_dropout", "layer_type", "attention_type"}
     | {"config._attn_implementation", "config.sliding_window"}
@@ -30,17 +31,28 @@ _KNOWN = {
     "mixture": _ANYWHERE
     | {"gate", "router", "experts", "shared_expert", "shared_experts", "shared_expert_gate", "e_score_correction_bias"}
     | {"num_experts", "top_k", "hidden_dim", "ffn_dim", "input_size", "jitter_noise", "input_jitter_noise"}
-    | {"enable_moe_fp32_combine", "routed_scaling_factor"},
+    | {"enable_moe_fp32_combine", "routed_scaling_factor", "fc1_latent_proj", "fc2_latent_proj"}
+    | {"use_expert_bias", "expert_bias"},
     "layer": _ANYWHERE
     | {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "residual_multiplier", "residual_dropout"}
-    | {"layer_type", "attention_type", "gradient_checkpointing", "linear_attn", "block_type"},
+    | {"layer_type", "attention_type", "gradient_checkpointing", "linear_attn", "block_type"}
+    | {"operator_norm", "ffn_norm", "feed_forward", "conv", "is_attention_layer"}
+    | {"mamba", "pre_ff_layernorm", "block_sparse_moe", "shared_mlp", "has_experts", "norm", "mixer"}
+    | {"post_feedforward_layernorm"},
     "delta rule": _ANYWHERE
     | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj", "norm"}
     | {"conv1d", "activation", "conv_kernel_size", "A_log", "dt_bias", "fix_query_key_value_ordering"}
-    | {"head_k_dim", "head_v_dim", "key_dim", "value_dim", "num_k_heads", "num_v_heads"},
+    | {"head_k_dim", "head_v_dim", "key_dim", "value_dim", "num_k_heads", "num_v_heads"}
+    | {"q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "o_norm", "o_proj", "allow_neg_eigval"},
+    "short convolution": _ANYWHERE | {"in_proj", "out_proj", "conv", "conv_kernel_size"},
+    "Mamba 2": _ANYWHERE
+    | {"in_proj", "out_proj", "norm", "conv1d", "A_log", "dt_bias", "D", "activation", "conv_kernel_size"}
+    | {"num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim", "chunk_size"}
+    | {"time_step_limit"},
     "base": _ANYWHERE
     | {"embed_tokens", "layers", "norm", "rotary_emb", "gradient_checkpointing", "has_sliding_layers"}
-    | {"embedding_multiplier"}
+    | {"embedding_multiplier", "embedding_norm", "pos_emb", "final_layernorm", "config.layers_block_type"}
+    | {"embeddings", "norm_f"}
     | {"config._attn_implementation", "config.is_causal", "config.layer_types", "config.num_hidden_layers"}
     | {"config.sliding_window"},
     "head": _ANYWHERE
@@ -51,7 +63,12 @@ _KNOWN = {
     | {"index_topk", "layer_idx"},
 }
 """Names that a forward may read: its parts, sizes, and numbers that act on every token alike."""
-_MODELS = {"indexer": "DeepSeek-V3.2's"}
+_MODELS = {
+    "indexer": "DeepSeek-V3.2's",
+    "short convolution": "LFM2's",
+    "Mamba 2": "Bamba's",
+    "delta rule": "Qwen3-Next's",
+}
 """The owner of the forward that each kind is compared with; "Llama's" for all others."""
 
 
@@ -131,6 +148,17 @@ class _WatchedPositions(Tensor):
 def watched_positions() -> Tensor:
     """Positions int64 [1, T] that allow no operation but views of copies of them."""
     return torch.arange(NUM_TOKENS)[None].as_subclass(_WatchedPositions)
+
+
+def layer_inputs(rotations: object, positions: Tensor | None = None) -> dict[str, object]:
+    """Arguments of a layer's forward; `positions` int64 [T] that it may read; None: it may read none."""
+    return {
+        "position_embeddings": rotations,
+        "attention_mask": None,
+        "position_ids": watched_positions() if positions is None else positions[None],
+        "past_key_values": None,
+        "use_cache": False,
+    }
 
 
 def are_watched(found: Tensor, positions: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Recognises attention, layers, bases and heads whose forwards compute the same as Llama's, by trial.
+"""Recognises attention whose forward computes the same as Llama's, by trial.
 
     a forward may depend on                 the trial sees anything else, because
     its parts, in Llama's formula           known functions replace parts, and inputs are small and large
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from rollout_engine.model.modules.forward_trial import (
     ATTENTION_NAME,
@@ -23,17 +22,15 @@ from rollout_engine.model.modules.forward_trial import (
     READS_POSITIONS,
     SCALES,
     Forward,
-    are_watched,
+    layer_inputs,
     require,
     require_same,
     unmatched_reason,
-    watched_positions,
     waves,
 )
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.part_names import names_by_role
 
-MIXER = "linear_attn"
-"""Name of the child of a layer that keeps a state in place of attention."""
 _LEAST_ROWS = 1024
 """Positions in a table of factors at first, and of those that are computed at once."""
 _NORMS = {"q_norm": 1.5, "k_norm": 0.75}
@@ -55,20 +52,28 @@ class AttentionForm(NamedTuple):
     """How attention may differ from Llama's."""
 
     rotary: int | None = None
-    """The first channels of a head, which are rotated; None: all."""
+    """The first channels of a head, which are rotated, or 0; None: all."""
     is_gated: bool = False
     """Whether a gate follows each head of the queries (`AttentionPattern.is_gated`)."""
+    norms_whole: bool = False
+    """Whether norms of q and k are over all heads together."""
 
 
 def attention_pattern(
-    attention: nn.Module, geometry: LayerGeometry, positions: Tensor, rotary: int | None = None
+    attention: nn.Module,
+    geometry: LayerGeometry,
+    positions: Tensor,
+    rotary: int | None = None,
+    *,
+    norms_whole: bool = False,
 ) -> AttentionPattern:
     """The pattern of `attention`. `positions` int64 [T]: those at which factors of queries are tried.
 
-    `rotary`: the first channels of a head, which are to be rotated; None: all.
+    `rotary`: the first channels of a head, which are to be rotated, or 0; None: all. `norms_whole`: norms of q and k
+    are to be over all heads together.
     """
     queries = getattr(dict(attention.named_children()).get("q_proj"), "out_features", 0)
-    form = AttentionForm(rotary, queries == 2 * geometry.num_heads * geometry.head_dim_k)
+    form = AttentionForm(rotary, queries == 2 * geometry.num_heads * geometry.head_dim_k, norms_whole)
     reason = unmatched_reason("attention", attention, lambda trial: _attend(trial, geometry, form))
     if reason is None or READS_POSITIONS not in reason or form != AttentionForm():
         return AttentionPattern(reason, None, form.is_gated)
@@ -77,21 +82,6 @@ def attention_pattern(
         "scaled attention", attention, lambda trial: _attend(trial, geometry, form, positions, factors)
     )
     return AttentionPattern(reason) if other is not None else AttentionPattern(None, factors)
-
-
-def layer_reason(layer: nn.Module) -> str | None:
-    """Why `layer` is not x + attention(norm(x)), or a mixer in its place, then x + mlp(norm(x)); None if it is."""
-    return unmatched_reason("layer", layer, _run_layer)
-
-
-def base_reason(base: nn.Module) -> str | None:
-    """Why `base` does not only embed tokens, rotate by their positions, run its layers and norm; None if it does."""
-    return unmatched_reason("base", base, _run_base)
-
-
-def head_reason(model: nn.Module) -> str | None:
-    """Why a causal LM's logits are not its head's products of the states that its base returns; None if they are."""
-    return unmatched_reason("head", model, _run_head)
 
 
 class _Attended(NamedTuple):
@@ -144,7 +134,9 @@ def _attend(
     """`positions` int64 [T]: those that the forward may read, for `factors` of its queries; None: it may read none."""
     count = NUM_TOKENS if positions is None else len(positions)
     rotary = geometry.head_dim_k if form.rotary is None else form.rotary
-    cos, sin = (waves(1, count, rotary, phase=phase) for phase in (0.1, 0.2))
+    rotations = (waves(1, count, rotary, phase=0.1), waves(1, count, rotary, phase=0.2)) if rotary else None
+    names = names_by_role(forward.children) or {}
+    require(names.keys() >= {"q", "k", "v", "out"}, "has other parts")
     hidden = waves(1, count, 7, phase=0.8)
     by_token = None if factors is None or positions is None else _checked_factors(factors, positions)
     for scale in SCALES:
@@ -159,21 +151,28 @@ def _attend(
 
         results = flat if gates is None else flat | {"q_proj": _interleaved(flat["q_proj"], gates, geometry.num_heads)}
         parts: dict[str, object] = {name: partial(_projected, hidden, value) for name, value in results.items()} | {
-            "o_proj": project
+            names["out"]: project
         }
-        if "q_norm" in forward.children:
-            parts |= {name: partial(_norm, geometry.head_dim_k, factor) for name, factor in _NORMS.items()}
-        result, call = _called(forward, parts, hidden, (cos, sin), positions)
+        if "q_norm" in names:
+            counts = (
+                dict(zip(_NORMS, _counts(geometry), strict=False)) if form.norms_whole else dict.fromkeys(_NORMS, 1)
+            )
+            parts |= {
+                names[role]: partial(_norm, counts[role] * geometry.head_dim_k, factor)
+                for role, factor in _NORMS.items()
+            }
+        result, call = _called(forward, parts, hidden, rotations, positions)
         require(len(inputs) == 1 and result[0] is projected, "projects otherwise")
         wanted = call.out.flatten(2) if gates is None else call.out.flatten(2) * torch.sigmoid(gates)
         require_same(inputs[0], wanted, "changes the result of attention")
         q, k, v = (x.unflatten(2, (heads, -1)) for x, heads in zip(flat.values(), _counts(geometry), strict=True))
-        if "q_norm" in forward.children:
+        if "q_norm" in names:
             q, k = q * _NORMS["q_norm"], k * _NORMS["k_norm"]
-        q = _rotated(q, cos, sin)
+        if rotations is not None:
+            q, k = _rotated(q, *rotations), _rotated(k, *rotations)
         if by_token is not None:
             q = q * by_token[None, :, None, None]
-        _check_call(call, geometry, q, _rotated(k, cos, sin), v)
+        _check_call(call, geometry, q, k, v)
 
 
 def _interleaved(heads: Tensor, gates: Tensor, num_heads: int) -> Tensor:
@@ -197,7 +196,7 @@ def _called(
     calls: list[_Attended] = []
     token = _attended.set(calls)
     try:
-        result = forward(parts, hidden, **_layer_inputs(rotations, positions))
+        result = forward(parts, hidden, **layer_inputs(rotations, positions))
     finally:
         _attended.reset(token)
     require(len(calls) == 1, f"calls attention {len(calls)} times")
@@ -233,7 +232,8 @@ class QueryFactors:
         shape = 1, len(positions), self._head_dim
         ones, zeros = (torch.full(shape, value, dtype=dtype, device=positions.device) for value in (1.0, 0.0))
         parts: dict[str, object] = dict.fromkeys(("q_proj", "k_proj", "v_proj"), lambda _: ones.clone())
-        parts |= dict.fromkeys(("q_norm", "k_norm", "o_proj"), lambda x: x)
+        names = names_by_role(self._forward.children) or {}
+        parts |= {name: lambda x: x for role, name in names.items() if role in ("q_norm", "k_norm", "out")}
         _, call = _called(self._forward, parts, ones, (ones, zeros), positions)
         return call.q[0, 0, :, 0].contiguous()
 
@@ -279,79 +279,3 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     turned = x * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]
     return torch.cat([turned, rest], dim=-1)
-
-
-def _layer_inputs(rotations: object, positions: Tensor | None = None) -> dict[str, object]:
-    """Arguments of a layer's forward; `positions` int64 [T] that it may read; None: it may read none."""
-    return {
-        "position_embeddings": rotations,
-        "attention_mask": None,
-        "position_ids": watched_positions() if positions is None else positions[None],
-        "past_key_values": None,
-        "use_cache": False,
-    }
-
-
-def _run_layer(forward: Forward) -> None:
-    rotations, seen = object(), []
-
-    def attend(hidden_states: Tensor, position_embeddings: object = None, **kwargs: Any) -> tuple[Tensor, None]:
-        seen.append(position_embeddings)
-        return hidden_states.roll(1, dims=1) * 0.5, None
-
-    def mix(hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        return hidden_states.roll(1, dims=1) * 0.5
-
-    is_mixed = MIXER in forward.children
-    parts: dict[str, object] = {
-        "input_layernorm": lambda x: x.flip(2) * 1.25,
-        MIXER if is_mixed else "self_attn": mix if is_mixed else attend,
-        "post_attention_layernorm": lambda x: x.roll(1, dims=2) * 0.75,
-        "mlp": lambda x: x.flip(1) * 1.5,
-    }
-    for scale in SCALES:
-        x = waves(1, NUM_TOKENS, 8, phase=0.3) * scale
-        result = forward(parts, x, **_layer_inputs(rotations))
-        middle = x + x.flip(2).mul(1.25).roll(1, dims=1) * 0.5
-        wanted = middle + middle.roll(1, dims=2).mul(0.75).flip(1) * 1.5
-        require_same(result[0] if isinstance(result, tuple) else result, wanted, "adds its parts otherwise")
-    require(all(each is rotations for each in seen), "changes rotary embeddings")
-
-
-def _run_base(forward: Forward) -> None:
-    rotations, count = (torch.zeros(1), torch.zeros(1)), len(list(forward.children["layers"].children()))
-    ids, positions = torch.arange(NUM_TOKENS)[None], watched_positions()
-    for scale in SCALES:
-        embedded = waves(1, NUM_TOKENS, 8, phase=0.3) * scale
-        seen: list[Any] = []
-
-        def embed(tokens: Tensor, embedded: Tensor = embedded) -> Tensor:
-            return embedded
-
-        def rotate(x: Tensor, position_ids: Tensor) -> object:
-            require(are_watched(position_ids, positions), "rotates by other positions")
-            return rotations
-
-        def layer(x: Tensor, position_embeddings: object = None, seen: list[object] = seen, **kwargs: Any) -> Tensor:
-            seen.append(position_embeddings)
-            return x.roll(1, dims=2) * 0.9
-
-        parts = {"embed_tokens": embed, "rotary_emb": rotate, "layers": [layer] * count, "norm": lambda x: x.flip(1)}
-        output = forward(parts, input_ids=ids, position_ids=positions, use_cache=False)
-        wanted = embedded
-        for _ in range(count):
-            wanted = wanted.roll(1, dims=2) * 0.9
-        require_same(output.last_hidden_state, wanted.flip(1), "does more than embed, run its layers and norm")
-        require(seen == [rotations] * count, "changes rotary embeddings")
-
-
-def _run_head(forward: Forward) -> None:
-    rows = torch.tensor([2, 0])
-    names = forward.children.keys() - {"lm_head"}
-    for scale in SCALES:
-        states = waves(1, NUM_TOKENS, 8, phase=0.3) * scale
-        base = MoeModelOutputWithPast(last_hidden_state=states)
-        parts: dict[str, object] = {name: lambda base=base, **kwargs: base for name in names}
-        parts |= {"lm_head": lambda x: x.flip(2) * 0.7}
-        output = forward(parts, input_ids=rows[None], use_cache=False, logits_to_keep=rows)
-        require_same(output.logits, states[:, rows].flip(2) * 0.7, "changes its logits")

@@ -25,6 +25,7 @@ from rollout_engine.kernels.convolution import causal_convolution
 from rollout_engine.kernels.dense_attention import TokensAt
 from rollout_engine.kernels.recurrence import gated_recurrence, l2_normalised
 from rollout_engine.kernels.state_chunks import StateChunks
+from rollout_engine.kernels.state_kernels import StateKernels
 from rollout_engine.model.modules.attention_interface import PositionsMissingError
 from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
 from rollout_engine.model.modules.packed_rows import TOKEN_POSITIONS, packed_rows_expected, packed_sequences
@@ -92,6 +93,11 @@ def give_own_heads(mixer: Any, heads: OwnHeads) -> None:
     mixer._own_heads = heads
 
 
+def give_kernels(mixer: Any, kernels: StateKernels) -> None:
+    """Let `mixer` compute by a device's kernels from now on."""
+    mixer._state_kernels = kernels
+
+
 class _Mixer:
     """A mixer whose forward runs."""
 
@@ -108,6 +114,11 @@ class _Mixer:
     def own_heads(self) -> OwnHeads | None:
         """The heads that this process computes; None: all."""
         return getattr(self.module, "_own_heads", None)
+
+    @property
+    def kernels(self) -> StateKernels | None:
+        """A device's kernels; None: the CPU's."""
+        return getattr(self.module, "_state_kernels", None)
 
 
 @contextmanager
@@ -205,7 +216,9 @@ def causal_conv1d_fn(
         states = None if rows.states is None else rows.states.convolutions[mixer.num_convolutions]
         mixer.num_convolutions += 1
         x = rows.take(hidden_states.transpose(1, 2))
-        out = causal_convolution(x, weight, bias, silu=activation is not None, chunks=rows.chunks, states=states)
+        kernel = None if mixer.kernels is None else mixer.kernels.convolution
+        options: dict[str, Any] = {"silu": activation is not None, "chunks": rows.chunks, "states": states}
+        out = causal_convolution(x, weight, bias, **options, kernel=kernel)
         return rows.put(out, batch).transpose(1, 2)
 
 
@@ -238,9 +251,10 @@ def gated_delta_rule(
             value, g, beta = (own.take(x, 2) for x in (value, g, beta))
         q, k = (rows.take(x) for x in (query, key))
         if use_qk_l2norm_in_kernel:
-            q, k = (l2_normalised(x, KEY_EPSILON) for x in (q, k))
+            normalise = None if mixer.kernels is None else mixer.kernels.normalise
+            q, k = (l2_normalised(x, KEY_EPSILON, normalise) for x in (q, k))
         v, decay, rate = rows.take(value), rows.take(g).float(), rows.take(beta).float()
-        out = _recur(rows, q, k, v, decay, rate, delta=True, scale=key.shape[3] ** -0.5)
+        out = _recur(mixer, rows, q, k, v, decay, rate, delta=True, scale=key.shape[3] ** -0.5)
         return rows.put(out if own is None else own.gather(out), batch), None
 
 
@@ -282,7 +296,7 @@ def mamba2_chunk_scan(
         rate = rows.take(torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])).float()
         q, k, v = rows.take(C), rows.take(B), rows.take(hidden_states).float()
         skip = None if D is None else D.float()
-        out = _recur(rows, q, k, v, rate * A.float(), rate, delta=False, scale=1.0, skip=skip)
+        out = _recur(mixer, rows, q, k, v, rate * A.float(), rate, delta=False, scale=1.0, skip=skip)
         return rows.put(out if own is None else own.gather(out), batch)
 
 
@@ -300,9 +314,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 """Names in modelling files of transformers, and the functions to call."""
 
 
-def _recur(rows: _Rows, *tensors: Tensor, **options: Any) -> Tensor:
+def _recur(mixer: _Mixer, rows: _Rows, *tensors: Tensor, **options: Any) -> Tensor:
     states = None if rows.states is None else rows.states.recurrence
-    return gated_recurrence(*tensors, chunks=rows.chunks, states=states, **options)
+    kernel = None if mixer.kernels is None else mixer.kernels.recurrence
+    return gated_recurrence(*tensors, chunks=rows.chunks, states=states, kernel=kernel, **options)
 
 
 def _record(mixer: _Mixer, **shape: Any) -> bool:

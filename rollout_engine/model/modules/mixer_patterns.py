@@ -1,16 +1,14 @@
-"""Recognises mixers that compute the gated delta rule as Qwen3-Next's and Qwen3.5's do, by trial.
+"""Recognises mixers that compute the gated delta rule as Qwen3-Next's, Qwen3.5's and OLMo Hybrid's do, by trial.
 
-    two to four linears -> columns of q, k, v -> causal_conv1d_fn, SiLU -> the gated delta rule -> norm -> out_proj
-                           columns of b, a    -> sigmoid(b), -exp(A_log) softplus(a + dt_bias)
+    two to six linears  -> columns of q, k, v -> causal_conv1d_fn, SiLU -> the gated delta rule -> norm -> out_proj
+                           columns of b, a    -> sigmoid(b), or twice that, -exp(A_log) softplus(a + dt_bias)
                            columns of z       -> the gate of the norm
 
 The functions over tokens, the norm and the linears are replaced by known ones. Outputs of the linears that are all
 different show which column each of them reads.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +24,34 @@ from rollout_engine.model.modules.forward_trial import (
     unmatched_reason,
     waves,
 )
-from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
+from rollout_engine.model.modules.mixer_trial import (
+    CONVOLUTION,
+    check_convolution,
+    projection,
+    require_harmless,
+    with_functions,
+)
 from rollout_engine.model.modules.mixers import Mixer
-from rollout_engine.model.modules.module_patterns import copy_with
 from rollout_engine.model.modules.state_geometry import StateGeometry
 
-_INPUTS = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"))
-"""Names of the linears of a mixer's input."""
-_OTHERS = {"conv1d", "norm", "out_proj"}
-_HARMLESS = HARMLESS_TENSORS | {"cu_seqlens"}
 _RECURRENCE = "torch_chunk_gated_delta_rule"
+
+
+class _Names(NamedTuple):
+    """Names of the parts of a mixer, other than its convolution."""
+
+    inputs: tuple[str, ...]
+    """Linears of its input."""
+    norm: str = "norm"
+    out: str = "out_proj"
+
+
+_NAMES = (
+    _Names(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
+    _Names(("in_proj_qkvz", "in_proj_ba")),
+    _Names(("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), "o_norm", "o_proj"),
+)
+"""Those of Qwen3.5, Qwen3-Next and OLMo Hybrid."""
 
 
 class DeltaPattern(NamedTuple):
@@ -55,47 +71,39 @@ class DeltaPattern(NamedTuple):
     """Column of each head's b."""
     decays: Sequence[int] = ()
     """Column of each head's a."""
+    beta_factor: float = 1.0
+    """Multiplies the sigmoids of b."""
+    norm: str = "norm"
+    """Name of the norm behind the rule."""
+    out: str = "out_proj"
+    """Name of the last linear."""
 
 
 def delta_pattern(mixer: nn.Module, state: StateGeometry) -> DeltaPattern:
     """The pattern of `mixer`, which keeps `state` of a sequence."""
-    names, kind = dict(mixer.named_children()).keys(), type(mixer).__name__
-    inputs = next((each for each in _INPUTS if names == {*each, *_OTHERS}), None)
-    if inputs is None or not isinstance(mixer, Mixer) or state.recurrence is None or len(state.convolutions) != 1:
+    children, kind = dict(mixer.named_children()).keys(), type(mixer).__name__
+    names = next((each for each in _NAMES if children == {*each.inputs, each.norm, each.out, "conv1d"}), None)
+    if names is None or not isinstance(mixer, Mixer) or state.recurrence is None or len(state.convolutions) != 1:
         return DeltaPattern(f"{kind} has other parts")
     if {name for name, _ in mixer.named_parameters(recurse=False)} != {"A_log", "dt_bias"} or mixer._buffers:
         return DeltaPattern(f"{kind} has other tensors of its own")
-    trial = _Trial(inputs, mixer, state.recurrence)
-    reason = unmatched_reason("delta rule", _with_own_globals(mixer, trial), trial.run)
+    trial = _Trial(names, mixer, state.recurrence)
+    functions: dict[str, Callable[..., Any]] = {CONVOLUTION: trial.convolve, _RECURRENCE: trial.recur}
+    reason = unmatched_reason("delta rule", with_functions(mixer, functions), trial.run)
     if reason is not None:
         return DeltaPattern(reason)
-    return DeltaPattern(None, inputs, trial.num_groups, trial.convolved, trial.gates, trial.betas, trial.decays)
-
-
-def _with_own_globals(mixer: nn.Module, trial: "_Trial") -> nn.Module:
-    """A copy of `mixer` whose class calls the trial's functions over tokens."""
-    forward: Any = inspect.unwrap(type(mixer).forward)
-    own = FunctionType(
-        forward.__code__,
-        {**forward.__globals__, "causal_conv1d_fn": trial.convolve, _RECURRENCE: trial.recur},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    own.__kwdefaults__ = forward.__kwdefaults__
-    kind: Any = type(mixer)
-    copy = copy_with(mixer)
-    copy.__class__ = type(kind.__name__, (kind,), {"forward": own, "__module__": kind.__module__})
-    return copy
+    columns = trial.convolved, trial.gates, trial.betas, trial.decays
+    return DeltaPattern(None, names.inputs, trial.num_groups, *columns, trial.beta_factor, names.norm, names.out)
 
 
 class _Trial:
     """The parts of a mixer in its trial, which record their inputs."""
 
-    def __init__(self, inputs: Sequence[str], mixer: Any, sizes: tuple[int, int, int]) -> None:
-        self._mixer, self._inputs = mixer, inputs
+    def __init__(self, names: _Names, mixer: Any, sizes: tuple[int, int, int]) -> None:
+        self._mixer, self._names = mixer, names
         self._num_heads, self._key_size, self._value_size = sizes
-        self._widths = [mixer._modules[name].out_features for name in inputs]
+        self._widths = [mixer._modules[name].out_features for name in names.inputs]
+        self.beta_factor = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
         self.num_groups = 0
         self.convolved: list[int] = []
         self.gates: list[int] = []
@@ -113,7 +121,8 @@ class _Trial:
             self._compute(forward, projected, rates, biases, scale)
             for name, columns in (("convolved", self.convolved), ("gate", self._gate_columns())):
                 require_same(self._seen[name], projected[0, :, columns], f"changes its {name} inputs")
-            require_same(self._seen["beta"], torch.sigmoid(projected[0, :, self.betas]), "has other rates of writing")
+            betas = torch.sigmoid(projected[0, :, self.betas]) * self.beta_factor
+            require_same(self._seen["beta"], betas, "has other rates of writing")
             steps = F.softplus(projected[0, :, self.decays] + biases)
             require_same(self._seen["decay"], -rates.exp() * steps, "has other decays")
 
@@ -128,7 +137,7 @@ class _Trial:
         require(gates == self._gate_columns(), "reads gates that are no neighbours")
         small = numbers / count * 4 - 2  # numbers whose sigmoids and softpluses can be inverted
         self._compute(forward, small, zeros, zeros)
-        beta, decay = self._seen["beta"][0].double(), self._seen["decay"][0].double()
+        beta, decay = self._seen["beta"][0].double() / self.beta_factor, self._seen["decay"][0].double()
         for name, found in (("betas", torch.logit(beta)), ("decays", torch.log(torch.expm1(-decay)))):
             columns = ((found + 2) / 4 * count).round()
             require(bool(((columns >= 0) & (columns < count)).all()), "has other gates")
@@ -150,13 +159,6 @@ class _Trial:
         self._given = {"mixed": mixed, "core": core}
         seen.clear()
 
-        def project(part: Tensor) -> Callable[[Tensor], Tensor]:
-            def run(x: Tensor) -> Tensor:
-                require_same(x, hidden, "projects another input than its own")
-                return part.clone()
-
-            return run
-
         def norm(x: Tensor, gate: Tensor) -> Tensor:
             require_same(x, core.flatten(0, 2), "norms something else than its recurrence")
             seen["gate"] = gate.reshape(NUM_TOKENS, -1)
@@ -166,8 +168,10 @@ class _Trial:
             require_same(x, normed.reshape(1, NUM_TOKENS, -1), "projects something else than its norm")
             return result
 
-        parts: dict[str, object] = {"norm": norm, "out_proj": leave, "A_log": rates, "dt_bias": biases}
-        parts |= zip(self._inputs, map(project, projected.split(self._widths, 2)), strict=True)
+        names = self._names
+        parts: dict[str, object] = {names.norm: norm, names.out: leave, "A_log": rates, "dt_bias": biases}
+        linears = (projection(hidden, part) for part in projected.split(self._widths, 2))
+        parts |= zip(names.inputs, linears, strict=True)
         require(forward(parts, hidden) is result, "changes its result")
         require(seen.keys() == {"gate", "convolved", "beta", "decay"}, "leaves a part out")
 
@@ -181,12 +185,8 @@ class _Trial:
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
     ) -> Tensor:
         """Replaces `causal_conv1d_fn`: x [1, C, T]."""
-        own = self._mixer.conv1d
         require(activation in ("silu", "swish"), "has no SiLU behind its convolution")
-        is_own = weight.data_ptr() == own.weight.data_ptr() and weight.shape == own.weight.squeeze(1).shape
-        require(is_own, "convolves with another weight")
-        require(bias is own.bias, "convolves with another bias")
-        _require_harmless(others)
+        check_convolution(self._mixer.conv1d, weight, bias, others)
         require("convolved" not in self._seen, "convolves twice")
         self._seen["convolved"] = x[0].t()
         return self._given["mixed"]
@@ -204,7 +204,7 @@ class _Trial:
     ) -> tuple[Tensor, None]:
         """Replaces the gated delta rule: q and k [1, T, G, K], v [1, T, H, V], g and beta [1, T, H]."""
         require(use_qk_l2norm_in_kernel, "does not normalise queries and keys")
-        _require_harmless({name: given for name, given in others.items() if name != "chunk_size"})
+        require_harmless({name: given for name, given in others.items() if name != "chunk_size"})
         mixed, keys = self._given["mixed"][0].t(), self._key_channels()
         parts = mixed.split([keys, keys, mixed.shape[1] - 2 * keys], 1)
         for name, given, part in zip("qkv", (query, key, value), parts, strict=True):
@@ -215,8 +215,3 @@ class _Trial:
         self.num_groups = query.shape[2]
         self._seen["beta"], self._seen["decay"] = beta[0], g[0]
         return self._given["core"], None
-
-
-def _require_harmless(others: dict[str, Any]) -> None:
-    strangers = [name for name, given in others.items() if given not in (None, False) and name not in _HARMLESS]
-    require(not strangers, f"passes {', '.join(strangers)} to a function over tokens")

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.model.modules.mixer_functions import FUNCTIONS, given_positions, running
+from rollout_engine.kernels.state_kernels import StateKernels
+from rollout_engine.model.modules.mixer_functions import FUNCTIONS, give_kernels, given_positions, running
 
 _WITH_CACHE = {
     "causal_conv1d_update",
@@ -52,6 +53,12 @@ def swap_mixers(module: nn.Module) -> None:
 def mixers_of(module: nn.Module) -> list[nn.Module]:
     """The mixers below `module` that call our functions."""
     return [child for child in module.modules() if isinstance(child, Mixer)]
+
+
+def use_state_kernels(module: nn.Module, kernels: StateKernels) -> None:
+    """Have every mixer below `module` that calls our functions compute by a device's `kernels`, in place."""
+    for mixer in mixers_of(module):
+        give_kernels(mixer, kernels)
 
 
 def is_mixer(module: nn.Module) -> bool:

@@ -25,6 +25,8 @@ class MixtureParts(NamedTuple):
     """An MLP of every token."""
     shared_gate: str | None = None
     """A linear with one output, whose sigmoid multiplies that of the MLP."""
+    latents: tuple[str, str] | None = None
+    """Linears before all experts but the shared one, and behind their sum."""
 
 
 class MixturePattern(NamedTuple):
@@ -58,17 +60,24 @@ def _run_mixture(forward: Forward, parts: MixtureParts, given: list[object]) -> 
             given.extend(others)
             return rows, weights, chosen
 
-        def mix(rows: Tensor, index: Tensor, by: Tensor, x: Tensor = x) -> Tensor:
+        entered = x[0] if parts.latents is None else x[0].roll(2, dims=1) * 0.8
+
+        def mix(rows: Tensor, index: Tensor, by: Tensor, x: Tensor = entered) -> Tensor:
             require(index is chosen and by is weights, "changes the choice of its router")
-            require_same(rows, x[0], "gives its experts other rows than its own")
+            require_same(rows, x, "gives its experts other rows than its own")
             return rows.flip(1) * 1.25
 
         def share(rows: Tensor, x: Tensor = x) -> Tensor:
             require_same(rows.reshape(-1, 8), x[0], "gives its shared expert other rows than its own")
             return rows.roll(1, dims=-1) * 0.5
 
-        children: dict[str, object] = {parts.router: choose, parts.experts: mix}
-        wanted, added = x.flip(2) * 1.25, x.roll(1, dims=2) * 0.5
+        children: dict[str, object] = {parts.router: choose, parts.experts: mix, "input_size": x.shape[2]}
+        wanted, added = entered[None].flip(2) * 1.25, x.roll(1, dims=2) * 0.5
+        if parts.latents is not None:
+            children |= zip(
+                parts.latents, (lambda rows: rows.roll(2, dims=-1) * 0.8, lambda rows: rows * 1.1), strict=True
+            )
+            wanted = wanted * 1.1
         if parts.shared is not None:
             children[parts.shared] = share
         if parts.shared_gate is not None:

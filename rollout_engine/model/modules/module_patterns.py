@@ -6,16 +6,16 @@ A module is run with known weights, so a norm that multiplies by (1 + weight), o
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from rollout_engine.kernels.activation import gated_silu, gelu_tanh
-from rollout_engine.kernels.norm import gated_rms_norm, offset_rms_norm, rms_norm
+from rollout_engine.kernels.norm import gated_rms_norm, offset_rms_norm, rms_norm, single_rms_norm
 from rollout_engine.model.packing.module_types import tensor_of
 
 SILU_CLASSES = (nn.SiLU, SiLUActivation)
@@ -36,24 +36,85 @@ def children_of_one_dtype(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+class MLPNames(NamedTuple):
+    """Names of the parts of down(silu(gate(x)) * up(x))."""
+
+    gate_up: tuple[str, ...]
+    """Those whose outputs, side by side, are gate and up."""
+    down: str
+    activation: str | None = None
+    """The module of SiLU; None: the forward calls a function."""
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of all linears."""
+        return *self.gate_up, self.down
+
+    def activate(self, linears: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+        """silu(gate(x)) * up(x) by these linears."""
+        gate, up = torch.cat([linears[name](x) for name in self.gate_up], -1).chunk(2, dim=-1)
+        return gated_silu(gate, up)
+
+
+LLAMA_MLP = MLPNames(("gate_proj", "up_proj"), "down_proj", "act_fn")
+MLP_NAMES = (LLAMA_MLP, MLPNames(("w1", "w3"), "w2"), MLPNames(("input_linear",), "output_linear", "activation"))
+"""Names in modelling files of transformers: of Llama, LFM2 and Granite 4."""
+
+
 def is_gated_mlp(child: nn.Module) -> bool:
-    """Whether `child` computes down(silu(gate(x)) * up(x)), tried with small linears."""
+    """Whether `child` computes down(silu(gate(x)) * up(x)) with linears of Llama's names, tried with small ones."""
+    return gated_mlp_names(child) == LLAMA_MLP
+
+
+def gated_mlp_names(child: nn.Module) -> MLPNames | None:
+    """The linears by which `child` computes down(silu(gate(x)) * up(x)), tried with small ones; None of others."""
     children = dict(child.named_children())
-    shapes = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
-    if children.keys() != {*shapes, "act_fn"} or type(children["act_fn"]) not in SILU_CLASSES:
-        return False
+    names = next((each for each in MLP_NAMES if children.keys() == {*each.linears, each.activation} - {None}), None)
+    if names is None or any(type(children[name]) is not nn.Linear for name in names.linears):
+        return None
+    activations = {name: part for name, part in children.items() if name == names.activation}
+    if any(type(part) not in SILU_CLASSES for part in activations.values()):
+        return None
+    if [*child.parameters(recurse=False), *child.buffers(recurse=False)]:
+        return None
+    small = {name: _small_linear(8, 32 // len(names.gate_up)) for name in names.gate_up}
+    small[names.down] = _small_linear(16, 8)
+    trial = copy_with(child, _modules=small | activations)
+    x = torch.linspace(-4, 4, 24).view(3, 8)
+
+    def compute(x: Tensor) -> Tensor:
+        out: Tensor = small[names.down](names.activate(small, x))
+        return out
+
+    return names if agree(trial, compute, x) and agree(trial, compute, x * LARGE) else None
+
+
+def is_squared_relu_mlp(child: nn.Module) -> bool:
+    """Whether `child` computes down(max(up(x), 0)^2), tried with small linears."""
+    children = dict(child.named_children())
+    linears = [children.get(name) for name in ("up_proj", "down_proj")]
     own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-    if own or any(type(children[name]) is not nn.Linear for name in shapes):
+    if own or children.keys() != {"up_proj", "down_proj", "act_fn"} or not _are_linears(linears):
         return False
-    small = {name: _small_linear(*shape) for name, shape in shapes.items()}
+    small = {"up_proj": _small_linear(8, 16), "down_proj": _small_linear(16, 8)}
     trial = copy_with(child, _modules=small | {"act_fn": children["act_fn"]})
     x = torch.linspace(-4, 4, 24).view(3, 8)
 
     def compute(x: Tensor) -> Tensor:
-        out: Tensor = small["down_proj"](gated_silu(small["gate_proj"](x), small["up_proj"](x)))
+        out: Tensor = small["down_proj"](small["up_proj"](x).relu().square())
         return out
 
     return agree(trial, compute, x) and agree(trial, compute, x * LARGE)
+
+
+def is_squared_relu(child: object) -> bool:
+    """Whether a module computes max(x, 0)^2 of each element."""
+    x = torch.linspace(-6, 6, 301)
+    return isinstance(child, nn.Module) and agree(child, lambda x: x.relu().square(), x)
+
+
+def _are_linears(children: Sequence[nn.Module | None]) -> bool:
+    return all(isinstance(child, nn.Linear) for child in children)
 
 
 def rms_norm_epsilon(child: nn.Module) -> float | None:
@@ -64,6 +125,11 @@ def rms_norm_epsilon(child: nn.Module) -> float | None:
 def offset_norm_epsilon(child: nn.Module) -> float | None:
     """The epsilon of a module that computes `kernels.norm.offset_rms_norm`, found in the same way."""
     return _epsilon_of(child, offset_rms_norm)
+
+
+def single_norm_epsilon(child: nn.Module) -> float | None:
+    """The epsilon of a module that computes `kernels.norm.single_rms_norm`, found in the same way."""
+    return _epsilon_of(child, single_rms_norm)
 
 
 def gated_norm_options(child: nn.Module) -> dict[str, Any] | None:

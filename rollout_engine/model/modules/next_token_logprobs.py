@@ -1,4 +1,4 @@
-"""Log-probs of next tokens by a Hugging Face module: the one way of trainers, and of engines on the CPU that score."""
+"""Log-probs of next tokens by a Hugging Face module, as trainers compute them."""
 
 from typing import NamedTuple
 
@@ -62,11 +62,3 @@ def logits_at(tokens: Tensor, model: nn.Module, **inputs: Tensor | None) -> Tens
     """Logits [M, V] behind `tokens` int64 [M] of a single row of `inputs`; the head computes no others."""
     logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=tokens).logits
     return logits.flatten(0, 1)
-
-
-def right_padded_logprobs(
-    model: nn.Module, input_ids: Tensor, real: Tensor, temperature: float, kernel: RowStatsKernel
-) -> Tensor:
-    """float32 [B, T - 1] of input_ids int64 [B, T] whose real tokens, by `real` bool [B, T], stand to the left."""
-    found = right_padded_next_tokens(model, input_ids, real)
-    return found.spread(found.logprobs(temperature, kernel), input_ids.shape[1] - 1)

@@ -150,9 +150,9 @@ def _put_features(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         ordinary.put(decoder, kwargs, features and features.row_of)
     if features is None:
         return args, kwargs
+    ids: Any = args[0] if args else kwargs.get("input_ids")
     embeddings = kwargs.get("inputs_embeds")
     if embeddings is None:
-        ids: Tensor = args[0] if args else kwargs["input_ids"]
         embeddings = decoder.get_input_embeddings()(ids)
         kwargs |= layer_inputs(decoder, ids, features.row_of >= 0)
     kwargs |= dict(input_ids=None, inputs_embeds=features.embed(embeddings))

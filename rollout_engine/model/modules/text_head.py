@@ -43,3 +43,9 @@ class _TextModelWithHead(PreTrainedModel):
         states = self.model(*args, **kwargs).last_hidden_state
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm_head(states[:, rows]))
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """Rows of the embedding, inside any wrapper of the causal LM; None if it has no plain embedding."""
+    owner: Any = next((child for child in model.modules() if hasattr(child, "get_input_embeddings")), None)
+    return None if owner is None else getattr(owner.get_input_embeddings(), "num_embeddings", None)

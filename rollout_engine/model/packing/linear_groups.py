@@ -17,7 +17,7 @@ from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import gemm
 from rollout_engine.model.packing.module_types import become
 
-_FUSED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_FUSED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 def swap_linears(module: nn.Module) -> None:

@@ -19,14 +19,17 @@ def features_of_rows(
     rows: Sequence[Sequence[int]],
     placed: Sequence[Sequence[PlacedPicture]],
     length: int,
+    adapter_slot: int = -1,
 ) -> PlacedFeatures | None:
     """The features of a batch [B, length], whose rows are padded on the right; None if there are none.
 
-    `placed`: the pictures of each row. Raises `ConfigError` for pictures that do not fit their spans.
+    `placed`: the pictures of each row. `adapter_slot`: that of the adapter that all rows are under; -1: none. Raises
+    `ConfigError` for pictures that do not fit their spans.
     """
     chunks = []
     for ids, own in zip(rows, placed, strict=True):
-        held = SequencePictures.of(pictures.encoder, ids, own, pictures.image_token_id) if own else None
+        given = ids, own, pictures.image_token_id, adapter_slot
+        held = SequencePictures.of(pictures.encoder, *given) if own else None
         chunks += [ChunkPictures(held, 0, len(ids)), ChunkPictures(None, 0, length - len(ids))]
     found = inputs_of(chunks, pictures.encoder, pictures.attention)
     if found is None:

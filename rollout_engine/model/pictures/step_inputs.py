@@ -63,15 +63,22 @@ class SequencePictures(NamedTuple):
     places: list[np.ndarray]
     """int64: of each picture, the positions of its features, ascending."""
     positions: AxisPositions | None
+    adapter_slot: int = -1
+    """Slot of the sequence's adapter; -1: it has none."""
 
     @classmethod
     def of(
-        cls, encoder: PictureEncoder, token_ids: Sequence[int], placed: Sequence[PlacedPicture], image_token_id: int
+        cls,
+        encoder: PictureEncoder,
+        token_ids: Sequence[int],
+        placed: Sequence[PlacedPicture],
+        image_token_id: int,
+        adapter_slot: int = -1,
     ) -> "SequencePictures":
         """Find the places of features in a prompt of these tokens."""
         ids = np.asarray(token_ids, np.int64)
         places = [each.start + np.flatnonzero(ids[each.start : each.end] == image_token_id) for each in placed]
-        return cls(placed, places, picture_positions(encoder.tower, placed))
+        return cls(placed, places, picture_positions(encoder.tower, placed), adapter_slot)
 
 
 class SequencesWithPictures:
@@ -94,7 +101,7 @@ class SequencesWithPictures:
             self._of.pop(sequence_id, None)
         for new in work.new:
             if new.pictures:
-                given = new.token_ids, new.pictures, self.image_token_id
+                given = new.token_ids, new.pictures, self.image_token_id, new.adapter_slot
                 try:
                     self._of[new.sequence_id] = SequencePictures.of(self.encoder, *given)
                 except Exception as problem:  # raised in the step that computes it
@@ -174,10 +181,11 @@ def _features_of_chunk(
     chunk: ChunkPictures, start: int, encoder: PictureEncoder
 ) -> Iterable[tuple[np.ndarray, Tensor, list[Tensor]]]:
     pictures, first, size, _ = chunk
+    adapter_slot = -1 if pictures is None else pictures.adapter_slot
     for each, places in zip(pictures.placed, pictures.places, strict=True) if pictures is not None else ():
         low, high = np.searchsorted(places, [first, first + size]).tolist()
         if low < high:
-            features = encoder.features(each.picture)
+            features = encoder.features(each.picture, adapter_slot)
             if len(features.rows) != len(places):
                 raise ConfigError(
                     f"A picture has {len(features.rows)} features, and its prompt {len(places)} placeholders for "

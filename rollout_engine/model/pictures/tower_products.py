@@ -28,6 +28,14 @@ _THREADED = set(
     """.split()
 )
 """Functions whose every element is the same on any number of threads."""
+_BY_LAYOUT = set(
+    """
+    gelu silu sigmoid tanh relu relu6 hardswish mish softplus elu leaky_relu exp exp2 expm1 log log2 log1p erf erfc sin
+    cos tan sqrt rsqrt reciprocal pow __pow__ softmax log_softmax
+    """.split()
+)
+"""Functions of each element or row whose bits depend on the strides of their input: those at the end of a loop are
+computed in another way. Products of linears that share an input are slices of a tensor, unless an adapter is added."""
 
 
 class TowerArithmetic(torch.overrides.TorchFunctionMode):
@@ -44,6 +52,8 @@ class TowerArithmetic(torch.overrides.TorchFunctionMode):
             return result
         if getattr(func, "__name__", "") in _THREADED and "alpha" not in kwargs:  # else some sums are fused products
             return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _BY_LAYOUT and args and isinstance(args[0], Tensor):
+            args = (args[0] if kwargs.get("inplace") else args[0].contiguous(), *args[1:])
         with one_thread():
             return func(*args, **kwargs)
 

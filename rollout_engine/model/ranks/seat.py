@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from rollout_engine.base.messages import SchedulerOutput
+from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.model.ranks.exchange import Exchange
 
 ELSEWHERE = "so they do on another rank"
@@ -107,9 +108,9 @@ def lead(seat: Seat | None, announce: Callable[[Followers], object]) -> Abstract
 
 def score_together(
     seat: Seat | None,
-    score: Callable[..., Iterator[dict[int, np.ndarray]]],
+    score: Callable[..., Iterator[dict[int, TokenScores]]],
     *arguments: Any,
-) -> Iterator[dict[int, np.ndarray]]:
+) -> Iterator[dict[int, TokenScores]]:
     """Yield the pieces of `score(*arguments)`, each of which all ranks compute together."""
     pieces = score(*arguments)
     if seat is None or seat.followers is None:

@@ -99,4 +99,6 @@ def taken(output: ModelRunnerOutput, rows: list[int]) -> ModelRunnerOutput:
         errors={place_of[row]: message for row, message in output.errors.items() if row in place_of},
         sampled_ranks=None if output.sampled_ranks is None else np.asarray(output.sampled_ranks)[rows],
         id_logprobs={place_of[row]: values for row, values in output.id_logprobs.items() if row in place_of},
+        supports={place_of[row]: ids for row, ids in output.supports.items() if row in place_of},
+        entropies=None if output.entropies is None else output.entropies[rows],
     )

@@ -3,7 +3,8 @@
     penalties -> logit_bias -> logits processors
               -> allowed_token_ids, bad_words, stop ids before min_tokens, grammar -> draw
 
-Masks are applied last, so no edit restores a token that the request forbids. Edits depend on the sequence's params and
+Masks are applied last, so no edit restores a token that the request forbids. In place of all of them, a token that the
+budget of thinking forces is the only one that is left, whatever they forbid. Edits depend on the sequence's params and
 tokens only, so the result does not depend on the batch, on preemption or on forks.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rollout_engine.base.errors import error_text
 from rollout_engine.base.messages import NewSequence
+from rollout_engine.base.thinking import ThinkingState
 from rollout_engine.base.user_code import UserCode
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.state import GrammarState
@@ -58,11 +60,14 @@ class LogitEdits:
             assert grammars is not None, "every engine has a compiler of grammars"
             grammar = grammars.grammar(params.structured_outputs)
             self.grammar = GrammarState(grammar, sequence.num_prompt_tokens, self.stop_ids)
+        budget = sequence.thinking
+        self.thinking = None if budget is None else ThinkingState(budget, sequence.num_prompt_tokens)
         some = self.counts, self.bias, self.allowed, sequence.bad_words or None
         others_last = self.sees_drawn_tokens_alone or any(each is not None for each in some)
         self.lasts = others_last or self.grammar is not None
-        """Whether every token is edited, not only those before `min_tokens`."""
-        self.edits_beside_grammar = others_last or self.grammar is None or params.min_tokens > 0
+        """Whether every token is edited, not only those before `min_tokens` or those that a budget forces."""
+        others = others_last or params.min_tokens > 0 or self.thinking is not None
+        self.edits_beside_grammar = others or self.grammar is None
         """Whether `apply` may do anything."""
 
     @classmethod
@@ -76,7 +81,7 @@ class LogitEdits:
     ) -> "LogitEdits | None":
         """The edits of a sequence; None if its logits are never edited. Arguments as for the class."""
         edits = cls(sequence, processors, vocab_size, sibling, grammars)
-        return edits if edits.lasts or sequence.params.min_tokens else None
+        return edits if edits.lasts or sequence.params.min_tokens or edits.thinking is not None else None
 
     @property
     def sees_drawn_tokens_alone(self) -> bool:
@@ -85,8 +90,8 @@ class LogitEdits:
 
     @property
     def need_host(self) -> bool:
-        """Whether the host takes part in the draw: logits processors and grammars are there."""
-        return self.grammar is not None or self.sees_drawn_tokens_alone
+        """Whether the host takes part in the draw: logits processors, grammars and budgets are there."""
+        return self.grammar is not None or self.thinking is not None or self.sees_drawn_tokens_alone
 
     def behind(self, draft: list[int]) -> "LogitEdits":
         """The edits of the token behind some more tokens, which are drafted and may be rejected.
@@ -100,11 +105,23 @@ class LogitEdits:
         if self.counts is not None:
             self.counts.follow(tokens)
             made.counts = self.counts.behind(draft)
+        if self.thinking is not None:
+            made.thinking = self.thinking.fork()
         return made
 
     def active_at(self, position: int) -> bool:
-        """Whether the logits of the token at `position` of the sequence are edited."""
-        return self.lasts or position - self.sequence.num_prompt_tokens < self.sequence.params.min_tokens
+        """Whether the logits of the token at `position` of the sequence are edited.
+
+        Perhaps so, if the tokens before it are not known yet.
+        """
+        if self.lasts or position - self.sequence.num_prompt_tokens < self.sequence.params.min_tokens:
+            return True
+        return self.thinking is not None and self.thinking.may_force(self.sequence.token_ids, position)
+
+    @property
+    def are_active(self) -> bool:
+        """Whether the logits of the next token are edited."""
+        return self.active_at(len(self.sequence.token_ids))
 
     def _is_wanted(self, processor: LogitsProcessor) -> bool:
         try:
@@ -122,6 +139,8 @@ class LogitEdits:
         if self._failure is not None:
             return self._failure
         row = logits.numpy()
+        if self._force(row):
+            return None
         if self.counts is not None:
             self.counts.follow(self.sequence.token_ids)
             penalise(row, self.counts, self.sequence.params)
@@ -134,6 +153,16 @@ class LogitEdits:
                 return failure
         self._mask(row)
         return None
+
+    def _force(self, row: np.ndarray) -> bool:
+        """Leave the token alone that the budget of thinking forces; returns whether it forces one."""
+        token_id = None if self.thinking is None else self.thinking.next_forced(self.sequence.token_ids)
+        if token_id is None:
+            return False
+        kept = row[token_id]
+        row.fill(-np.inf)
+        row[token_id] = kept
+        return True
 
     def _process(self, processor: LogitsProcessor, logits: Tensor) -> str | None:
         sequence = self.sequence

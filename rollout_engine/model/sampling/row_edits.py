@@ -44,11 +44,13 @@ class RowEdits(dict[int, LogitEdits]):
 
     @cached_property
     def copied(self) -> dict[int, LogitEdits]:
-        """The other rows, which are drawn from an edited copy: it gives the log-probs of mode "processed"."""
+        """The other rows, drawn from an edited copy: it gives supports, and the log-probs of mode "processed"."""
         return {
             row: each
             for row, each in self.items()
-            if each.edits_beside_grammar or each.sequence.params.logprobs_mode == "processed"
+            if each.edits_beside_grammar
+            or each.sequence.params.logprobs_mode == "processed"
+            or each.sequence.params.return_support
         }
 
 

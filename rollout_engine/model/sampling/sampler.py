@@ -6,6 +6,7 @@
                       it refuses the token; only so if the row is truncated too               (`grammars.masks`)
     edited rows       the same from a float32 copy of the row, after penalties, bias, masks    (`row_edits`)
     greedy rows       argmax, lowest id on ties; log-probs as at temperature 1
+    supports          the tokens inside the edges that a draw has found, of rows that ask                  (`supports`)
 
 The uniforms depend on (sequence seed, position) and every row is computed alone, so a token does not depend on the rest
 of the batch. Weights are those of `kernels.token_logprobs`, so the log-prob has the same bits at no extra cost.
@@ -29,6 +30,7 @@ from rollout_engine.kernels.token_logprobs import logprobs_at, row_blocks, row_s
 from rollout_engine.kernels.truncation import is_kept, most_likely
 from rollout_engine.model.sampling.row_edits import MaskedRows, RowEdits, edit
 from rollout_engine.model.sampling.sampling_batch import SamplingBatch
+from rollout_engine.model.sampling.supports import Supports
 
 BAD_LOGITS = (
     "the logits of this sequence hold NaN or +inf, or nothing but -inf; the model's weights or inputs are broken."
@@ -52,6 +54,18 @@ def sample(
     A row that cannot be sampled (NaN, +inf, nothing but -inf) gets token -1 and an entry in `errors`. `drawn`: the
     tokens int64 [N] that a device has drawn from whole rows, for those of `edits` that grammars restrict.
     """
+    if not batch.wants_any_support:
+        return _sample(logits, batch, edits, drawn, None)
+    supports = Supports(batch.wants_support)
+    out = _sample(logits, batch, edits, drawn, supports)
+    out.supports = supports.finish(out.errors)
+    return out
+
+
+def _sample(
+    logits: Tensor, batch: SamplingBatch, edits: RowEdits, drawn: Tensor | None, supports: Supports | None
+) -> ModelRunnerOutput:
+    """`sample`, which adds to `supports` the tokens that were left of truncated and of edited rows."""
     if drawn is None and (whole := _sample_whole_rows(logits, batch, edits)) is not None:
         return whole
     first = rows = _Rows(logits, batch.row_temperatures, batch.uniforms, batch.greedy, batch.rules)
@@ -66,6 +80,8 @@ def sample(
     tokens = stats.tokens
     usable = np.isfinite(stats.maximum.numpy())
     is_simple = batch.is_plain and not edits.copied and not failed and usable.all()
+    if supports is not None and kept is not None:
+        _add_truncated(supports, logits, batch, edits, kept)
     if is_simple and kept is None:
         return ModelRunnerOutput(tokens.tolist(), stats.logprobs.tolist() if batch.wants_logprobs else None)
     truncates = torch.from_numpy(batch.truncates)
@@ -89,6 +105,8 @@ def sample(
         is_allowed = some.logits.gather(-1, tokens[index, None])[:, 0] > -torch.inf
         out.tokens[index] = tokens[index].where(torch.from_numpy(tries_first)[index] & is_allowed, found.tokens)
         out.fail(index, left, failures)
+        if supports is not None:
+            supports.add(index.numpy(), some.logits, torch.arange(len(index)), left.edges)
         if left.edges is not None:
             cut = truncates[index].nonzero()[:, 0]
             floor, last_tie = left.edges
@@ -143,6 +161,15 @@ def _sample_whole_rows(logits: Tensor, batch: SamplingBatch, edits: RowEdits) ->
     if not can_be_sampled or (edits.masked is not None and min(tokens) < 0):
         return None
     return ModelRunnerOutput(tokens, stats.logprobs.tolist() if batch.wants_logprobs else None)
+
+
+def _add_truncated(supports: Supports, logits: Tensor, batch: SamplingBatch, edits: RowEdits, kept: KeptTokens) -> None:
+    """Add the tokens that rules kept of the rows that are drawn from no edited copy."""
+    is_cut = batch.truncates.copy()
+    is_cut[list(edits.copied)] = False
+    rows = is_cut.nonzero()[0]
+    index = torch.from_numpy(rows)
+    supports.add(rows, logits, index, (kept.floor[index], kept.last_tie[index]))
 
 
 def _restrict(

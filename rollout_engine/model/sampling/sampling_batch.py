@@ -37,6 +37,10 @@ class SamplingBatch:
     """int64 [N], how many most likely tokens to report."""
     wants_rank: np.ndarray
     """bool [N], whether to report the sampled token's rank."""
+    wants_support: np.ndarray
+    """bool [N], whether to report the tokens that the draw had left."""
+    wants_entropy: np.ndarray
+    """bool [N], whether to report the entropy of the tempered distribution."""
     wants_logprobs: bool
     """Whether any task asked for log-probs."""
     asked_ids: Mapping[int, list[int] | None] = field(default_factory=dict)
@@ -66,6 +70,8 @@ class SamplingBatch:
             modes=column(np.int8, (_MODE_CODES[p.logprobs_mode] for p in kinds)),
             num_top=column(np.int64, (p.num_top_logprobs for p in kinds)),
             wants_rank=column(np.bool_, (p.wants_ranks for p in kinds)),
+            wants_support=column(np.bool_, (p.return_support for p in kinds)),
+            wants_entropy=column(np.bool_, (p.entropy for p in kinds)),
             wants_logprobs=any(p.logprobs is not None for p in kinds),
             asked_ids=_asked_ids(params) if any(p.asks_for_ids for p in kinds) else {},
         )
@@ -94,6 +100,11 @@ class SamplingBatch:
     def is_plain(self) -> bool:
         """Whether each row asks for nothing but a token and its tempered log-prob."""
         return not (self.wants_rank | self.is_processed | self.is_raw).any() and not self.asked_ids
+
+    @cached_property
+    def wants_any_support(self) -> bool:
+        """Whether any row asks for its support."""
+        return bool(self.wants_support.any())
 
     @cached_property
     def greedy(self) -> Tensor:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from rollout_engine.base.errors import ConfigError
@@ -72,15 +73,16 @@ class ExactAdapter:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc,no-any-return]
         layer: Any = self
         out = layer.base_layer(x)
-        rows = add_adapter(
-            x.reshape(-1, x.shape[-1]),
-            out.reshape(-1, out.shape[-1]),
-            layer.lora_A[name].weight,
-            layer.lora_B[name].weight,
-            layer.scaling[name],
-            kernel=type(self).adapter_kernel,
-        )
-        return rows.view(out.shape)
+        with torch._C.DisableTorchFunction():  # inside `TowerArithmetic` each call of torch would pass through Python
+            rows = add_adapter(
+                x.reshape(-1, x.shape[-1]),
+                out.reshape(-1, out.shape[-1]),
+                layer.lora_A[name].weight,
+                layer.lora_B[name].weight,
+                layer.scaling[name],
+                kernel=type(self).adapter_kernel,
+            )
+            return rows.view(out.shape)
 
     @property
     def exact_adapter(self) -> str | None:

@@ -15,7 +15,7 @@ from rollout_engine.model.modules.packed_rows import starts_of
 from rollout_engine.model.modules.placed_features import PlacedFeatures
 from rollout_engine.model.pictures.positions import picture_positions
 from rollout_engine.model.pictures.reach import reach_of
-from rollout_engine.model.pictures.tower_forward import PictureFeatures, encode_picture
+from rollout_engine.model.pictures.tower_forward import PictureFeatures, encode_picture, picture_parts
 
 ATTENTION = "_exact_picture_attention"
 """Attribute of a composite's base model: which layers let a token of a picture see the whole picture."""
@@ -68,11 +68,34 @@ def split_pictures(inputs: Mapping[str, Tensor]) -> list[Picture]:
     return [Picture.of(each) for each in entries if each["pixel_values"].size]
 
 
+def require_whole_tower(composite: Any) -> None:
+    """Raise `ConfigError` if weights of the vision tower are sharded over processes, and not gathered now.
+
+    A picture is encoded on its own: processes with different numbers of pictures would wait for each other's shards.
+    """
+    linears = (child for part in picture_parts(composite) for child in part.modules() if isinstance(child, nn.Linear))
+    for child in linears:
+        weight = child.weight
+        if hasattr(weight, "full_tensor") or weight.dim() != 2 or not weight.untyped_storage().size():  # FSDP2, FSDP1
+            raise ConfigError(
+                f"The vision tower of {type(composite).__name__} is sharded (FSDP), and pictures are encoded before "
+                "its weights are gathered. Call the wrapped model itself, model(input_ids=..., **exact.inputs(batch)), "
+                "with the tower in the outermost group (shard the layers of the text alone), or train without sharding."
+            )
+
+
 class PictureBatch:
     """Places pictures in a batch of token ids, and encodes each different one once."""
 
-    def __init__(self, composite: Any, input_ids: Tensor) -> None:
-        self._composite = composite
+    def __init__(
+        self, composite: Any, input_ids: Tensor, encoded: Mapping[bytes, PictureFeatures] | None = None
+    ) -> None:
+        """`encoded`: features of all pictures by their digests; None: the composite's tower encodes them.
+
+        Raises `ConfigError` for a tower whose weights are sharded now.
+        """
+        require_whole_tower(composite)
+        self._composite, self._encoded = composite, encoded
         self._ids = input_ids
         self._token = int(self._composite.config.image_token_id)
         self._features: list[PictureFeatures] = []
@@ -143,13 +166,16 @@ class PictureBatch:
     def _encode(self, picture: Picture) -> tuple[int, int]:
         """The first row and the number of the features of a picture."""
         if picture.digest not in self._rows:
-            device = self._ids.device
-            arrays = {name: torch.from_numpy(np.array(each)).to(device) for name, each in picture.arrays.items()}
-            found = _encode_without_chance(self._composite, arrays)
+            found = self._encode_anew(picture) if self._encoded is None else self._encoded[picture.digest]
             self._rows[picture.digest] = self._num_rows, len(found.rows)
             self._features.append(found)
             self._num_rows += len(found.rows)
         return self._rows[picture.digest]
+
+    def _encode_anew(self, picture: Picture) -> PictureFeatures:
+        device = self._ids.device
+        arrays = {name: torch.from_numpy(np.array(each)).to(device) for name, each in picture.arrays.items()}
+        return _encode_without_chance(self._composite, arrays)
 
     def _put(self, sequence: TokenRun, at: Tensor, picture: Picture) -> None:
         first, size = self._encode(picture)

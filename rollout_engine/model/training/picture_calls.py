@@ -31,6 +31,7 @@ from rollout_engine.model.training.batch_pictures import (
     sequences_of,
     split_pictures,
 )
+from rollout_engine.model.training.engine_features import FEATURES, features_by_digest
 
 _NO_TOWER = "it has no vision tower that was made exact."
 TYPES = "mm_token_type_ids"
@@ -84,7 +85,7 @@ def batch_features(
     `exact.token_logprobs`. `placed`: the pictures of a rollout, in place of these. Raises `ValueError` for arguments
     that are none of a picture, or do not fit each other or the ids, and if pictures are refused.
     """
-    names = picture_inputs(composite.base_model) | {TYPES, _OLD_TYPES}
+    names = picture_inputs(composite.base_model) | {TYPES, _OLD_TYPES, FEATURES}
     if others := sorted(given.keys() - names):
         known = f"It takes {', '.join(sorted(names))}" if is_composite(composite) else "It takes token ids alone"
         raise RequestError.for_field(others[0], "given", "an argument of the model's forward for pictures", f"{known}.")
@@ -114,9 +115,11 @@ def placed_inputs(
     """The features of the pictures of a batch [B, T], by tensors in the form of transformers' forward.
 
     `real` bool [B, T]: not padding. `position_ids`: of packed rows, None for others. `given`: tensors with the names of
-    `picture_inputs`, and `mm_token_type_ids`. None if there are no pictures. Raises `ValueError` for tensors that do
-    not fit each other, or the ids.
+    `picture_inputs`, and `mm_token_type_ids`; or `HeldFeatures` alone. None if there are no pictures. Raises
+    `ValueError` for tensors that do not fit each other, or the ids.
     """
+    if given.get(FEATURES) is not None:
+        return _held_features(composite, input_ids, given)
     types = given.get(TYPES, given.get(_OLD_TYPES))
     pixels = {name: value for name, value in given.items() if name not in (TYPES, _OLD_TYPES) and value is not None}
     _check_types(types, input_ids, has_pictures=bool(pixels))
@@ -124,6 +127,17 @@ def placed_inputs(
         return None
     batch = PictureBatch(composite, input_ids)
     batch.place_in_order(sequences_of(real, position_ids), types, split_pictures(pixels))
+    return batch.features()
+
+
+def _held_features(composite: Any, input_ids: Tensor, given: dict[str, Any]) -> PlacedFeatures | None:
+    """The features of a batch as an engine has computed them. Raises as `features_by_digest`."""
+    if others := sorted(name for name, value in given.items() if name != FEATURES and value is not None):
+        raise RequestError.for_field(others[0], "given", f"left out next to {FEATURES}, which stands for all pictures")
+    held = given[FEATURES]
+    batch = PictureBatch(composite, input_ids, features_by_digest(composite, held, input_ids))
+    for run, pictures in held.placed:
+        batch.place(run, pictures)
     return batch.features()
 
 
@@ -144,7 +158,7 @@ def _before(
 ) -> tuple[Any, dict[str, Any]] | None:
     given = dict(zip(inspect.signature(inner.forward).parameters, args, strict=False)) | kwargs
     note_ordinary_tokens(_ordinary_tokens(composite, given.get("input_ids")))
-    names = picture_inputs(inner) & given.keys()
+    names = (picture_inputs(inner) | {FEATURES}) & given.keys()
     found = {name: given.pop(name) for name in names if given[name] is not None}
     if not found and not any(isinstance(given.get(name), Tensor) for name in (TYPES, _OLD_TYPES)):
         return None

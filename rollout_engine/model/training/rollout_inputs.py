@@ -1,6 +1,6 @@
 """Reads the inputs of a trainer's call from a rollout.
 
-Ids, padding or the ends of packed sequences, the temperature, and pictures.
+Ids, padding or the ends of packed sequences, the temperature, pictures, and the supports of its log-probs.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,14 @@ class RolloutInputs(NamedTuple):
     temperature: float
     pictures: list[tuple[TokenRun, Sequence[PlacedPicture]]]
     """The pictures of each sequence; empty if none has any."""
+    support: Any
+    """The support of each sequence, if log-probs are to be renormalised over it, else None."""
 
 
-def rollout_inputs(model: nn.Module, batch: Any, temperature: float | None, **others: Any) -> RolloutInputs:
-    """Read a rollout, padded or packed; `temperature=None`: that of its log-probs.
+def rollout_inputs(
+    model: nn.Module, batch: Any, temperature: float | None, support: Any, **others: Any
+) -> RolloutInputs:
+    """Read a rollout, padded or packed; `temperature=None` and `support=None`: those of its log-probs.
 
     Raises `RequestError` for a batch that lacks keys, for `others` that are given too, for a temperature that the batch
     does not have, and if the model has the adapter that sampled, but another one is active. If none is active, as
@@ -46,7 +50,7 @@ def rollout_inputs(model: nn.Module, batch: Any, temperature: float | None, **ot
     if missing := [key for key in (("tokens", "full"), mask) if key not in keys]:
         hint = "Give what RolloutPolicy.rollout returned, or input_ids and attention_mask."
         raise RequestError.for_field("batch.keys()", sorted(map(str, batch.keys())), f"with {missing[0]}", hint)
-    ids = batch["tokens", "full"]
+    ids = check_rows(batch["tokens", "full"])
     note = rollout_note(ids)
     if temperature is None:
         if note is None or note.temperature is None:
@@ -58,7 +62,35 @@ def rollout_inputs(model: nn.Module, batch: Any, temperature: float | None, **ot
         _check_adapter(model, note.adapters)
     packed = mask == "cu_seqlens"
     ends = batch[mask] if packed else None
-    return RolloutInputs(ids, None if packed else batch[mask], ends, temperature, pictures_of(batch))
+    if support is None and note is not None and note.over_support:
+        support = _support_of(batch)
+    return RolloutInputs(ids, None if packed else batch[mask], ends, temperature, pictures_of(batch), support)
+
+
+def _support_of(batch: Any) -> list[Any]:
+    if "support" not in batch.keys():
+        hint = "The rollout's log-probs are renormalised over it: keep the key, or give input_ids and attention_mask."
+        raise RequestError.for_field("batch.keys()", sorted(map(str, batch.keys())), "with 'support'", hint)
+    found: list[Any] = batch.get("support").tolist()
+    return found
+
+
+def sampled_temperature(batch: Any) -> float:
+    """The temperature at which a rollout was sampled. Raises `RequestError` if it has no note of it."""
+    note = rollout_note(batch.get(("tokens", "full"), None))
+    if note is None or note.sampled_temperature is None:
+        why = "it is a plain TensorDict" if note is None else "it was sampled at several"
+        hint = f"The batch has no note of it, as {why}: give the one that sampled."
+        raise RequestError.for_field("temperature", None, "a number", hint)
+    return note.sampled_temperature
+
+
+def check_rows(input_ids: Tensor) -> Tensor:
+    """The token ids of a rollout, [B, T]. Raises `RequestError` for those of one row, as batch[i] has them."""
+    if input_ids.dim() != 2:
+        hint = "Give it before reshaping or stacking; one sequence alone is batch[i : i + 1]."
+        raise RequestError.for_field("batch['tokens', 'full'].shape", list(input_ids.shape), "[B, T]", hint)
+    return input_ids
 
 
 def pictures_of(batch: Any) -> list[tuple[TokenRun, Sequence[PlacedPicture]]]:

@@ -1,11 +1,10 @@
 """Checks a trainer's batch of token ids and brings it to the form that models read."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.cpu.arguments import argument_error, check_ids, is_integral
+from rollout_engine.model.modules.text_head import vocabulary_of
 
 
 def token_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -28,12 +27,6 @@ def token_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
     if ids.is_cpu and vocabulary is not None:  # checking on a device would wait for it
         check_ids("input_ids", ids, vocabulary, of="the rows of the model's embedding")
     return ids, mask
-
-
-def vocabulary_of(model: nn.Module) -> int | None:
-    """Rows of the embedding, inside any wrapper of the causal LM; None if it has no plain embedding."""
-    owner: Any = next((child for child in model.modules() if hasattr(child, "get_input_embeddings")), None)
-    return None if owner is None else getattr(owner.get_input_embeddings(), "num_embeddings", None)
 
 
 def _as_bool(mask: Tensor, ids: Tensor) -> Tensor:

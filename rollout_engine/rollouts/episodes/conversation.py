@@ -102,6 +102,11 @@ class Conversation:
         self.messages += messages
 
     @property
+    def num_pictures(self) -> int:
+        """Pictures of all messages, those that are not in a prompt yet included."""
+        return len(self._pictures)
+
+    @property
     def pictures(self) -> list[PlacedPicture]:
         """Pictures of the last prompt."""
         return list(self.rows[-1].pictures)

@@ -1,5 +1,6 @@
 """The state machine of one episode: each event returns its next task. No thread, clock or engine here."""
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +17,9 @@ from rollout_engine.rollouts.episodes.conversation import Conversation
 from rollout_engine.rollouts.episodes.tool_calls import PROMPT_END, ToolCalls
 from rollout_engine.rollouts.episodes.tool_functions import tool_name
 
-EndedBy: TypeAlias = Literal["terminated", "truncated", "max_turns", "max_episode_tokens", "episode_timeout", "error"]
+EndedBy: TypeAlias = Literal[
+    "terminated", "truncated", "max_turns", "max_episode_tokens", "max_prompt_pictures", "episode_timeout", "error"
+]
 """The cause of an episode's end: its environment, by a final state ("terminated") or its own limit ("truncated"), or
 a limit of the rollout, or a fault."""
 
@@ -71,6 +74,8 @@ class Rules(msgspec.Struct, frozen=True):
     """Makes a seat's conversation; the environment's tools are given."""
     find_calls: Callable[[int, CompletionOutput, list[dict[str, Any]], list[int]], ToolCalls]
     """Finds the tool calls in a seat's answer, given the environment's tools and the ids that end the prompt."""
+    max_pictures: Callable[[int], int] = lambda seat: sys.maxsize
+    """Most pictures of a seat's prompt."""
     min_room: int = 1
     """Tokens that every answer must have room for."""
     own_tools: frozenset[str] = frozenset()
@@ -211,6 +216,8 @@ class Episode:
         limit = self._rules.max_tokens(self.seat)
         if limit is None:
             return Consult(self.seat, list(conversation.messages))
+        if conversation.num_turns and conversation.num_pictures > self._rules.max_pictures(self.seat):
+            return self.end("max_prompt_pictures")
         try:
             token_ids = conversation.prompt()
         except RequestError as error:

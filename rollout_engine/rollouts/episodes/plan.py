@@ -39,6 +39,9 @@ class EpisodeOptions(TypedDict, total=False):
     """Answers of one seat at most, 8 unless given; then the episode is truncated."""
     max_episode_tokens: int | None
     """Tokens of a row at most, prompt included; then the episode is truncated. None: as many as the model takes."""
+    episode_thinking_budget: int | None
+    """Tokens that a seat samples inside thinking at most, in all its turns together; then `thinking_end` is forced, as
+    by `SamplingParams.thinking_budget`, which bounds each turn for itself. None: no bound."""
     episode_timeout: float | None
     """Seconds of one episode at most, waiting included; then it is truncated. None: no limit."""
     on_rewrite: OnRewrite
@@ -73,6 +76,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     num_samples: int
     max_turns: int
     max_episode_tokens: int | None
+    episode_thinking_budget: int | None
     episode_timeout: float
     on_rewrite: OnRewrite
     tool_format: ToolFormat | None
@@ -102,20 +106,26 @@ class EpisodePlan(msgspec.Struct, frozen=True):
         if checked.seed is not None:
             hint = "Each turn draws with a seed of its own, made from rollout(seed=...)."
             raise RequestError.for_field("sampling_params.seed", checked.seed, "absent with env=", hint)
+        if checked.return_hidden_states == "all":
+            hint = "A turn's prompt holds the turns before it: 'sampled' gives the states of all that was sampled."
+            raise RequestError.for_field("sampling_params.return_hidden_states", "all", "'sampled' with env=", hint)
         on_rewrite, tool_format = options.get("on_rewrite", "refuse"), options.get("tool_format")
         if on_rewrite not in get_args(OnRewrite):
             raise RequestError.for_field("on_rewrite", on_rewrite, " or ".join(map(repr, get_args(OnRewrite))))
         if tool_format is not None:
             check_format(tool_format)
         tools = chat.pop("tools", None) or ()
+        budget = as_int("episode_thinking_budget", options.get("episode_thinking_budget"), 0, _MAX_COUNT)
+        own = budget if checked.thinking_budget is None else checked.thinking_budget
         return cls(
             spec=_spec(options["env"]),
-            params=checked.clone(n=1, detokenize=True),
+            params=checked.clone(n=1, detokenize=True, thinking_budget=own),
             seed=frontend.next_seed() if arguments.seed is None else arguments.seed,
             num_episodes=_count(options, "num_episodes", 1),
             num_samples=checked.n,
             max_turns=_count(options, "max_turns", 8),
             max_episode_tokens=as_int("max_episode_tokens", options.get("max_episode_tokens"), 2, _MAX_COUNT),
+            episode_thinking_budget=budget,
             episode_timeout=_seconds(options.get("episode_timeout")),
             on_rewrite=on_rewrite,
             tool_format=tool_format,

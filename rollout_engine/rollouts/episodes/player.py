@@ -1,11 +1,13 @@
 """A policy that plays: the turns of many episodes at one engine."""
 
 import json
+from collections import Counter
 from typing import Any, get_args
 
 from rollout_engine.base.errors import LifecycleError, RequestError
 from rollout_engine.base.outputs import CompletionOutput
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.thinking import count_sampled
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.reader import Reader
 from rollout_engine.rollouts.episodes.conversation import Conversation, Turns, rewritten
@@ -39,7 +41,8 @@ class Player:
         longest = frontend.client.info.max_model_len
         self.max_tokens = min(plan.max_episode_tokens or longest, longest)
         self._codec: TextCodec = frontend.inputs.codec
-        self._pictures = frontend.inputs.pictures
+        self._pictures, self._tags = frontend.inputs.pictures, frontend.inputs.thinking_tags
+        self.max_pictures = self._pictures.max_pictures
         self._plan, self._session, self._lora = plan, session, lora
         self._turns: dict[str, Turns] = {}
         """Tools, as JSON -> the prompts of conversations with these tools."""
@@ -52,6 +55,8 @@ class Player:
         """Request id -> the episode that it is a turn of."""
         self._requests: dict[int, str] = {}
         """The inverse of `_open`: episode -> request id."""
+        self._num_thought: Counter[tuple[int, int]] = Counter()
+        """Episode and seat -> tokens sampled inside thinking so far, with a budget of the episode."""
         self._refuses = plan.max_turns > 1 and not plan.spec.is_single_turn and plan.on_rewrite == "refuse"
         if self._refuses:
             self._require_unchanged_turns(self._turns_with([]), may_call=True)
@@ -86,7 +91,7 @@ class Player:
         asked, self._asked = self._asked, []
         request_ids = self.reader.add_all(
             with_lora([{"prompt_token_ids": ask.token_ids, "pictures": ask.pictures} for _, ask in asked], self._lora),
-            [self._params_within(ask.room) for _, ask in asked],
+            [self._params_of(key, ask) for key, ask in asked],
             session_id=[f"{self._session}-{key}-{ask.seat}" for key, ask in asked],
             seeds=[ask.seed for _, ask in asked],
         )
@@ -106,6 +111,7 @@ class Player:
             if sample.finish_reason == "abort":
                 self.ask(key, ask)
             else:
+                self._count_thinking(key, ask, sample)
                 answers.append((key, sample))
         return answers
 
@@ -123,11 +129,22 @@ class Player:
         if unfinished:
             self.reader.abort(unfinished)
 
-    def _params_within(self, room: int) -> SamplingParams:
-        """Parameters of an answer of at most `room` tokens."""
-        params = self._plan.params
-        is_within = params.max_tokens is not None and params.max_tokens <= room
-        return params if is_within else params.clone(max_tokens=room)
+    def _params_of(self, key: int, ask: Ask) -> SamplingParams:
+        """Parameters of an answer, within the room that is left for it and the rest of an episode's budget."""
+        params, changes = self._plan.params, dict[str, int]()
+        if params.max_tokens is None or params.max_tokens > ask.room:
+            changes["max_tokens"] = ask.room
+        if (budget := self._plan.episode_thinking_budget) is not None:
+            left = max(0, budget - self._num_thought[key, ask.seat])
+            changes["thinking_budget"] = min(left, left if params.thinking_budget is None else params.thinking_budget)
+        return params.clone(**changes) if changes else params
+
+    def _count_thinking(self, key: int, ask: Ask, sample: CompletionOutput) -> None:
+        if self._plan.episode_thinking_budget is None:
+            return
+        budget = self._tags.budget_of(self._params_of(key, ask), ask.token_ids)
+        assert budget is not None, "each answer has one"
+        self._num_thought[key, ask.seat] += count_sampled(budget, sample.token_ids)
 
     def _turns_with(self, tools: list[dict[str, Any]]) -> Turns:
         key = json.dumps(tools, sort_keys=True)

@@ -4,7 +4,7 @@ One row for each seat that a policy plays, this one or another; with on_rewrite=
 response is all that follows the first prompt; B rows, T longest full, in the packed layout [1, N] as there.
 
     key                     shape               meaning
-    ("masks", "turn")       [B, T]              int64; the seat's turn that sampled a token, -1 elsewhere
+    ("masks", "turn")       [B, T]              int64; the seat's turn that wrote a token, -1 elsewhere
     ("rewards", "turn")     [B, most turns]     float32; of each turn of the seat, 0 padded
     "num_turns"             [B]                 int64; turns of the seat
     "episode_id"            [B]                 int64; number of the episode in the rollout
@@ -35,7 +35,9 @@ import torch
 from tensordict import NonTensorStack
 
 from rollout_engine.base.outputs import CompletionOutput, FinishReason, RequestOutput, VersionSpan
+from rollout_engine.base.support import Support, support_of
 from rollout_engine.batches.rollout_batch import Layout, rollout_batch
+from rollout_engine.batches.sampled_columns import placed_rows, top_of
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.rollouts.episodes.conversation import Conversation, Row
 from rollout_engine.rollouts.episodes.episode import Episode
@@ -107,7 +109,7 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         text=_text(response, codec),
         token_ids=response,
         logprobs=_place_values(samples, len(response), "logprobs"),
-        top_logprobs=None,
+        top_logprobs=_top_logprobs(samples, len(response)),
         cumulative_logprob=None,
         kept_logprob_mass=_place_values(samples, len(response), "kept_logprob_mass"),
         finish_reason=_finish_reason(row),
@@ -117,6 +119,10 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         error=episode.error,
         routed_experts=_routed_experts(samples, len(row.row.prompt) + len(response)),
         quantization=samples[0][1].quantization if samples else None,
+        support=_support(samples, len(response)),
+        entropies=_place_values(samples, len(response), "entropies"),
+        hidden_states=placed_rows([(start, sample.hidden_states) for start, sample in samples], len(response), 0.0),
+        forced=_place_forced(samples, len(response)),
     )
     prompt = codec.decode(row.row.prompt) if row.row.prompt else ""
     found = RequestOutput(str(episode.key), prompt, row.row.prompt, None, [completion], True, 0)
@@ -155,6 +161,22 @@ def _place_values(samples: list[tuple[int, CompletionOutput]], length: int, name
     return placed
 
 
+def _top_logprobs(samples: list[tuple[int, CompletionOutput]], length: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """The most likely tokens, [length, k], -1 and -inf between the answers; None if no answer has any."""
+    tops = [(start, top_of(sample)) for start, sample in samples]
+    ids, logprobs = (
+        placed_rows([(start, None if top is None else top[place]) for start, top in tops], length, fill)
+        for place, fill in enumerate((-1, -np.inf))
+    )
+    return None if ids is None or logprobs is None else (ids, logprobs)
+
+
+def _place_forced(samples: list[tuple[int, CompletionOutput]], length: int) -> np.ndarray | None:
+    """bool [length], of tokens that a budget of thinking forced; None if no answer has a budget."""
+    placed = _place_values(samples, length, "forced")
+    return None if placed is None else placed.astype(bool)
+
+
 def _routed_experts(samples: list[tuple[int, CompletionOutput]], num_tokens: int) -> np.ndarray | None:
     """The experts of each token from the first turn that computed it, [n, L, k]; None if no answer has any."""
     parts = [sample.routed_experts for _, sample in samples if sample.routed_experts is not None]
@@ -164,6 +186,14 @@ def _routed_experts(samples: list[tuple[int, CompletionOutput]], num_tokens: int
     for part in parts[1:]:
         rows = np.concatenate([rows, part[len(rows) :]])
     return rows[: num_tokens - 1]
+
+
+def _support(samples: list[tuple[int, CompletionOutput]], length: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """The supports of the answers, and empty rows between them; None if no answer has any."""
+    if all(sample.support is None for _, sample in samples):
+        return None
+    found = Support.place([(start, support_of(sample)) for start, sample in samples], length)
+    return found.offsets, found.ids
 
 
 def _spans(samples: list[tuple[int, CompletionOutput]], length: int) -> list[VersionSpan]:

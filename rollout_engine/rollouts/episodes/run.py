@@ -78,6 +78,7 @@ class EpisodeRun:
             self._max_tokens,
             self._new_conversation,
             self._find_calls,
+            max_pictures=lambda seat: self._player(seat).max_pictures,
             min_room=max(1, plan.params.min_tokens),
             own_tools=frozenset(plan.tools),
         )

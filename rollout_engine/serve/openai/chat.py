@@ -10,7 +10,13 @@ from rollout_engine.serve.call import Call, GenerationFields, salt_of
 from rollout_engine.serve.generation import Generation
 from rollout_engine.serve.openai.logprobs import chat_logprobs
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
-from rollout_engine.serve.openai.shapes import matched_stop, of_versions, sglang_metadata, total_usage
+from rollout_engine.serve.openai.shapes import (
+    matched_stop,
+    of_versions,
+    sampled_fields,
+    sglang_metadata,
+    total_usage,
+)
 from rollout_engine.serve.openai.tools import ToolParser
 from rollout_engine.serve.request_templates import brings_template, chat_options, with_rendered_text
 from rollout_engine.serve.route import Asked, Events, Reply
@@ -108,7 +114,7 @@ class _ChatCall(Call):
     def _choice(self, result: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         message, calls = self._message(result, sample.token_ids, sample.text)
         message["role"] = "assistant"
-        choice = self._common(sample, bool(calls))
+        choice = self._common(sample, bool(calls)) | sampled_fields(sample, result)
         choice["message"] = message
         if self._body.return_token_ids:
             choice |= {"token_ids": sample.token_ids, "prompt_token_ids": result.prompt_token_ids}
@@ -126,7 +132,7 @@ class _ChatCall(Call):
             delta |= message
             if calls:
                 delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        choice = self._common(sample, bool(calls))
+        choice = self._common(sample, bool(calls)) | sampled_fields(sample, output)
         choice["delta"] = delta
         if self._body.return_token_ids:
             choice |= {"token_ids": sample.token_ids, "prompt_token_ids": None if so_far else output.prompt_token_ids}

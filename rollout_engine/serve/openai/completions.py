@@ -9,7 +9,13 @@ from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.call import Call, GenerationFields, media_of, prompts_of
 from rollout_engine.serve.openai.logprobs import text_logprobs
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
-from rollout_engine.serve.openai.shapes import matched_stop, of_versions, sglang_metadata, total_usage
+from rollout_engine.serve.openai.shapes import (
+    matched_stop,
+    of_versions,
+    sampled_fields,
+    sglang_metadata,
+    total_usage,
+)
 from rollout_engine.serve.openai.text_offsets import TextOffsets
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import Settings
@@ -117,6 +123,7 @@ class _CompletionCall(Call):
             "stop_reason": sample.stop_reason,
             "matched_stop": None if self._is_scoring else matched_stop(sample),
             "seed": sample.seed,
+            **sampled_fields(sample, output),
             **of_versions(sample, served.weight_version),
         }
         if body.logprobs is not None:

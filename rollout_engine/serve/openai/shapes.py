@@ -53,11 +53,14 @@ def of_versions(sample: CompletionOutput, live_version: int) -> dict[str, Any]:
     """Which weights made the tokens: `version_spans` [start, end, policy version, oldest version of the KV read].
 
     `weight_version` is that of the last token, or the live one if there is none yet. If spans differ, the
-    weights changed on the way. `quantization` is present if the engine has one.
+    weights changed on the way. `quantization` is present if the engine has one; with a budget of thinking `forced`, one
+    bool for each token.
     """
     spans = sample.version_spans
     found = {"version_spans": spans, "weight_version": spans[-1].policy_version if spans else live_version}
-    return found if sample.quantization is None else found | {"quantization": sample.quantization}
+    if sample.quantization is not None:
+        found["quantization"] = sample.quantization
+    return found if sample.forced is None else found | {"forced": sample.forced.tolist()}
 
 
 def sglang_metadata(served: Served, version: int) -> dict[str, Any]:
@@ -65,12 +68,31 @@ def sglang_metadata(served: Served, version: int) -> dict[str, Any]:
     return {"metadata": {"weight_version": served.versions.text_of(version)}}
 
 
+def sampled_fields(sample: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+    """Our own fields of a choice, those that were asked for: `entropies`, `hidden_states`, `prompt_hidden_states`."""
+    found: dict[str, Any] = {}
+    if sample.entropies is not None:
+        found["entropies"] = sample.entropies.tolist()
+    for name, states in (
+        ("hidden_states", sample.hidden_states),
+        ("prompt_hidden_states", output.prompt_hidden_states),
+    ):
+        if states is not None:
+            found[name] = array_fields(states)
+    return found
+
+
+def array_fields(array: np.ndarray) -> dict[str, Any]:
+    """`data`: base64 of an array's bytes, row by row, little-endian; its `shape` and `dtype`."""
+    data = base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode("ascii")
+    return {"data": data, "shape": list(array.shape), "dtype": array.dtype.name}
+
+
 def routed_fields(routed_experts: np.ndarray | None, start: int) -> dict[str, Any] | None:
     """`data`: base64 of the array's bytes, row by row; `shape` and `dtype` of it, and the token that row 0 is of."""
     if routed_experts is None:
         return None
-    data = base64.b64encode(routed_experts.tobytes()).decode("ascii")
-    return {"data": data, "shape": list(routed_experts.shape), "start": start, "dtype": routed_experts.dtype.name}
+    return {**array_fields(routed_experts), "start": start}
 
 
 def matched_stop(sample: CompletionOutput) -> int | str | None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
@@ -10,7 +11,7 @@ from rollout_engine.serve.call import Call
 from rollout_engine.serve.generation import Generation
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.served import Served
-from rollout_engine.serve.sglang.sampling import Wanted, is_scoring, read_sampling
+from rollout_engine.serve.sglang.sampling import Wanted, check_num_values, is_scoring, read_sampling
 from rollout_engine.serve.sglang.shapes import answer, without_tokens
 
 PEERS: dict[str, tuple[Any, ...]] = {
@@ -18,15 +19,12 @@ PEERS: dict[str, tuple[Any, ...]] = {
     "video_data": ([],),
     "audio_data": ([],),
     "custom_logit_processor": ("",),
-    "return_hidden_states": (False,),
     "return_sampling_mask": (False,),
-    "return_entropy": (False,),
     "return_indexer_topk": (False,),
     "return_flat_raw_top_logprobs": (False,),
     "session_params": ({},),
     "background": (False,),
     "require_reasoning": (False,),
-    "max_thinking_tokens": (),
 }
 """Fields of SGLang's that are not served -> the values that ask for nothing."""
 IGNORED = frozenset(("log_metrics", "no_logs", "custom_labels", "modalities", "conversation_id", "bootstrap_room"))
@@ -50,7 +48,13 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_text_in_logprobs: bool = False
     return_routed_experts: bool | list[bool] | None = None
     """For a mixture of experts: `meta_info.routed_experts`."""
+    return_entropy: bool | list[bool] | None = None
+    """`meta_info.output_token_entropy`: the entropy at each sampled token, in nats."""
+    return_hidden_states: bool | list[bool] | None = None
+    """`meta_info.hidden_states`: the states of the prompt's tokens, then that of each sampled token but the last."""
     return_prompt_token_ids: bool = False
+    max_thinking_tokens: int | list[int | None] | None = None
+    """The same as `thinking_budget` in `sampling_params`."""
     stream: bool = False
     rid: str | list[str] | None = None
     """The client's name for the request, or each prompt's; /abort_request takes it."""
@@ -84,7 +88,7 @@ class _GenerateCall(Call):
         self._num_prompts = len(given)
         self._wanted = [self._wanted_of(index) for index in range(self._num_prompts)]
         kind = "cumulative" if body.stream else "final_only"
-        sampling = [self._one("sampling_params", index) or {} for index in range(self._num_prompts)]
+        sampling = [self._sampling_of(index) for index in range(self._num_prompts)]
         self.settings = [
             read_sampling(served.settings, each, wanted, kind)
             for each, wanted in zip(sampling, self._wanted, strict=True)
@@ -94,6 +98,8 @@ class _GenerateCall(Call):
         self._loras = [self._one("lora_path", index) or None for index in range(self._num_prompts)]
         self.prompts = [self._with_options(prompt, index) for index, prompt in enumerate(given)]
         self._names = self._request_names()
+        self._prompt_scores: dict[int, np.ndarray] = {}
+        """Index of a prompt -> float32 [tokens, ids], log-probs of the ids that it wants at its own places."""
 
     async def check_adapters(self) -> None:
         """Raise `HttpProblem` 404 for an adapter that is not there."""
@@ -110,7 +116,25 @@ class _GenerateCall(Call):
         options: dict[str, Any] = {"priority": body.priority or 0, "session_id": key}
         await generation.start(self.prompts, self.settings, repeats=True, **options)
 
+    async def prepare_output(self, index: int, output: RequestOutput) -> None:
+        wanted, first = self._wanted[index], max(self._wanted[index].logprob_start, 1)
+        if index in self._prompt_scores or not (wanted.prompt and wanted.token_ids):
+            return
+        params, lora = self.settings[index].params, self.prompts[index].get("lora_request")
+        completion = output.prompt_token_ids[first:]
+        check_num_values(len(completion), len(wanted.token_ids))
+        scores = await self.served.engine.score_candidates(
+            [output.prompt_token_ids[:first]],
+            [completion],
+            np.tile(np.array(wanted.token_ids, np.int64), (len(completion), 1)),
+            temperature=1.0 if params.logprobs_mode == "raw" else params.temperature,
+            lora=lora,
+        )
+        self._prompt_scores[index] = scores.candidates
+
     async def write(self, results: list[RequestOutput]) -> Any:
+        for index, output in enumerate(results):
+            await self.prepare_output(index, output)
         answers = [
             self.write_event(index, output, [sample], {})
             for index, output in enumerate(results)
@@ -126,7 +150,8 @@ class _GenerateCall(Call):
         name = f"{self._names[index]}-{sample.index}" if several else self._names[index]
         wanted, texts = self._wanted[index], self._body.return_text_in_logprobs
         counted = without_tokens(sample) if self._is_scoring[index] else sample
-        made = answer(self.served, name, output, counted, wanted, texts=texts)
+        scores = self._prompt_scores.get(index)
+        made = answer(self.served, name, output, counted, wanted, texts=texts, prompt_scores=scores)
         if self._body.return_prompt_token_ids:
             made["prompt_token_ids"] = output.prompt_token_ids
         if self._body.stream and self._gives_list:
@@ -159,6 +184,15 @@ class _GenerateCall(Call):
         own = self._one("image_data", index)
         return [each for each in (own if isinstance(own, list) else [own]) if each is not None]
 
+    def _sampling_of(self, index: int) -> dict[str, Any]:
+        given, budget = self._one("sampling_params", index) or {}, self._one("max_thinking_tokens", index)
+        if budget is None:
+            return given
+        if given.get("thinking_budget", budget) != budget:
+            bound = f"thinking_budget of sampling_params, which is {given['thinking_budget']}"
+            raise RequestError.for_field("max_thinking_tokens", budget, bound, "Give one of them.")
+        return {**given, "thinking_budget": budget}
+
     def _wanted_of(self, index: int) -> Wanted:
         start = self._one("logprob_start_len", index)
         ids = self._body.token_ids_logprob
@@ -170,6 +204,8 @@ class _GenerateCall(Call):
             num_top=self._one("top_logprobs_num", index) or 0,
             token_ids=tuple(ids or ()),  # type: ignore[arg-type]
             routed=bool(self._one("return_routed_experts", index)),
+            entropy=bool(self._one("return_entropy", index)),
+            states=bool(self._one("return_hidden_states", index)),
         )
 
     def _with_options(self, prompt: dict[str, Any], index: int) -> dict[str, Any]:

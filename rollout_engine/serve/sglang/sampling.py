@@ -4,15 +4,13 @@ from typing import Any
 
 import msgspec
 
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.sampling_params import MAX_PROMPT_LOGPROB_VALUES
 from rollout_engine.serve.bodies import read_fields
 from rollout_engine.serve.sampling import SamplingFields, Settings, SettingsReader
 
 _EVERY_TOKEN = 1 << 30
 """How SGLang's clients write a top_k that keeps all tokens."""
-_PEERS: dict[str, tuple[Any, ...]] = {
-    "custom_params": ({},),
-}
-"""Fields of SGLang's that are not served -> the values that ask for nothing."""
 _IGNORED = frozenset(("stream_interval",))
 
 
@@ -36,9 +34,13 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     num_top: int = 0
     """How many of the most likely tokens at each position."""
     token_ids: tuple[int, ...] = ()
-    """Tokens whose log-probs are wanted at each position of the completion."""
+    """Tokens whose log-probs are wanted at each position of the completion, and of the prompt from its start on."""
     routed: bool = False
     """Whether the experts of every token are wanted."""
+    entropy: bool = False
+    """Whether the entropy at each sampled token is wanted."""
+    states: bool = False
+    """Whether the hidden states of all tokens are wanted."""
 
     @property
     def prompt(self) -> bool:
@@ -48,7 +50,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_sampling(reader: SettingsReader, given: dict[str, Any], wanted: Wanted, kind: str) -> Settings:
     """The settings of one prompt. Raises `RequestError`, and `HttpProblem` 400 for fields that are not known."""
-    fields = read_fields(SglangFields, given, "sampling_params", ignored=_IGNORED, neutral=_PEERS)
+    fields = read_fields(SglangFields, given, "sampling_params", ignored=_IGNORED)
     for ours, theirs in (
         ("max_tokens", fields.max_new_tokens),
         ("min_tokens", fields.min_new_tokens),
@@ -70,7 +72,19 @@ def read_sampling(reader: SettingsReader, given: dict[str, Any], wanted: Wanted,
             more["prompt_logprobs"] = wanted.num_top
     if wanted.routed:
         more["return_routed_experts"] = True
+    if wanted.entropy:
+        more["entropy"] = True
+    if wanted.states:
+        more["return_hidden_states"] = "all"
     return reader.read(fields, **more)
+
+
+def check_num_values(num_tokens: int, num_ids: int) -> None:
+    """Raise `RequestError` for more log-probs of ids at the places of a prompt than are returned."""
+    if num_tokens * num_ids > MAX_PROMPT_LOGPROB_VALUES:
+        bound = f"at most {MAX_PROMPT_LOGPROB_VALUES} log-probs a prompt"
+        hint = "Give a higher logprob_start_len."
+        raise RequestError.for_field("token_ids_logprob", f"{num_tokens} x {num_ids} ids", bound, hint)
 
 
 def is_scoring(given: dict[str, Any]) -> bool:

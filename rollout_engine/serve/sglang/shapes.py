@@ -18,9 +18,20 @@ Entry: TypeAlias = list[Any]
 
 
 def answer(
-    served: Served, name: str, output: RequestOutput, sample: CompletionOutput, wanted: Wanted, *, texts: bool
+    served: Served,
+    name: str,
+    output: RequestOutput,
+    sample: CompletionOutput,
+    wanted: Wanted,
+    *,
+    texts: bool,
+    prompt_scores: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """One sample so far: `text`, `output_ids` and `meta_info`. `texts`: whether log-probs include tokens' texts."""
+    """One sample so far: `text`, `output_ids` and `meta_info`.
+
+    `texts`: whether log-probs include tokens' texts. `prompt_scores`: float32 [tokens, ids], those of the wanted ids at
+    the prompt's places from `wanted.logprob_start` on, the first token of a prompt excepted.
+    """
     versions = of_versions(sample, served.weight_version)
     meta: dict[str, Any] = {
         "id": name,
@@ -38,8 +49,14 @@ def answer(
         routed = sample.routed_experts.astype("<i4")  # most of SGLang's clients support no other type
         meta["routed_experts"] = base64.b64encode(routed.tobytes()).decode("ascii")
         meta["routed_experts_shape"] = sample.routed_experts.shape
+    if sample.entropies is not None:
+        meta["output_token_entropy"] = sample.entropies.tolist()
+    if sample.hidden_states is not None:
+        meta["hidden_states"] = _states(output, sample)
     if wanted.logprobs:
         meta |= _Logprobs(served, wanted, texts).fields(output, sample)
+        if prompt_scores is not None:
+            meta["input_token_ids_logprobs"] = _Logprobs(served, wanted, texts).prompt_rows(prompt_scores)
     return {"text": sample.text, "output_ids": sample.token_ids, "meta_info": meta, **versions}
 
 
@@ -55,7 +72,9 @@ def without_tokens(sample: CompletionOutput) -> CompletionOutput:
         token_id_logprobs=None if by_id is None else by_id[:0],
         finish_reason="length" if sample.finish_reason == "stop" else sample.finish_reason,
         version_spans=[],
+        entropies=None if sample.entropies is None else sample.entropies[:0],
         routed_experts=None if routed is None else routed[:-1],  # without the prompt's last token
+        forced=None,
     )
 
 
@@ -86,6 +105,11 @@ class _Logprobs:
             made["output_token_ids_logprobs"] = [self._entries(row, wanted.token_ids) for row in rows]
         return made
 
+    def prompt_rows(self, scores: np.ndarray) -> list[list[Entry] | None]:
+        """Log-probs of the wanted ids at the prompt's places; None for the first token of a prompt."""
+        rows: list[list[Entry] | None] = [None] if self._wanted.logprob_start == 0 else []
+        return rows + [self._entries(row, self._wanted.token_ids) for row in values_of(scores)]
+
     def _entries(self, values: Sequence[Any], token_ids: Sequence[int]) -> list[Entry]:
         return [[value, i, self._text(i)] for value, i in zip(values, token_ids, strict=True)]
 
@@ -99,6 +123,15 @@ class _Logprobs:
 
     def _text(self, token_id: int) -> str | None:
         return self._served.token_texts[token_id] if self._texts else None
+
+
+def _states(output: RequestOutput, sample: CompletionOutput) -> list[Any]:
+    """One entry for each sampled token, the states computed to draw it: first all of the prompt's, then one each."""
+    assert sample.hidden_states is not None
+    states: list[Any] = sample.hidden_states.tolist()
+    if output.prompt_hidden_states is not None:
+        states[0] = output.prompt_hidden_states.tolist()
+    return states
 
 
 def _finish_reason(sample: CompletionOutput) -> dict[str, Any] | None:

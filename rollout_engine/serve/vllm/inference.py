@@ -6,14 +6,23 @@ import msgspec
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
+from rollout_engine.base.support import support_of
 from rollout_engine.serve.bodies import read_fields
 from rollout_engine.serve.call import Call, CallFields, media_of, salt_of
 from rollout_engine.serve.openai.logprobs import token_logprobs
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
-from rollout_engine.serve.openai.shapes import StreamOptions, of_versions, routed_fields, total_usage, weight_versions
+from rollout_engine.serve.openai.shapes import (
+    StreamOptions,
+    of_versions,
+    routed_fields,
+    sampled_fields,
+    total_usage,
+    weight_versions,
+)
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SAMPLING_PEERS, SamplingFields, Settings
 from rollout_engine.serve.served import Served
+from rollout_engine.serve.vllm.prompt_scores import PromptScores
 
 PEERS: dict[str, tuple[Any, ...]] = {
     "features": ({},),
@@ -27,7 +36,6 @@ IGNORED = frozenset(("assistant_tokens_mask", "token_offsets"))
 _SAMPLING_PEERS: dict[str, tuple[Any, ...]] = {
     **SAMPLING_PEERS,
     "skip_reading_prefix_cache": (False,),
-    "prompt_logprob_token_ids": (),
 }
 _SAMPLING_IGNORED = frozenset(("output_kind", "flat_logprobs", "detokenize", "skip_clone"))
 _COMPACT = "prl_compact_logprobs"
@@ -60,6 +68,8 @@ class InferenceBody(CallFields, kw_only=True):
     """Give the prompt's ids back."""
     return_routed_experts: bool | None = None
     """For a mixture of experts: `routed_experts` of each choice."""
+    return_sampling_mask: bool | None = None
+    """`sampling_mask` of each choice: for each token the ids that its draw had left, [] for the whole vocabulary."""
 
 
 async def generate(served: Served, asked: Asked) -> Reply | Events:
@@ -75,6 +85,7 @@ class _InferenceCall(Call):
     def __init__(self, served: Served, asked: Asked, lora: str | None) -> None:
         super().__init__(served, asked, lora)
         self._body: InferenceBody = asked.body
+        self._scores = _prompt_scores(served, self._body)
         self.settings = _settings(served, self._body)
         self.prompts = [_prompt(self._body)]
         self._first_fields: dict[str, Any] = {}
@@ -84,7 +95,7 @@ class _InferenceCall(Call):
 
     async def write(self, results: list[RequestOutput]) -> dict[str, Any]:
         [result] = results
-        choices = [self._choice(sample) for sample in result.outputs]
+        choices = [self._choice(result, sample) for sample in result.outputs]
         about_prompt = await self._about_prompt(result)
         more = {
             "usage": total_usage(results),
@@ -92,6 +103,9 @@ class _InferenceCall(Call):
             "kv_transfer_params": None,
             "weight_version": max(choice["weight_version"] for choice in choices),
         }
+        if self._scores is not None:
+            params, token_ids = self.settings.params, self._body.token_ids
+            more["prompt_token_id_logprobs"] = await self._scores.compute(self.served, token_ids, params, self.lora)
         return self._response(choices, about_prompt | more)
 
     async def prepare_output(self, index: int, output: RequestOutput) -> None:
@@ -100,7 +114,7 @@ class _InferenceCall(Call):
     def write_event(
         self, index: int, output: RequestOutput, samples: list[CompletionOutput], usage: dict[str, Any]
     ) -> dict[str, Any]:
-        return self._response([self._choice(sample) for sample in samples], self._first_fields | usage)
+        return self._response([self._choice(output, sample) for sample in samples], self._first_fields | usage)
 
     def write_last_event(self, usage: dict[str, Any]) -> dict[str, Any]:
         return self._response([], usage)
@@ -115,7 +129,7 @@ class _InferenceCall(Call):
         name, model = self._body.request_id or self.asked.request_id, self.lora or self.served.model
         return {"request_id": name, "model": model, "created": self.created, "choices": choices, **more}
 
-    def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         return {
             "index": sample.index,
             "token_ids": sample.token_ids,
@@ -124,9 +138,15 @@ class _InferenceCall(Call):
             "stop_reason": sample.stop_reason,
             "seed": sample.seed,
             **self._routed_experts(sample),
+            **self._sampling_mask(sample),
+            **sampled_fields(sample, output),
             "weight_versions": weight_versions(self.served, sample),
             **of_versions(sample, self.served.weight_version),
         }
+
+    def _sampling_mask(self, sample: CompletionOutput) -> dict[str, Any]:
+        """The supports of a choice's tokens, so far or of those that a streamed event adds."""
+        return {"sampling_mask": support_of(sample).lists()} if self._body.return_sampling_mask else {}
 
     def _routed_experts(self, sample: CompletionOutput) -> dict[str, Any]:
         """Routed experts of all but the last of prompt and completion: so far, or those that a streamed event adds."""
@@ -153,6 +173,19 @@ async def _adapter(served: Served, body: InferenceBody) -> str | None:
     return await served.adapter_of(given, "lora_request")
 
 
+def _prompt_scores(served: Served, body: InferenceBody) -> PromptScores | None:
+    """The tokens whose log-probs at the prompt's places are wanted; takes them out of the sampling parameters."""
+    scores = PromptScores.read(body.sampling_params, len(body.token_ids), served.engine.frontend.client.info.vocab_size)
+    for field, value in (
+        ("stream", body.stream),
+        ("multi_modal_data", body.multi_modal_data),
+        ("truncate_prompt_tokens", body.sampling_params.get("truncate_prompt_tokens")),
+    ):
+        if scores is not None and value:
+            raise RequestError.for_field(field, value, "absent with prompt_logprob_token_ids")
+    return scores
+
+
 def _settings(served: Served, body: InferenceBody) -> Settings:
     given = dict(body.sampling_params)
     logprobs = given.pop("logprobs", None)
@@ -162,7 +195,8 @@ def _settings(served: Served, body: InferenceBody) -> Settings:
     if isinstance(fields.extra_args, dict):
         fields.extra_args = {k: v for k, v in fields.extra_args.items() if k != _COMPACT} or None
     more = {} if fields.stop or fields.stop_regex else {"detokenize": False}
-    more["return_routed_experts"] = bool(body.return_routed_experts)
+    more |= {"return_routed_experts": bool(body.return_routed_experts)}
+    more |= {"return_support": bool(body.return_sampling_mask)}
     kind = "delta" if body.stream else "final_only"
     return served.settings.read(fields, output_kind=kind, logprobs=logprobs, **more)
 

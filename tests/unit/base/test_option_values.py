@@ -223,6 +223,15 @@ def test_names_of_other_libraries_are_not_options_here(kind, peers):
     assert not set(kind.__struct_fields__) & {name for names in peers.values() for name in names}
 
 
+@pytest.mark.parametrize(
+    "name, advice",
+    [("mm_processor_cache_gb", "mm_cache_bytes"), ("allowed_local_media_path", "--allow-media-dir")],
+)
+def test_options_of_vllm_for_pictures_name_ours(name, advice):
+    with pytest.raises(ConfigError, match=f"'{name}' is an option of vLLM's.*{advice}"):
+        config(**{name: 1})
+
+
 def test_arguments_of_other_libraries_are_not_arguments_here():
     names = {name for peers in CALL_PEERS.values() for name in peers}
     for verb in (LLM.generate, LLM.chat, AsyncLLM.generate, RolloutPolicy.rollout, RolloutPolicy.arollout):

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tensordict import NonTensorStack
 from transformers import AutoImageProcessor
 
 from rollout_engine import RequestError, concat, minibatches, read_jsonl, to_jsonl, to_trl
 from rollout_engine.base.outputs import RequestOutput
-from rollout_engine.base.pictures import Picture, PlacedPicture
+from rollout_engine.base.pictures import EncodedPicture, Picture, PlacedPicture
 from rollout_engine.batches.json_values import json_value
 from rollout_engine.batches.jsonl import samples
 from rollout_engine.batches.output_samples import output_samples
-from rollout_engine.batches.picture_files import load_picture, placed_pictures
+from rollout_engine.batches.picture_files import damaged_pictures, load_picture, placed_pictures
 from rollout_engine.batches.picture_images import png_of
 from rollout_engine.batches.rewards import RewardCaller
 from rollout_engine.batches.rollout_batch import rollout_batch
@@ -28,6 +29,7 @@ from rollout_engine.testing.tiny_pictures import FAMILIES, random_picture
 from tests.unit.batches.conftest import PAD, completion
 
 LAYOUTS = ["padded", "packed"]
+ROWS = np.zeros((2, 4), np.float32), []
 
 
 def picture(seed):
@@ -109,15 +111,47 @@ def test_a_stream_without_a_folder_is_refused():
     assert len(stream.getvalue().splitlines()) == 6
 
 
-def test_trl_gets_no_batch_without_its_pictures():
-    with pytest.raises(RequestError, match="exact.inputs"):
-        to_trl(batch_of())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trl_gets_pictures_in_the_form_of_its_loss(layout):
+    batch = batch_of(layout=layout)
+    inputs = to_trl(batch)
+    assert inputs["num_images"] == [1, 1, 0, 0, 2, 2] and inputs["pixel_values"].shape == (6, 3, 4, 6)
+    expected = [each.picture.arrays["pixel_values"][0] for row in batch["pictures"] for each in row]
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(inputs["pixel_values"], expected, strict=True))
+    types, ids = inputs["mm_token_type_ids"], torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    assert types.shape == ids.shape and types[2:4].sum() == 0
+    start = inputs["prompt_ids"].shape[1] - 9  # prompts have 9 tokens
+    spans_of = {0: [(1, 3)], 1: [(1, 3)], 4: [(1, 3), (4, 6)], 5: [(1, 3), (4, 6)]}
+    for row, own in spans_of.items():
+        marked = set((types[row].nonzero()[:, 0] - start).tolist())
+        # Features stand where the token is that of the span's first place.
+        same = {i for a, b in own for i in range(a, b) if ids[row, start + i] == ids[row, start + a]}
+        assert marked == same and len(same) >= len(own)
+
+
+def test_trl_gets_late_pictures_in_its_loss_alone():
     assert set(to_trl(batch_of().exclude("pictures"))) == set(to_trl(batch_of(counts=(0, 0, 0))))
     assert len(to_trl_rollout(batch_of())["prompt_ids"]) == 6
     late = batch_of()
     late["num_prompt_tokens"] = torch.tensor([4] * 6)
     with pytest.raises(RequestError, match="later turns"):
         to_trl_rollout(late)
+
+
+def test_features_stay_with_their_pictures_and_are_in_no_file(tmp_path):
+    batch, plain = batch_of(1), batch_of(2, counts=(0, 0))
+    digests = [[each.picture.digest for each in row] for row in batch["pictures"]]
+    features = [tuple(EncodedPicture(digest, "", "float32", *ROWS) for digest in row) for row in digests]
+    batch["picture_features"] = NonTensorStack(*features)
+    joined = concat([batch, plain])
+    assert list(joined["picture_features"]) == [*features, (), (), (), ()]
+    for part in minibatches(joined, 4):
+        for shown, found in zip(part["pictures"], part["picture_features"], strict=True):
+            assert [each.picture.digest for each in shown] == [each.digest for each in found]
+    with pytest.raises(RequestError, match="picture_features"):
+        concat([batch, batch_of(3)])
+    to_jsonl(joined, tmp_path / "a.jsonl")
+    assert all("picture_features" not in {*sample, *sample["columns"]} for sample in read_jsonl(tmp_path / "a.jsonl"))
 
 
 class Trap:
@@ -214,6 +248,24 @@ def test_pages_hold_the_pictures_of_prompts_and_messages(tmp_path):
     for file in (tmp_path / "pictures").glob("*.png"):
         file.write_bytes(b"<svg onload=alert(1)>")
     assert "pictures" not in page_data(read_jsonl(tmp_path / "a.jsonl"), "title", lambda token_id: None)
+
+
+def test_a_damaged_file_of_a_picture_is_named_where_it_is_shown(tmp_path, caplog):
+    to_jsonl(batch_of(), tmp_path / "a.jsonl")
+    read = read_jsonl(tmp_path / "a.jsonl")
+    assert damaged_pictures(read) == {}
+    shared, other = read[0]["pictures"][0]["picture"], read[4]["pictures"][1]["picture"]
+    folder = tmp_path / "pictures"
+    (folder / f"{other}.npz").write_bytes((folder / f"{shared}.npz").read_bytes())
+    problems = damaged_pictures(read)
+    assert list(problems) == [other] and f"{other}.npz" in problems[other]
+    assert f"Its arrays are those of {shared}: it was changed, or renamed." in problems[other]
+    page = page_data(read, "title", lambda token_id: None)
+    assert page["damaged"] == problems and set(page["pictures"]) == {shared}
+    assert [record.message for record in caplog.records] == [problems[other]]
+    (folder / f"{shared}.npz").unlink()
+    assert set(damaged_pictures(read)) == {shared, other} and "No such file" in damaged_pictures(read)[shared]
+    assert damaged_pictures(read, most_bytes=0).keys() == {shared}, "no file is read beyond the bound"
 
 
 def test_a_notebook_shows_pictures():

@@ -195,7 +195,9 @@ def test_every_key_it_writes_is_reserved():
     rewards = [[1, 0], [0, 1]]
     options = {"rewards": rewards, "function_rewards": {"exact": rewards}, "oversampled": True, "layout": "packed"}
     batch = rollout_batch(two_groups(), pad_token_id=PAD, **options)
-    assert set(batch.keys()) | {"kept_logprob_mass", "routed_experts", "pictures"} == RESERVED_KEYS
+    others = {"kept_logprob_mass", "routed_experts", "pictures", "entropy", "top_k", "hidden_states", "support"}
+    others |= {"teacher", "picture_features"}
+    assert set(batch.keys()) | others == RESERVED_KEYS
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

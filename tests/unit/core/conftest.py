@@ -14,6 +14,7 @@ from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams
 from rollout_engine.base.routed_experts import RoutingInfo
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import child_seed
+from rollout_engine.base.thinking import Thinking, ThinkingState
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import (
@@ -24,6 +25,7 @@ from rollout_engine.core.fake_executor import (
     fake_routed_experts,
 )
 from rollout_engine.core.fake_states import FakeKVError
+from tests.unit.core.recorded_states import RecordedStates
 
 Key = tuple[str, int]
 IMAGE = 22
@@ -70,7 +72,7 @@ class Rig:
         sizes["pictures"] = PictureInfo(IMAGE)
         self.config = CoreConfig(**(sizes | config))
         self.splits_no_picture = self.config.pictures is not None and self.config.pictures.attention != "causal"
-        """One chunk of a step may be a picture that is larger than what is left of the budget."""
+        """One chunk of a step may be a picture that is larger than the rest of the budget."""
         self.fail_at_steps: set[int] = set()
         self.errors: dict[int, str] = {}
         self.uncomputable: set[int] = set()
@@ -96,6 +98,7 @@ class Rig:
         """Request id -> result of a pooling request."""
         self.pooled_by: dict[int, tuple[int, int]] = {}
         """Sequence id -> policy version and oldest KV of what it was pooled to."""
+        self.states = RecordedStates()
         self.prompt_routed: dict[str, list[Any]] = {}
         """Request id -> experts of its prompt's tokens but the last."""
         self.routed: dict[Key, list[Any]] = {}
@@ -141,7 +144,8 @@ class Rig:
         self.works.append(work)
         before = {name: state.num_scored for name, state in self.executor.sequences.items()}
         result = self.executor.execute(work)
-        scored = {row.sequence_id for row in work.scheduled if row.num_scheduled_tokens > 1}
+        asks = {name for name, state in self.executor.sequences.items() if state.params.prompt_logprobs is not None}
+        scored = asks & {row.sequence_id for row in work.scheduled if row.num_scheduled_tokens > 1}
         after = {name: state.num_scored for name, state in self.executor.sequences.items() if name in scored}
         num_scored = sum(count - before.get(name, 0) for name, count in after.items())
         assert num_scored < self.config.max_scored_tokens + max(1, largest)
@@ -171,6 +175,7 @@ class Rig:
         pooling: PoolingParams | None = None,
         lora: str = "",
         pictures: Iterable[PlacedPicture] = (),
+        thinking: Thinking | None = None,
         **params: Any,
     ) -> None:
         request = EngineCoreRequest(
@@ -185,6 +190,7 @@ class Rig:
             pooling=pooling,
             lora=lora,
             pictures=list(pictures),
+            thinking=thinking,
         )
         self.core.add_request(request)
         self.requests[request_id] = request
@@ -259,6 +265,7 @@ class Rig:
             self.assert_prompt_scored(request_id, request)
             self.assert_pooled(request_id, request)
             self.assert_routed(request_id, request)
+            self.states.check(request_id, request, self.tokens)
         assert self.step() == []
         self.core.check_integrity()
         assert self.core.cache_usage() == self.core.metrics().state_usage == 0.0
@@ -309,7 +316,9 @@ class Rig:
         context, out = seen_prompt(request), []
         while len(out) < request.max_tokens:
             banned = stops if len(out) < params.min_tokens else ()
-            token_id = fake_next_token(context, seed, self.config.vocab_size, banned)
+            forced = request.thinking and ThinkingState(request.thinking, 0).next_forced(out)
+            drawn = fake_next_token(context, seed, self.config.vocab_size, banned)
+            token_id = drawn if forced is None else forced
             context.append(token_id)
             out.append(token_id)
             if token_id in stops and len(out) >= params.min_tokens:
@@ -337,6 +346,7 @@ class Rig:
             assert self.keys[first][0] not in self.prompt_logprobs, "the prompt's log-probs came twice"
             self.prompt_logprobs[self.keys[first][0]] = found.logprobs.tolist()
             assert found.ranks is not None and len(found.ranks) == len(found.logprobs)
+        self.states.record(outputs, self.keys)
         for first, rows in outputs.prompt_routed_experts.items():
             self.prompt_routed.setdefault(self.keys[first][0], rows.tolist())
         for sequence, row in zip(outputs.sequence_ids, outputs.routed_experts, strict=True) if asked else ():

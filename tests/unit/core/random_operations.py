@@ -72,6 +72,7 @@ class Monkey:
             salt=choose.choice(SALTS),
             prompt_logprobs=choose.choice([None, None, None, 0, 2]),
             return_routed_experts=self.num_added % 3 == 0,
+            return_hidden_states=(None, "sampled", "all", None)[self.num_added % 4 * bool(self.rig.config.pooling)],
         )
 
     def _next_turn(self):

@@ -243,4 +243,8 @@ def test_a_known_prefix_is_computed_again_where_its_log_probs_are_asked_for(make
         rig.add(name, range(16), max_tokens=1, prompt_logprobs=asked)
         rig.run()
     assert [rig.ends[name, 0].num_cached_tokens for name in ("first", "asks", "does not")] == [0, 0, 12]
+    for name, states in (("all states", "all"), ("sampled states", "sampled")):
+        rig.add(name, range(16), max_tokens=1, return_hidden_states=states)
+        rig.run()
+    assert [rig.ends[name, 0].num_cached_tokens for name in ("all states", "sampled states")] == [0, 12]
     rig.assert_clean()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.engine.scored_pairs import score_pairs
 
 
@@ -21,7 +22,7 @@ class Scorer:
     def score(self, sequences, num_prompt, temperature):
         self.calls.append(temperature)
         for i, (ids, start) in enumerate(zip(sequences, num_prompt, strict=True)):
-            yield {i: np.array(ids[start:], np.float32)}
+            yield {i: TokenScores(np.array(ids[start:], np.float32))}
 
 
 def scores_of(*args):
@@ -38,8 +39,8 @@ def scores_of(*args):
 def test_arrays_and_numpy_numbers_are_taken_and_empty_completions_cost_nothing():
     scorer, ids = Scorer(), np.array([5, 6], np.int32)
     scores, _ = scores_of(scorer, [ids, [7]], [ids, []], np.float64(0.5))
-    assert [score.tolist() for score in scores] == [[5, 6], []] and scorer.calls == [0.5]
-    assert scores_of(scorer, [[7]], [[]], 0.0)[0][0].size == 0 and len(scorer.calls) == 1
+    assert [score.logprobs.tolist() for score in scores] == [[5, 6], []] and scorer.calls == [0.5]
+    assert scores_of(scorer, [[7]], [[]], 0.0)[0][0].logprobs.size == 0 and len(scorer.calls) == 1
     scores_of(scorer, [[7]], [[8]], 0.0)
     assert scorer.calls == [0.5, 1.0]
 
@@ -64,5 +65,5 @@ def test_bad_scores_are_refused(prompts, completions, temperature, words):
 def test_it_yields_between_two_pieces_and_looks_for_weights_before_each():
     looks = []
     scores, num_yields = scores_of(Scorer(), [[5]] * 4, [[6], [], [7], [8]], 1.0, lambda: looks.append(1))
-    assert [score.tolist() for score in scores] == [[6], [], [7], [8]]
+    assert [score.logprobs.tolist() for score in scores] == [[6], [], [7], [8]]
     assert (num_yields, len(looks)) == (2, 3)

@@ -1,5 +1,7 @@
 """`exact.load`: a trainer with the weights of an engine of the same checkpoint, quantised or not."""
 
+import importlib
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -73,3 +75,21 @@ def test_a_composite_whose_experts_are_stacked_is_loaded_as_its_engine_does(tmp_
     save(model, tmp_path)
     found, expected = exact.load(tmp_path).get_decoder().state_dict(), model.get_decoder().state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    {"bf16": "bfloat16", "torch.float32": "float32", torch.bfloat16: "bfloat16", None: "auto", "auto": "auto"}.items(),
+)
+def test_a_dtype_is_one_of_torch_or_a_name_that_engines_take(dtype, name, monkeypatch):
+    given, load_module = [], importlib.import_module("rollout_engine.exact.load")
+    monkeypatch.setattr(load_module, "load_trainable", lambda path, dtype, device: given.append(dtype))
+    monkeypatch.setattr(load_module, "enable", lambda model, fp32_head: None)
+    exact.load("path", dtype=dtype)
+    assert given == [name]
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.float16, "int8", 32])
+def test_another_dtype_is_refused_with_those_that_are_exact(dtype):
+    with pytest.raises(ConfigError, match='must be float32 or bfloat16 .*"auto" or None'):
+        exact.load("path", dtype=dtype)

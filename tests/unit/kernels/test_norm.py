@@ -3,9 +3,10 @@
 import pytest
 import torch
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from rollout_engine.kernels.norm import offset_rms_norm, rms_norm
+from rollout_engine.kernels.norm import offset_rms_norm, rms_norm, single_rms_norm
 
 
 def _module(size, dtype):
@@ -112,6 +113,32 @@ def test_a_norm_with_an_offset_is_gemma_s(side, dtype, size):
     torch.testing.assert_close(got, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
     for row in range(0, 50, 7):
         assert torch.equal(offset_rms_norm(x[row : row + 1], module.weight, 1e-5), got[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [15, 65, 128])
+def test_a_norm_that_rounds_once_is_nemotron_s(side, dtype, size):
+    module = NemotronHRMSNorm(size, eps=1e-5).to(dtype)
+    module.weight.data.copy_(torch.randn(size))
+    x = (torch.randn(50, size) * 3).to(dtype)
+    got, expected = single_rms_norm(x, module.weight, 1e-5), module(x)
+    assert got.dtype == dtype
+    assert (got == expected).float().mean() > (0.99 if dtype == torch.bfloat16 else 0.3)
+    torch.testing.assert_close(got, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+    for row in range(0, 50, 7):
+        assert torch.equal(single_rms_norm(x[row : row + 1], module.weight, 1e-5), got[row : row + 1])
+    if dtype == torch.float32:
+        assert torch.equal(got, rms_norm(x, module.weight, 1e-5))
+        return
+    assert not torch.equal(got, rms_norm(x, module.weight, 1e-5))
+
+
+def test_gradients_of_a_norm_that_rounds_once_are_those_of_its_formula(side):
+    x, weight, grad = torch.randn(9, 65), torch.randn(65), torch.randn(9, 65)
+    ours, plain = ([each.clone().requires_grad_() for each in (x, weight)] for _ in range(2))
+    single_rms_norm(*ours, 1e-5).backward(grad)
+    rms_norm(*plain, 1e-5).backward(grad)
+    assert all(torch.equal(got.grad, expected.grad) for got, expected in zip(ours, plain, strict=True))
 
 
 @pytest.mark.parametrize("size", [3, 65, 128])

@@ -9,7 +9,14 @@ import torch
 
 from rollout_engine import ConfigError, EngineConfig, SpeculationConfig
 from rollout_engine.model.cuda.backend import CudaBackend
-from rollout_engine.model.kv_size import DRAFT_SHARE, bytes_per_block, bytes_per_state, size_pool, size_states
+from rollout_engine.model.kv_size import (
+    DRAFT_SHARE,
+    bytes_of_states,
+    bytes_per_block,
+    bytes_per_state,
+    size_pool,
+    size_states,
+)
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.state_geometry import StateGeometry
 
@@ -144,6 +151,17 @@ def test_states_of_all_sequences_have_slots_and_the_prefix_cache_the_rest():
     assert slots(state_cache_bytes=0) == 4
     assert slots(state_cache_bytes=479) == 4 + 2
     assert slots(state_cache_bytes=0, speculation=SpeculationConfig(max_draft_tokens=2)) == 4 + 2
+
+
+@pytest.mark.parametrize("room", [0, 700, 1500, 3000, 5000])
+@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": False}, {"state_cache_bytes": 480}])
+def test_states_of_a_device_take_what_the_pool_next_to_them_leaves(room, options):
+    config = EngineConfig(model="model", block_size=16, max_num_seqs=3, **options)
+    taken = bytes_of_states(config, WithStates, room, DEVICE)
+    num_blocks = max(room - taken, 0) // BLOCK_BYTES
+    num_slots = size_states(config, WithStates, num_blocks, DEVICE)
+    assert 4 * 160 <= num_slots * 160 <= taken < num_slots * 160 + 160
+    assert options or room < 1500 or num_slots > 4
 
 
 class OnTwoRanks(WithStates):

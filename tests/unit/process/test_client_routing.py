@@ -7,6 +7,7 @@ import pytest
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, SequenceEnd
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.sequence_rows import SupportIds
 from rollout_engine.process.client_routing import (
     check_sequences,
     first_sequence_of,
@@ -56,6 +57,10 @@ def test_each_client_gets_its_own_columns():
         id_logprobs=IdLogprobs.of({3: np.float32([-1.5]), SECOND + 2: np.float32([-2.5, -3.5])}),
         routed_experts=np.arange(6, dtype=np.uint8).reshape(3, 1, 2),
         prompt_routed_experts={SECOND: "experts"},
+        entropies=np.array([1, 2, 3], np.float32),
+        hidden_states=np.arange(6, dtype=np.int16).reshape(3, 2),
+        prompt_hidden_states={3: "states"},
+        supports=SupportIds.of({3: np.int32([]), SECOND: np.int32([4, 9])}),
     )
     shares = split(outputs)
     assert sorted(shares) == [0, 1]
@@ -71,6 +76,11 @@ def test_each_client_gets_its_own_columns():
     assert (first.prompt_logprobs, second.prompt_logprobs) == ({3: "ours"}, {SECOND: "theirs"})
     assert (first.routed_experts.tolist(), second.routed_experts.tolist()) == ([[[2, 3]]], [[[0, 1]], [[4, 5]]])
     assert (first.prompt_routed_experts, second.prompt_routed_experts) == ({}, {SECOND: "experts"})
+    assert (first.entropies.tolist(), second.entropies.tolist()) == ([2], [1, 3])
+    assert (first.hidden_states.tolist(), second.hidden_states.tolist()) == ([[2, 3]], [[0, 1], [4, 5]])
+    shown = [{s: row.tolist() for s, row in share.supports.rows()} for share in (first, second)]
+    assert shown == [{3: []}, {SECOND: [4, 9]}]
+    assert (first.prompt_hidden_states, second.prompt_hidden_states) == ({3: "states"}, {})
     assert (first.pooled, second.pooled) == ({7: "mine"}, {SECOND + 9: "yours"})
     assert {share.policy_version for share in shares.values()} == {4} and first.start_time == 9.0
 
@@ -79,6 +89,8 @@ def test_no_field_of_the_outputs_is_forgotten():
     names = {"policy_version", "sequence_ids", "token_ids", "kv_min_versions", "logprobs", "kept_logprob_mass"}
     names |= {"top_logprobs", "ended", "num_cached_tokens", "start_time", "prompt_logprobs"}
     names |= {"sampled_ranks", "id_logprobs", "pooled", "routed_experts", "prompt_routed_experts"}
+    names |= {"entropies", "hidden_states", "prompt_hidden_states"}
+    names |= {"supports"}
     assert {field.name for field in msgspec.structs.fields(EngineCoreOutputs)} == names
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rollout_engine.base.messages import EngineCoreOutputs, IdLogprobs, SequenceEnd
+from rollout_engine.base.sequence_rows import SupportIds
 from rollout_engine.process.client_routing import NUM_ROWS, slices
 
 
@@ -33,6 +34,7 @@ def make_columns(num_rows):
         sampled_ranks=np.arange(num_rows, dtype=np.int32),
         routed_experts=np.arange(4 * num_rows, dtype=np.int16).reshape(num_rows, 2, 2),
         id_logprobs=IdLogprobs.of({n: np.full(1 + n % 3, n, np.float32) for n in range(0, num_rows, 5)}),
+        supports=SupportIds.of({n: np.full(n % 3, n, np.int32) for n in range(0, num_rows, 7)}),
     )
 
 
@@ -49,6 +51,8 @@ def test_slices_hold_every_row_once(num_rows):
     assert np.array_equal(np.concatenate([part.routed_experts for part in parts]), outputs.routed_experts)
     rows = [(s, row.tolist()) for part in parts if part.id_logprobs for s, row in part.id_logprobs.rows()]
     assert rows == [(s, row.tolist()) for s, row in outputs.id_logprobs.rows()]
+    rows = [(s, row.tolist()) for part in parts if part.supports for s, row in part.supports.rows()]
+    assert rows == [(s, row.tolist()) for s, row in outputs.supports.rows()]
     assert {(part.policy_version, part.start_time) for part in parts} == {(3, 9.0)}
 
 

@@ -89,7 +89,7 @@ BROKEN[60:80] = bytes(20)
 BAD = {
     "broken": (bytes(BROKEN), "an image that can be decoded"),
     "cut off": (file_of(random_picture(0))[:200], "an image that can be decoded"),
-    "a bomb": (png(50_000, 50_000), "of at most"),
+    "a bomb": (png(50_000, 50_000), "of at most max_picture_pixels=67108864 pixels"),
     "a smaller bomb": (png(9_000, 9_000), "max_picture_pixels"),
     "zero pixels": (Image.new("RGB", (0, 4)), "at least one pixel"),
     "an empty array": (np.zeros((0, 4, 3), np.uint8), "at least one pixel"),
@@ -128,3 +128,10 @@ def test_the_largest_size_is_an_option():
     assert read_image(random_picture(0, 40, 32), FIELD, max_pixels=40 * 32).size == (40, 32)
     with pytest.raises(RequestError, match="at most max_picture_pixels=1279 pixels"):
         read_image(random_picture(0, 40, 32), FIELD, max_pixels=40 * 32 - 1)
+
+
+def test_a_picture_above_pillows_own_bound_is_refused_by_the_one_that_is_lower():
+    """Pillow opens no file of more than twice MAX_IMAGE_PIXELS."""
+    bound = 2 * Image.MAX_IMAGE_PIXELS
+    with pytest.raises(RequestError, match=rf"of at most {bound} pixels, which Pillow allows \(PIL.Image.MAX_IMAGE"):
+        read_image(png(50_000, 50_000), FIELD, max_pixels=2**31)

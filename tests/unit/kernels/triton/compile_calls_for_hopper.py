@@ -21,18 +21,23 @@ from rollout_engine.kernels import routing_rule
 from rollout_engine.kernels.cpu.adapters import AdapterRows
 from rollout_engine.kernels.routing_rule import RoutingRule
 from rollout_engine.kernels.row_stats import KeptTokens, RowStats, Truncation
+from rollout_engine.kernels.state_chunks import StateChunks
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.adapters import BLOCK_ROWS, AdapterBatch, AdapterPair, AdapterTable
 from rollout_engine.kernels.triton.block_copies import BlockCopies
+from rollout_engine.kernels.triton.convolution import convolve
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.kernels.triton.decode_inputs import prepare
 from rollout_engine.kernels.triton.experts import Groups, add_weighted, multiply
+from rollout_engine.kernels.triton.gated_norm import gated_norm, l2_normalise
 from rollout_engine.kernels.triton.latent import absorb, expand
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.logit_edits import edit
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
 from rollout_engine.kernels.triton.outcome import write_edited_outcomes, write_outcomes
+from rollout_engine.kernels.triton.recurrence import recur
+from rollout_engine.kernels.triton.recurrence_backward import find_gradients
 from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary, rotate_and_write
 from rollout_engine.kernels.triton.routers import Routes, choose
 from rollout_engine.kernels.triton.sampling import SamplingRows, SamplingWorkspace, sample
@@ -64,6 +69,7 @@ def call_everything(dtype: torch.dtype) -> None:
         shared = empty(1, 1024, dtype=dtype).expand(out_features, 1024)
         matmul(hidden, shared, bias, empty(256, out_features, dtype=dtype))
     call_experts(dtype)
+    call_state_layers(dtype)
     table = AdapterTable(8, 1024, [2048, 1024, 1024], dtype, torch.device("cpu"))
     pairs = [AdapterPair.packed(empty(32, 1024), empty(size, 32), 1.0, dtype) for size in table.sizes]
     table.set(0, pairs)
@@ -104,6 +110,32 @@ def call_experts(dtype: torch.dtype) -> None:
     multiply(x, empty(num_experts, hidden, 2 * intermediate, dtype=dtype).mT, groups, projected, top_k=top_k)
     matrix, q = empty(16, 256, 512, dtype=dtype), empty(num_tokens, 16, 192, dtype=dtype)  # DeepSeek-V2-Lite
     expand(absorb(q, matrix, 128)[..., :512], matrix, 128)
+
+
+def call_state_layers(dtype: torch.dtype) -> None:
+    """Layers that keep a state: the gated delta rule of Qwen3.5, KDA of Kimi Linear, and Mamba 2 of Nemotron-H."""
+    chunks = StateChunks([0, 1, 32], [0, -1], [0, 1, 3], [1, 9, 32], [0, 1, 2])
+    kept, rows = StateChunks.whole([32]).write_every(64), empty(32, 8192, dtype=dtype)
+    convolve(rows, empty(8192, 4, dtype=dtype), None, silu=True, chunks=chunks, states=empty(3, 3, 8192, dtype=dtype))
+    convolve(rows, empty(8192, 4, dtype=dtype), rows[0], silu=False, chunks=kept, states=None)
+    for heads, groups, key, value, delta, by_channel in (
+        (32, 16, 128, 128, True, False),
+        (32, 32, 128, 128, True, True),
+        (64, 8, 128, 64, False, False),
+    ):
+        q, v = empty(32, groups, key, dtype=torch.float32 if delta else dtype), empty(32, heads, value, dtype=dtype)
+        decay, rate = empty(32, heads, *[key] * by_channel), empty(32, heads)
+        given, rule = (q, q, v, decay, rate, None if delta else rate[0]), {"delta": delta, "scale": 1.0}
+        recur(*given, **rule, chunks=chunks, states=empty(3, heads, key, value))
+        find_gradients(*given, empty(0, heads, key, value), v, **rule, chunks=kept)
+    z = empty(256, 32, 128, dtype=dtype)
+    l2_normalise(z, 1e-6)
+    rms_norm(z, z[0, 0], 1e-6, z, has_offset=True)
+    add_rms_norm(z[0], z[1], z[0, 0], 1e-6, z[1], has_offset=True)
+    for size, gate_first, is_sigmoid in ((128, False, False), (128, False, True), (8192, True, False)):
+        x = empty(256, size, dtype=dtype)
+        how = {"group_size": size, "gate_first": gate_first, "is_sigmoid": is_sigmoid, "rounds_norm": True}
+        gated_norm(x, x, x[0], 1e-6, **how)
 
 
 def call_sampling(dtype: torch.dtype) -> None:

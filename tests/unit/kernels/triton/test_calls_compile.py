@@ -17,6 +17,7 @@ HOPPER_SHARED_BYTES = 227 * 1024
 KERNELS = {"_norm", "_gated", "_rotary", "_matmul", "_chunk", "_row", "_active", "_edge", "_top", "_copy", "_piece"}
 KERNELS |= {"_copy_edited", "_edit", "_outcome", "_edited_outcome", "_prepare", "_block_copy", "_shrink", "_expand"}
 KERNELS |= {"_choose", "_group", "_multiply", "_add", "_by_head"}
+KERNELS |= {"_convolve", "_keep", "_recur", "_backward", "_gated_norm", "_l2"}
 
 
 def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):

@@ -12,7 +12,7 @@ from rollout_engine.model.cpu.deterministic import make_deterministic
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
-from rollout_engine.model.modules import layer_patterns
+from rollout_engine.model.modules import block_patterns, layer_patterns
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.geometry import probe_geometry
 from rollout_engine.model.packing.linear_groups import fuse_projections, repack
@@ -45,6 +45,11 @@ MODELS = {
     "qwen2_moe with a gated shared expert": SIZES["qwen2_moe"] | dict(shared_expert_intermediate_size=56),
     "dots1 with groups and a shared expert": SIZES["dots1"],
     "hy_v3 with a bias of its mixture": SIZES["hy_v3"],
+    "minimax_m2 with norms of all heads": SIZES["minimax_m2"],
+    "arcee without gates": SIZES["llama"],
+    "granite with numbers": dict(
+        residual_multiplier=0.22, embedding_multiplier=12, logits_scaling=6.5, attention_multiplier=0.1
+    ),
     "llama with scaled positions": dict(
         rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
     ),
@@ -116,6 +121,14 @@ def test_every_bit_is_that_of_the_modules(name, dtype):
     assert decoder_trial.unsupported_reason(module, geometry) is None
     rng = random.Random(f"{name} {dtype}")
     assert_same_bits(module, geometry, rng, rng.choice([16, 64]))
+
+
+def test_norms_behind_are_computed_but_rotations_in_float32_are_not():
+    module, geometry = prepared("olmo2", **SIZES["olmo2"])
+    assert decoder_trial.unsupported_reason(module, geometry) is None
+    assert_same_bits(module, geometry, random.Random(0), 16)
+    reason = decoder_trial.unsupported_reason(*prepared("olmo2", torch.bfloat16, **SIZES["olmo2"]))
+    assert reason == "its rotations have another dtype than its weights"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe of odd sizes"])
@@ -273,9 +286,9 @@ def test_swapped_weights_are_seen_and_weights_being_gathered_are_not():
 @pytest.fixture
 def no_patterns(monkeypatch):
     """The trial alone decides, as for a fault that no pattern has."""
-    monkeypatch.setattr(layer_patterns, "attention_pattern", lambda *_: layer_patterns.AttentionPattern(None))
-    for name in ("layer_reason", "base_reason", "head_reason"):
-        monkeypatch.setattr(layer_patterns, name, lambda *_: None)
+    monkeypatch.setattr(layer_patterns, "attention_pattern", lambda *_, **__: layer_patterns.AttentionPattern(None))
+    for name in ("layer_pattern", "base_pattern", "head_pattern"):
+        monkeypatch.setattr(block_patterns, name, lambda *_: block_patterns.BlockPattern(None))
 
 
 @pytest.mark.usefixtures("no_patterns")
@@ -292,19 +305,21 @@ def test_a_class_that_computes_something_else_is_refused():
 
 
 LOOK_ALIKES = [
-    ("granite", dict(residual_multiplier=0.5), "GraniteDecoderLayer adds its parts otherwise"),
-    ("granite", dict(logits_scaling=2.0), "GraniteForCausalLM changes its logits"),
+    ("ernie4_5", {}, "Ernie4_5Attention computes queries otherwise"),
     ("smollm3", dict(num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0]), "SmolLM3Attention computes queries otherwise"),
 ]
 
 
-@pytest.mark.parametrize(("architecture", "overrides", "reason"), [*LOOK_ALIKES, ("olmo2", {}, "other parts")])
+@pytest.mark.parametrize(("architecture", "overrides", "reason"), [*LOOK_ALIKES, ("phi", {}, "other parts")])
 def test_architectures_that_only_look_alike_are_refused(architecture, overrides, reason):
     assert reason in decoder_trial.unsupported_reason(*prepared(architecture, **overrides))
 
 
 @pytest.mark.usefixtures("no_patterns")
-@pytest.mark.parametrize(("architecture", "overrides", "reason"), LOOK_ALIKES)
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "reason"),
+    [*LOOK_ALIKES, ("granite", dict(residual_multiplier=0.5), ""), ("granite", dict(logits_scaling=2.0), "")],
+)
 def test_the_trial_finds_other_formulas_without_a_pattern(architecture, overrides, reason):
     found = decoder_trial.unsupported_reason(*prepared(architecture, **overrides))
     assert found == "its logits or hidden states differ from its modules'"

@@ -154,6 +154,6 @@ def test_adapters_and_rows_that_do_not_fit_are_refused():
     table = AdapterTable(1, 57, [64], torch.float32)
     activations = torch.zeros(3, 64), torch.zeros(3, 16), torch.zeros(3, 16)
     arguments = *activations, torch.tensor([2]), model.kv.plan(FlatBatch.of(step))
-    for tables, match in (([table] * 16, "in_features.* are of .57, 64"), ([None] * 3, "16 tables, .*, and have 3")):
+    for tables, match in (([table] * 20, "in_features.* are of .57, 64"), ([None] * 3, "20 tables, .*, and have 3")):
         with pytest.raises(ValueError, match=match):
             decoder.run(*arguments, (DecoderAdapters(tables), AdapterRows.of([0], [3])))

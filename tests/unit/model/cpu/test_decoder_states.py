@@ -25,26 +25,48 @@ pytestmark = [
     pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler here"),
     pytest.mark.usefixtures("own_products"),
 ]
-ODD_SIZES = dict(
+ODD_HEADS = dict(intermediate_size=75, head_dim=18, num_attention_heads=3, num_key_value_heads=1)
+ODD_SIZES = ODD_HEADS | dict(
     hidden_size=56,
-    intermediate_size=75,
-    head_dim=18,
-    num_attention_heads=3,
-    num_key_value_heads=1,
     linear_num_key_heads=3,
     linear_num_value_heads=3,
     linear_key_head_dim=20,
     linear_value_head_dim=70,
     linear_conv_kernel_dim=3,
 )
+NOT_ROTATED = dict(rope_parameters=dict(rope_type="default", rope_theta=None))
 MODELS = {
     "qwen3_5_text": {},
     "qwen3_5_text of odd sizes": ODD_SIZES,
     "qwen3_next": {},
     "qwen3_next of odd sizes": ODD_SIZES | dict(num_experts=0, linear_num_value_heads=6),
     "qwen3_5_moe_text": {},
+    "lfm2": {},
+    "lfm2 of odd sizes": ODD_HEADS | dict(conv_L_cache=4, conv_bias=False, hidden_size=57),
+    "lfm2_moe": {},
+    "bamba": {},
+    "bamba of odd sizes": ODD_HEADS
+    | dict(mamba_n_heads=7, mamba_d_head=18, mamba_n_groups=1, mamba_d_state=19, mamba_d_conv=3, hidden_size=63),
+    "bamba with limits": dict(time_step_limit=(0.3, 0.9), mamba_conv_bias=False, mamba_proj_bias=True),
+    "granitemoehybrid": dict(embedding_multiplier=12, attention_multiplier=0.1),
+    "granitemoehybrid without experts and rotations": dict(num_local_experts=0, position_embedding_type="nope"),
+    "olmo_hybrid without rotations": NOT_ROTATED,
+    "olmo_hybrid of odd sizes": ODD_SIZES | NOT_ROTATED | dict(linear_allow_neg_eigval=False),
+    "nemotron_h": {},
+    "nemotron_h with latents": dict(moe_latent_size=24),
+    "nemotron_h that ends with an MLP": dict(
+        num_hidden_layers=4, layers_block_type=["mlp", "linear_attention", "full_attention", "moe"]
+    ),
 }
 NUM_SLOTS = 40
+QUICK = [
+    "qwen3_5_text",
+    "qwen3_next of odd sizes",
+    "lfm2 of odd sizes",
+    "bamba of odd sizes",
+    "nemotron_h with latents",
+]
+"""The others are as many variants of the same layers."""
 
 
 def prepared(name, dtype=torch.float32):
@@ -97,7 +119,9 @@ def assert_same_states(ours, theirs):
 
 
 @DTYPES
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in QUICK)]
+)
 def test_every_bit_is_that_of_the_modules(name, dtype):
     module, geometry = prepared(name, dtype)
     assert decoder_trial.unsupported_reason(module, geometry) is None
@@ -142,6 +166,46 @@ def test_the_next_step_sees_every_tensor_of_a_mixer_that_is_written_in_place():
         seen.append(ours.forward(batch, range(len(batch.token_ids))))
         assert torch.equal(seen[-1], theirs.forward(batch, range(len(batch.token_ids))))
         assert not torch.equal(seen[-1], seen[-2])
+
+
+@pytest.mark.parametrize("name", ["lfm2", "bamba"])
+def test_the_next_step_sees_every_tensor_of_other_mixers_too(name):
+    module, geometry = prepared(name)
+    ours, theirs = both_ways(module, geometry)
+    layer = module.model.layers[0]
+    mixer = layer.conv if name == "lfm2" else layer.mamba
+    tensors = [parameter for path, parameter in mixer.named_parameters() if "proj" not in path]
+    batch = next(batch for batch in steps_with_slots(random.Random(0)) if len(batch.token_ids) > 3)
+    seen = [ours.forward(batch, range(len(batch.token_ids)))]
+    for tensor in tensors:
+        tensor.data.mul_(1.5)  # leaves its version as it is
+        seen.append(ours.forward(batch, range(len(batch.token_ids))))
+        assert torch.equal(seen[-1], theirs.forward(batch, range(len(batch.token_ids))))
+        assert not torch.equal(seen[-1], seen[-2])
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("lfm2", ["in_proj", "w1", "w2"]),
+        pytest.param("granitemoehybrid", ["in_proj", "out_proj", "input_linear"], marks=pytest.mark.slow),
+        pytest.param(
+            "nemotron_h with latents", ["in_proj", "q_proj", "up_proj", "fc1_latent_proj"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_adapters_of_other_mixers_change_the_same_bits(name, targets, dtype):
+    module, geometry = prepared(name, dtype)
+    pool = CpuAdapterPool(module, max_loras=1, max_rank=32)
+    pool.install(0, pool.prepare_adapter(random_adapter(module, seed=0, rank=20, targets=targets)))
+    ours, theirs = both_ways(module, geometry, adapters=pool)
+    for batch in steps_with_slots(random.Random(f"{dtype}")):
+        sizes = np.diff(batch.columns.token_starts).tolist()
+        rows = AdapterRows.of([number % 2 - 1 for number in range(len(sizes))], sizes)
+        mine, other = (model.forward_rows(batch, range(sum(sizes)), rows).take(slice(None)) for model in (ours, theirs))
+        assert torch.equal(mine, other)
+    assert_same_states(ours, theirs)
 
 
 def test_a_batch_without_slots_is_refused():

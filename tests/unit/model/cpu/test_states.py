@@ -7,9 +7,10 @@ from rollout_engine.base.messages import ScheduledSequence, StateMove
 from rollout_engine.model.cpu.deterministic import make_deterministic
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.cpu.model import CpuModel
-from rollout_engine.model.cpu.states import CpuStatePool, StateSlots
 from rollout_engine.model.modules.geometry import probe_geometry
 from rollout_engine.model.modules.mixers import swap_mixers
+from rollout_engine.model.modules.state_pool import StatePool
+from rollout_engine.model.sequences.state_slots import StateSlots
 from rollout_engine.testing import tiny_model
 from rollout_engine.testing.architectures import HYBRID_SIZES
 
@@ -69,4 +70,4 @@ def test_memory_of_states_is_released_with_that_of_kv():
     before = model.kv.num_resident_bytes
     model.kv.release()
     assert model.kv.num_resident_bytes <= before
-    assert CpuStatePool([], num_slots=0, dtype=torch.float32).is_empty
+    assert StatePool([], num_slots=0, dtype=torch.float32).is_empty

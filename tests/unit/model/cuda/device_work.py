@@ -195,7 +195,7 @@ def decode_graphs_replayed(fake):
     After that a graph is captured again when a step needs it.
     """
     model = SimpleNamespace(module=nn.Linear(1, 1, device=CUDA), device=CUDA, weight=torch.ones(1).to(CUDA))
-    model.kv = SimpleNamespace(block_size=4)
+    model.kv = SimpleNamespace(block_size=4, states=SimpleNamespace(is_empty=True))
     model.attention = SimpleNamespace(plan=lambda batch: None)
     fill = lambda batch, pool, out: out.copy_((batch.positions * model.weight)[:, None].expand(out.shape))  # noqa: E731
     model.decoder = SimpleNamespace(vocab_size=10, write_logits=fill)

@@ -28,6 +28,7 @@ from rollout_engine.kernels.triton import launches
 from rollout_engine.kernels.triton.outcome import Status
 from rollout_engine.model import backends
 from rollout_engine.model.cuda import backend, decode_graphs, runner, upload
+from rollout_engine.testing.architectures import HYBRID_SIZES
 from rollout_engine.testing.models import tiny_checkpoint
 
 NUM_ROUNDS = 10
@@ -162,7 +163,8 @@ def engine(architecture: str, options: dict[str, Any]) -> LLM:
     backend.can_capture = lambda device: True
     backend.DecodeGraphs = Graphs
     with tempfile.TemporaryDirectory() as folder:
-        return LLM(str(tiny_checkpoint(Path(folder), architecture)), **(OPTIONS | options))
+        path = tiny_checkpoint(Path(folder), architecture, **HYBRID_SIZES.get(architecture, {}))
+        return LLM(str(path), **(OPTIONS | options))
 
 
 def main(architecture: str, dtype: str, *given: str) -> None:

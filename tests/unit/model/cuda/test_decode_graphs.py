@@ -27,7 +27,7 @@ class Model:
 
     def __init__(self, device):
         self.module, self.device = nn.Linear(1, 1, device=device), torch.device(device)
-        self.kv = SimpleNamespace(block_size=4)
+        self.kv = SimpleNamespace(block_size=4, states=SimpleNamespace(is_empty=True))
         self.attention = SimpleNamespace(plan=lambda batch: None)
         self.decoder = SimpleNamespace(vocab_size=VOCAB_SIZE, write_logits=self.write_logits)
         self.adapters = SimpleNamespace(layout=((7, 16),))

@@ -9,7 +9,7 @@ from torch import nn
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.cuda import decoder_trial
 from rollout_engine.model.cuda.backend import runs_fused
-from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
+from rollout_engine.model.modules.structure_checks import UnsupportedStructure
 from rollout_engine.testing import tiny_config
 
 

@@ -13,6 +13,7 @@ from rollout_engine.model.cuda.draws import CudaDraws, Draws, DrawSettings, spec
 from rollout_engine.model.cuda.edit_records import EditRecords
 from rollout_engine.model.cuda.sampler import CudaSampler, to_output
 from rollout_engine.model.cuda.upload import Download, upload
+from rollout_engine.model.sampling.entropies import fill_entropies
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampler import sample
@@ -33,6 +34,7 @@ any_params = st.builds(
     allowed_token_ids=st.sampled_from([None, list(range(0, VOCAB_SIZE, 7))]),
     logprobs=st.sampled_from([None, 0, 2, 5]),
     logprobs_mode=st.sampled_from(["tempered", "raw", "processed"]),
+    entropy=st.booleans(),
 )
 
 
@@ -57,7 +59,9 @@ def draw_both(params, device, broken=None, seed=0):
     assert [max(token, 0) for row, token in enumerate(ours.token_ids) if row not in ours.errors] == [
         token for row, token in enumerate(last_tokens.tolist()[::-1]) if row not in ours.errors
     ]
-    return ours, sample(logits, batch, RowEdits({row: edits[row] for row in edited}))
+    theirs = sample(logits, batch, RowEdits({row: edits[row] for row in edited}))
+    fill_entropies(theirs, logits, batch)
+    return ours, theirs
 
 
 @pytest.mark.slow
@@ -76,6 +80,9 @@ def test_any_mix_of_rows_is_drawn_and_told_as_on_the_cpu(device, params, broken,
         assert (mine is None) == (other is None)
         if other is not None:
             np.testing.assert_allclose(np.array(mine)[sound], np.array(other)[sound], rtol=SLACK, atol=SLACK)
+    assert (ours.entropies is None) == (theirs.entropies is None)
+    if theirs.entropies is not None:
+        np.testing.assert_array_equal(ours.entropies[sound], theirs.entropies[sound])
     assert (ours.top_logprobs is None) == (theirs.top_logprobs is None)
     if theirs.top_logprobs is not None:
         np.testing.assert_array_equal(ours.top_logprobs[0], theirs.top_logprobs[0])

@@ -27,7 +27,8 @@ def ministral(device):
     return module.to(device), geometry
 
 
-@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [True, False])
 def test_scaled_queries_are_fused(ministral, deterministic):
     assert decoder_trial.unsupported_reason(*ministral, deterministic=deterministic) is None
 

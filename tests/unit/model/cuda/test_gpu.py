@@ -152,6 +152,20 @@ class TestOnADevice:
         scores = llm.score(PROMPTS, [tokens for tokens, _ in drawn], temperature=DRAWN.temperature)
         assert [each.tolist() for each in scores] == [logprobs for _, logprobs in drawn]
 
+    def test_candidates_are_parts_of_the_log_softmax_that_steps_compute(self, engine):
+        llm = engine(deterministic=True)
+        drawn = [tokens for tokens, _ in run(llm)]
+        own = [[token, 5] for tokens in drawn for token in tokens]
+        found = llm.score_candidates(PROMPTS, drawn, own, top_k=4, temperature=DRAWN.temperature)
+        assert found.candidates[:, 0].tolist() == found.logprobs.tolist()
+        params = SamplingParams(max_tokens=1, prompt_logprobs=4, temperature=DRAWN.temperature)
+        whole = llm.generate([p + t for p, t in zip(PROMPTS, drawn, strict=True)], params, use_tqdm=False)
+        top = [
+            np.concatenate([each.prompt_top_logprobs[i][len(p) :] for each, p in zip(whole, PROMPTS, strict=True)])
+            for i in (0, 1)
+        ]
+        assert np.array_equal(found.top_ids, top[0]) and np.array_equal(found.top_logprobs, top[1])
+
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     def test_logprobs_are_the_exact_trainers_bits_and_it_has_gradients(self, engine, checkpoint, dtype):
         drawn = run(engine(deterministic=True, dtype=dtype))

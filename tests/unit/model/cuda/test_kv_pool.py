@@ -6,6 +6,7 @@ import torch
 from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.model.cuda.attention import CudaKVPool
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.state_geometry import StateGeometry
 
 NUM_BLOCKS = 8
 
@@ -59,3 +60,22 @@ def test_a_pool_that_has_moved_is_copied_where_it_is(pool):
     refill(pool)
     pool.copy_blocks([(3, 0)])
     assert held(pool) == [3, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_states_are_released_with_kv_and_no_copy_of_blocks_moves_them(device):
+    keeping = LayerGeometry.without_attention(StateGeometry(((3, 5),), (2, 4, 6)))
+    attending = LayerGeometry(2, 1, 8, 16, scale=1.0, sliding_window=None, softcap=None, has_sinks=False)
+    options = {"num_blocks": NUM_BLOCKS, "block_size": 4, "dtype": torch.bfloat16, "device": torch.device(device)}
+    made = CudaKVPool([keeping, attending, keeping], **options, num_state_slots=3)
+    assert list(made.layers) == [1] and len(list(made.tensors())) == 2
+    first, _, last = made.states.layers
+    assert first.convolutions[0].shape == (3, 3, 5) and first.convolutions[0].dtype is torch.bfloat16
+    assert last.recurrence.shape == (3, 2, 4, 6) and last.recurrence.dtype is torch.float32
+    last.recurrence[1] = 7.0
+    made.copy_blocks([(1, 2)])
+    assert last.recurrence[1].eq(7.0).all() and not last.recurrence[2].any()
+    before = made.num_resident_bytes
+    made.release()
+    assert made.num_resident_bytes == 0
+    made.memory.restore()
+    assert made.num_resident_bytes == before and not last.recurrence.any()

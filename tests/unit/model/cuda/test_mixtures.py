@@ -33,7 +33,8 @@ def checkpoints(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_tokens_and_logprobs_are_those_of_the_cpu(engine_on, architecture):
     ours = engine_on("device", architecture)
     assert runner_of(ours).model.decoder is not None

@@ -58,8 +58,8 @@ def test_memory_of_an_adapter_that_is_given_up_waits_for_the_products_that_read_
         Plant(
             CudaKVPool,
             "copy_blocks",
-            "upload([np.array(pairs, np.int64)], self.layers[0].keys.device)",
-            "[torch.tensor(pairs, device=self.layers[0].keys.device)]",
+            "upload([np.array(pairs, np.int64)], self.device)",
+            "[torch.tensor(pairs, device=self.device)]",
         ),
         Plant(
             BlockCopies,

@@ -53,6 +53,7 @@ def test_random_steps_launch_only_what_was_launched_at_load():
         ("gemma2", "bfloat16"),
         ("qwen3_moe", "bfloat16"),
         ("mixtral", "bfloat16", "deterministic=true"),
+        ("qwen3_5_text", "bfloat16", "deterministic=true"),
     ],
     ids=lambda arguments: "-".join(arguments),
 )

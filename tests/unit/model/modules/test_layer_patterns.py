@@ -4,18 +4,19 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
+from rollout_engine.model.modules.block_patterns import BlockPattern, base_pattern, head_pattern, layer_pattern
 from rollout_engine.model.modules.construct import construct
 from rollout_engine.model.modules.geometry import probe_geometry
-from rollout_engine.model.modules.layer_patterns import attention_pattern, base_reason, head_reason, layer_reason
+from rollout_engine.model.modules.layer_patterns import attention_pattern
 from rollout_engine.testing import tiny_config
-from rollout_engine.testing.architectures import SIZES
+from rollout_engine.testing.architectures import HYBRID_SIZES, SIZES
 from rollout_engine.testing.tiny_pictures import tiny_vision_config
 
 FUSED = "cwm granite internlm3 iquestcoder llama mistral mixtral qwen2 qwen3 qwen3_moe seed_oss smollm3".split()
 
 
 def build(architecture="llama", **overrides):
-    config = tiny_config(architecture, **SIZES.get(architecture, {}) | overrides)
+    config = tiny_config(architecture, **(SIZES | HYBRID_SIZES).get(architecture, {}) | overrides)
     return construct(config, dtype=torch.float32, attention="eager")
 
 
@@ -24,6 +25,18 @@ FAR = torch.tensor([0, 5, 39, 40, 79, 80, 2_000, 200_000])
 
 def attention_reason(attention, geometry):
     return attention_pattern(attention, geometry, FAR).reason
+
+
+def layer_reason(layer):
+    return layer_pattern(layer).reason
+
+
+def base_reason(base):
+    return base_pattern(base).reason
+
+
+def head_reason(model):
+    return head_pattern(model).reason
 
 
 def reasons(module):
@@ -49,10 +62,7 @@ def test_architectures_that_compute_what_llama_does_are_recognised(architecture)
         ("olmo", dict(clip_qkv=50.0), 0, r"computes queries otherwise"),
         ("ernie4_5", {}, 0, r"computes queries otherwise"),
         ("olmoe", {}, 0, r"norms queries or keys over more than one head"),
-        ("granite", dict(residual_multiplier=0.5), 1, r"adds its parts otherwise"),
-        ("granite", dict(embedding_multiplier=2.0), 2, r"does more than embed"),
         ("nanochat", {}, 2, r"does more than embed"),
-        ("granite", dict(logits_scaling=2.0), 3, r"changes its logits"),
         ("cohere", {}, 3, r"changes its logits"),
     ],
 )
@@ -78,6 +88,25 @@ def test_factors_of_queries_are_found_and_are_those_of_every_position():
         wanted = (1 + 0.5 * torch.log(1 + torch.floor(positions / 40))).to(dtype)
         assert torch.equal(pattern.query_factors.rows(positions, torch.empty(0, dtype=dtype)), wanted)
     assert attention_pattern(build().model.layers[0].self_attn, probe_geometry(build())[0], FAR) == (None, None, False)
+
+
+@pytest.mark.parametrize("architecture", ["lfm2", "bamba", "granitemoehybrid"])
+def test_layers_with_mixers_add_their_parts_as_llamas_do(architecture):
+    module = build(architecture)
+    assert [layer_reason(layer) for layer in module.model.layers] == [None] * 3
+    assert base_reason(module.model) is head_reason(module) is None
+
+
+def test_numbers_of_layers_bases_and_heads_are_found():
+    module = build("granite", residual_multiplier=0.22, embedding_multiplier=12, logits_scaling=6.5)
+    assert layer_pattern(module.model.layers[0]) == BlockPattern(None, 0.22)
+    assert base_pattern(module.model) == BlockPattern(None, 12)
+    assert head_pattern(module) == BlockPattern(None, 6.5)
+    module.model.layers[0].residual_multiplier = "0.22"
+    assert "does not run" in layer_reason(module.model.layers[0])
+    llama = build()
+    llama.model.layers[0].residual_multiplier = 0.5  # which its forward does not read
+    assert "adds its parts otherwise" in layer_reason(llama.model.layers[0])
 
 
 class ScaledResults(LlamaAttention):

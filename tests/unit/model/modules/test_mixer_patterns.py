@@ -1,4 +1,4 @@
-"""Mixers are recognised by what they compute and read: one that computes something else keeps its forward."""
+"""Mixers are recognised by their results and inputs: one that computes something else keeps its forward."""
 
 import inspect
 import textwrap

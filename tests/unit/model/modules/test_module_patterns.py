@@ -6,19 +6,26 @@ from torch import nn
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.granitemoehybrid.configuration_granitemoehybrid import GraniteMoeHybridConfig
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMLP
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
+from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
 from rollout_engine.model.modules.module_patterns import (
     children_of_one_dtype,
+    gated_mlp_names,
     gated_norm_options,
     is_gated_mlp,
     offset_norm_epsilon,
     rms_norm_epsilon,
+    single_norm_epsilon,
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -40,6 +47,27 @@ def test_norms_of_the_formula_are_recognised_whatever_their_weight(norm, dtype):
 )
 def test_other_norms_are_left_alone(module, dtype):
     assert rms_norm_epsilon(module.to(dtype)) is None
+
+
+def test_norms_that_round_once_are_recognised():
+    for norm in (NemotronHRMSNorm, Olmo2RMSNorm):
+        for dtype in DTYPES:
+            assert single_norm_epsilon(norm(64, eps=1e-5).to(dtype)) == 1e-5
+        assert rms_norm_epsilon(norm(64, eps=1e-5).bfloat16()) is None
+    assert single_norm_epsilon(LlamaRMSNorm(64).bfloat16()) is single_norm_epsilon(GemmaRMSNorm(64)) is None
+
+
+def test_gated_mlps_of_other_names_are_recognised():
+    small = dict(hidden_size=16, intermediate_size=32)
+    lfm2 = Lfm2MLP(Lfm2Config(**small, block_auto_adjust_ff_dim=False))
+    granite = GraniteMoeHybridMLP(
+        GraniteMoeHybridConfig(hidden_size=16, shared_intermediate_size=32, mamba_n_heads=4, mamba_d_head=8)
+    )
+    assert gated_mlp_names(lfm2).gate_up == ("w1", "w3")
+    assert gated_mlp_names(granite).gate_up == ("input_linear",)
+    assert not is_gated_mlp(lfm2) and not is_gated_mlp(granite)
+    granite.activation = nn.GELU()
+    assert gated_mlp_names(granite) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

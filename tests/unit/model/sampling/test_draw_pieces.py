@@ -15,11 +15,13 @@ from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 
 VOCAB_SIZE = 300
 PARAMS = [
-    SamplingParams(logprobs=0),
-    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(logprobs=0, entropy=True),
+    SamplingParams(temperature=0.0, logprobs=3, entropy=True),
     SamplingParams(),
     SamplingParams(top_k=5, temperature=0.7, logprobs=1, logprobs_mode="processed"),
-    SamplingParams(presence_penalty=1.5, logit_bias={7: 5.0}, logprobs=2, logprobs_mode="raw", temperature=0.5),
+    SamplingParams(
+        presence_penalty=1.5, logit_bias={7: 5.0}, logprobs=2, logprobs_mode="raw", temperature=0.5, entropy=True
+    ),
     SamplingParams(logprob_token_ids=[3, 5]),
     SamplingParams(logprobs=-1),
     SamplingParams(allowed_token_ids=[4, 9], top_p=0.9, logprobs=0, logprobs_mode="processed"),
@@ -50,6 +52,7 @@ def same(one, other, batch):
     np.testing.assert_array_equal(one.logprobs, other.logprobs)
     np.testing.assert_array_equal(one.kept_logprob_mass, other.kept_logprob_mass)
     np.testing.assert_array_equal(one.sampled_ranks, other.sampled_ranks)
+    np.testing.assert_array_equal(one.entropies, other.entropies)
     assert one.id_logprobs.keys() == other.id_logprobs.keys()
     for row, values in one.id_logprobs.items():
         np.testing.assert_array_equal(values, other.id_logprobs[row])

@@ -15,7 +15,9 @@ from rollout_engine.base.outputs import CompletionOutput
 from rollout_engine.base.pictures import Picture, PictureInfo
 from rollout_engine.rollouts.episodes.conversation import Conversation
 from rollout_engine.rollouts.episodes.env_wire import Reply, encode_reply
+from rollout_engine.rollouts.episodes.episode import Act, Ask, Episode, Rules
 from rollout_engine.rollouts.episodes.observations import ObservationError, as_observation
+from rollout_engine.rollouts.episodes.tool_calls import ToolCalls
 from rollout_engine.testing.tiny_pictures import FAMILIES, random_picture, vision_tokenizer
 from rollout_engine.text.chat_turns import ChatTurns
 from rollout_engine.text.picture_processor import PictureProcessor
@@ -168,3 +170,28 @@ def test_pictures_need_a_template_and_a_model_that_takes_them(pictures_of):
         Conversation(ChatTurns(codec, PicturePrompts(codec, None))).read([seen(png(IMAGES[0]))])
     with pytest.raises(RequestError, match="only text is read"):
         Conversation(ChatTurns(codec)).read([seen(png(IMAGES[0]))])
+
+
+def test_an_episode_whose_next_prompt_would_show_too_many_pictures_is_cut_off(pictures_of):
+    codec, pictures = pictures_of("qwen2_5_vl")
+    rules = Rules(
+        max_turns=9,
+        max_tokens=lambda seat: 10_000,
+        new_conversation=lambda seat, tools: Conversation(ChatTurns(codec, pictures)),
+        find_calls=lambda *_: ToolCalls(),
+        max_pictures=lambda seat: pictures.max_pictures,
+    )
+    episode, shown = Episode(rules, 0, 0, 0, 1), Observation([seen(png(IMAGES[0]))], 1.0)
+    task = episode.began(shown, [], [], 1)
+    for _ in range(pictures.max_pictures):
+        assert isinstance(task, Ask)
+        assert isinstance(episode.take_sample(answer(codec, "no")), Act)
+        task = episode.take_observation(shown)
+    [row] = episode.seats[0].rows
+    assert (task, episode.ended_by, episode.is_truncated, episode.error) == (None, "max_prompt_pictures", True, None)
+    assert len(row.samples) == len(row.pictures) == 3 and row.turns[-1] == 2, "nothing stands behind the last answer"
+    assert episode.seats[0].total_reward == 4.0
+
+    first = Episode(rules, 0, 0, 0, 1)
+    assert first.began(Observation([seen(png(IMAGES[0]))] * 4), [], [], 1) is None
+    assert first.ended_by == "error" and "max_prompt_pictures=3" in first.error, "no answer could be trained on"

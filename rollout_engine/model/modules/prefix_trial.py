@@ -1,4 +1,4 @@
-"""Whether a trainer's model computes shared prefixes to the same bits: a trial of a few tokens, once per model."""
+"""Whether a model computes shared prefixes to the same bits: a trial of a few tokens, once per model."""
 
 from weakref import WeakKeyDictionary
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from rollout_engine.model.modules.attention_interface import PositionsMissingError
 from rollout_engine.model.modules.next_token_logprobs import right_padded_next_tokens, shared_next_tokens
-from rollout_engine.model.training.token_batch import vocabulary_of
+from rollout_engine.model.modules.text_head import vocabulary_of
 
 _ROWS = [[1, 2, 3, 4, 5], [1, 2, 6], [1, 2, 6, 7, 0], [3, 1]]
 _found: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -24,7 +24,8 @@ def shares_prefixes(model: nn.Module) -> bool:
 
 
 def _is_equal(model: nn.Module) -> bool:
-    device = next(model.parameters()).device
+    # An engine's packed weights are left on "meta".
+    device = next((weight.device for weight in model.parameters() if not weight.is_meta), torch.device("cpu"))
     longest = max(map(len, _ROWS))
     real = torch.tensor([[place < len(row) for place in range(longest)] for row in _ROWS], device=device)
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in _ROWS], device=device)
