@@ -34,7 +34,7 @@ NUM_VERSIONS = 3
 """Different weights that updates bring, in turn; the last differs from the first in its tower alone."""
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llava", "idefics3", "smolvlm", "internvl"]
 FAMILIES += ["gemma3", "gemma4", "llava_next"]
-QUICK = [("qwen3_vl", torch.float32), ("mistral3", torch.bfloat16), ("gemma3", torch.float32)]
+QUICK = [("qwen3_vl", torch.float32), ("gemma3", torch.bfloat16)]
 HYBRIDS = {"qwen3_5"}
 TIE = 1e-4
 """Logits of float32 that are closer than this may be ordered either way."""
