@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from grpo import GROUP_SIZE, NUM_PROMPTS, NUM_UNSEEN, Entry, Task, evaluate, grpo_loss, make_items, make_policy
+from grpo import NUM_PROMPTS, NUM_UNSEEN, Entry, Task, evaluate, grpo_loss, make_items, make_policy
 from rollout_engine import RolloutPolicy, SamplingParams, Teacher, advantages, exact
 
 STUDENT = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2)
@@ -61,6 +61,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="steps of each training")
     parser.add_argument("--warm-up-steps", type=int, default=500, help="imitation steps of the student")
     parser.add_argument("--teacher-steps", type=int, default=600, help="imitation steps of the teacher")
+    parser.add_argument("--samples", type=int, default=2, help="answers to each of 32 prompts a step")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/distill"))
@@ -90,7 +91,7 @@ def train(
             batch = policy.rollout(
                 task.prompts(entries),
                 SamplingParams(max_tokens=task.max_tokens),
-                num_samples=GROUP_SIZE,
+                num_samples=options.samples,
                 columns={"entry": entries},
                 reward_fn=task.reward,
                 teachers=[teacher],

@@ -15,7 +15,7 @@ def tokenizer_difference(ours: TextCodec, theirs: TextCodec) -> str:
         by_id = {token_id: token for token, token_id in other.items()}
         token_id, token = min((i, t) for t, i in own.items() if other.get(t) != i)
         return f"id {token_id} is {token!r} here and {by_id.get(token_id)!r} there"
-    own_added, other_added = _added_tokens_of(ours), _added(theirs)
+    own_added, other_added = _added_tokens_of(ours), _added_tokens_of(theirs)
     if own_added != other_added:
         token_id, how = min(own_added.items() ^ other_added.items())
         state = "special" if how[1] else "added"
