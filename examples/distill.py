@@ -4,7 +4,7 @@
     python examples/distill.py                         the task of grpo.py; makes both models on the spot
 
 The student, 0.15 M parameters, has imitated the careless teacher of grpo.py, so that it mostly spells long words wrong.
-The teacher, 0.6 M parameters, has imitated right answers. Both trainings sample 8 answers to each of 32 prompts a step.
+The teacher, 0.6 M parameters, has imitated right answers. Both trainings sample two answers to each of 32 prompts a step.
 GRPO pays each answer, right or wrong. Distillation pays each token by how much likelier the teacher finds it than the
 student (`advantages.reverse_kl`): the teacher scores what the student sampled, in the same call
 (`rollout(teachers=[...])`), and no answer is judged. A step of either is the same gradient step but for these numbers.
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Rows]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line options."""
     parser = argparse.ArgumentParser(description="On-policy distillation on reasoning-gym's spell_backward.")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each training")
+    parser.add_argument("--steps", type=int, default=30, help="steps of each training")
     parser.add_argument("--warm-up-steps", type=int, default=500, help="imitation steps of the student")
     parser.add_argument("--teacher-steps", type=int, default=600, help="imitation steps of the teacher")
     parser.add_argument("--samples", type=int, default=2, help="answers to each of 32 prompts a step")
