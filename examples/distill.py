@@ -3,8 +3,8 @@
     pip install "rollout-engine[examples]"
     python examples/distill.py                         the task of grpo.py; makes both models on the spot
 
-The student, 0.15 M parameters, has imitated the careless teacher of grpo.py, so that it mostly spells long words wrong.
-The teacher, 0.6 M parameters, has imitated right answers. Both trainings sample two answers to each of 32 prompts a step.
+The student, 0.16 M parameters, has imitated the careless teacher of grpo.py, so that it mostly spells long words wrong.
+The teacher, 0.6 M parameters, has imitated right answers. Both trainings sample two answers to 32 prompts a step.
 GRPO pays each answer, right or wrong. Distillation pays each token by how much likelier the teacher finds it than the
 student (`advantages.reverse_kl`): the teacher scores what the student sampled, in the same call
 (`rollout(teachers=[...])`), and no answer is judged. A step of either is the same gradient step but for these numbers.
@@ -146,7 +146,7 @@ def draw(history: dict[str, Rows], path: Path) -> None:
     for way, rows in history.items():
         axes.plot([row["step"] for row in rows], [row["accuracy"] for row in rows], label=way)
     label = f"greedy accuracy, {NUM_UNSEEN} unseen words"
-    axes.set(xlabel="step", ylabel=label, ylim=(0, 1.02), title="a student of 0.15 M parameters, a teacher of 0.6 M")
+    axes.set(xlabel="step", ylabel=label, ylim=(0, 1.02), title="a student of 0.16 M parameters, a teacher of 0.6 M")
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
